@@ -1,0 +1,110 @@
+"""Which implementation serves a call: ``backends()``, ``use_backend()`` and ``CAPSFAST_BACKEND``."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from . import native
+
+# In the order in which backend=None tries them; "reference" serves everything.
+ORDER = ("cpp", "reference")
+DEVICES = {"cpp": ("cpu",), "reference": ("any",)}
+
+
+class BackendStatus(NamedTuple):
+    """available: the backend can run here. reason: why it can't, else empty. devices: what it serves."""
+
+    available: bool
+    reason: str
+    devices: tuple[str, ...]
+
+
+def _absence(name: str) -> str:
+    return native.why_absent if name == "cpp" else ""
+
+
+def backends() -> dict[str, BackendStatus]:
+    """Every backend by name, fastest first, and for each absent one the reason."""
+    return {name: BackendStatus(not _absence(name), _absence(name), DEVICES[name]) for name in ORDER}
+
+
+def _checked(name: str | None, source: str) -> str | None:
+    if name is None or name in ORDER:
+        return name
+    raise ValueError(f"{source}: backend must be one of {', '.join(map(repr, ORDER))}, got {name!r}")
+
+
+_forced: str | None = _checked(os.environ.get("CAPSFAST_BACKEND") or None, "CAPSFAST_BACKEND")
+
+
+class use_backend:
+    """Forces a backend for all following calls, or inside a ``with`` block; None lifts the force.
+
+    A ``backend=`` argument at a call goes before it, the environment variable CAPSFAST_BACKEND
+    after it. A forced backend that can't serve a call is an error, never a silent fallback.
+
+    Raises:
+        ValueError: no backend of that name.
+        RuntimeError: the backend is not available here.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        global _forced
+        _checked(name, "capsfast.use_backend")
+        if name is not None and _absence(name):
+            raise RuntimeError(f"capsfast.use_backend: backend {name!r} is not available: {_absence(name)}")
+        self._previous = _forced
+        _forced = name
+
+    def __enter__(self) -> "use_backend":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        global _forced
+        _forced = self._previous
+
+
+_warned = False
+
+
+def _warn_once(reason: str) -> None:
+    global _warned
+    if not _warned and not torch.compiler.is_compiling():
+        _warned = True
+        warnings.warn(f"capsfast: running on the slow reference backend: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def select(
+    op: str, device: torch.device, demanded: str | None, cannot: Mapping[str, Callable[[], str]] | None = None
+) -> str:
+    """The backend for a call of ``op`` on ``device``.
+
+    ``cannot`` maps a backend to a function that says why it can't serve this call ("" if it can).
+    """
+    name = _checked(demanded, op) or _forced
+    if name is not None:
+        reason = _absence(name) or _refusal(name, device, cannot)
+        if reason:
+            raise RuntimeError(f"{op}: backend {name!r} cannot serve this call: {reason}")
+        return name
+    for name in ORDER:
+        if _refusal(name, device, cannot):
+            continue
+        if not _absence(name):
+            return name
+        _warn_once(_absence(name))
+    raise AssertionError("the reference backend serves every call")
+
+
+def _refusal(name: str, device: torch.device, cannot: Mapping[str, Callable[[], str]] | None) -> str:
+    """Why an available backend can't serve a call on ``device``, "" if it can."""
+    devices = DEVICES[name]
+    # Meta tensors take the path of the device they stand for: the fake of the CPU op.
+    if "any" not in devices and device.type not in (*devices, "meta"):
+        return f"it runs on {' and '.join(devices)} tensors, got a tensor on {device}"
+    if cannot is not None and name in cannot:
+        return cannot[name]()
+    return ""

@@ -1,0 +1,145 @@
+"""Argument checks: every message names the op, the rule, what came, and often the remedy."""
+
+import torch
+from torch import Tensor
+
+from .options import GRADIENT, SOFTMAX, SQUASH, Options
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def shape_of(tensor: Tensor) -> str:
+    return "[" + ", ".join(str(n) for n in tensor.shape) + "]"
+
+
+def dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def tensor(op: str, name: str, value: object, shape: str) -> Tensor:
+    """A strided tensor of the rank that ``shape`` (such as "[B, I, K]") spells out."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor {shape}, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}; call {name}.to_dense() first")
+    if value.dim() != shape.count(",") + 1:
+        raise ValueError(f"{op}: {name} must have shape {shape}, got {shape_of(value)}")
+    return value
+
+
+def floating(op: str, name: str, value: Tensor) -> None:
+    if value.dtype not in FLOATING:
+        raise TypeError(
+            f"{op}: {name} must be float32, float64, bfloat16 or float16, got {dtype_of(value)}; "
+            f"convert it with {name}.float()"
+        )
+
+
+def same_device(op: str, anchor: str, anchor_value: Tensor, name: str, value: Tensor) -> None:
+    if value.device != anchor_value.device:
+        raise ValueError(
+            f"{op}: all tensors must be on one device, got {anchor} on {anchor_value.device} and "
+            f"{name} on {value.device}; move one with .to()"
+        )
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast would cast to on this device, None outside of autocast."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def same_dtype(op: str, anchor: str, anchor_value: Tensor, name: str, value: Tensor) -> None:
+    """u and weight must agree, except under autocast, which casts both."""
+    if value.dtype != anchor_value.dtype and autocast_dtype(value.device) is None:
+        raise TypeError(
+            f"{op}: {anchor} and {name} must have one dtype, got {dtype_of(anchor_value)} and "
+            f"{dtype_of(value)}; convert one, or run under torch.autocast"
+        )
+
+
+def parameter_dtype(op: str, name: str, value: Tensor, anchor: str, anchor_value: Tensor) -> None:
+    """logits and bias may have the anchor's dtype, or float32 beside a 16-bit anchor."""
+    floating(op, name, value)
+    if value.dtype == anchor_value.dtype or autocast_dtype(value.device) is not None:
+        return
+    if value.dtype == torch.float32 and anchor_value.dtype in (torch.float16, torch.bfloat16):
+        return
+    raise TypeError(
+        f"{op}: {name} must have the dtype of {anchor} ({dtype_of(anchor_value)}), or float32 beside a "
+        f"16-bit {anchor}, got {dtype_of(value)}"
+    )
+
+
+def choice(op: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def boolean(op: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def positive_eps(op: str, eps: object) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{op}: eps must be a number, got {eps!r}")
+    if not 0 < eps < float("inf"):
+        raise ValueError(f"{op}: eps must be positive and finite (0 gives NaN gradients at s = 0), got {eps}")
+
+
+def options(op: str, given: Options) -> None:
+    if isinstance(given.num_iterations, bool) or not isinstance(given.num_iterations, int):
+        raise TypeError(f"{op}: num_iterations must be an int, got {given.num_iterations!r}")
+    if given.num_iterations < 1:
+        raise ValueError(f"{op}: num_iterations must be at least 1, got {given.num_iterations}")
+    choice(op, "softmax", given.softmax, SOFTMAX)
+    choice(op, "gradient", given.gradient, GRADIENT)
+    boolean(op, "leaky", given.leaky)
+    choice(op, "squash", given.squash, SQUASH)
+    positive_eps(op, given.eps)
+
+
+def routing_parameters(
+    op: str,
+    anchor: str,
+    anchor_value: Tensor,
+    sizes: tuple[int, int, int, int],
+    logits: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    out_mask: Tensor | None,
+) -> None:
+    """logits, bias and masks against ``sizes`` = (B, I, J, D) of the anchor tensor."""
+    B, I, J, D = sizes
+    wanted = f"({anchor} {shape_of(anchor_value)})"
+    if logits is not None:
+        if isinstance(logits, Tensor) and logits.dim() == 3:
+            tensor(op, "logits", logits, "[B, I, J]")
+            good = logits.shape[0] == B and logits.shape[1] == I and logits.shape[2] == J
+        else:
+            tensor(op, "logits", logits, "[I, J]")
+            good = logits.shape[0] == I and logits.shape[1] == J
+        if not good:
+            raise ValueError(
+                f"{op}: logits must be [I, J] = [{I}, {J}] or [B, I, J] = [{B}, {I}, {J}], "
+                f"got {shape_of(logits)} {wanted}"
+            )
+        parameter_dtype(op, "logits", logits, anchor, anchor_value)
+    if bias is not None:
+        tensor(op, "bias", bias, "[J, D]")
+        if bias.shape[0] != J or bias.shape[1] != D:
+            raise ValueError(f"{op}: bias must be [J, D] = [{J}, {D}], got {shape_of(bias)} {wanted}")
+        parameter_dtype(op, "bias", bias, anchor, anchor_value)
+    for name, value, symbol, size in (("mask", mask, "I", I), ("out_mask", out_mask, "J", J)):
+        if value is None:
+            continue
+        tensor(op, name, value, f"[B, {symbol}]")
+        if value.dtype != torch.bool:
+            raise TypeError(f"{op}: {name} must be bool (True = use), got {dtype_of(value)}; convert it with {name}.bool()")
+        if value.shape[0] != B or value.shape[1] != size:
+            raise ValueError(f"{op}: {name} must be [B, {symbol}] = [{B}, {size}], got {shape_of(value)} {wanted}")
+    for name, value in (("logits", logits), ("bias", bias), ("mask", mask), ("out_mask", out_mask)):
+        if value is not None:
+            same_device(op, anchor, anchor_value, name, value)

@@ -1,0 +1,166 @@
+"""Public functions: check the arguments, then call the op."""
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .ops import dynamic_routing as _dynamic_routing
+from .ops import route_votes as _route_votes
+from .options import SQUASH, Options
+from .reference.squash import squash as _squash
+
+__all__ = ["dynamic_routing", "route_votes", "squash"]
+
+
+def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> Tensor:
+    """Shrinks the vectors along ``dim`` to a length below one: ``v = f(n) s`` with ``n = |s|^2``.
+
+    Kinds, by their factor ``f(n)``:
+
+    * ``"paper"``: ``n / (1 + n) / sqrt(n + eps)`` (Sabour et al. 2017, eq. 1)
+    * ``"half"``: ``n / (0.5 + n) / sqrt(n + eps)``, steeper for short vectors
+    * ``"eps_outside"``: ``n / (1 + n) / (sqrt(n) + eps)``, eps added to the norm
+    * ``"exp"``: ``(1 - exp(-m)) / m`` with ``m = sqrt(n + eps)`` (Xi et al. 2017)
+    * ``"unit"``: ``1 / sqrt(n + eps)``, plain normalisation
+    * ``"identity"``: ``1``, no squash
+
+    Args:
+        s: any shape; float32, float64, bfloat16 or float16.
+        dim: the axis that holds a capsule's components.
+        eps: positive; keeps the gradient of a zero vector finite.
+        kind: one of the names above.
+
+    Returns:
+        A tensor like ``s``. The factor of a 16-bit ``s`` is computed in float32.
+
+    Raises:
+        TypeError: ``s`` is not a dense floating-point tensor.
+        ValueError: unknown kind, eps not positive.
+        IndexError: ``dim`` out of range.
+    """
+    op = "capsfast.squash"
+    if not isinstance(s, Tensor):
+        raise TypeError(f"{op}: s must be a torch.Tensor, got {type(s).__name__}")
+    if s.layout != torch.strided:
+        raise TypeError(f"{op}: s must be a dense tensor, got layout {s.layout}; call s.to_dense() first")
+    checks.floating(op, "s", s)
+    if not -s.dim() <= dim < s.dim():
+        raise IndexError(f"{op}: dim must be in [{-s.dim()}, {s.dim() - 1}] for s {checks.shape_of(s)}, got {dim}")
+    checks.choice(op, "kind", kind, SQUASH)
+    checks.positive_eps(op, eps)
+    return _squash(s, dim, eps, kind)
+
+
+def dynamic_routing(
+    u: Tensor,
+    weight: Tensor,
+    num_iterations: int = 3,
+    *,
+    logits: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    softmax: str = "out",
+    gradient: str = "full",
+    leaky: bool = False,
+    squash: str = "paper",
+    eps: float = 1e-8,
+    share_batch_logits: bool = False,
+    return_coupling: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Routing by agreement from input capsules, without the votes in memory.
+
+    Equivalent to ``votes = einsum("ijdk,bik->bijd", weight, u)`` followed by ``num_iterations`` times
+    ``c = softmax(b); s = einsum("bij,bijd->bjd", c, votes); v = squash(s);
+    b = b + einsum("bijd,bjd->bij", votes, v)`` (Sabour, Frosst, Hinton 2017, procedure 1).
+
+    Args:
+        u: input capsules ``[B, I, K]``; float32, float64, bfloat16 or float16, any strides.
+        weight: transformation matrices ``[I, J, D, K]``, or ``[1, J, D, K]`` shared by all input
+            capsules (no copy is made); same dtype as ``u``, except under autocast.
+        num_iterations: how many weighted sums are formed, at least 1.
+        logits: log prior of the coupling, ``[I, J]`` (learned) or ``[B, I, J]``; default 0.
+        bias: ``[J, D]``, added to the weighted sum before the squash.
+        mask: ``[B, I]`` bool; False takes an input capsule out, whatever it holds.
+        out_mask: ``[B, J]`` bool; False takes an output capsule out: no coupling, ``v = 0``.
+        softmax: ``"out"`` normalises over the output capsules (the paper), ``"in"`` over the inputs.
+        gradient: ``"full"``, or ``"last"``: the agreement added to the logits counts as constant.
+        leaky: one more entry of logit 0 in every softmax, whose coupling is thrown away.
+        squash: the kind, see :func:`capsfast.squash`.
+        eps: of the squash.
+        share_batch_logits: routing logits averaged over the batch. A defect of some older code, under
+            which a sample's result depends on its batch; reference backend only, with a warning.
+        return_coupling: also return the last coupling coefficients.
+        backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
+
+    Returns:
+        ``v [B, J, D]`` in the dtype of ``u``; with ``return_coupling`` the pair of ``v`` and
+        ``c [B, I, J]``. Sums are formed in float32 for 16-bit inputs. Empty sums are 0.
+
+    Raises:
+        ValueError: a shape, a value or a device does not fit.
+        TypeError: not a dense floating-point tensor, or dtypes that differ.
+        RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
+    """
+    op = "capsfast.dynamic_routing"
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    checks.options(op, options)
+    checks.boolean(op, "return_coupling", return_coupling)
+    checks.boolean(op, "share_batch_logits", share_batch_logits)
+    checks.tensor(op, "u", u, "[B, I, K]")
+    checks.tensor(op, "weight", weight, "[I, J, D, K]")
+    checks.floating(op, "u", u)
+    checks.floating(op, "weight", weight)
+    B, I, K = u.shape
+    rows, J, D, _ = weight.shape
+    shapes = f"(weight {checks.shape_of(weight)}, u {checks.shape_of(u)})"
+    if rows != I and rows != 1:
+        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {shapes}")
+    if weight.shape[3] != K:
+        raise ValueError(f"{op}: weight must end in K={K}, the size of the input capsules, got {weight.shape[3]} {shapes}")
+    checks.same_device(op, "u", u, "weight", weight)
+    checks.same_dtype(op, "u", u, "weight", weight)
+    checks.routing_parameters(op, "u", u, (B, I, J, D), logits, bias, mask, out_mask)
+    v, c = _dynamic_routing.call(
+        u, weight, logits, bias, mask, out_mask, options, return_coupling, share_batch_logits, backend
+    )
+    return (v, c) if return_coupling else v
+
+
+def route_votes(
+    votes: Tensor,
+    num_iterations: int = 3,
+    *,
+    logits: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    softmax: str = "out",
+    gradient: str = "full",
+    leaky: bool = False,
+    squash: str = "paper",
+    eps: float = 1e-8,
+    share_batch_logits: bool = False,
+    return_coupling: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Routing by agreement over votes that already exist, read in place.
+
+    Args:
+        votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides.
+
+    All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
+    (Sabour, Frosst, Hinton 2017, procedure 1).
+    """
+    op = "capsfast.route_votes"
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    checks.options(op, options)
+    checks.boolean(op, "return_coupling", return_coupling)
+    checks.boolean(op, "share_batch_logits", share_batch_logits)
+    checks.tensor(op, "votes", votes, "[B, I, J, D]")
+    checks.floating(op, "votes", votes)
+    B, I, J, D = votes.shape
+    checks.routing_parameters(op, "votes", votes, (B, I, J, D), logits, bias, mask, out_mask)
+    v, c = _route_votes.call(votes, logits, bias, mask, out_mask, options, return_coupling, share_batch_logits, backend)
+    return (v, c) if return_coupling else v

@@ -1,0 +1,5 @@
+"""Modules: thin shells that own parameters."""
+
+from .dynamic_routing import DynamicRouting
+
+__all__ = ["DynamicRouting"]

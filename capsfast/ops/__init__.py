@@ -1,0 +1,1 @@
+"""One file an op: its contract, fake, autograd, autocast and choice of backend."""

@@ -1,0 +1,27 @@
+"""The options every routing function shares, and their admissible values."""
+
+from typing import NamedTuple
+
+SOFTMAX = ("out", "in")
+GRADIENT = ("full", "last")
+SQUASH = ("paper", "half", "eps_outside", "exp", "unit", "identity")
+
+
+class Options(NamedTuple):
+    """Static routing options, in the order in which the op schemas list them.
+
+    num_iterations: r >= 1, the number of weighted sums.
+    softmax: the axis the coupling coefficients sum to one over: "out" (the output capsules,
+        Sabour et al. 2017, eq. 3) or "in" (the input capsules).
+    gradient: "full" differentiates through all iterations; "last" treats the agreement that was
+        added to the logits as a constant.
+    leaky: every softmax gets one more entry with logit 0, whose coupling is thrown away.
+    squash, eps: see :func:`capsfast.squash`.
+    """
+
+    num_iterations: int
+    softmax: str
+    gradient: str
+    leaky: bool
+    squash: str
+    eps: float
