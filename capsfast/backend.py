@@ -74,7 +74,7 @@ def _warn_once(reason: str) -> None:
     global _warned
     if not _warned and not torch.compiler.is_compiling():
         _warned = True
-        warnings.warn(f"capsfast: running on the slow reference backend: {reason}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"capsfast: running on the slow reference backend: {reason}", RuntimeWarning, stacklevel=5)
 
 
 def select(

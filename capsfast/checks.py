@@ -9,6 +9,7 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def shape_of(tensor: Tensor) -> str:
+    """For error branches only: torch.compile can't turn a dynamic size into text."""
     return "[" + ", ".join(str(n) for n in tensor.shape) + "]"
 
 
@@ -113,7 +114,6 @@ def routing_parameters(
 ) -> None:
     """logits, bias and masks against ``sizes`` = (B, I, J, D) of the anchor tensor."""
     B, I, J, D = sizes
-    wanted = f"({anchor} {shape_of(anchor_value)})"
     if logits is not None:
         if isinstance(logits, Tensor) and logits.dim() == 3:
             tensor(op, "logits", logits, "[B, I, J]")
@@ -124,13 +124,15 @@ def routing_parameters(
         if not good:
             raise ValueError(
                 f"{op}: logits must be [I, J] = [{I}, {J}] or [B, I, J] = [{B}, {I}, {J}], "
-                f"got {shape_of(logits)} {wanted}"
+                f"got {shape_of(logits)} ({anchor} {shape_of(anchor_value)})"
             )
         parameter_dtype(op, "logits", logits, anchor, anchor_value)
     if bias is not None:
         tensor(op, "bias", bias, "[J, D]")
         if bias.shape[0] != J or bias.shape[1] != D:
-            raise ValueError(f"{op}: bias must be [J, D] = [{J}, {D}], got {shape_of(bias)} {wanted}")
+            raise ValueError(
+                f"{op}: bias must be [J, D] = [{J}, {D}], got {shape_of(bias)} ({anchor} {shape_of(anchor_value)})"
+            )
         parameter_dtype(op, "bias", bias, anchor, anchor_value)
     for name, value, symbol, size in (("mask", mask, "I", I), ("out_mask", out_mask, "J", J)):
         if value is None:
@@ -139,7 +141,10 @@ def routing_parameters(
         if value.dtype != torch.bool:
             raise TypeError(f"{op}: {name} must be bool (True = use), got {dtype_of(value)}; convert it with {name}.bool()")
         if value.shape[0] != B or value.shape[1] != size:
-            raise ValueError(f"{op}: {name} must be [B, {symbol}] = [{B}, {size}], got {shape_of(value)} {wanted}")
+            raise ValueError(
+                f"{op}: {name} must be [B, {symbol}] = [{B}, {size}], "
+                f"got {shape_of(value)} ({anchor} {shape_of(anchor_value)})"
+            )
     for name, value in (("logits", logits), ("bias", bias), ("mask", mask), ("out_mask", out_mask)):
         if value is not None:
             same_device(op, anchor, anchor_value, name, value)

@@ -51,6 +51,10 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     return _squash(s, dim, eps, kind)
 
 
+def _shapes(weight: Tensor, u: Tensor) -> str:
+    return f"(weight {checks.shape_of(weight)}, u {checks.shape_of(u)})"
+
+
 def dynamic_routing(
     u: Tensor,
     weight: Tensor,
@@ -114,11 +118,13 @@ def dynamic_routing(
     checks.floating(op, "weight", weight)
     B, I, K = u.shape
     rows, J, D, _ = weight.shape
-    shapes = f"(weight {checks.shape_of(weight)}, u {checks.shape_of(u)})"
     if rows != I and rows != 1:
-        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {shapes}")
+        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {_shapes(weight, u)}")
     if weight.shape[3] != K:
-        raise ValueError(f"{op}: weight must end in K={K}, the size of the input capsules, got {weight.shape[3]} {shapes}")
+        raise ValueError(
+            f"{op}: weight must end in K={K}, the size of the input capsules, "
+            f"got {weight.shape[3]} {_shapes(weight, u)}"
+        )
     checks.same_device(op, "u", u, "weight", weight)
     checks.same_dtype(op, "u", u, "weight", weight)
     checks.routing_parameters(op, "u", u, (B, I, J, D), logits, bias, mask, out_mask)

@@ -1,0 +1,107 @@
+"""No timing without a correct result: every contender is held against float64 first."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cases import Case
+from .contenders import Forward, einsum
+from .inputs import InputSet
+
+# Votes of the float64 reference on the samples it is run on.
+TRUTH_BYTES = 64 * 2**20
+# Against the error of the eager einsum in the same dtype, and in units of the dtype's rounding. The
+# gate is to find wrong results; the accuracy bounds of the backends are the business of the tests.
+TIMES_EINSUM = 4.0
+ROUNDINGS = 8.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """errors, bounds: relative L2 error of v and of each gradient, by name. reason: "" if passed."""
+
+    errors: dict[str, float]
+    bounds: dict[str, float]
+    reason: str
+
+
+def _error(found: Tensor, truth: Tensor) -> float:
+    truth = truth.double()
+    difference = (found.detach().to(truth.device, torch.float64) - truth).norm()
+    return float(difference / truth.norm().clamp_min(1e-300))
+
+
+def _reference(case: Case, tensors: Sequence[Tensor], dv: Tensor) -> dict[str, Tensor]:
+    """v and the gradients of the einsum reference for ``tensors``."""
+    leaves = [tensor.detach().requires_grad_(case.backward) for tensor in tensors]
+    return _named(case, einsum(case)(*leaves), leaves, dv)
+
+
+def _named(case: Case, v: Tensor, leaves: Sequence[Tensor], dv: Tensor) -> dict[str, Tensor]:
+    results = {"v": v.detach()}
+    if case.backward:
+        gradients = torch.autograd.grad(v, list(leaves), dv)
+        results |= {f"d{name}": gradient for name, gradient in zip(case.shapes, gradients, strict=True)}
+    return results
+
+
+class Gate:
+    """Checks contenders on one case.
+
+    Routing is independent per sample, so the float64 reference runs on some samples only, spread over
+    the batch, and on the CPU. The gradient of the output is zero for all others, which makes the
+    gradient of the weight that of the chosen samples and all other input gradients exactly zero.
+    """
+
+    def __init__(self, case: Case, inputs: InputSet) -> None:
+        self.case = case
+        self.inputs = inputs
+        sample_bytes = case.I * case.J * case.D * 8
+        count = min(case.B, max(1, TRUTH_BYTES // sample_bytes))
+        self.chosen = torch.linspace(0, case.B - 1, count).round().long()
+        device = inputs.dv.device
+        self.dv = torch.zeros_like(inputs.dv)
+        on_device = self.chosen.to(device)
+        self.dv[on_device] = inputs.dv[on_device]
+
+        # u or votes by sample; the weight has no batch axis.
+        first, *rest = (tensor.detach() for tensor in inputs.tensors)
+        small = [first[on_device].cpu(), *(tensor.cpu() for tensor in rest)]
+        dv = inputs.dv[on_device].cpu()
+        self.truth = _reference(case, [tensor.double() for tensor in small], dv.double())
+        plain = _reference(case, small, dv)
+        rounding = torch.finfo(case.torch_dtype).eps
+        self.bounds = {
+            name: TIMES_EINSUM * _error(plain[name], truth) + ROUNDINGS * rounding for name, truth in self.truth.items()
+        }
+
+    def _compare(self, results: dict[str, Tensor]) -> Verdict:
+        errors: dict[str, float] = {}
+        reasons = []
+        chosen = self.chosen.to(self.dv.device)
+        first = next(iter(self.case.shapes))
+        for name, found in results.items():
+            if not bool(found.isfinite().all()):
+                reasons.append(f"{name} is not finite")
+            if name in ("v", f"d{first}"):
+                if name != "v":
+                    others = torch.ones(self.case.B, dtype=torch.bool, device=found.device)
+                    others[chosen] = False
+                    if bool(found[others].any()):
+                        reasons.append(f"{name} is not zero where the gradient of v is")
+                found = found[chosen]
+            errors[name] = _error(found, self.truth[name])
+            # Written so that NaN fails.
+            if not errors[name] <= self.bounds[name]:
+                reasons.append(f"{name} has relative error {errors[name]:.1e}, bound {self.bounds[name]:.1e}")
+        return Verdict({n: e if math.isfinite(e) else -1.0 for n, e in errors.items()}, self.bounds, "; ".join(reasons))
+
+    def check(self, forward: Forward) -> Verdict:
+        """Runs ``forward`` on the whole case once."""
+        tensors = self.inputs.tensors
+        with torch.set_grad_enabled(self.case.backward):
+            results = _named(self.case, forward(*tensors), tensors, self.dv)
+        return self._compare(results)

@@ -1,0 +1,69 @@
+"""Inputs of a case, and the step that is timed."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cases import Case
+from .contenders import Forward
+
+# More than the last-level cache of most machines: a set that comes round again is not cached.
+ROTATED_BYTES = 64 * 2**20
+MOST_SETS = 64
+
+Step = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """tensors: the op's inputs in order. dv: the gradient of the output."""
+
+    tensors: tuple[Tensor, ...]
+    dv: Tensor
+
+
+def weight_std(case: Case) -> float:
+    """A deviation at which the weighted sums are of order one, so that routing does route."""
+    return min(0.5, case.J / math.sqrt(case.I * max(case.K, 1)))
+
+
+def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
+    """Normal inputs that depend on ``seed`` only, the weight scaled by :func:`weight_std`."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(shape: tuple[int, ...], std: float) -> Tensor:
+        # In place, so that the widest inputs exist once.
+        drawn = torch.empty(shape, device=device, dtype=case.torch_dtype)
+        return drawn.normal_(0.0, std, generator=generator)
+
+    last = list(case.shapes)[-1]
+    tensors = tuple(normal(shape, weight_std(case) if name == last else 1.0) for name, shape in case.shapes.items())
+    if case.backward:
+        tensors = tuple(tensor.requires_grad_() for tensor in tensors)
+    return InputSet(tensors, normal((case.B, case.J, case.D), 1.0))
+
+
+def input_sets(case: Case, device: torch.device) -> list[InputSet]:
+    """As many sets as it takes to outgrow the caches, at least one."""
+    count = min(MOST_SETS, math.ceil(ROTATED_BYTES / max(case.input_bytes, 1)))
+    return [input_set(case, device, seed) for seed in range(count)]
+
+
+def step(forward: Forward, case: Case, sets: list[InputSet]) -> Step:
+    """A function of the round's number: one forward, or one forward and backward with fresh gradients."""
+    if case.backward:
+
+        def forward_backward(n: int) -> object:
+            chosen = sets[n % len(sets)]
+            return torch.autograd.grad(forward(*chosen.tensors), chosen.tensors, chosen.dv)
+
+        return forward_backward
+
+    def forward_only(n: int) -> object:
+        with torch.no_grad():
+            return forward(*sets[n % len(sets)].tensors)
+
+    return forward_only

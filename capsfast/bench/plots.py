@@ -1,0 +1,128 @@
+"""Plots of results; matplotlib is imported when one is drawn."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .cases import Case
+from .contenders import OURS
+from .results import Axis, Results
+
+CAPSULES = {"I": "input capsules I", "J": "output capsules J"}
+
+
+def _new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Without pyplot: no display is looked for and no state is left behind.
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _lines(
+    plot: Any, axis: Axis, names: list[str], value: Callable[[Case, str], float | None], colors: list[str]
+) -> None:
+    for name in names:
+        points = [(getattr(case, axis.name), value(case, name)) for case in axis.cases]
+        known = [(x, y) for x, y in points if y is not None]
+        if known:
+            plot.plot(*zip(*known, strict=True), marker="o", label=name, color=f"C{colors.index(name)}")
+    plot.set_xscale("log")
+    plot.set_yscale("log", base=2)
+    sizes = [getattr(case, axis.name) for case in axis.cases]
+    plot.set_xticks(sizes, labels=[str(size) for size in sizes], fontsize="small", rotation=30)
+    plot.xaxis.minorticks_off()
+    plot.yaxis.set_major_formatter("{x:g}")
+    plot.set_xlabel(CAPSULES[axis.name])
+    plot.set_title(axis.direction)
+    plot.grid(alpha=0.3)
+
+
+def _panels(
+    axes: list[Axis],
+    path: Path,
+    title: str,
+    label: str,
+    results: Results,
+    names: list[str],
+    value: Callable[[Case, str], float | None],
+    level: float | None,
+) -> Path | None:
+    """One panel for each axis; nothing when there is nothing to show."""
+    if not any(value(case, name) is not None for axis in axes for case in axis.cases for name in names):
+        return None
+    columns = 2 if len(axes) > 1 else 1
+    rows = -(-len(axes) // columns)
+    figure, plots = _new_figure(rows, columns, (5 * columns, 3.6 * rows))
+    for n in range(rows * columns):
+        plot = plots[n // columns][n % columns]
+        if n >= len(axes):
+            plot.axis("off")
+            continue
+        _lines(plot, axes[n], names, value, results.contenders)
+        plot.set_ylabel(label)
+        if level is not None:
+            plot.axhline(level, color="black", linewidth=0.8)
+    # A contender may be missing from the first panel: each label is taken from where it occurs.
+    handles: dict[str, Any] = {}
+    for row in plots:
+        for plot in row:
+            for handle, name in zip(*plot.get_legend_handles_labels(), strict=True):
+                handles.setdefault(name, handle)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[Path]:
+    """Speed-up and memory of ``op`` against the capsule counts; the files written."""
+    axes = [axis for axis in results.axes() if axis.op == op and axis.name in CAPSULES]
+    others = [name for name in results.contenders if not name.startswith(OURS)]
+
+    def memory(case: Case, name: str) -> float | None:
+        growth = results.memory(case, name)
+        # A logarithmic axis has no zero.
+        return None if growth is None else max(growth, 2**12) / 2**20
+
+    stem = f"{machine}-{op}"
+    written = [
+        _panels(
+            axes,
+            folder / f"{stem}-speedup.png",
+            f"{op}: time of others over time of capsfast, {machine}",
+            "times slower than capsfast",
+            results,
+            others,
+            results.speedup,
+            1.0,
+        ),
+        _panels(
+            axes,
+            folder / f"{stem}-memory.png",
+            f"{op}: peak memory beyond inputs and gradients, {machine}",
+            "MiB",
+            results,
+            results.contenders,
+            memory,
+            None,
+        ),
+    ]
+    return [path for path in written if path is not None]
+
+
+def bars(results: Results, path: Path) -> None:
+    """Milliseconds of every contender on every case, for the short run of the command line."""
+    figure, plots = _new_figure(len(results.cases), 1, (8, 0.9 + 1.4 * len(results.cases)))
+    for row, case in zip(plots, results.cases, strict=True):
+        plot = row[0]
+        names = [name for name in reversed(results.contenders) if results.seconds(case, name) is not None]
+        values = [1e3 * (results.seconds(case, name) or 0.0) for name in names]
+        drawn = plot.barh(names, values, color=[f"C{results.contenders.index(name)}" for name in names])
+        plot.bar_label(drawn, fmt="%.3g ms", padding=3)
+        plot.margins(x=0.15)
+        plot.set_title(case.name, fontsize="small")
+        plot.tick_params(labelsize="small")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,153 @@
+"""Records to Markdown."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import plots
+from .cases import CANONICAL, Case
+from .contenders import COMPILED, EAGER
+from .record import load, machine_name
+from .results import Results, shares
+
+AXIS_TITLES = {
+    "I": "input capsules I",
+    "J": "output capsules J",
+    "batch": "batch B",
+    "dims": "capsule sizes D and K",
+    "iterations": "iterations r",
+    "dtype": "dtype",
+    "corners": "wide layers at small batches",
+}
+
+
+def milliseconds(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f}"
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1f}x"
+
+
+def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _cell(results: Results, case: Case, name: str) -> str:
+    row = results.row(case, name)
+    if row is None:
+        return ""
+    return milliseconds(row.seconds["median"]) if row.status == "ok" else row.status
+
+
+def _table(results: Results, cases: list[Case], label: Callable[[Case], str], limits: dict[str, float]) -> str:
+    with_ours = any(results.ours(case) is not None for case in cases)
+    baselines = [name for name in (COMPILED, EAGER) if with_ours and name in results.contenders]
+    remembered = [name for name in results.contenders if any(results.memory(case, name) is not None for case in cases)]
+    shared = {
+        case: shares(case, seconds, limits)
+        for case in cases
+        if (ours := results.ours(case)) is not None and (seconds := results.seconds(case, ours)) is not None
+    }
+    with_shares = any(shared.values())
+    header = ["", *(f"{name}, ms" for name in results.contenders)]
+    header += [f"speed-up over {name}" for name in baselines]
+    header += [f"{name}, MiB" for name in remembered]
+    header += ["of matmul rate", "of copy rate"] if with_shares else []
+    lines = []
+    for case in cases:
+        line = [label(case), *(_cell(results, case, name) for name in results.contenders)]
+        line += [times(results.speedup(case, name)) for name in baselines]
+        for name in remembered:
+            growth = results.memory(case, name)
+            line.append("-" if growth is None else mebibytes(growth))
+        if with_shares:
+            share = shared.get(case)
+            line += ["-", "-"] if share is None else [f"{100 * each:.0f} %" for each in share]
+        lines.append(line)
+    return markdown_table(header, lines)
+
+
+def _unmeasured(results: Results) -> str:
+    """Skipped, wrong and failed rows with their reasons, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for row in results.rows.values():
+        if row.status != "ok":
+            reasons.setdefault(f"{row.contender}, {row.status}: {row.reason}", []).append(row.case.name)
+    return "\n".join(f"* {reason} ({'; '.join(names)})" for reason, names in reasons.items())
+
+
+def describe(surroundings: dict[str, Any]) -> str:
+    """Machine, versions and commit in one sentence each."""
+    machine, versions, commit = surroundings["machine"], surroundings["versions"], surroundings["commit"]
+    text = (
+        f"{machine['cpu']}, {machine['cores']} cores, torch threads: {machine['threads']}, {machine['memory_gib']} GiB"
+    )
+    if "gpu" in machine:
+        text += f"; {machine['gpu']}, {machine['gpu_memory_gib']} GiB"
+    text += f". capsfast {versions['capsfast']}, torch {versions['torch']}, Python {versions['python']}"
+    for name in ("triton", "cuda"):
+        if versions[name]:
+            text += f", {name} {versions[name]}"
+    if commit is not None:
+        text += f"; commit {commit['hash'][:12]}" + (" with changes" if commit["changed"] else "")
+    limits = surroundings.get("limits")
+    if limits:
+        text += (
+            f". Measured limits: {limits['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s (float32 matmul), "
+            f"{limits['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy, read and written)"
+        )
+    return text + "."
+
+
+def _section(path: Path, images: Path, docs: Path) -> str:
+    surroundings, rows = load(path)
+    results = Results(rows)
+    limits = surroundings.get("limits") or {}
+    title = machine_name(surroundings["machine"])
+    parts = [f"## {title}", describe(surroundings)]
+    axes = results.axes()
+    for op in dict.fromkeys(axis.op for axis in axes):
+        parts.append(f"### {op}")
+        for image in plots.sweep_plots(results, op, images, title):
+            kind = "Memory" if image.stem.endswith("memory") else "Speed-up"
+            parts.append(f"![{kind} of {op} against the number of capsules]({os.path.relpath(image, docs)})")
+        for axis in axes:
+            if axis.op == op:
+                parts.append(f"#### {op}: {AXIS_TITLES[axis.name]}, {axis.direction}")
+                parts.append(_table(results, axis.cases, axis.label, limits))
+    others = results.others(axes)
+    if others:
+        parts += ["### Other cases", _table(results, others, lambda case: case.name, limits)]
+    unmeasured = _unmeasured(results)
+    if unmeasured:
+        parts += ["### Not measured", unmeasured]
+    return "\n\n".join(parts)
+
+
+INTRODUCTION = f"""# Measurements
+
+Written by `python benchmarks/report.py` from the records in `benchmarks/results/`; do not edit.
+
+Unless a table says otherwise the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}
+K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}. Times are medians of one call; all contenders of a case ran
+interleaved in one process, each after its result was held against float64. Memory is the growth of the
+peak beyond inputs and gradients. Speed-ups are those of the fastest capsfast backend. The shares of the
+matmul and copy rates count the least FLOPs and bytes a forward needs."""
+
+
+def write(records: Sequence[Path], docs: Path) -> Path:
+    """Writes ``docs/benchmarks.md`` and ``docs/images/*.png`` from the records; returns the former."""
+    images = docs / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    page = docs / "benchmarks.md"
+    sections = [_section(path, images, docs) for path in sorted(records)]
+    page.write_text("\n\n".join([INTRODUCTION, *sections]) + "\n")
+    return page

@@ -1,0 +1,16 @@
+"""``python -m capsfast``: what is installed, and how fast it is here."""
+
+import importlib.util
+import sys
+
+NEEDED = ("typer", "rich")
+
+
+def main() -> None:
+    """Runs the command line, or says in one line what to install for it."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f'capsfast: the command line needs {" and ".join(missing)}: pip install "capsfast[cli]"')
+    from .app import app
+
+    app(prog_name="capsfast")

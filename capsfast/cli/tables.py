@@ -1,0 +1,92 @@
+"""What the commands print."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from ..backend import backends
+from ..bench.measure import Row
+from ..bench.report import mebibytes, milliseconds, times
+from ..bench.results import Results
+
+
+def _pairs(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def versions_table(versions: dict[str, Any], commit: dict[str, Any] | None) -> Table:
+    table = _pairs("Versions")
+    for name, value in versions.items():
+        table.add_row(name, "none" if value is None else escape(str(value)))
+    if commit is not None:
+        table.add_row("commit", commit["hash"] + (" with changes" if commit["changed"] else ""))
+    return table
+
+
+def backends_table() -> Table:
+    table = Table(title="Backends, fastest first", title_justify="left", box=box.SIMPLE)
+    table.add_column("backend", no_wrap=True)
+    table.add_column("devices", no_wrap=True)
+    table.add_column("available", overflow="fold")
+    for name, status in backends().items():
+        table.add_row(name, ", ".join(status.devices), "yes" if status.available else f"no: {escape(status.reason)}")
+    return table
+
+
+def build_table(build: dict[str, Any]) -> Table:
+    table = _pairs("Build of the extension")
+    for name, value in build.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        table.add_row(escape(name), escape(shown))
+    return table
+
+
+def case_table(rows: Sequence[Row]) -> Table:
+    """One case: milliseconds, quantiles, how much slower than capsfast, error, memory."""
+    results = Results(rows)
+    case = rows[0].case
+    with_ours = results.ours(case) is not None
+    with_memory = any(row.memory_bytes is not None for row in rows)
+    table = Table(title=case.name, title_justify="left", box=box.SIMPLE)
+    table.add_column("contender", no_wrap=True)
+    table.add_column("median ms", justify="right")
+    table.add_column("10 % to 90 %", justify="right")
+    if with_ours:
+        table.add_column("over capsfast", justify="right")
+    table.add_column("error", justify="right")
+    if with_memory:
+        table.add_column("peak MiB", justify="right")
+    for row in rows:
+        if row.status == "ok":
+            cells = [
+                milliseconds(row.seconds["median"]),
+                f"{milliseconds(row.seconds['p10'])} to {milliseconds(row.seconds['p90'])}",
+                *([times(results.speedup(case, row.contender))] if with_ours else []),
+                f"{max(row.errors.values()):.0e}",
+            ]
+        else:
+            cells = [row.status, "", *([""] if with_ours else []), ""]
+        if with_memory:
+            cells.append("" if row.memory_bytes is None else mebibytes(row.memory_bytes))
+        table.add_row(row.contender, *cells)
+    return table
+
+
+def case_line(rows: Sequence[Row]) -> str:
+    """One case in one line, for the long sweep."""
+    shown = []
+    for row in rows:
+        result = f"{milliseconds(row.seconds['median'])} ms" if row.status == "ok" else row.status
+        shown.append(f"{row.contender} {result}")
+    return escape(f"{rows[0].case.name}: {', '.join(shown)}")
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Why a contender has no time, or no memory, on a case."""
+    return [escape(f"{row.contender}, {row.case.name}, {row.status}: {row.reason}") for row in rows if row.reason]

@@ -1,0 +1,27 @@
+// Instruction sets: chosen at run time, so that one binary serves every x86-64 machine.
+#pragma once
+
+#include <cstdint>
+
+#include "../ops/cpu/passes.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define CAPSFAST_X86 1
+#else
+#define CAPSFAST_X86 0
+#endif
+
+#define CAPSFAST_INLINE inline __attribute__((always_inline))
+
+namespace capsfast {
+
+enum class Isa : int { portable, avx2, avx512 };
+
+// The widest set this machine has; CAPSFAST_ISA=portable|avx2|avx512 asks for a narrower one.
+Isa isa();
+const char* isa_name(Isa which);
+
+template <class T>
+const Kernels<T>& kernels(Isa which);
+
+}  // namespace capsfast

@@ -1,0 +1,203 @@
+// Vectors of one instruction set. Included once per instruction set, inside the region that
+// csrc/cpu/isa_begin.h opens: no include guard, no standard headers (they would be compiled for it).
+//
+// A Vec<T, L> is a compiler vector of L lanes; arithmetic is the compiler's, a * b + c contracts to
+// a fused multiply-add. kBytes, the width of a register, comes from the region.
+
+template <class T, int L>
+struct VecOf {
+  typedef T type __attribute__((vector_size(sizeof(T) * L)));
+};
+template <class T, int L>
+using Vec = typename VecOf<T, L>::type;
+
+template <class T>
+struct IntOf;
+template <>
+struct IntOf<float> {
+  using type = int32_t;
+};
+template <>
+struct IntOf<double> {
+  using type = int64_t;
+};
+
+template <class T>
+inline constexpr T kLowest = sizeof(T) == 4 ? static_cast<T>(-3.4028234663852886e38) : static_cast<T>(-1.7976931348623157e308);
+
+// Lanes of a full register.
+template <class T>
+inline constexpr int kLanes = kBytes / static_cast<int>(sizeof(T));
+
+template <int L, class T>
+CAPSFAST_INLINE Vec<T, L> load(const T* p) {
+  Vec<T, L> v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <int L, class T>
+CAPSFAST_INLINE void store(T* p, Vec<T, L> v) {
+  __builtin_memcpy(p, &v, sizeof(v));
+}
+
+template <int L, class T>
+CAPSFAST_INLINE Vec<T, L> broadcast(T x) {
+  return x - Vec<T, L>{};
+}
+
+// The first n < L lanes of p, zeros behind.
+template <int L, class T>
+CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
+  alignas(sizeof(T) * L) T lanes[L] = {};
+  for (int64_t l = 0; l < n; ++l) lanes[l] = p[l];
+  return load<L>(lanes);
+}
+
+template <int L, class T>
+CAPSFAST_INLINE void store_part(T* p, Vec<T, L> v, int64_t n) {
+  alignas(sizeof(T) * L) T lanes[L];
+  store<L>(lanes, v);
+  for (int64_t l = 0; l < n; ++l) p[l] = lanes[l];
+}
+
+// b where a is not greater: a NaN in b wins, one in a is dropped (the exponential brings it back).
+template <class V>
+CAPSFAST_INLINE V max(V a, V b) {
+  return a > b ? a : b;
+}
+
+template <class T, int L>
+CAPSFAST_INLINE bool any_different(Vec<T, L> a, Vec<T, L> b) {
+  const auto mask = a != b;
+  typename IntOf<T>::type some = 0;
+  for (int l = 0; l < L; ++l) some |= mask[l];
+  return some != 0;
+}
+
+// --- permutations: every second lane of a pair, and interleaving ---
+
+template <class T, int L, int... N>
+CAPSFAST_INLINE Vec<T, L> shuffle_of(Vec<T, L> a, Vec<T, L> b, std::integer_sequence<int, N...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, N...);
+#else
+  return __builtin_shuffle(a, b, Vec<typename IntOf<T>::type, L>{N...});
+#endif
+}
+
+// Lane n of the permutation that swaps blocks of H lanes between a and b: `high` picks the second result.
+constexpr int block_lane(int n, int L, int H, bool high) {
+  const bool odd = (n / H) % 2 != 0;
+  if (!high) return odd ? L + n - H : n;
+  return odd ? L + n : n + H;
+}
+template <int L, int H, bool high, int... N>
+constexpr auto block_sequence(std::integer_sequence<int, N...>) {
+  return std::integer_sequence<int, block_lane(N, L, H, high)...>{};
+}
+
+template <class T, int L, int H, bool high>
+CAPSFAST_INLINE Vec<T, L> swap_blocks(Vec<T, L> a, Vec<T, L> b) {
+  return shuffle_of<T, L>(a, b, block_sequence<L, H, high>(std::make_integer_sequence<int, L>{}));
+}
+
+// Transposes L x L in place: log2(L) rounds that exchange off-diagonal blocks of H lanes.
+template <class T, int L, int H = L / 2>
+CAPSFAST_INLINE void transpose(Vec<T, L>* m) {
+  if constexpr (H >= 1) {
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) {
+      if ((i / H) % 2 == 0) {
+        const Vec<T, L> a = m[i], b = m[i + H];
+        m[i] = swap_blocks<T, L, H, false>(a, b);
+        m[i + H] = swap_blocks<T, L, H, true>(a, b);
+      }
+    }
+    transpose<T, L, H / 2>(m);
+  }
+}
+
+// Lane n of the result is the sum of the lanes of m[n]; m is used up.
+template <class T, int L, int H = L / 2>
+CAPSFAST_INLINE Vec<T, L> sums(Vec<T, L>* m) {
+  if constexpr (H >= 1) {
+#pragma GCC unroll 16
+    for (int i = 0; i < H; ++i) {
+      // Blocks of H lanes of vector i and of vector i + H, folded onto each other.
+      m[i] = swap_blocks<T, L, H, false>(m[i], m[i + H]) + swap_blocks<T, L, H, true>(m[i], m[i + H]);
+    }
+    return sums<T, L, H / 2>(m);
+  } else {
+    return m[0];
+  }
+}
+
+template <class T, int L>
+CAPSFAST_INLINE T sum(Vec<T, L> v) {
+  T total = 0;
+  for (int l = 0; l < L; ++l) total += v[l];
+  return total;
+}
+
+// --- exponential, for arguments up to about 0 (softmax subtracts the maximum) ---
+// exp(x) = 2^n exp(f) with n = round(x / ln 2), |f| <= ln 2 / 2. NaN stays NaN, what underflows is 0.
+
+template <int L>
+CAPSFAST_INLINE Vec<float, L> exp(Vec<float, L> x) {
+  using F = Vec<float, L>;
+  using N = Vec<int32_t, L>;
+  const F lowest = broadcast<L>(-87.3f), highest = broadcast<L>(88.7f);
+  const auto tiny = x < lowest;
+  F y = tiny ? lowest : x;
+  y = y > highest ? highest : y;
+  // Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
+  const F shifted = y * 1.44269504088896341f + 12582912.f;
+  const F n = shifted - 12582912.f;
+  F f = y - n * 0.693359375f;
+  f = f + n * 2.12194440e-4f;
+  F p = broadcast<L>(1.9841270e-4f);
+  p = p * f + 1.3888889e-3f;
+  p = p * f + 8.3333333e-3f;
+  p = p * f + 4.1666667e-2f;
+  p = p * f + 0.16666667f;
+  p = p * f + 0.5f;
+  p = p * f + 1.f;
+  p = p * f + 1.f;
+  N bits;
+  __builtin_memcpy(&bits, &shifted, sizeof(bits));
+  bits = ((bits - 0x4B400000) + 127) << 23;
+  F scale;
+  __builtin_memcpy(&scale, &bits, sizeof(scale));
+  p = p * scale;
+  return tiny ? F{} : p;
+}
+
+template <int L>
+CAPSFAST_INLINE Vec<double, L> exp(Vec<double, L> x) {
+  using F = Vec<double, L>;
+  using N = Vec<int64_t, L>;
+  const F lowest = broadcast<L>(-708.3), highest = broadcast<L>(709.7);
+  const auto tiny = x < lowest;
+  F y = tiny ? lowest : x;
+  y = y > highest ? highest : y;
+  const F shifted = y * 1.4426950408889634 + 6755399441055744.0;
+  const F n = shifted - 6755399441055744.0;
+  F f = y - n * 0.693147180369123816490;
+  f = f - n * 1.90821492927058770002e-10;
+  // Taylor to degree 13: the remainder at ln 2 / 2 is 4e-18.
+  constexpr double inverse_factorial[] = {
+      1.0, 1.0, 0.5, 1.6666666666666666e-1, 4.1666666666666664e-2, 8.3333333333333332e-3, 1.3888888888888889e-3,
+      1.9841269841269841e-4, 2.4801587301587302e-5, 2.7557319223985893e-6, 2.7557319223985888e-7,
+      2.5052108385441720e-8, 2.0876756987868100e-9, 1.6059043836821613e-10};
+  F p = broadcast<L>(inverse_factorial[13]);
+#pragma GCC unroll 16
+  for (int i = 12; i >= 0; --i) p = p * f + inverse_factorial[i];
+  N bits;
+  __builtin_memcpy(&bits, &shifted, sizeof(bits));
+  bits = ((bits - 0x4338000000000000) + 1023) << 52;
+  F scale;
+  __builtin_memcpy(&scale, &bits, sizeof(scale));
+  p = p * scale;
+  return tiny ? F{} : p;
+}

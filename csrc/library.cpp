@@ -1,0 +1,116 @@
+// Op schemas and registration through the LibTorch stable ABI, and a pybind11 module for what is no
+// tensor op: build information and launch plans.
+#include <pybind11/pybind11.h>
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cpu/isa.h"
+#include "cpu/parallel.h"
+#include "ops/cpu/bindings.h"
+#include "ops/cpu/plan.h"
+#include "ops/cpu/scratch.h"
+
+STABLE_TORCH_LIBRARY(capsfast, m) {
+  m.def(
+      "dynamic_routing(Tensor u, Tensor weight, Tensor? logits, Tensor? bias, Tensor? mask, Tensor? out_mask, "
+      "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, bool return_coupling) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "dynamic_routing_backward(Tensor dv, Tensor? dcoupling, Tensor u, Tensor weight, Tensor? logits, Tensor? bias, "
+      "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor lse, "
+      "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, "
+      "bool need_u, bool need_weight, bool need_logits, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "route_votes(Tensor votes, Tensor? logits, Tensor? bias, Tensor? mask, Tensor? out_mask, "
+      "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, bool return_coupling) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "route_votes_backward(Tensor dv, Tensor? dcoupling, Tensor votes, Tensor? logits, Tensor? bias, "
+      "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor lse, "
+      "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, "
+      "bool need_votes, bool need_logits, bool need_bias) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
+  m.impl("dynamic_routing", TORCH_BOX(&capsfast::dynamic_routing_cpu));
+  m.impl("dynamic_routing_backward", TORCH_BOX(&capsfast::dynamic_routing_backward_cpu));
+  m.impl("route_votes", TORCH_BOX(&capsfast::route_votes_cpu));
+  m.impl("route_votes_backward", TORCH_BOX(&capsfast::route_votes_backward_cpu));
+}
+
+namespace {
+
+namespace py = pybind11;
+using namespace capsfast;
+
+py::dict build_info() {
+  py::dict info;
+#if defined(__clang__)
+  info["compiler"] = std::string("clang ") + __clang_version__;
+#else
+  info["compiler"] = std::string("g++ ") + __VERSION__;
+#endif
+  info["torch_target"] = CAPSFAST_TORCH_TARGET;
+  py::list available;
+  for (const Isa which : {Isa::portable, Isa::avx2, Isa::avx512}) {
+    if (CAPSFAST_X86 || which == Isa::portable) available.append(isa_name(which));
+  }
+  info["instruction_sets"] = available;
+  info["instruction_set"] = isa_name(isa());
+  return info;
+}
+
+// The plan the CPU kernels choose for a shape, with zero logits and contiguous storage.
+py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int64_t num_iterations, bool votes_given,
+                     int64_t itemsize, bool shared_weight, int64_t threads) {
+  Problem p;
+  p.B = B;
+  p.I = I;
+  p.J = J;
+  p.D = D;
+  p.K = votes_given ? 1 : K;
+  p.iterations = num_iterations;
+  p.votes_given = votes_given;
+  p.shared_weight = shared_weight;
+  p.weight.stride[0] = shared_weight ? 0 : J * D * K;
+  const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
+  const int64_t lanes = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
+  const Plan plan = make_plan(p, lanes, used, wide);
+  const int64_t reduce = plan.lanes ? LanesReduceScratch<float>(p, plan, nullptr).size : RowsReduceScratch<float>(p, plan, nullptr).size;
+  const int64_t final = plan.lanes ? LanesFinalScratch<float>(p, plan, num_iterations, nullptr).size
+                                   : RowsFinalScratch<float>(p, plan, num_iterations, nullptr).size;
+  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : B) * J * D;
+  py::dict d;
+  d["layout"] = plan.lanes ? "lanes" : "rows";
+  d["instruction_set"] = isa_name(isa());
+  d["lanes"] = plan.L;
+  d["tiles"] = plan.tiles;
+  d["chunk"] = plan.chunk;
+  d["out_tile"] = plan.out_tile;
+  d["tasks"] = plan.tile_groups * plan.splits;
+  d["splits"] = plan.splits;
+  d["final_chunk"] = plan.final_chunk;
+  d["final_out_tile"] = plan.final_out_tile;
+  d["final_tasks"] = plan.final_groups * plan.final_splits;
+  d["forward_scratch_bytes"] = wide * (plan.tile_groups * plan.splits * reduce + (1 + plan.splits) * vectors);
+  d["backward_scratch_bytes"] = wide * (std::max(plan.tile_groups * plan.splits * reduce, plan.final_groups * plan.final_splits * final) +
+                                        (2 * num_iterations + plan.splits) * vectors);
+  d["forward_flops"] = forward_flops(p);
+  d["backward_flops"] = backward_flops(p);
+  const double operands = votes_given ? double(B) * double(I) * double(J) * double(D)
+                                      : double(B) * double(I) * double(K) + (shared_weight ? 1.0 : double(I)) * double(J) * double(D) * double(K);
+  d["bytes"] = double(itemsize) * (operands + double(B) * double(J) * double(D));
+  return d;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled kernels of capsfast: build information and launch plans.";
+  m.def("build_info", &build_info, "Compiler, the torch ABI it was built for, instruction sets built and chosen.");
+  m.def("launch_plan", &launch_plan, py::arg("B"), py::arg("I"), py::arg("J"), py::arg("D"), py::arg("K") = 1, py::arg("num_iterations") = 3,
+        py::arg("votes_given") = false, py::arg("itemsize") = 4, py::arg("shared_weight") = false, py::arg("threads") = 0,
+        "How the CPU kernels cut a call: layout, tiles, tasks, scratch bytes, FLOPs, bytes that must move.");
+}

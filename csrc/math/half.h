@@ -1,0 +1,56 @@
+// bfloat16 and float16 bits to float and back, rounding to nearest even. Branch-free where it helps
+// the compiler turn a loop over them into vector code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace capsfast {
+
+inline __attribute__((always_inline)) float float_of_bits(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+inline __attribute__((always_inline)) uint32_t bits_of_float(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+inline __attribute__((always_inline)) float bf16_to_float(uint16_t h) {
+  return float_of_bits(static_cast<uint32_t>(h) << 16);
+}
+
+inline __attribute__((always_inline)) uint16_t float_to_bf16(float x) {
+  const uint32_t bits = bits_of_float(x);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(x != x ? 0x7FC0u : rounded);
+}
+
+inline __attribute__((always_inline)) float half_to_float(uint16_t h) {
+  const uint32_t sign = (static_cast<uint32_t>(h) & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(h) & 0x7FFFu;
+  // The exponent bias differs by 112; the product also normalises subnormal numbers.
+  const float scaled = float_of_bits(magnitude << 13) * 0x1p112f;
+  const uint32_t finite = bits_of_float(scaled);
+  const uint32_t special = (magnitude << 13) | 0x7F800000u;  // inf and NaN
+  return float_of_bits(sign | (magnitude >= 0x7C00u ? special : finite));
+}
+
+inline __attribute__((always_inline)) uint16_t float_to_half(float x) {
+  const uint32_t bits = bits_of_float(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  // Normal results: rebias, round to nearest even on the 13 bits that go.
+  const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal results: adding 0.5 aligns the bits that stay, the adder rounds.
+  const uint32_t subnormal = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3F000000u;
+  uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
+  result = magnitude >= 0x477FF000u ? 0x7C00u : result;  // rounds to infinity
+  result = magnitude > 0x7F800000u ? 0x7E00u : result;   // NaN
+  return static_cast<uint16_t>(sign | result);
+}
+
+}  // namespace capsfast

@@ -1,0 +1,249 @@
+#include "bindings.h"
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <initializer_list>
+
+#include "../options.h"
+#include "routing.h"
+
+namespace capsfast {
+
+namespace {
+
+using torch::headeronly::ScalarType;
+
+Storage storage_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Storage::f32;
+    case ScalarType::Double:
+      return Storage::f64;
+    case ScalarType::BFloat16:
+      return Storage::bf16;
+    case ScalarType::Half:
+      return Storage::f16;
+    default: {
+      STD_TORCH_CHECK(false, "capsfast: tensors must be float32, float64, bfloat16 or float16");
+    }
+  }
+  return Storage::f32;
+}
+
+View view_of(const Tensor& tensor) {
+  View view{tensor.data_ptr(), storage_of(tensor), {0, 0, 0, 0}};
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) view.stride[axis] = tensor.stride(axis);
+  return view;
+}
+
+void expect(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
+  int64_t axis = 0;
+  for (const int64_t size : sizes) same = same && tensor.size(axis++) == size;
+  STD_TORCH_CHECK(same, "capsfast: ", name, " has a shape that does not fit the other arguments");
+  STD_TORCH_CHECK(tensor.is_cpu(), "capsfast: ", name, " must be a CPU tensor");
+}
+
+MaskView mask_of(const char* name, const OptionalTensor& mask, int64_t rows, int64_t columns) {
+  if (!mask.has_value()) return {};
+  expect(name, *mask, {rows, columns});
+  STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, "capsfast: ", name, " must be bool");
+  return {static_cast<const uint8_t*>(mask->data_ptr()), {mask->stride(0), mask->stride(1)}};
+}
+
+struct Options {
+  int64_t num_iterations;
+  const std::string &softmax, &gradient;
+  bool leaky;
+  const std::string& squash;
+  double eps;
+};
+
+// Everything but u, weight and votes; sizes are set.
+void fill(Problem& p, const Options& options, const OptionalTensor& logits, const OptionalTensor& bias,
+          const OptionalTensor& mask, const OptionalTensor& out_mask) {
+  STD_TORCH_CHECK(options.num_iterations >= 1, "capsfast: num_iterations must be at least 1");
+  p.iterations = options.num_iterations;
+  p.softmax_in = softmax_in_of(options.softmax);
+  p.gradient_last = gradient_last_of(options.gradient);
+  p.leaky = options.leaky;
+  p.squash = squash_of(options.squash);
+  p.eps = options.eps;
+  if (logits.has_value()) {
+    const bool per_sample = logits->dim() == 3;
+    if (per_sample) {
+      expect("logits", *logits, {p.B, p.I, p.J});
+    } else {
+      expect("logits", *logits, {p.I, p.J});
+    }
+    p.logits = view_of(*logits);
+    if (!per_sample) {
+      p.logits.stride[2] = p.logits.stride[1];
+      p.logits.stride[1] = p.logits.stride[0];
+      p.logits.stride[0] = 0;
+    }
+  }
+  if (bias.has_value()) {
+    expect("bias", *bias, {p.J, p.D});
+    p.bias = view_of(*bias);
+  }
+  p.mask = mask_of("mask", mask, p.B, p.I);
+  p.out_mask = mask_of("out_mask", out_mask, p.B, p.J);
+}
+
+Problem problem_of(const Tensor& u, const Tensor& weight) {
+  STD_TORCH_CHECK(u.dim() == 3 && weight.dim() == 4, "capsfast: u must be [B, I, K], weight [I, J, D, K]");
+  Problem p;
+  p.B = u.size(0);
+  p.I = u.size(1);
+  p.K = u.size(2);
+  p.J = weight.size(1);
+  p.D = weight.size(2);
+  const int64_t rows = weight.size(0);
+  STD_TORCH_CHECK(rows == 1 || rows == p.I, "capsfast: weight must have 1 or I rows");
+  expect("weight", weight, {rows, p.J, p.D, p.K});
+  expect("u", u, {p.B, p.I, p.K});
+  STD_TORCH_CHECK(u.scalar_type() == weight.scalar_type(), "capsfast: u and weight must have one dtype");
+  p.u = view_of(u);
+  p.weight = view_of(weight);
+  p.shared_weight = rows == 1;
+  if (p.shared_weight) p.weight.stride[0] = 0;
+  return p;
+}
+
+Problem problem_of(const Tensor& votes) {
+  STD_TORCH_CHECK(votes.dim() == 4, "capsfast: votes must be [B, I, J, D]");
+  STD_TORCH_CHECK(votes.is_cpu(), "capsfast: votes must be a CPU tensor");
+  Problem p;
+  p.B = votes.size(0);
+  p.I = votes.size(1);
+  p.J = votes.size(2);
+  p.D = votes.size(3);
+  p.votes_given = true;
+  p.votes = view_of(votes);
+  return p;
+}
+
+ScalarType wide_type(const Tensor& like) {
+  return like.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Problem& p, const Tensor& like, bool return_coupling) {
+  const ScalarType type = like.scalar_type(), wide = wide_type(like);
+  Tensor v = empty(like, {p.B, p.J, p.D}, type);
+  Tensor coupling = return_coupling ? empty(like, {p.B, p.I, p.J}, type) : empty(like, {0}, type);
+  Tensor s = empty(like, {p.iterations, p.B, p.J, p.D}, wide);
+  Tensor lse = p.softmax_in ? empty(like, {p.iterations, p.B, p.J}, wide) : empty(like, {0}, wide);
+  ForwardOutputs out;
+  out.v = view_of(v);
+  if (return_coupling && coupling.numel() > 0) out.coupling = view_of(coupling);
+  out.s = s.data_ptr();
+  out.lse = lse.data_ptr();
+  if (wide == ScalarType::Double) {
+    routing_forward<double>(p, out);
+  } else {
+    routing_forward<float>(p, out);
+  }
+  return {v, coupling, s, lse};
+}
+
+// A contiguous gradient like `tensor`, empty where none is wanted.
+Tensor gradient_like(const Tensor& tensor, bool wanted, View* view) {
+  if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
+  Tensor gradient = torch::stable::new_empty(tensor, tensor.sizes());
+  if (gradient.numel() > 0) *view = view_of(gradient);
+  return gradient;
+}
+
+struct Saved {
+  const Tensor& dv;
+  const OptionalTensor& dcoupling;
+  const Tensor &coupling, &s, &lse;
+};
+
+void backward(const Problem& p, const Tensor& like, const Saved& saved, const BackwardOutputs& out) {
+  expect("dv", saved.dv, {p.B, p.J, p.D});
+  expect("s", saved.s, {p.iterations, p.B, p.J, p.D});
+  STD_TORCH_CHECK(saved.s.scalar_type() == wide_type(like), "capsfast: s must have the dtype sums are formed in");
+  BackwardInputs in;
+  in.dv = view_of(saved.dv);
+  const Tensor s = torch::stable::contiguous(saved.s), lse = torch::stable::contiguous(saved.lse);
+  in.s = s.data_ptr();
+  if (p.softmax_in) {
+    expect("lse", saved.lse, {p.iterations, p.B, p.J});
+    in.lse = lse.data_ptr();
+  }
+  if (saved.dcoupling.has_value()) {
+    expect("dcoupling", *saved.dcoupling, {p.B, p.I, p.J});
+    expect("coupling", saved.coupling, {p.B, p.I, p.J});
+    in.dcoupling = view_of(*saved.dcoupling);
+    in.coupling = view_of(saved.coupling);
+  }
+  if (wide_type(like) == ScalarType::Double) {
+    routing_backward<double>(p, in, out);
+  } else {
+    routing_backward<float>(p, in, out);
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dynamic_routing_cpu(
+    Tensor u, Tensor weight, OptionalTensor logits, OptionalTensor bias, OptionalTensor mask, OptionalTensor out_mask,
+    int64_t num_iterations, std::string softmax, std::string gradient, bool leaky, std::string squash, double eps,
+    bool return_coupling) {
+  Problem p = problem_of(u, weight);
+  fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
+  return forward(p, u, return_coupling);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dynamic_routing_backward_cpu(
+    Tensor dv, OptionalTensor dcoupling, Tensor u, Tensor weight, OptionalTensor logits, OptionalTensor bias,
+    OptionalTensor mask, OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor lse, int64_t num_iterations,
+    std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool need_u,
+    bool need_weight, bool need_logits, bool need_bias) {
+  Problem p = problem_of(u, weight);
+  fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
+  BackwardOutputs out;
+  Tensor du = gradient_like(u, need_u, &out.du);
+  Tensor dweight = gradient_like(weight, need_weight, &out.dweight);
+  Tensor dlogits = gradient_like(logits.value_or(u), need_logits && logits.has_value(), &out.dlogits);
+  Tensor dbias = gradient_like(bias.value_or(u), need_bias && bias.has_value(), &out.dbias);
+  out.per_sample_logits = logits.has_value() && logits->dim() == 3;
+  out.weight_rows = weight.size(0);
+  backward(p, u, {dv, dcoupling, coupling, s, lse}, out);
+  return {du, dweight, dlogits, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> route_votes_cpu(
+    Tensor votes, OptionalTensor logits, OptionalTensor bias, OptionalTensor mask, OptionalTensor out_mask,
+    int64_t num_iterations, std::string softmax, std::string gradient, bool leaky, std::string squash, double eps,
+    bool return_coupling) {
+  Problem p = problem_of(votes);
+  fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
+  return forward(p, votes, return_coupling);
+}
+
+std::tuple<Tensor, Tensor, Tensor> route_votes_backward_cpu(
+    Tensor dv, OptionalTensor dcoupling, Tensor votes, OptionalTensor logits, OptionalTensor bias, OptionalTensor mask,
+    OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor lse, int64_t num_iterations, std::string softmax,
+    std::string gradient, bool leaky, std::string squash, double eps, bool need_votes, bool need_logits,
+    bool need_bias) {
+  Problem p = problem_of(votes);
+  fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
+  BackwardOutputs out;
+  Tensor dvotes = gradient_like(votes, need_votes, &out.dweight);
+  Tensor dlogits = gradient_like(logits.value_or(votes), need_logits && logits.has_value(), &out.dlogits);
+  Tensor dbias = gradient_like(bias.value_or(votes), need_bias && bias.has_value(), &out.dbias);
+  out.per_sample_logits = logits.has_value() && logits->dim() == 3;
+  backward(p, votes, {dv, dcoupling, coupling, s, lse}, out);
+  return {dvotes, dlogits, dbias};
+}
+
+}  // namespace capsfast

@@ -1,0 +1,231 @@
+// Building blocks of the lanes layout: one vector holds one number of L samples.
+//
+// A block of R rows of votes lives in registers while the K products are added, each weight broadcast
+// from memory straight into the multiply-add: with K = 8 that is 8 loads and 8 multiply-adds a row,
+// what two load and two multiply-add ports can do together.
+
+template <class T, int K_>
+struct Lanes {
+  static constexpr int L = kLanes<T>;
+  static constexpr int R = kRegisters / 2;
+  using V = Vec<T, L>;
+
+  template <int N>
+  static CAPSFAST_INLINE void votes_block(const T* w, const T* u, int64_t K, T* x) {
+    V rows[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) rows[n] = V{};
+    if constexpr (K_ > 0) {
+#pragma GCC unroll 16
+      for (int k = 0; k < K_; ++k) {
+        const V uk = load<L>(u + k * L);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) rows[n] += uk * w[n * K_ + k];
+      }
+    } else {
+      for (int64_t k = 0; k < K; ++k) {
+        const V uk = load<L>(u + k * L);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) rows[n] += uk * w[n * K + k];
+      }
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) store<L>(x + n * L, rows[n]);
+  }
+
+  // x[row] = w[row] . u for `rows` rows of K numbers.
+  static CAPSFAST_INLINE void votes(const T* w, const T* u, int64_t K, int64_t rows, T* x) {
+    int64_t row = 0;
+    for (; row + R <= rows; row += R) votes_block<R>(w + row * K, u, K, x + row * L);
+    if (row == rows) return;
+    if (rows >= R) {  // once more over the last R rows: the same numbers again
+      row = rows - R;
+      votes_block<R>(w + row * K, u, K, x + row * L);
+      return;
+    }
+    for (; row + 4 <= rows; row += 4) votes_block<4>(w + row * K, u, K, x + row * L);
+    for (; row < rows; ++row) votes_block<1>(w + row * K, u, K, x + row * L);
+  }
+
+  // sum over n of x[n] p[n]; four chains, so that the adder's latency is hidden.
+  static CAPSFAST_INLINE V dot(const T* x, const T* p, int64_t n) {
+    V a[4] = {V{}, V{}, V{}, V{}};
+    int64_t d = 0;
+    for (; d + 4 <= n; d += 4) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) a[c] += load<L>(x + (d + c) * L) * load<L>(p + (d + c) * L);
+    }
+    for (; d < n; ++d) a[0] += load<L>(x + d * L) * load<L>(p + d * L);
+    return (a[0] + a[1]) + (a[2] + a[3]);
+  }
+
+  // y[n] += c x[n]
+  static CAPSFAST_INLINE void add_scaled(V c, const T* x, int64_t n, T* y) {
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < n; ++d) store<L>(y + d * L, load<L>(y + d * L) + c * load<L>(x + d * L));
+  }
+
+  // Per-sample runs [count] (rows of T, `pitch` apart) to [count][L]; lanes from `samples` on are 0.
+  static void interleave(const T* const* from, int64_t samples, int64_t count, T* to) {
+    int64_t n = 0;
+    for (; n + L <= count; n += L) {
+      V m[L];
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) m[l] = l < samples ? load<L>(from[l] + n) : V{};
+      transpose<T, L>(m);
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) store<L>(to + (n + l) * L, m[l]);
+    }
+    for (; n < count; ++n) {
+      for (int l = 0; l < L; ++l) to[n * L + l] = l < samples ? from[l][n] : T(0);
+    }
+  }
+
+  static void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
+    int64_t n = 0;
+    for (; n + L <= count; n += L) {
+      V m[L];
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) m[l] = load<L>(from + (n + l) * L);
+      transpose<T, L>(m);
+      for (int64_t l = 0; l < samples; ++l) store<L>(to[l] + n, m[l]);
+    }
+    for (; n < count; ++n) {
+      for (int64_t l = 0; l < samples; ++l) to[l][n] = from[n * L + l];
+    }
+  }
+
+  // Boxes [n1][n2] of a [B, ., .] tensor to lanes: to[(i n2 + k)][L] for input capsules i0 ... and samples b0 ...
+  // `buffer` takes L boxes where the storage is not a run of T.
+  static void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer, T* to) {
+    const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
+    const T* from[L] = {};
+    for (int64_t l = 0; l < samples; ++l) {
+      const int64_t offset = (b0 + l) * view.stride[0] + i0 * view.stride[1];
+      if (is_run<T>(view, n, s)) {
+        from[l] = static_cast<const T*>(view.data) + offset;
+      } else {
+        gather<T>(view, offset, n, s, buffer + l * n1 * n2);
+        from[l] = buffer + l * n1 * n2;
+      }
+    }
+    interleave(from, samples, n1 * n2, to);
+  }
+
+  static void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer, const View& view) {
+    const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
+    const bool run = is_run<T>(view, n, s);
+    T* to[L] = {};
+    for (int64_t l = 0; l < samples; ++l) {
+      const int64_t offset = (b0 + l) * view.stride[0] + i0 * view.stride[1];
+      to[l] = run ? static_cast<T*>(view.data) + offset : buffer + l * n1 * n2;
+    }
+    deinterleave(from, samples, n1 * n2, to);
+    if (run) return;
+    for (int64_t l = 0; l < samples; ++l) {
+      scatter<T>(view, (b0 + l) * view.stride[0] + i0 * view.stride[1], n, s, to[l]);
+    }
+  }
+
+  // Poses of a chunk to lanes [chunk][K][L], zeros where mask is false; `valid` [chunk][L] gets 1 or 0.
+  static void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* u, T* valid) {
+    pack(p.u, b0, samples, i0, count, p.K, buffer, u);
+    if (p.mask.data == nullptr) return;
+    for (int64_t i = 0; i < count; ++i) {
+      for (int l = 0; l < L; ++l) valid[i * L + l] = l < samples && p.mask.at(b0 + l, i0 + i) ? T(1) : T(0);
+      const V ok = load<L>(valid + i * L);
+      for (int64_t k = 0; k < p.K; ++k) {
+        T* uk = u + (i * p.K + k) * L;
+        store<L>(uk, ok > V{} ? load<L>(uk) : V{});
+      }
+    }
+  }
+
+  // Logits of a chunk: [chunk][J][L] if they differ between samples, else [chunk][J].
+  static void pack_logits(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* to) {
+    if (p.logits.stride[0] != 0) {
+      pack(p.logits, b0, samples, i0, count, p.J, buffer, to);
+      return;
+    }
+    gather<T>(p.logits, i0 * p.logits.stride[1], {1, count, p.J}, {0, p.logits.stride[1], p.logits.stride[2]}, to);
+  }
+
+  // Lanes [J][L] of one input capsule to a [B, I, J] tensor (out), or added from it.
+  template <bool out>
+  static void transfer(const View& view, int64_t b0, int64_t samples, int64_t i, int64_t J, T* lanes) {
+    for (int64_t l = 0; l < samples; ++l) {
+      int64_t at = (b0 + l) * view.stride[0] + i * view.stride[1];
+      for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
+        if constexpr (out) {
+          write<T>(view, at, lanes[j * L + l]);
+        } else {
+          lanes[j * L + l] += read<T>(view, at);
+        }
+      }
+    }
+  }
+
+  // The rows of the weight of a chunk, as runs [count][J D K]: in place, or copied to `buffer`.
+  static const T* weight_rows(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
+    const View& w = p.weight;
+    const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
+    if (is_run<T>(w, n, s)) {
+      *pitch = w.stride[0];
+      return static_cast<const T*>(w.data) + i0 * w.stride[0];
+    }
+    *pitch = w.stride[0] == 0 ? 0 : p.J * p.D * p.K;
+    for (int64_t i = 0; i < (*pitch == 0 ? 1 : count); ++i) {
+      gather<T>(w, (i0 + i) * w.stride[0], n, s, buffer + i * *pitch);
+    }
+    return buffer;
+  }
+
+  // b[j] += prior logits; then -inf for pairs that a mask takes out.
+  static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out, int64_t J, T* b) {
+    if (shared != nullptr) {
+      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + shared[j]);
+    }
+    if (sample != nullptr) {
+      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + load<L>(sample + j * L));
+    }
+    const V out = broadcast<L>(-static_cast<T>(__builtin_inf()));
+    if (valid_in != nullptr) {
+      const V ok = load<L>(valid_in);
+      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, ok > V{} ? load<L>(b + j * L) : out);
+    }
+    if (valid_out != nullptr) {
+      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(valid_out + j * L) > V{} ? load<L>(b + j * L) : out);
+    }
+  }
+
+  // b to c = softmax over j, in place. Without any finite logit c is 0.
+  static CAPSFAST_INLINE void softmax_out(int64_t J, bool leaky, T* b) {
+    V m = broadcast<L>(leaky ? T(0) : kLowest<T>);
+    for (int64_t j = 0; j < J; ++j) m = max(m, load<L>(b + j * L));
+    V total = leaky ? exp<L>(V{} - m) : V{};
+    for (int64_t j = 0; j < J; ++j) {
+      const V e = exp<L>(load<L>(b + j * L) - m);
+      store<L>(b + j * L, e);
+      total += e;
+    }
+    const V scale = total == V{} ? V{} : T(1) / total;
+    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * scale);
+  }
+
+  // b to c = exp(b - lse), in place; lse is +inf where there is no finite logit.
+  static CAPSFAST_INLINE void softmax_in(int64_t J, const T* lse, T* b) {
+    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, exp<L>(load<L>(b + j * L) - load<L>(lse + j * L)));
+  }
+
+  // dc to db = c (dc - sum_j c dc), in place; with c_dc the sum over i is given instead.
+  static CAPSFAST_INLINE void softmax_backward(int64_t J, const T* c, const T* c_dc, T* dc) {
+    V total = V{};
+    if (c_dc == nullptr) {
+      for (int64_t j = 0; j < J; ++j) total += load<L>(c + j * L) * load<L>(dc + j * L);
+    }
+    for (int64_t j = 0; j < J; ++j) {
+      const V mean = c_dc == nullptr ? total : load<L>(c_dc + j * L);
+      store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - mean));
+    }
+  }
+};

@@ -1,0 +1,298 @@
+// The backward's last pass in the lanes layout, all iterations at once:
+//   dvotes = sum_t [ c_t ds_t + db_t V_t ];  du = W^T dvotes;  dW = sum_b dvotes u^T;  dlogits = sum_t db_t
+// (0-based t, V_0 = 0). A task owns its input capsules for its samples, so du and dlogits are written
+// once; dW is too, unless the batch is split (tile groups) or the weight shared: then tasks have
+// partial sums that are added in order.
+//
+// dW sums over the lanes. A block of L rows of dvotes is transposed in registers, so that its rows lie
+// along the lanes and each sample's pose is broadcast: the sum over samples becomes a chain of
+// multiply-adds into [K][L] accumulators, which are transposed back once per chunk.
+
+template <class T, int K_>
+struct LanesFinal {
+  using B_ = Lanes<T, K_>;
+  using V = typename B_::V;
+  static constexpr int L = B_::L;
+  static constexpr int kPoses = kRegisters >= 32 ? 8 : 4;  // accumulators beside L rows in registers
+
+  struct Tile {
+    int64_t t, b0, samples, i0, count;
+    const T* weights;
+    int64_t pitch;
+  };
+
+  static bool needs_db(const FinalPass<T>& pass, int64_t t) {
+    const bool wanted = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
+    return wanted || (!pass.problem->gradient_last && t > 0);
+  }
+
+  static const T* parameters(const T* all, const FinalPass<T>& pass, int64_t iteration, int64_t t) {
+    const int64_t JD = pass.problem->J * pass.problem->D;
+    return all + (iteration * pass.plan->tiles + t) * JD * L;
+  }
+
+  // Agreement and dc of every iteration, for output capsules [j0, j1) of a chunk.
+  static void score(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t j0, int64_t j1) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, chunk = pass.plan->final_chunk;
+    for (int64_t i = 0; i < tile.count; ++i) {
+      B_::votes(tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, K, (j1 - j0) * D, at.x);
+      for (int64_t t = pass.first; t < p.iterations; ++t) {
+        T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
+        T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
+        const T* V_t = parameters(pass.V, pass, t, tile.t);
+        const T* ds = parameters(pass.ds, pass, t, tile.t);
+        const bool with_dc = needs_db(pass, t);
+        for (int64_t j = j0; j < j1; ++j) {
+          const T* xj = at.x + (j - j0) * D * L;
+          store<L>(c + j * L, t == 0 ? V{} : B_::dot(xj, V_t + j * D * L, D));
+          if (with_dc) store<L>(dc + j * L, B_::dot(xj, ds + j * D * L, D));
+        }
+      }
+    }
+  }
+
+  // Agreement to c, dc to db.
+  static void coefficients(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, chunk = pass.plan->final_chunk, tiles = pass.plan->tiles;
+    const bool sample_logits = p.logits.stride[0] != 0;
+    const T* valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + tile.t * J * L;
+    for (int64_t i = 0; i < tile.count; ++i) {
+      const T* valid = p.mask.data == nullptr ? nullptr : at.valid + i * L;
+      const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
+      for (int64_t t = pass.first; t < p.iterations; ++t) {
+        T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
+        T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
+        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid, valid_out, J, c);
+        if (p.softmax_in) {
+          B_::softmax_in(J, pass.lse + (t * tiles + tile.t) * J * L, c);
+        } else {
+          B_::softmax_out(J, p.leaky, c);
+        }
+        if (!needs_db(pass, t)) continue;
+        if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
+          B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
+        }
+        B_::softmax_backward(J, c, p.softmax_in ? pass.c_dc + (t * tiles + tile.t) * J * L : nullptr, dc);
+      }
+    }
+  }
+
+  // rows[n] = (or +=) sum over N terms of coefficient * parameter[n].
+  template <int N>
+  static CAPSFAST_INLINE void combine(const T* const* coefficient, const T* const* parameter, bool add, int64_t D, T* rows) {
+    V c[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) c[n] = load<L>(coefficient[n]);
+    for (int64_t d = 0; d < D; ++d) {
+      V row = add ? load<L>(rows + d * L) : V{};
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) row += c[n] * load<L>(parameter[n] + d * L);
+      store<L>(rows + d * L, row);
+    }
+  }
+
+  static void combine_any(int64_t N, const T* const* coefficient, const T* const* parameter, bool add, int64_t D, T* rows) {
+    switch (N) {
+      case 1: return combine<1>(coefficient, parameter, add, D, rows);
+      case 2: return combine<2>(coefficient, parameter, add, D, rows);
+      case 3: return combine<3>(coefficient, parameter, add, D, rows);
+      case 4: return combine<4>(coefficient, parameter, add, D, rows);
+      default: return combine<5>(coefficient, parameter, add, D, rows);
+    }
+  }
+
+  // dvotes of input capsule i for output capsules [j0, j1), to at.dx.
+  static void vote_gradient(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j0, int64_t j1) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, D = p.D, chunk = pass.plan->final_chunk;
+    for (int64_t j = j0; j < j1; ++j) {
+      const T *coefficient[5], *parameter[5];
+      int64_t n = 0;
+      bool add = false;
+      T* rows = at.dx + (j - j0) * D * L;
+      const auto flush = [&](int64_t most) {
+        if (n < most) return;
+        combine_any(n, coefficient, parameter, add, D, rows);
+        add = true;
+        n = 0;
+      };
+      for (int64_t t = pass.first; t < p.iterations; ++t) {
+        const int64_t from = (((t - pass.first) * chunk + i) * J + j) * L;
+        coefficient[n] = at.c + from;
+        parameter[n++] = parameters(pass.ds, pass, t, tile.t) + j * D * L;
+        flush(5);
+        if (p.gradient_last || t == 0) continue;
+        coefficient[n] = at.db + from;
+        parameter[n++] = parameters(pass.V, pass, t, tile.t) + j * D * L;
+        flush(5);
+      }
+      flush(1);
+    }
+  }
+
+  // du[k] += sum over rows of w[row][k] dx[row], N poses at a time.
+  template <int N>
+  static CAPSFAST_INLINE void pose_gradient_block(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
+    V a[N];
+#pragma GCC unroll 16
+    for (int k = 0; k < N; ++k) a[k] = load<L>(du + k * L);
+    for (int64_t row = 0; row < rows; ++row) {
+      const V g = load<L>(dx + row * L);
+#pragma GCC unroll 16
+      for (int k = 0; k < N; ++k) a[k] += g * w[row * K + k];
+    }
+#pragma GCC unroll 16
+    for (int k = 0; k < N; ++k) store<L>(du + k * L, a[k]);
+  }
+
+  static void pose_gradient(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
+    if constexpr (K_ > 0 && K_ <= 16) {
+      pose_gradient_block<K_>(w, K_, dx, rows, du);
+    } else {
+      int64_t k = 0;
+      for (; k + 8 <= K; k += 8) pose_gradient_block<8>(w + k, K, dx, rows, du + k * L);
+      for (; k < K; ++k) pose_gradient_block<1>(w + k, K, dx, rows, du + k * L);
+    }
+  }
+
+  template <int N>
+  static CAPSFAST_INLINE void weight_gradient_block(const V* m, const T* u, T* dw) {
+    V a[N];
+#pragma GCC unroll 8
+    for (int k = 0; k < N; ++k) a[k] = load<L>(dw + k * L);
+#pragma GCC unroll 16
+    for (int l = 0; l < L; ++l) {
+#pragma GCC unroll 8
+      for (int k = 0; k < N; ++k) a[k] += m[l] * u[k * L + l];
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < N; ++k) store<L>(dw + k * L, a[k]);
+  }
+
+  // dw [rows / L][K][L] += sum over samples of dx u^T; rows a multiple of L.
+  static void weight_gradient(const T* u, int64_t K, const T* dx, int64_t rows, T* dw) {
+    for (int64_t row = 0; row < rows; row += L) {
+      V m[L];
+#pragma GCC unroll 16
+      for (int n = 0; n < L; ++n) m[n] = load<L>(dx + (row + n) * L);
+      transpose<T, L>(m);
+      T* block = dw + row * K;
+      int64_t k = 0;
+      for (; k + kPoses <= K; k += kPoses) weight_gradient_block<kPoses>(m, u + k * L, block + k * L);
+      for (; k < K; ++k) weight_gradient_block<1>(m, u + k * L, block + k * L);
+    }
+  }
+
+  // dw [rows / L][K][L] to rows of K numbers.
+  static void weight_rows(const T* dw, int64_t K, int64_t rows, T* out) {
+    for (int64_t row = 0; row < rows; row += L) {
+      const int64_t some = row + L < rows ? L : rows - row;
+      const T* block = dw + row * K;
+      int64_t k = 0;
+      if constexpr (K_ > 0 && K_ <= L) {
+        V m[L];
+#pragma GCC unroll 16
+        for (int n = 0; n < L; ++n) m[n] = n < K_ ? load<L>(block + n * L) : V{};
+        transpose<T, L>(m);
+        for (int64_t n = 0; n < L && n < some; ++n) __builtin_memcpy(out + (row + n) * K_, &m[n], K_ * sizeof(T));
+        k = K_;
+      }
+      for (; k < K; ++k) {
+        for (int64_t n = 0; n < some; ++n) out[(row + n) * K + k] = block[k * L + n];
+      }
+    }
+  }
+
+  static void write_weights(const FinalPass<T>& pass, const LanesFinalScratch<T>& at, int64_t i, const T* dw) {
+    const Problem& p = *pass.problem;
+    const int64_t rows = p.J * p.D, size = rows * p.K;
+    if (pass.dweight_sum != nullptr) {
+      weight_rows(dw, p.K, rows, at.row);
+      T* sum = pass.dweight_sum + (p.shared_weight ? 0 : i * size);
+      for (int64_t n = 0; n < size; ++n) sum[n] += at.row[n];
+      return;
+    }
+    if (pass.dweight.storage == kStorage<T>) {
+      weight_rows(dw, p.K, rows, static_cast<T*>(pass.dweight.data) + i * size);
+      return;
+    }
+    weight_rows(dw, p.K, rows, at.row);
+    scatter<T>(pass.dweight, i * size, {1, 1, size}, {0, 0, 1}, at.row);
+  }
+
+  static void sum_logits(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t size = tile.count * p.J * L, pitch = pass.plan->final_chunk * p.J * L;
+    const bool per_sample = pass.dlogits_sample.data != nullptr;
+    for (int64_t n = 0; n < size; n += L) {
+      V total = per_sample ? V{} : load<L>(at.dlogits + n);
+      for (int64_t t = 0; t < p.iterations - pass.first; ++t) total += load<L>(at.db + t * pitch + n);
+      store<L>(at.dlogits + n, total);
+    }
+    if (per_sample) B_::unpack(at.dlogits, tile.b0, tile.samples, tile.i0, tile.count, p.J, at.buffer, pass.dlogits_sample);
+  }
+
+  static void tile_pass(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, held = pass.plan->final_out_tile;
+    const bool shared = p.shared_weight;
+    const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
+    const int64_t row_blocks = (J * D + L - 1) / L;
+    B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.u, at.valid);
+    if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.logits);
+    for (int64_t j0 = 0; j0 < J; j0 += held) score(pass, tile, at, j0, j0 + held < J ? j0 + held : J);
+    coefficients(pass, tile, at);
+    if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) sum_logits(pass, tile, at);
+    if (!want_u && !want_w) return;
+    __builtin_memset(at.du, 0, static_cast<size_t>(tile.count * K * L) * sizeof(T));
+    for (int64_t j0 = 0; j0 < J; j0 += held) {
+      const int64_t j1 = j0 + held < J ? j0 + held : J;
+      const int64_t rows = (j1 - j0) * D, padded = (rows + L - 1) / L * L;
+      for (int64_t i = 0; i < tile.count; ++i) {
+        vote_gradient(pass, tile, at, i, j0, j1);
+        if (want_u) pose_gradient(tile.weights + i * tile.pitch + j0 * D * K, K, at.dx, rows, at.du + i * K * L);
+        if (!want_w) continue;
+        for (int64_t row = rows; row < padded; ++row) store<L>(at.dx + row * L, V{});
+        weight_gradient(at.u + i * K * L, K, at.dx, padded, at.dweight + ((shared ? 0 : i) * row_blocks * L + j0 * D) * K);
+      }
+    }
+    if (!want_u) return;
+    if (p.mask.data != nullptr) {
+      for (int64_t n = 0; n < tile.count * K; ++n) {
+        const V ok = load<L>(at.valid + n / K * L);
+        store<L>(at.du + n * L, ok > V{} ? load<L>(at.du + n * L) : V{});
+      }
+    }
+    B_::unpack(at.du, tile.b0, tile.samples, tile.i0, tile.count, K, at.buffer, pass.du);
+  }
+
+  static void run(const FinalPass<T>& pass, const Range& range, T* scratch) {
+    const Problem& p = *pass.problem;
+    const LanesFinalScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
+    const bool shared = p.shared_weight;
+    const int64_t chunk = pass.plan->final_chunk, row_blocks = (p.J * p.D + L - 1) / L, row_size = row_blocks * p.K * L;
+    for (int64_t i0 = range.i0; i0 < range.i1; i0 += chunk) {
+      Tile tile{};
+      tile.i0 = i0;
+      tile.count = i0 + chunk < range.i1 ? chunk : range.i1 - i0;
+      tile.weights = B_::weight_rows(p, i0, tile.count, at.weights, &tile.pitch);
+      const int64_t weight_count = shared ? 1 : tile.count;
+      if (pass.dweight.data != nullptr) __builtin_memset(at.dweight, 0, static_cast<size_t>(weight_count * row_size) * sizeof(T));
+      if (pass.dlogits != nullptr) __builtin_memset(at.dlogits, 0, static_cast<size_t>(tile.count * p.J * L) * sizeof(T));
+      for (int64_t t = range.tile0; t < range.tile1; ++t) {
+        tile.t = t;
+        tile.b0 = t * L;
+        tile.samples = tile.b0 + L < p.B ? L : p.B - tile.b0;
+        tile_pass(pass, tile, at);
+      }
+      if (pass.dweight.data != nullptr) {
+        for (int64_t i = 0; i < weight_count; ++i) write_weights(pass, at, i0 + i, at.dweight + i * row_size);
+      }
+      if (pass.dlogits != nullptr) {
+        for (int64_t n = 0; n < tile.count * p.J; ++n) pass.dlogits[i0 * p.J + n] += sum<T, L>(load<L>(at.dlogits + n * L));
+      }
+    }
+  }
+};

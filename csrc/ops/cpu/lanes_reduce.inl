@@ -1,0 +1,206 @@
+// The reducing passes in the lanes layout: sum_i c votes (forward), sum_i db votes (backward).
+//
+// A chunk of weights is read once for all tiles of samples. While the votes of all J output capsules
+// fit (plan.out_tile >= J) they are made once, scored and added up; otherwise a first sweep over tiles
+// of output capsules keeps only the scores [chunk][J], and a second makes the votes again.
+
+template <class T, int K_>
+struct LanesReduce {
+  using B_ = Lanes<T, K_>;
+  using V = typename B_::V;
+  static constexpr int L = B_::L;
+
+  // Everything that is fixed while one chunk of one tile is worked on.
+  struct Tile {
+    int64_t t, b0, samples, i0, count;
+    const T *V_t, *ds, *valid_out, *lse, *c_dc;
+    const T* weights;
+    int64_t pitch;
+  };
+
+  // Logits and (backward) dc of input capsule i for output capsules [j0, j1), from their votes x.
+  static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const T* x, int64_t j0, int64_t j1, T* b, T* dc) {
+    const int64_t D = pass.problem->D;
+    for (int64_t j = j0; j < j1; ++j) {
+      const T* xj = x + (j - j0) * D * L;
+      const V agreement = tile.V_t == nullptr ? V{} : B_::dot(xj, tile.V_t + j * D * L, D);
+      store<L>(b + j * L, agreement);
+      if (pass.ds != nullptr) store<L>(dc + j * L, B_::dot(xj, tile.ds + j * D * L, D));
+    }
+  }
+
+  // Scores to the coefficients of the sum, in b (forward: c) or dc (backward: db).
+  static CAPSFAST_INLINE void coefficients(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at, int64_t i, T* b, T* dc) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J;
+    const bool sample_logits = p.logits.stride[0] != 0;
+    const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
+    B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr,
+                  p.mask.data != nullptr ? at.valid + i * L : nullptr, tile.valid_out, J, b);
+    if (!p.softmax_in) {
+      B_::softmax_out(J, p.leaky, b);
+    } else if (tile.lse != nullptr) {
+      B_::softmax_in(J, tile.lse, b);
+    }
+    if (pass.coupling.data != nullptr) B_::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
+    if (pass.ds == nullptr) return;
+    if (pass.dcoupling.data != nullptr) B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
+    B_::softmax_backward(J, b, tile.c_dc, dc);
+  }
+
+  // Softmax over the input capsules, one at a time: a new maximum rescales what was added up before.
+  static CAPSFAST_INLINE void online(const ReducePass<T>& pass, const Tile& tile, int64_t J, int64_t D, T* b, T* sum) {
+    T* max_of = pass.max + tile.t * J * L;
+    T* norm_of = pass.norm + tile.t * J * L;
+    for (int64_t j = 0; j < J; ++j) {
+      const V x = load<L>(b + j * L), before = load<L>(max_of + j * L);
+      const V now = max(before, x);
+      V norm = load<L>(norm_of + j * L);
+      if (any_different<T, L>(before, now)) {
+        const V scale = exp<L>(before - now);
+        norm = norm * scale;
+        store<L>(max_of + j * L, now);
+        for (int64_t d = 0; d < D; ++d) {
+          T* chunk_sum = sum + (j * D + d) * L;
+          T* pass_sum = pass.sum + (tile.t * J * D + j * D + d) * L;
+          store<L>(chunk_sum, load<L>(chunk_sum) * scale);
+          store<L>(pass_sum, load<L>(pass_sum) * scale);
+        }
+      }
+      const V e = exp<L>(x - now);
+      store<L>(b + j * L, e);
+      store<L>(norm_of + j * L, norm + e);
+    }
+  }
+
+  static void chunk(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
+    const bool online_softmax = p.softmax_in && tile.lse == nullptr;
+    const int64_t held = pass.plan->out_tile;
+    const T* coefficient = pass.ds != nullptr ? at.dc : at.scores;
+    if (held >= J) {
+      for (int64_t i = 0; i < tile.count; ++i) {
+        B_::votes(tile.weights + i * tile.pitch, at.u + i * K * L, K, J * D, at.x);
+        score(pass, tile, at.x, 0, J, at.scores, at.dc);
+        coefficients(pass, tile, at, i, at.scores, at.dc);
+        if (online_softmax) online(pass, tile, J, D, at.scores, at.sum);
+        if (pass.sum == nullptr) continue;
+        for (int64_t j = 0; j < J; ++j) {
+          B_::add_scaled(load<L>(coefficient + j * L), at.x + j * D * L, D, at.sum + j * D * L);
+        }
+      }
+      return;
+    }
+    for (int64_t j0 = 0; j0 < J; j0 += held) {
+      const int64_t j1 = j0 + held < J ? j0 + held : J;
+      for (int64_t i = 0; i < tile.count; ++i) {
+        B_::votes(tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, K, (j1 - j0) * D, at.x);
+        score(pass, tile, at.x, j0, j1, at.scores + i * J * L, at.dc + i * J * L);
+      }
+    }
+    for (int64_t i = 0; i < tile.count; ++i) {
+      coefficients(pass, tile, at, i, at.scores + i * J * L, at.dc + i * J * L);
+    }
+    if (online_softmax) chunk_online(pass, tile, at);
+    if (pass.sum == nullptr) return;
+    for (int64_t j0 = 0; j0 < J; j0 += held) {
+      const int64_t j1 = j0 + held < J ? j0 + held : J;
+      for (int64_t i = 0; i < tile.count; ++i) {
+        B_::votes(tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, K, (j1 - j0) * D, at.x);
+        for (int64_t j = j0; j < j1; ++j) {
+          B_::add_scaled(load<L>(coefficient + (i * J + j) * L), at.x + (j - j0) * D * L, D, at.sum + j * D * L);
+        }
+      }
+    }
+  }
+
+  // The online softmax of a whole chunk: one rescaling for its maximum, then every exponential.
+  static void chunk_online(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+    const int64_t J = pass.problem->J, D = pass.problem->D;
+    T* max_of = pass.max + tile.t * J * L;
+    T* norm_of = pass.norm + tile.t * J * L;
+    for (int64_t j = 0; j < J; ++j) {
+      const V before = load<L>(max_of + j * L);
+      V now = before;
+      for (int64_t i = 0; i < tile.count; ++i) now = max(now, load<L>(at.scores + (i * J + j) * L));
+      const V scale = exp<L>(before - now);
+      V norm = load<L>(norm_of + j * L) * scale;
+      for (int64_t i = 0; i < tile.count; ++i) {
+        T* b = at.scores + (i * J + j) * L;
+        const V e = exp<L>(load<L>(b) - now);
+        store<L>(b, e);
+        norm += e;
+      }
+      store<L>(max_of + j * L, now);
+      store<L>(norm_of + j * L, norm);
+      if (!any_different<T, L>(before, now)) continue;
+      for (int64_t d = 0; d < D; ++d) {
+        T* pass_sum = pass.sum + (tile.t * J * D + j * D + d) * L;
+        store<L>(pass_sum, load<L>(pass_sum) * scale);
+      }
+    }
+  }
+
+  // First iteration without logits: every coefficient is the same, and what is left of the pass is a
+  // matrix product. A block of R rows stays in registers over the whole chunk.
+  template <int N>
+  static CAPSFAST_INLINE void plain_block(const Tile& tile, const T* u, int64_t K, int64_t row, T* sum) {
+    V rows[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) rows[n] = V{};
+    for (int64_t i = 0; i < tile.count; ++i) {
+      const T* w = tile.weights + i * tile.pitch + row * K;
+      for (int64_t k = 0; k < K; ++k) {
+        const V uk = load<L>(u + (i * K + k) * L);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) rows[n] += uk * w[n * K + k];
+      }
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) store<L>(sum + (row + n) * L, rows[n]);
+  }
+
+  static void plain(const Tile& tile, const T* u, int64_t K_given, int64_t rows, T* sum) {
+    const int64_t K = K_ > 0 ? K_ : K_given;
+    constexpr int R = B_::R;
+    int64_t row = 0;
+    for (; row + R <= rows; row += R) plain_block<R>(tile, u, K, row, sum);
+    if (row < rows && rows >= R) return plain_block<R>(tile, u, K, rows - R, sum);
+    for (; row < rows; ++row) plain_block<1>(tile, u, K, row, sum);
+  }
+
+  static void run(const ReducePass<T>& pass, const Range& range, T* scratch) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, JD = p.J * p.D;
+    const LanesReduceScratch<T> at(p, *pass.plan, scratch);
+    for (int64_t i0 = range.i0; i0 < range.i1; i0 += pass.plan->chunk) {
+      Tile tile{};
+      tile.i0 = i0;
+      tile.count = i0 + pass.plan->chunk < range.i1 ? pass.plan->chunk : range.i1 - i0;
+      tile.weights = B_::weight_rows(p, i0, tile.count, at.weights, &tile.pitch);
+      for (int64_t t = range.tile0; t < range.tile1; ++t) {
+        tile.t = t;
+        tile.b0 = t * L;
+        tile.samples = tile.b0 + L < p.B ? L : p.B - tile.b0;
+        tile.V_t = pass.V == nullptr ? nullptr : pass.V + t * JD * L;
+        tile.ds = pass.ds == nullptr ? nullptr : pass.ds + t * JD * L;
+        tile.valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + t * J * L;
+        tile.lse = pass.lse == nullptr ? nullptr : pass.lse + t * J * L;
+        tile.c_dc = pass.c_dc == nullptr ? nullptr : pass.c_dc + t * J * L;
+        B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.u, at.valid);
+        if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.logits);
+        // Summed per chunk first: the error then grows with the number of chunks, not of capsules.
+        if (pass.unweighted) {
+          plain(tile, at.u, p.K, JD, at.sum);
+        } else {
+          __builtin_memset(at.sum, 0, static_cast<size_t>(JD * L) * sizeof(T));
+          chunk(pass, tile, at);
+        }
+        if (pass.sum == nullptr) continue;
+        T* total = pass.sum + t * JD * L;
+        for (int64_t row = 0; row < JD; ++row) store<L>(total + row * L, load<L>(total + row * L) + load<L>(at.sum + row * L));
+      }
+    }
+  }
+};

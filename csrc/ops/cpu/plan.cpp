@@ -1,0 +1,111 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace capsfast {
+
+namespace {
+
+// What a core's caches are taken to hold; a little less than the smallest of current x86-64 servers
+// (32 KiB L1, 512 KiB L2), since other data passes through.
+constexpr int64_t kL1 = 24 * 1024;
+constexpr int64_t kL2 = 256 * 1024;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// groups x splits tasks, at most `threads`, so that the largest task is small. Splits along the
+// input capsules cost partial sums, so they come second.
+void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_t* splits) {
+  *groups = *splits = 1;
+  int64_t best = -1;
+  for (int64_t g = std::min(tiles, threads); g >= 1; --g) {
+    const int64_t s = std::max<int64_t>(1, std::min(chunks, threads / g));
+    const int64_t largest = divide_up(tiles, g) * divide_up(chunks, s);
+    if (best < 0 || largest < best) {
+      best = largest;
+      *groups = g;
+      *splits = s;
+    }
+  }
+}
+
+// Below this batch the rows layout wins: its cost per weight and sample is three vector operations,
+// that of the lanes layout (K + 2) / K for a whole tile, however many of its lanes are samples.
+int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, lanes * 3 / 8); }
+
+void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
+  const int64_t L = plan->L, row = p.J * p.D * p.K * size, vote = p.D * L * size;
+  plan->tiles = divide_up(p.B, L);
+
+  // Votes, V and s of the outputs worked on stay in L1 or close by.
+  plan->out_tile = p.J * vote <= 2 * kL1 ? p.J : std::max<int64_t>(1, kL1 / 2 / vote);
+  const bool held = plan->out_tile >= p.J;
+  plan->chunk = std::clamp<int64_t>(kL2 / std::max<int64_t>(row, 1), 1, 32);
+  if (!held) plan->chunk = std::clamp<int64_t>(kL2 / (2 * p.J * L * size), 1, plan->chunk);
+  cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
+
+  // The last pass: per iteration V and ds of the outputs worked on, and whole vectors of rows for dW.
+  const int64_t terms = 2 * p.iterations;
+  const int64_t whole = L / std::gcd(p.D, L);
+  plan->final_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
+  plan->final_out_tile = std::min(plan->final_out_tile, p.J);
+  plan->final_chunk = std::clamp<int64_t>(kL2 / 2 / std::max(row, terms * p.J * L * size), 1, 8);
+  plan->final_chunk = std::min(plan->final_chunk, divide_up(p.I, threads));
+  const int64_t chunks = divide_up(p.I, plan->final_chunk);
+  plan->final_splits = std::min(chunks, threads);
+  plan->final_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->final_splits));
+}
+
+void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
+  const int64_t M = p.D * p.K;
+  plan->L = lanes;
+  while (plan->L > std::max<int64_t>(2, lanes / 4) && M <= plan->L / 2) plan->L /= 2;
+  plan->tiles = p.B;
+  plan->chunk = 64;
+  const int64_t chunks = divide_up(p.I, 8);
+  if (p.votes_given) {
+    cut(p.B, chunks, threads, &plan->tile_groups, &plan->splits);
+    plan->final_groups = plan->tile_groups;
+    plan->final_splits = plan->splits;
+  } else {
+    plan->splits = plan->final_splits = std::clamp<int64_t>(chunks, 1, threads);
+  }
+}
+
+}  // namespace
+
+Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
+  Plan plan;
+  if (p.I == 0 || p.J == 0 || p.D == 0 || p.B == 0) {
+    plan.lanes = false;
+    plan.tiles = p.B;
+    return plan;
+  }
+  plan.L = lanes;
+  plan.lanes = !p.votes_given && p.B >= smallest_lanes_batch(lanes);
+  if (plan.lanes) {
+    plan_lanes(p, size, threads, &plan);
+  } else {
+    plan_rows(p, lanes, threads, &plan);
+  }
+  return plan;
+}
+
+namespace {
+double votes_count(const Problem& p) { return double(p.B) * double(p.I) * double(p.J) * double(p.D); }
+}  // namespace
+
+double forward_flops(const Problem& p) {
+  const double per_pass = p.votes_given ? 0 : double(p.K), r = double(p.iterations);
+  const bool first_scored = p.logits.data != nullptr;
+  return 2 * votes_count(p) * (r * per_pass + (r - 1) * 2 + (first_scored || p.votes_given ? 1 : 0));
+}
+
+double backward_flops(const Problem& p) {
+  const double K = p.votes_given ? 0 : double(p.K), r = p.gradient_last ? 1 : double(p.iterations);
+  // Reducing passes: votes, two dots, one sum. Last pass: votes, dots and sums of all iterations, du, dW.
+  return 2 * votes_count(p) * ((r - 1) * (K + 3) + 3 * K + 2 * (r - 1) + 2 * r - 1);
+}
+
+}  // namespace capsfast

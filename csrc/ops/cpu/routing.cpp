@@ -1,0 +1,493 @@
+#include "routing.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "../../cpu/isa.h"
+#include "../../cpu/parallel.h"
+#include "../../math/half.h"
+#include "passes.h"
+#include "plan.h"
+#include "scratch.h"
+
+namespace capsfast {
+
+namespace {
+#include "gather.inl"
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// Uninitialised, on a cache line.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count) {
+    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    memory_.reset(static_cast<T*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64))));
+    if (memory_ == nullptr) throw std::bad_alloc();
+  }
+  T* get() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<T, Free> memory_;
+};
+
+// Where the numbers of sample b stand: element (j, d) of a per-output array at base + (j D + d) stride,
+// element j of a per-logit array at base + j stride. Natural order for tensors, the plan's for passes.
+struct Place {
+  int64_t vector;  // base in an array [.., J D]
+  int64_t scalar;  // base in an array [.., J]
+  int64_t stride;
+};
+
+class Layout {
+ public:
+  Layout(const Problem& p, const Plan& plan) : lanes_(plan.lanes), L_(plan.L), JD_(p.J * p.D), J_(p.J) {
+    width_ = lanes_ ? J_ : (J_ + L_ - 1) / L_ * L_;
+    samples_ = lanes_ ? plan.tiles * L_ : p.B;
+  }
+  Place of(int64_t b) const {
+    if (!lanes_) return {b * JD_, b * width_, 1};
+    return {b / L_ * JD_ * L_ + b % L_, b / L_ * J_ * L_ + b % L_, L_};
+  }
+  int64_t vectors() const { return samples_ * JD_; }
+  int64_t scalars() const { return samples_ * width_; }
+
+ private:
+  bool lanes_;
+  int64_t L_, JD_, J_, width_, samples_;
+};
+
+Range share(const Problem& p, const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
+  const int64_t group = task / splits, split = task % splits;
+  return {plan.tiles * group / groups, plan.tiles * (group + 1) / groups, p.I * split / splits, p.I * (split + 1) / splits};
+}
+
+int64_t valid_count(const MaskView& mask, int64_t b, int64_t size) {
+  if (mask.data == nullptr) return size;
+  int64_t count = 0;
+  for (int64_t n = 0; n < size; ++n) count += mask.at(b, n);
+  return count;
+}
+
+// What forward and backward share: the plan, the layout, the kernels and the output mask in lanes.
+template <class T>
+struct Context {
+  const Problem& p;
+  const Kernels<T>& kernels_;
+  Plan plan;
+  Layout layout;
+  Buffer<T> valid_out;
+
+  explicit Context(const Problem& problem)
+      : p(problem),
+        kernels_(kernels<T>(isa())),
+        plan(make_plan(problem, kernels_.L, num_threads(), sizeof(T))),
+        layout(problem, plan),
+        valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
+    if (p.out_mask.data == nullptr) return;
+    std::fill_n(valid_out.get(), layout.scalars(), T(0));
+    for (int64_t b = 0; b < p.B; ++b) {
+      const Place at = layout.of(b);
+      for (int64_t j = 0; j < p.J; ++j) valid_out.get()[at.scalar + j * at.stride] = p.out_mask.at(b, j) ? T(1) : T(0);
+    }
+  }
+
+  const T* valid() const { return p.out_mask.data == nullptr ? nullptr : valid_out.get(); }
+  bool is_valid(int64_t b, int64_t j) const { return p.out_mask.data == nullptr || p.out_mask.at(b, j); }
+
+  // Samples at a time for the work between passes: enough for a task to be worth a thread.
+  int64_t grain() const { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.J * p.D)); }
+
+  // Runs a reducing pass; split s adds to sum + s * vectors (and max, norm + s * scalars).
+  void reduce(ReducePass<T> pass) const {
+    pass.problem = &p;
+    pass.plan = &plan;
+    pass.valid_out = valid();
+    const int64_t tasks = plan.tile_groups * plan.splits;
+    const int64_t size = plan.lanes ? LanesReduceScratch<T>(p, plan, nullptr).size : RowsReduceScratch<T>(p, plan, nullptr).size;
+    const Buffer<T> scratch(tasks * size);
+    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        ReducePass<T> mine = pass;
+        const int64_t split = task % plan.splits;
+        if (mine.sum != nullptr) mine.sum += split * layout.vectors();
+        if (mine.max != nullptr) mine.max += split * layout.scalars();
+        if (mine.norm != nullptr) mine.norm += split * layout.scalars();
+        const Range range = share(p, plan, task, plan.tile_groups, plan.splits);
+        T* memory = scratch.get() + task * size;
+        plan.lanes ? kernels_.lanes_reduce(mine, range, memory) : kernels_.rows_reduce(mine, range, memory);
+      }
+    });
+  }
+};
+
+// The factor that makes the partial sums of the splits one softmax over the input capsules.
+template <class T>
+struct InNorm {
+  T max = std::numeric_limits<T>::lowest();
+  T norm = 0;
+
+  InNorm(const T* maxima, const T* norms, int64_t splits, int64_t pitch) {
+    for (int64_t s = 0; s < splits; ++s) max = maxima[s * pitch] > max || maxima[s * pitch] != maxima[s * pitch] ? maxima[s * pitch] : max;
+    for (int64_t s = 0; s < splits; ++s) norm += norms[s * pitch] * std::exp(maxima[s * pitch] - max);
+  }
+  T factor(T split_max) const { return norm == 0 ? T(0) : std::exp(split_max - max) / norm; }
+  T log_sum_exp() const { return norm == 0 ? std::numeric_limits<T>::infinity() : max + std::log(norm); }
+};
+
+template <class T>
+class Forward {
+ public:
+  Forward(const Problem& problem, const ForwardOutputs& outputs)
+      : context(problem),
+        p(problem),
+        out(outputs),
+        V(context.layout.vectors()),
+        sum(context.plan.splits * context.layout.vectors()),
+        max(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
+        norm(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
+        bias(static_cast<size_t>(p.J * p.D), T(0)) {
+    std::fill_n(V.get(), context.layout.vectors(), T(0));
+    if (p.bias.data != nullptr) gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
+  }
+
+  void run() {
+    for (int64_t t = 0; t < p.iterations; ++t) {
+      const bool last = t + 1 == p.iterations;
+      const bool wants_coupling = last && out.coupling.data != nullptr;
+      ReducePass<T> pass;
+      pass.V = t == 0 ? nullptr : V.get();
+      // "in": c is known only when the pass is over.
+      if (wants_coupling && !p.softmax_in) pass.coupling = out.coupling;
+      pass.unweighted = t == 0 && p.logits.data == nullptr && pass.coupling.data == nullptr;
+      pass.sum = sum.get();
+      std::fill_n(sum.get(), context.plan.splits * context.layout.vectors(), T(0));
+      if (p.softmax_in) {
+        pass.max = max.get();
+        pass.norm = norm.get();
+        start_norms();
+      }
+      context.reduce(pass);
+      parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+        for (int64_t b = begin; b < end; ++b) finish(pass.unweighted, t, b);
+      });
+      if (wants_coupling && p.softmax_in) write_coupling(t);
+    }
+  }
+
+ private:
+  // The leaky entry, with logit 0, is in the first split only.
+  void start_norms() {
+    const int64_t pitch = context.layout.scalars();
+    std::fill_n(max.get(), context.plan.splits * pitch, std::numeric_limits<T>::lowest());
+    std::fill_n(norm.get(), context.plan.splits * pitch, T(0));
+    if (!p.leaky) return;
+    std::fill_n(max.get(), pitch, T(0));
+    std::fill_n(norm.get(), pitch, T(1));
+  }
+
+  // s_t, v_t and V_t of one sample from the partial sums.
+  void finish(bool unweighted, int64_t t, int64_t b) {
+    const Place at = context.layout.of(b);
+    const int64_t splits = context.plan.splits, pitch = context.layout.vectors(), scalar_pitch = context.layout.scalars();
+    const int64_t counted = !unweighted ? 0 : p.softmax_in ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
+    const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
+    T* s = static_cast<T*>(out.s) + (t * p.B + b) * p.J * p.D;
+    for (int64_t j = 0; j < p.J; ++j) {
+      const bool valid = context.is_valid(b, j);
+      const int64_t scalar = at.scalar + j * at.stride;
+      T scale = unweighted ? (valid && entries > 0 ? 1 / entries : T(0)) : T(1);
+      T lse = entries > 0 && valid ? std::log(entries) : std::numeric_limits<T>::infinity();
+      if (p.softmax_in && !unweighted) {
+        const InNorm<T> all(max.get() + scalar, norm.get() + scalar, splits, scalar_pitch);
+        lse = all.log_sum_exp();
+      }
+      if (p.softmax_in) static_cast<T*>(out.lse)[(t * p.B + b) * p.J + j] = lse;
+      for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] = 0;
+      for (int64_t split = 0; split < splits; ++split) {
+        T factor = scale;
+        if (p.softmax_in && !unweighted) {
+          factor = InNorm<T>(max.get() + scalar, norm.get() + scalar, splits, scalar_pitch).factor(max.get()[scalar + split * scalar_pitch]);
+        }
+        const T* part = sum.get() + split * pitch + at.vector + j * p.D * at.stride;
+        for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += factor * part[d * at.stride];
+      }
+      T n = 0;
+      for (int64_t d = 0; d < p.D; ++d) {
+        s[j * p.D + d] += bias[static_cast<size_t>(j * p.D + d)];
+        n += s[j * p.D + d] * s[j * p.D + d];
+      }
+      const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
+      for (int64_t d = 0; d < p.D; ++d) {
+        const T v = valid ? f * s[j * p.D + d] : T(0);
+        V.get()[at.vector + (j * p.D + d) * at.stride] += v;
+        if (t + 1 == p.iterations) write<T>(out.v, (b * p.J + j) * p.D + d, v);
+      }
+    }
+  }
+
+  // c = exp(b - lse) takes a pass of its own, before V_t gets the last v.
+  void write_coupling(int64_t t) {
+    Buffer<T> lse(context.layout.scalars());
+    std::fill_n(lse.get(), context.layout.scalars(), T(0));
+    Buffer<T> before(context.layout.vectors());
+    std::fill_n(before.get(), context.layout.vectors(), T(0));
+    for (int64_t b = 0; b < p.B; ++b) {
+      const Place at = context.layout.of(b);
+      const T* saved = static_cast<const T*>(out.lse) + (t * p.B + b) * p.J;
+      const T* s = static_cast<const T*>(out.s) + b * p.J * p.D;
+      for (int64_t j = 0; j < p.J; ++j) {
+        lse.get()[at.scalar + j * at.stride] = saved[j];
+        if (!context.is_valid(b, j)) continue;
+        for (int64_t earlier = 0; earlier < t; ++earlier) add_output(s + (earlier * p.B * p.J + j) * p.D, before.get() + at.vector + j * p.D * at.stride, at.stride);
+      }
+    }
+    ReducePass<T> pass;
+    pass.V = t == 0 ? nullptr : before.get();
+    pass.lse = lse.get();
+    pass.coupling = out.coupling;
+    context.reduce(pass);
+  }
+
+  void add_output(const T* s, T* to, int64_t stride) const {
+    T n = 0;
+    for (int64_t d = 0; d < p.D; ++d) n += s[d] * s[d];
+    const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
+    for (int64_t d = 0; d < p.D; ++d) to[d * stride] += f * s[d];
+  }
+
+  Context<T> context;
+  const Problem& p;
+  const ForwardOutputs& out;
+  Buffer<T> V, sum, max, norm;
+  std::vector<T> bias;
+};
+
+template <class T>
+class Backward {
+ public:
+  Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs)
+      : context(problem),
+        p(problem),
+        in(inputs),
+        out(outputs),
+        first(problem.gradient_last ? problem.iterations - 1 : 0),
+        V(p.iterations * context.layout.vectors()),
+        ds(p.iterations * context.layout.vectors()),
+        sum(context.plan.splits * context.layout.vectors()),
+        lse(p.softmax_in ? p.iterations * context.layout.scalars() : 0),
+        c_dc(p.softmax_in ? p.iterations * context.layout.scalars() : 0),
+        bias(static_cast<size_t>(p.J * p.D), T(0)) {
+    // Lanes without a sample read as zero capsules.
+    std::fill_n(V.get(), p.iterations * context.layout.vectors(), T(0));
+    std::fill_n(ds.get(), p.iterations * context.layout.vectors(), T(0));
+    if (p.bias.data != nullptr) gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
+    if (p.softmax_in) {
+      std::fill_n(lse.get(), p.iterations * context.layout.scalars(), T(0));
+      std::fill_n(c_dc.get(), p.iterations * context.layout.scalars(), T(0));
+    }
+  }
+
+  void run() {
+    const int64_t r = p.iterations, pitch = context.layout.vectors();
+    parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        restore(b);
+        differentiate(r - 1, b, true);
+      }
+    });
+    for (int64_t t = r - 1; t > first; --t) {
+      ReducePass<T> pass;
+      pass.V = V.get() + t * pitch;
+      pass.ds = ds.get() + t * pitch;
+      if (p.softmax_in) {
+        pass.lse = lse.get() + t * context.layout.scalars();
+        pass.c_dc = c_dc.get() + t * context.layout.scalars();
+      }
+      if (t == r - 1) pass.dcoupling = in.dcoupling;
+      pass.sum = sum.get();
+      // The sums go on from iteration to iteration: V_t holds every earlier v, so G adds up.
+      if (t == r - 1) std::fill_n(sum.get(), context.plan.splits * pitch, T(0));
+      context.reduce(pass);
+      parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+        for (int64_t b = begin; b < end; ++b) differentiate(t - 1, b, false);
+      });
+    }
+    if (out.dbias.data != nullptr) write_bias();
+    if (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr) last_pass();
+  }
+
+ private:
+  // V_t of every iteration from the saved s, and lse, in the plan's layout.
+  void restore(int64_t b) {
+    const Place at = context.layout.of(b);
+    const int64_t pitch = context.layout.vectors();
+    for (int64_t t = 0; t + 1 < p.iterations; ++t) {
+      const T* s = saved_s(t, b);
+      for (int64_t j = 0; j < p.J; ++j) {
+        T n = 0;
+        for (int64_t d = 0; d < p.D; ++d) n += s[j * p.D + d] * s[j * p.D + d];
+        const T f = context.is_valid(b, j) ? radial<T>(p.squash, n, static_cast<T>(p.eps)) : T(0);
+        for (int64_t d = 0; d < p.D; ++d) {
+          const int64_t here = t * pitch + at.vector + (j * p.D + d) * at.stride;
+          V.get()[here + pitch] = V.get()[here] + (f == 0 ? T(0) : f * s[j * p.D + d]);
+        }
+      }
+    }
+    if (!p.softmax_in) return;
+    for (int64_t t = 0; t < p.iterations; ++t) {
+      const T* from = static_cast<const T*>(in.lse) + (t * p.B + b) * p.J;
+      for (int64_t j = 0; j < p.J; ++j) lse.get()[t * context.layout.scalars() + at.scalar + j * at.stride] = from[j];
+    }
+  }
+
+  const T* saved_s(int64_t t, int64_t b) const { return static_cast<const T*>(in.s) + (t * p.B + b) * p.J * p.D; }
+
+  // ds_t from dv_t: the given dv for the last iteration, else the sum of the reducing passes.
+  void differentiate(int64_t t, int64_t b, bool given) {
+    const Place at = context.layout.of(b);
+    const int64_t pitch = context.layout.vectors();
+    const T* s = saved_s(t, b);
+    std::vector<T> dv(static_cast<size_t>(p.D));
+    for (int64_t j = 0; j < p.J; ++j) {
+      T n = 0, s_dv = 0, total = 0;
+      T* to = ds.get() + t * pitch + at.vector + j * p.D * at.stride;
+      for (int64_t d = 0; d < p.D; ++d) {
+        T& g = dv[static_cast<size_t>(d)];
+        g = 0;
+        if (given) {
+          g = read<T>(in.dv, b * in.dv.stride[0] + j * in.dv.stride[1] + d * in.dv.stride[2]);
+        } else {
+          for (int64_t split = 0; split < context.plan.splits; ++split) g += sum.get()[split * pitch + at.vector + (j * p.D + d) * at.stride];
+        }
+        n += s[j * p.D + d] * s[j * p.D + d];
+        s_dv += s[j * p.D + d] * g;
+      }
+      const bool valid = context.is_valid(b, j);
+      const T eps = static_cast<T>(p.eps);
+      const T f = radial<T>(p.squash, n, eps), slope = 2 * radial_derivative<T>(p.squash, n, eps) * s_dv;
+      for (int64_t d = 0; d < p.D; ++d) {
+        const T value = valid ? f * dv[static_cast<size_t>(d)] + slope * s[j * p.D + d] : T(0);
+        to[d * at.stride] = value;
+        total += value * (s[j * p.D + d] - bias[static_cast<size_t>(j * p.D + d)]);
+      }
+      if (!p.softmax_in) continue;
+      // sum_i c dc = ds . sum_i c votes, and what the coupling's own gradient adds.
+      if (given && in.dcoupling.data != nullptr) total += coupling_gradient(b, j);
+      c_dc.get()[t * context.layout.scalars() + at.scalar + j * at.stride] = total;
+    }
+  }
+
+  T coupling_gradient(int64_t b, int64_t j) const {
+    T total = 0;
+    const View &c = in.coupling, &dc = in.dcoupling;
+    for (int64_t i = 0; i < p.I; ++i) {
+      total += read<T>(c, b * c.stride[0] + i * c.stride[1] + j * c.stride[2]) *
+               read<T>(dc, b * dc.stride[0] + i * dc.stride[1] + j * dc.stride[2]);
+    }
+    return total;
+  }
+
+  void write_bias() {
+    std::vector<T> total(static_cast<size_t>(p.J * p.D), T(0));
+    for (int64_t t = first; t < p.iterations; ++t) {
+      for (int64_t b = 0; b < p.B; ++b) {
+        const Place at = context.layout.of(b);
+        const T* from = ds.get() + t * context.layout.vectors() + at.vector;
+        for (int64_t n = 0; n < p.J * p.D; ++n) total[static_cast<size_t>(n)] += from[n * at.stride];
+      }
+    }
+    scatter<T>(out.dbias, 0, {1, 1, p.J * p.D}, {0, 0, 1}, total.data());
+  }
+
+  void last_pass() {
+    const Plan& plan = context.plan;
+    const int64_t groups = plan.final_groups, splits = plan.final_splits, tasks = groups * splits;
+    const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
+    // Who adds to one dW: every task if the weight is shared, every group of tiles otherwise.
+    const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
+    const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
+    const Buffer<T> dweight(adders * weights), dlogits(groups * logits);
+    std::fill_n(dweight.get(), adders * weights, T(0));
+    std::fill_n(dlogits.get(), groups * logits, T(0));
+
+    FinalPass<T> pass;
+    pass.problem = &p;
+    pass.plan = &plan;
+    pass.first = first;
+    pass.V = V.get();
+    pass.ds = ds.get();
+    pass.valid_out = context.valid();
+    pass.lse = lse.get();
+    pass.c_dc = c_dc.get();
+    pass.dcoupling = in.dcoupling;
+    pass.du = out.du;
+    if (p.votes_given) {
+      pass.dvotes = out.dweight;
+    } else {
+      pass.dweight = out.dweight;
+    }
+    if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
+    const int64_t terms = p.iterations - first;
+    const int64_t size = plan.lanes ? LanesFinalScratch<T>(p, plan, terms, nullptr).size : RowsFinalScratch<T>(p, plan, terms, nullptr).size;
+    const Buffer<T> scratch(tasks * size);
+    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        FinalPass<T> mine = pass;
+        if (logits > 0) mine.dlogits = dlogits.get() + task / splits * logits;
+        if (adders > 0) mine.dweight_sum = dweight.get() + (p.shared_weight ? task : task / splits) * weights;
+        const Range range = share(p, plan, task, groups, splits);
+        T* memory = scratch.get() + task * size;
+        plan.lanes ? context.kernels_.lanes_final(mine, range, memory) : context.kernels_.rows_final(mine, range, memory);
+      }
+    });
+    add_up(dweight.get(), adders, weights, out.dweight);
+    add_up(dlogits.get(), logits > 0 ? groups : 0, logits, out.dlogits);
+  }
+
+  // The parts in a fixed order, so that the result depends on the number of threads only.
+  static void add_up(T* parts, int64_t count, int64_t size, const View& to) {
+    if (count == 0) return;
+    parallel(size, 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t part = 1; part < count; ++part) {
+        for (int64_t n = begin; n < end; ++n) parts[n] += parts[part * size + n];
+      }
+      scatter<T>(to, begin, {1, 1, end - begin}, {0, 0, 1}, parts + begin);
+    });
+  }
+
+  Context<T> context;
+  const Problem& p;
+  const BackwardInputs& in;
+  const BackwardOutputs& out;
+  int64_t first;
+  Buffer<T> V, ds, sum, lse, c_dc;
+  std::vector<T> bias;
+};
+
+}  // namespace
+
+template <class T>
+void routing_forward(const Problem& p, const ForwardOutputs& out) {
+  Forward<T>(p, out).run();
+}
+
+template <class T>
+void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
+  Backward<T>(p, in, out).run();
+}
+
+template void routing_forward<float>(const Problem&, const ForwardOutputs&);
+template void routing_forward<double>(const Problem&, const ForwardOutputs&);
+template void routing_backward<float>(const Problem&, const BackwardInputs&, const BackwardOutputs&);
+template void routing_backward<double>(const Problem&, const BackwardInputs&, const BackwardOutputs&);
+
+}  // namespace capsfast

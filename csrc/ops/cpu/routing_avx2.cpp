@@ -1,0 +1,35 @@
+// The CPU kernels for AVX2 with FMA.
+// Standard headers come before the target region: compiled inside, their inline functions could be
+// linked into code that runs on older machines.
+#include <cstdint>
+#include <utility>
+
+#include "../../cpu/isa.h"
+#include "../../math/half.h"
+#include "passes.h"
+#include "scratch.h"
+
+#if CAPSFAST_X86
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+namespace capsfast::avx2 {
+constexpr int kBytes = 32;      // a vector
+constexpr int kRegisters = 16;  // vectors that registers hold
+#include "../../cpu/vec.inl"
+#include "routing_kernels.inl"
+
+template const Kernels<float>& table<float>();
+template const Kernels<double>& table<double>();
+}  // namespace capsfast::avx2
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // CAPSFAST_X86

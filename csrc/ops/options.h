@@ -1,0 +1,31 @@
+// The words of the op schemas to the enums of the kernels. capsfast/options.py lists the same words.
+#pragma once
+
+#include <torch/headeronly/util/Exception.h>
+
+#include <string>
+
+#include "routing.h"
+
+namespace capsfast {
+
+inline bool softmax_in_of(const std::string& word) {
+  STD_TORCH_CHECK(word == "out" || word == "in", "capsfast: softmax must be 'out' or 'in', got '", word, "'");
+  return word == "in";
+}
+
+inline bool gradient_last_of(const std::string& word) {
+  STD_TORCH_CHECK(word == "full" || word == "last", "capsfast: gradient must be 'full' or 'last', got '", word, "'");
+  return word == "last";
+}
+
+inline Squash squash_of(const std::string& word) {
+  constexpr const char* names[] = {"paper", "half", "eps_outside", "exp", "unit", "identity"};
+  for (int kind = 0; kind < 6; ++kind) {
+    if (word == names[kind]) return static_cast<Squash>(kind);
+  }
+  STD_TORCH_CHECK(false, "capsfast: unknown squash '", word, "'");
+  return Squash::paper;
+}
+
+}  // namespace capsfast
