@@ -133,24 +133,35 @@ CAPSFAST_INLINE Vec<T, L> sums(Vec<T, L>* m) {
   }
 }
 
-template <class T, int L>
-CAPSFAST_INLINE T sum(Vec<T, L> v) {
-  T total = 0;
-  for (int l = 0; l < L; ++l) total += v[l];
-  return total;
+// Lane n holds lane n ^ H.
+template <class T, int L, int H, int... N>
+CAPSFAST_INLINE Vec<T, L> swapped(Vec<T, L> v, std::integer_sequence<int, N...>) {
+  return shuffle_of<T, L>(v, v, std::integer_sequence<int, (N ^ H)...>{});
 }
 
-// --- exponential, for arguments up to about 0 (softmax subtracts the maximum) ---
+template <class T, int L, int H = L / 2>
+CAPSFAST_INLINE T sum(Vec<T, L> v) {
+  if constexpr (H >= 1) return sum<T, L, H / 2>(v + swapped<T, L, H>(v, std::make_integer_sequence<int, L>{}));
+  return v[0];
+}
+
+// NaN lanes may be dropped, as in max.
+template <class T, int L, int H = L / 2>
+CAPSFAST_INLINE T largest(Vec<T, L> v) {
+  if constexpr (H >= 1) return largest<T, L, H / 2>(max(v, swapped<T, L, H>(v, std::make_integer_sequence<int, L>{})));
+  return v[0];
+}
+
+// --- exponential, for arguments below 80: a softmax subtracts its maximum ---
 // exp(x) = 2^n exp(f) with n = round(x / ln 2), |f| <= ln 2 / 2. NaN stays NaN, what underflows is 0.
 
 template <int L>
 CAPSFAST_INLINE Vec<float, L> exp(Vec<float, L> x) {
   using F = Vec<float, L>;
   using N = Vec<int32_t, L>;
-  const F lowest = broadcast<L>(-87.3f), highest = broadcast<L>(88.7f);
+  const F lowest = broadcast<L>(-87.3f);
   const auto tiny = x < lowest;
-  F y = tiny ? lowest : x;
-  y = y > highest ? highest : y;
+  const F y = tiny ? lowest : x;
   // Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
   const F shifted = y * 1.44269504088896341f + 12582912.f;
   const F n = shifted - 12582912.f;
@@ -177,10 +188,9 @@ template <int L>
 CAPSFAST_INLINE Vec<double, L> exp(Vec<double, L> x) {
   using F = Vec<double, L>;
   using N = Vec<int64_t, L>;
-  const F lowest = broadcast<L>(-708.3), highest = broadcast<L>(709.7);
+  const F lowest = broadcast<L>(-708.3);
   const auto tiny = x < lowest;
-  F y = tiny ? lowest : x;
-  y = y > highest ? highest : y;
+  const F y = tiny ? lowest : x;
   const F shifted = y * 1.4426950408889634 + 6755399441055744.0;
   const F n = shifted - 6755399441055744.0;
   F f = y - n * 0.693147180369123816490;

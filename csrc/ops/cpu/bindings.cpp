@@ -141,6 +141,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Problem& p, const Tenso
   Tensor s = empty(like, {p.iterations, p.B, p.J, p.D}, wide);
   Tensor lse = p.softmax_in ? empty(like, {p.iterations, p.B, p.J}, wide) : empty(like, {0}, wide);
   ForwardOutputs out;
+  out.batch = p.B;
   out.v = view_of(v);
   if (return_coupling && coupling.numel() > 0) out.coupling = view_of(coupling);
   out.s = s.data_ptr();
@@ -172,6 +173,7 @@ void backward(const Problem& p, const Tensor& like, const Saved& saved, const Ba
   expect("s", saved.s, {p.iterations, p.B, p.J, p.D});
   STD_TORCH_CHECK(saved.s.scalar_type() == wide_type(like), "capsfast: s must have the dtype sums are formed in");
   BackwardInputs in;
+  in.batch = p.B;
   in.dv = view_of(saved.dv);
   const Tensor s = torch::stable::contiguous(saved.s), lse = torch::stable::contiguous(saved.lse);
   in.s = s.data_ptr();

@@ -5,14 +5,21 @@
 // what two load and two multiply-add ports can do together.
 
 template <class T, int K_>
-struct Lanes {
+struct Lanes : Coupling<T, kLanes<T>> {
   static constexpr int L = kLanes<T>;
   static constexpr int R = kRegisters / 2;
   using V = Vec<T, L>;
 
+  // rows[n] = w[n] . u
   template <int N>
-  static CAPSFAST_INLINE void votes_block(const T* w, const T* u, int64_t K, T* x) {
-    V rows[N];
+  static CAPSFAST_INLINE void votes_block(const T* w, const T* u, int64_t K, V* rows) {
+    // The block after this one is on its way while this one is worked on.
+    if constexpr (K_ > 0 && N == R) {
+#pragma GCC unroll 16
+      for (int n = 0; n < N * K_ * static_cast<int>(sizeof(T)); n += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(w + N * K_) + n);
+      }
+    }
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = V{};
     if constexpr (K_ > 0) {
@@ -29,6 +36,12 @@ struct Lanes {
         for (int n = 0; n < N; ++n) rows[n] += uk * w[n * K + k];
       }
     }
+  }
+
+  template <int N>
+  static CAPSFAST_INLINE void votes_stored(const T* w, const T* u, int64_t K, T* x) {
+    V rows[N];
+    votes_block<N>(w, u, K, rows);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) store<L>(x + n * L, rows[n]);
   }
@@ -36,15 +49,50 @@ struct Lanes {
   // x[row] = w[row] . u for `rows` rows of K numbers.
   static CAPSFAST_INLINE void votes(const T* w, const T* u, int64_t K, int64_t rows, T* x) {
     int64_t row = 0;
-    for (; row + R <= rows; row += R) votes_block<R>(w + row * K, u, K, x + row * L);
+    for (; row + R <= rows; row += R) votes_stored<R>(w + row * K, u, K, x + row * L);
     if (row == rows) return;
     if (rows >= R) {  // once more over the last R rows: the same numbers again
       row = rows - R;
-      votes_block<R>(w + row * K, u, K, x + row * L);
+      votes_stored<R>(w + row * K, u, K, x + row * L);
       return;
     }
-    for (; row + 4 <= rows; row += 4) votes_block<4>(w + row * K, u, K, x + row * L);
-    for (; row < rows; ++row) votes_block<1>(w + row * K, u, K, x + row * L);
+    for (; row + 4 <= rows; row += 4) votes_stored<4>(w + row * K, u, K, x + row * L);
+    for (; row < rows; ++row) votes_stored<1>(w + row * K, u, K, x + row * L);
+  }
+
+  // Votes of `outputs` output capsules, and for each of `sets` arrays p [outputs D][L] the dots
+  // out[set][j] = votes_j . p_j. Where D is whole blocks the dots are taken from registers, and the
+  // votes are stored only if x is given.
+  static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, int64_t K, int64_t outputs, int64_t D, T* x, T* spare,
+                                           int64_t sets, const T* const* p, T* const* out) {
+    if (D % R != 0) {
+      T* votes_at = x != nullptr ? x : spare;
+      votes(w, u, K, outputs * D, votes_at);
+      for (int64_t set = 0; set < sets; ++set) {
+        for (int64_t j = 0; j < outputs; ++j) store<L>(out[set] + j * L, dot(votes_at + j * D * L, p[set] + j * D * L, D));
+      }
+      return;
+    }
+    for (int64_t j = 0; j < outputs; ++j) {
+      for (int64_t d = 0; d < D; d += R) {
+        const int64_t row = j * D + d;
+        V rows[R];
+        votes_block<R>(w + row * K, u, K, rows);
+        for (int64_t set = 0; set < sets; ++set) {
+          const T* q = p[set] + row * L;
+          V even = d == 0 ? V{} : load<L>(out[set] + j * L), odd = V{};
+#pragma GCC unroll 16
+          for (int n = 0; n < R; n += 2) {
+            even += rows[n] * load<L>(q + n * L);
+            odd += rows[n + 1] * load<L>(q + (n + 1) * L);
+          }
+          store<L>(out[set] + j * L, even + odd);
+        }
+        if (x == nullptr) continue;
+#pragma GCC unroll 16
+        for (int n = 0; n < R; ++n) store<L>(x + (row + n) * L, rows[n]);
+      }
+    }
   }
 
   // sum over n of x[n] p[n]; four chains, so that the adder's latency is hidden.
@@ -178,54 +226,5 @@ struct Lanes {
       gather<T>(w, (i0 + i) * w.stride[0], n, s, buffer + i * *pitch);
     }
     return buffer;
-  }
-
-  // b[j] += prior logits; then -inf for pairs that a mask takes out.
-  static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out, int64_t J, T* b) {
-    if (shared != nullptr) {
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + shared[j]);
-    }
-    if (sample != nullptr) {
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + load<L>(sample + j * L));
-    }
-    const V out = broadcast<L>(-static_cast<T>(__builtin_inf()));
-    if (valid_in != nullptr) {
-      const V ok = load<L>(valid_in);
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, ok > V{} ? load<L>(b + j * L) : out);
-    }
-    if (valid_out != nullptr) {
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(valid_out + j * L) > V{} ? load<L>(b + j * L) : out);
-    }
-  }
-
-  // b to c = softmax over j, in place. Without any finite logit c is 0.
-  static CAPSFAST_INLINE void softmax_out(int64_t J, bool leaky, T* b) {
-    V m = broadcast<L>(leaky ? T(0) : kLowest<T>);
-    for (int64_t j = 0; j < J; ++j) m = max(m, load<L>(b + j * L));
-    V total = leaky ? exp<L>(V{} - m) : V{};
-    for (int64_t j = 0; j < J; ++j) {
-      const V e = exp<L>(load<L>(b + j * L) - m);
-      store<L>(b + j * L, e);
-      total += e;
-    }
-    const V scale = total == V{} ? V{} : T(1) / total;
-    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * scale);
-  }
-
-  // b to c = exp(b - lse), in place; lse is +inf where there is no finite logit.
-  static CAPSFAST_INLINE void softmax_in(int64_t J, const T* lse, T* b) {
-    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, exp<L>(load<L>(b + j * L) - load<L>(lse + j * L)));
-  }
-
-  // dc to db = c (dc - sum_j c dc), in place; with c_dc the sum over i is given instead.
-  static CAPSFAST_INLINE void softmax_backward(int64_t J, const T* c, const T* c_dc, T* dc) {
-    V total = V{};
-    if (c_dc == nullptr) {
-      for (int64_t j = 0; j < J; ++j) total += load<L>(c + j * L) * load<L>(dc + j * L);
-    }
-    for (int64_t j = 0; j < J; ++j) {
-      const V mean = c_dc == nullptr ? total : load<L>(c_dc + j * L);
-      store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - mean));
-    }
   }
 };

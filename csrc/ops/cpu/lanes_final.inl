@@ -13,6 +13,7 @@ struct LanesFinal {
   using B_ = Lanes<T, K_>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
+  static constexpr int kTogether = 4;                      // iterations scored from one evaluation of the votes
   static constexpr int kPoses = kRegisters >= 32 ? 8 : 4;  // accumulators beside L rows in registers
 
   struct Tile {
@@ -36,18 +37,26 @@ struct LanesFinal {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, chunk = pass.plan->final_chunk;
     for (int64_t i = 0; i < tile.count; ++i) {
-      B_::votes(tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, K, (j1 - j0) * D, at.x);
-      for (int64_t t = pass.first; t < p.iterations; ++t) {
-        T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
-        T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
-        const T* V_t = parameters(pass.V, pass, t, tile.t);
-        const T* ds = parameters(pass.ds, pass, t, tile.t);
-        const bool with_dc = needs_db(pass, t);
-        for (int64_t j = j0; j < j1; ++j) {
-          const T* xj = at.x + (j - j0) * D * L;
-          store<L>(c + j * L, t == 0 ? V{} : B_::dot(xj, V_t + j * D * L, D));
-          if (with_dc) store<L>(dc + j * L, B_::dot(xj, ds + j * D * L, D));
+      const T* w = tile.weights + i * tile.pitch + j0 * D * K;
+      const T* p_set[2 * kTogether];
+      T* out[2 * kTogether];
+      for (int64_t from = pass.first; from < p.iterations; from += kTogether) {
+        const int64_t to = from + kTogether < p.iterations ? from + kTogether : p.iterations;
+        int64_t sets = 0;
+        for (int64_t t = from; t < to; ++t) {
+          T* c = at.c + (((t - pass.first) * chunk + i) * J + j0) * L;
+          T* dc = at.db + (((t - pass.first) * chunk + i) * J + j0) * L;
+          if (t == 0) {
+            __builtin_memset(c, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
+          } else {
+            p_set[sets] = parameters(pass.V, pass, t, tile.t) + j0 * D * L;
+            out[sets++] = c;
+          }
+          if (!needs_db(pass, t)) continue;
+          p_set[sets] = parameters(pass.ds, pass, t, tile.t) + j0 * D * L;
+          out[sets++] = dc;
         }
+        B_::scored_votes(w, at.u + i * K * L, K, j1 - j0, D, nullptr, at.x, sets, p_set, out);
       }
     }
   }
@@ -79,56 +88,44 @@ struct LanesFinal {
     }
   }
 
-  // rows[n] = (or +=) sum over N terms of coefficient * parameter[n].
+  // rows[n] = dvotes of (i, j) from component d on, for N components.
   template <int N>
-  static CAPSFAST_INLINE void combine(const T* const* coefficient, const T* const* parameter, bool add, int64_t D, T* rows) {
-    V c[N];
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) c[n] = load<L>(coefficient[n]);
-    for (int64_t d = 0; d < D; ++d) {
-      V row = add ? load<L>(rows + d * L) : V{};
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) row += c[n] * load<L>(parameter[n] + d * L);
-      store<L>(rows + d * L, row);
-    }
-  }
-
-  static void combine_any(int64_t N, const T* const* coefficient, const T* const* parameter, bool add, int64_t D, T* rows) {
-    switch (N) {
-      case 1: return combine<1>(coefficient, parameter, add, D, rows);
-      case 2: return combine<2>(coefficient, parameter, add, D, rows);
-      case 3: return combine<3>(coefficient, parameter, add, D, rows);
-      case 4: return combine<4>(coefficient, parameter, add, D, rows);
-      default: return combine<5>(coefficient, parameter, add, D, rows);
-    }
-  }
-
-  // dvotes of input capsule i for output capsules [j0, j1), to at.dx.
-  static void vote_gradient(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j0, int64_t j1) {
+  static CAPSFAST_INLINE void vote_gradient(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i,
+                                            int64_t j, int64_t d, V* rows) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, chunk = pass.plan->final_chunk;
+    const int64_t pitch = pass.plan->final_chunk * p.J * L, row = (j * p.D + d) * L;
+    int64_t from = (i * p.J + j) * L;
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) rows[n] = V{};
+    for (int64_t t = pass.first; t < p.iterations; ++t, from += pitch) {
+      const V c = load<L>(at.c + from);
+      const T* ds = parameters(pass.ds, pass, t, tile.t) + row;
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) rows[n] += c * load<L>(ds + n * L);
+      if (p.gradient_last || t == 0) continue;
+      const V db = load<L>(at.db + from);
+      const T* V_t = parameters(pass.V, pass, t, tile.t) + row;
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) rows[n] += db * load<L>(V_t + n * L);
+    }
+  }
+
+  // The same for output capsules [j0, j1), to at.dx.
+  static void vote_gradients(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j0, int64_t j1) {
+    const int64_t D = pass.problem->D;
     for (int64_t j = j0; j < j1; ++j) {
-      const T *coefficient[5], *parameter[5];
-      int64_t n = 0;
-      bool add = false;
-      T* rows = at.dx + (j - j0) * D * L;
-      const auto flush = [&](int64_t most) {
-        if (n < most) return;
-        combine_any(n, coefficient, parameter, add, D, rows);
-        add = true;
-        n = 0;
-      };
-      for (int64_t t = pass.first; t < p.iterations; ++t) {
-        const int64_t from = (((t - pass.first) * chunk + i) * J + j) * L;
-        coefficient[n] = at.c + from;
-        parameter[n++] = parameters(pass.ds, pass, t, tile.t) + j * D * L;
-        flush(5);
-        if (p.gradient_last || t == 0) continue;
-        coefficient[n] = at.db + from;
-        parameter[n++] = parameters(pass.V, pass, t, tile.t) + j * D * L;
-        flush(5);
+      T* to = at.dx + (j - j0) * D * L;
+      int64_t d = 0;
+      for (; d + 4 <= D; d += 4) {
+        V rows[4];
+        vote_gradient<4>(pass, tile, at, i, j, d, rows);
+        for (int n = 0; n < 4; ++n) store<L>(to + (d + n) * L, rows[n]);
       }
-      flush(1);
+      for (; d < D; ++d) {
+        V rows[1];
+        vote_gradient<1>(pass, tile, at, i, j, d, rows);
+        store<L>(to + d * L, rows[0]);
+      }
     }
   }
 
@@ -144,6 +141,21 @@ struct LanesFinal {
       for (int k = 0; k < N; ++k) a[k] += g * w[row * K + k];
     }
 #pragma GCC unroll 16
+    for (int k = 0; k < N; ++k) store<L>(du + k * L, a[k]);
+  }
+
+  // The same for L rows in registers.
+  template <int N>
+  static CAPSFAST_INLINE void pose_gradient_rows(const T* w, int64_t K, const V* rows, T* du) {
+    V a[N];
+#pragma GCC unroll 8
+    for (int k = 0; k < N; ++k) a[k] = load<L>(du + k * L);
+#pragma GCC unroll 16
+    for (int n = 0; n < L; ++n) {
+#pragma GCC unroll 8
+      for (int k = 0; k < N; ++k) a[k] += rows[n] * w[n * K + k];
+    }
+#pragma GCC unroll 8
     for (int k = 0; k < N; ++k) store<L>(du + k * L, a[k]);
   }
 
@@ -171,6 +183,39 @@ struct LanesFinal {
     for (int k = 0; k < N; ++k) store<L>(dw + k * L, a[k]);
   }
 
+  // dw [K][L] += sum over samples of m u^T, m [samples][L rows] in registers.
+  static CAPSFAST_INLINE void weight_gradient_rows(const V* m, const T* u, int64_t K, T* dw) {
+    if constexpr (K_ > 0 && K_ % kPoses == 0) {
+#pragma GCC unroll 4
+      for (int k = 0; k < K_; k += kPoses) weight_gradient_block<kPoses>(m, u + k * L, dw + k * L);
+    } else {
+      const T* const end = u + K * L;
+      for (; u + kPoses * L <= end; u += kPoses * L, dw += kPoses * L) weight_gradient_block<kPoses>(m, u, dw);
+      for (; u < end; u += L, dw += L) weight_gradient_block<1>(m, u, dw);
+    }
+  }
+
+  // Everything of capsule i and output j for whole blocks of L components, without leaving registers:
+  // dvotes, then du, then, transposed, dW.
+  static void blocks(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j, T* dw) {
+    const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
+    const T* u = at.u + i * K * L;
+    for (int64_t d = 0; d < D; d += L) {
+      V rows[L];
+      vote_gradient<L>(pass, tile, at, i, j, d, rows);
+      if (pass.du.data != nullptr) {
+        const T* w = tile.weights + i * tile.pitch + (j * D + d) * K;
+        T* du = at.du + i * K * L;
+        int64_t k = 0;
+        for (; k + kPoses <= K; k += kPoses) pose_gradient_rows<kPoses>(w + k, K, rows, du + k * L);
+        for (; k < K; ++k) pose_gradient_rows<1>(w + k, K, rows, du + k * L);
+      }
+      if (dw == nullptr) continue;
+      transpose<T, L>(rows);
+      weight_gradient_rows(rows, u, K, dw + (j * D + d) * K);
+    }
+  }
+
   // dw [rows / L][K][L] += sum over samples of dx u^T; rows a multiple of L.
   static void weight_gradient(const T* u, int64_t K, const T* dx, int64_t rows, T* dw) {
     for (int64_t row = 0; row < rows; row += L) {
@@ -178,10 +223,7 @@ struct LanesFinal {
 #pragma GCC unroll 16
       for (int n = 0; n < L; ++n) m[n] = load<L>(dx + (row + n) * L);
       transpose<T, L>(m);
-      T* block = dw + row * K;
-      int64_t k = 0;
-      for (; k + kPoses <= K; k += kPoses) weight_gradient_block<kPoses>(m, u + k * L, block + k * L);
-      for (; k < K; ++k) weight_gradient_block<1>(m, u + k * L, block + k * L);
+      weight_gradient_rows(m, u, K, dw + row * K);
     }
   }
 
@@ -251,11 +293,16 @@ struct LanesFinal {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       const int64_t rows = (j1 - j0) * D, padded = (rows + L - 1) / L * L;
       for (int64_t i = 0; i < tile.count; ++i) {
-        vote_gradient(pass, tile, at, i, j0, j1);
+        T* dw = at.dweight + (shared ? 0 : i) * row_blocks * L * K;
+        if (D % L == 0) {
+          for (int64_t j = j0; j < j1; ++j) blocks(pass, tile, at, i, j, want_w ? dw : nullptr);
+          continue;
+        }
+        vote_gradients(pass, tile, at, i, j0, j1);
         if (want_u) pose_gradient(tile.weights + i * tile.pitch + j0 * D * K, K, at.dx, rows, at.du + i * K * L);
         if (!want_w) continue;
         for (int64_t row = rows; row < padded; ++row) store<L>(at.dx + row * L, V{});
-        weight_gradient(at.u + i * K * L, K, at.dx, padded, at.dweight + ((shared ? 0 : i) * row_blocks * L + j0 * D) * K);
+        weight_gradient(at.u + i * K * L, K, at.dx, padded, dw + j0 * D * K);
       }
     }
     if (!want_u) return;

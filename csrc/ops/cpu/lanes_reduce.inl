@@ -18,15 +18,24 @@ struct LanesReduce {
     int64_t pitch;
   };
 
-  // Logits and (backward) dc of input capsule i for output capsules [j0, j1), from their votes x.
-  static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const T* x, int64_t j0, int64_t j1, T* b, T* dc) {
-    const int64_t D = pass.problem->D;
-    for (int64_t j = j0; j < j1; ++j) {
-      const T* xj = x + (j - j0) * D * L;
-      const V agreement = tile.V_t == nullptr ? V{} : B_::dot(xj, tile.V_t + j * D * L, D);
-      store<L>(b + j * L, agreement);
-      if (pass.ds != nullptr) store<L>(dc + j * L, B_::dot(xj, tile.ds + j * D * L, D));
+  // Votes of output capsules [j0, j1), to x if given, with their agreement and (backward) dc.
+  static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const T* u, const T* w, int64_t j0, int64_t j1,
+                                    T* x, T* spare, T* b, T* dc) {
+    const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
+    const T* p[2];
+    T* out[2];
+    int64_t sets = 0;
+    if (tile.V_t != nullptr) {
+      p[sets] = tile.V_t + j0 * D * L;
+      out[sets++] = b + j0 * L;
+    } else {
+      __builtin_memset(b + j0 * L, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
     }
+    if (pass.ds != nullptr) {
+      p[sets] = tile.ds + j0 * D * L;
+      out[sets++] = dc + j0 * L;
+    }
+    B_::scored_votes(w + j0 * D * K, u, K, j1 - j0, D, x, spare, sets, p, out);
   }
 
   // Scores to the coefficients of the sum, in b (forward: c) or dc (backward: db).
@@ -81,8 +90,7 @@ struct LanesReduce {
     const T* coefficient = pass.ds != nullptr ? at.dc : at.scores;
     if (held >= J) {
       for (int64_t i = 0; i < tile.count; ++i) {
-        B_::votes(tile.weights + i * tile.pitch, at.u + i * K * L, K, J * D, at.x);
-        score(pass, tile, at.x, 0, J, at.scores, at.dc);
+        score(pass, tile, at.u + i * K * L, tile.weights + i * tile.pitch, 0, J, at.x, at.x, at.scores, at.dc);
         coefficients(pass, tile, at, i, at.scores, at.dc);
         if (online_softmax) online(pass, tile, J, D, at.scores, at.sum);
         if (pass.sum == nullptr) continue;
@@ -95,8 +103,8 @@ struct LanesReduce {
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       for (int64_t i = 0; i < tile.count; ++i) {
-        B_::votes(tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, K, (j1 - j0) * D, at.x);
-        score(pass, tile, at.x, j0, j1, at.scores + i * J * L, at.dc + i * J * L);
+        score(pass, tile, at.u + i * K * L, tile.weights + i * tile.pitch, j0, j1, nullptr, at.x, at.scores + i * J * L,
+              at.dc + i * J * L);
       }
     }
     for (int64_t i = 0; i < tile.count; ++i) {

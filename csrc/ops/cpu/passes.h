@@ -24,6 +24,7 @@ struct Plan {
   int64_t final_out_tile = 1;
   int64_t final_groups = 1;
   int64_t final_splits = 1;
+  bool gather_rows = false;    // weight or votes are not runs of T: they are copied first
 };
 
 // One task's share.

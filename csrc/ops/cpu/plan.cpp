@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 
 namespace capsfast {
@@ -30,9 +31,9 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
   }
 }
 
-// Below this batch the rows layout wins: its cost per weight and sample is three vector operations,
-// that of the lanes layout (K + 2) / K for a whole tile, however many of its lanes are samples.
-int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, lanes * 3 / 8); }
+// Below this batch the rows layout wins: a tile of lanes costs the same however many of them are
+// samples, about as much as the rows layout takes for L / 6 of them.
+int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, (lanes + 5) / 6); }
 
 void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t L = plan->L, row = p.J * p.D * p.K * size, vote = p.D * L * size;
@@ -89,6 +90,8 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   } else {
     plan_rows(p, lanes, threads, &plan);
   }
+  auto env=[](const char*n,int64_t&x){ if(const char*e=getenv(n)) x=atoll(e); };
+  if(plan.lanes){env("CF_CHUNK",plan.chunk);env("CF_OT",plan.out_tile);env("CF_FC",plan.final_chunk);env("CF_FOT",plan.final_out_tile);}
   return plan;
 }
 

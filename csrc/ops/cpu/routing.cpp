@@ -50,19 +50,18 @@ struct Place {
 class Layout {
  public:
   Layout(const Problem& p, const Plan& plan) : lanes_(plan.lanes), L_(plan.L), JD_(p.J * p.D), J_(p.J) {
-    width_ = lanes_ ? J_ : (J_ + L_ - 1) / L_ * L_;
     samples_ = lanes_ ? plan.tiles * L_ : p.B;
   }
   Place of(int64_t b) const {
-    if (!lanes_) return {b * JD_, b * width_, 1};
+    if (!lanes_) return {b * JD_, b * J_, 1};
     return {b / L_ * JD_ * L_ + b % L_, b / L_ * J_ * L_ + b % L_, L_};
   }
   int64_t vectors() const { return samples_ * JD_; }
-  int64_t scalars() const { return samples_ * width_; }
+  int64_t scalars() const { return samples_ * J_; }
 
  private:
   bool lanes_;
-  int64_t L_, JD_, J_, width_, samples_;
+  int64_t L_, JD_, J_, samples_;
 };
 
 Range share(const Problem& p, const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
@@ -77,6 +76,18 @@ int64_t valid_count(const MaskView& mask, int64_t b, int64_t size) {
   return count;
 }
 
+// The parts in a fixed order, so that the result depends on the number of threads only.
+template <class T>
+void add_up(T* parts, int64_t count, int64_t size, const View& to) {
+  if (count == 0) return;
+  parallel(size, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t part = 1; part < count; ++part) {
+      for (int64_t n = begin; n < end; ++n) parts[n] += parts[part * size + n];
+    }
+    scatter<T>(to, begin, {1, 1, end - begin}, {0, 0, 1}, parts + begin);
+  });
+}
+
 // What forward and backward share: the plan, the layout, the kernels and the output mask in lanes.
 template <class T>
 struct Context {
@@ -86,12 +97,16 @@ struct Context {
   Layout layout;
   Buffer<T> valid_out;
 
-  explicit Context(const Problem& problem)
+  Context(const Problem& problem, int64_t threads)
       : p(problem),
         kernels_(kernels<T>(isa())),
-        plan(make_plan(problem, kernels_.L, num_threads(), sizeof(T))),
+        plan(make_plan(problem, kernels_.L, threads, sizeof(T))),
         layout(problem, plan),
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
+    const View& view = p.votes_given ? p.votes : p.weight;
+    const int64_t* s = view.stride + (p.votes_given ? 2 : 1);
+    // A masked capsule's votes are replaced by zeros, which takes a copy too.
+    plan.gather_rows = !is_run<T>(view, {p.J, p.D, p.K}, {s[0], s[1], p.votes_given ? 1 : s[2]}) || (p.votes_given && p.mask.data != nullptr);
     if (p.out_mask.data == nullptr) return;
     std::fill_n(valid_out.get(), layout.scalars(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
@@ -146,8 +161,8 @@ struct InNorm {
 template <class T>
 class Forward {
  public:
-  Forward(const Problem& problem, const ForwardOutputs& outputs)
-      : context(problem),
+  Forward(const Problem& problem, const ForwardOutputs& outputs, int64_t threads)
+      : context(problem, threads),
         p(problem),
         out(outputs),
         V(context.layout.vectors()),
@@ -200,7 +215,7 @@ class Forward {
     const int64_t splits = context.plan.splits, pitch = context.layout.vectors(), scalar_pitch = context.layout.scalars();
     const int64_t counted = !unweighted ? 0 : p.softmax_in ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
     const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
-    T* s = static_cast<T*>(out.s) + (t * p.B + b) * p.J * p.D;
+    T* s = static_cast<T*>(out.s) + (t * out.batch + b) * p.J * p.D;
     for (int64_t j = 0; j < p.J; ++j) {
       const bool valid = context.is_valid(b, j);
       const int64_t scalar = at.scalar + j * at.stride;
@@ -210,7 +225,7 @@ class Forward {
         const InNorm<T> all(max.get() + scalar, norm.get() + scalar, splits, scalar_pitch);
         lse = all.log_sum_exp();
       }
-      if (p.softmax_in) static_cast<T*>(out.lse)[(t * p.B + b) * p.J + j] = lse;
+      if (p.softmax_in) static_cast<T*>(out.lse)[(t * out.batch + b) * p.J + j] = lse;
       for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] = 0;
       for (int64_t split = 0; split < splits; ++split) {
         T factor = scale;
@@ -242,12 +257,12 @@ class Forward {
     std::fill_n(before.get(), context.layout.vectors(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
       const Place at = context.layout.of(b);
-      const T* saved = static_cast<const T*>(out.lse) + (t * p.B + b) * p.J;
+      const T* saved = static_cast<const T*>(out.lse) + (t * out.batch + b) * p.J;
       const T* s = static_cast<const T*>(out.s) + b * p.J * p.D;
       for (int64_t j = 0; j < p.J; ++j) {
         lse.get()[at.scalar + j * at.stride] = saved[j];
         if (!context.is_valid(b, j)) continue;
-        for (int64_t earlier = 0; earlier < t; ++earlier) add_output(s + (earlier * p.B * p.J + j) * p.D, before.get() + at.vector + j * p.D * at.stride, at.stride);
+        for (int64_t earlier = 0; earlier < t; ++earlier) add_output(s + (earlier * out.batch * p.J + j) * p.D, before.get() + at.vector + j * p.D * at.stride, at.stride);
       }
     }
     ReducePass<T> pass;
@@ -274,11 +289,15 @@ class Forward {
 template <class T>
 class Backward {
  public:
-  Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs)
-      : context(problem),
+  // dlogits_sum [I, J] and dbias_sum [J, D], added to; null where they are not wanted.
+  Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, T* dlogits_sum, T* dbias_sum,
+           int64_t threads)
+      : context(problem, threads),
         p(problem),
         in(inputs),
         out(outputs),
+        dlogits_sum_(dlogits_sum),
+        dbias_sum_(dbias_sum),
         first(problem.gradient_last ? problem.iterations - 1 : 0),
         V(p.iterations * context.layout.vectors()),
         ds(p.iterations * context.layout.vectors()),
@@ -321,7 +340,7 @@ class Backward {
         for (int64_t b = begin; b < end; ++b) differentiate(t - 1, b, false);
       });
     }
-    if (out.dbias.data != nullptr) write_bias();
+    if (dbias_sum_ != nullptr) sum_bias();
     if (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr) last_pass();
   }
 
@@ -344,12 +363,12 @@ class Backward {
     }
     if (!p.softmax_in) return;
     for (int64_t t = 0; t < p.iterations; ++t) {
-      const T* from = static_cast<const T*>(in.lse) + (t * p.B + b) * p.J;
+      const T* from = static_cast<const T*>(in.lse) + (t * in.batch + b) * p.J;
       for (int64_t j = 0; j < p.J; ++j) lse.get()[t * context.layout.scalars() + at.scalar + j * at.stride] = from[j];
     }
   }
 
-  const T* saved_s(int64_t t, int64_t b) const { return static_cast<const T*>(in.s) + (t * p.B + b) * p.J * p.D; }
+  const T* saved_s(int64_t t, int64_t b) const { return static_cast<const T*>(in.s) + (t * in.batch + b) * p.J * p.D; }
 
   // ds_t from dv_t: the given dv for the last iteration, else the sum of the reducing passes.
   void differentiate(int64_t t, int64_t b, bool given) {
@@ -396,16 +415,14 @@ class Backward {
     return total;
   }
 
-  void write_bias() {
-    std::vector<T> total(static_cast<size_t>(p.J * p.D), T(0));
+  void sum_bias() {
     for (int64_t t = first; t < p.iterations; ++t) {
       for (int64_t b = 0; b < p.B; ++b) {
         const Place at = context.layout.of(b);
         const T* from = ds.get() + t * context.layout.vectors() + at.vector;
-        for (int64_t n = 0; n < p.J * p.D; ++n) total[static_cast<size_t>(n)] += from[n * at.stride];
+        for (int64_t n = 0; n < p.J * p.D; ++n) dbias_sum_[n] += from[n * at.stride];
       }
     }
-    scatter<T>(out.dbias, 0, {1, 1, p.J * p.D}, {0, 0, 1}, total.data());
   }
 
   void last_pass() {
@@ -414,7 +431,7 @@ class Backward {
     const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
     // Who adds to one dW: every task if the weight is shared, every group of tiles otherwise.
     const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
-    const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
+    const int64_t logits = dlogits_sum_ != nullptr ? p.I * p.J : 0;
     const Buffer<T> dweight(adders * weights), dlogits(groups * logits);
     std::fill_n(dweight.get(), adders * weights, T(0));
     std::fill_n(dlogits.get(), groups * logits, T(0));
@@ -450,39 +467,111 @@ class Backward {
       }
     });
     add_up(dweight.get(), adders, weights, out.dweight);
-    add_up(dlogits.get(), logits > 0 ? groups : 0, logits, out.dlogits);
-  }
-
-  // The parts in a fixed order, so that the result depends on the number of threads only.
-  static void add_up(T* parts, int64_t count, int64_t size, const View& to) {
-    if (count == 0) return;
-    parallel(size, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t part = 1; part < count; ++part) {
-        for (int64_t n = begin; n < end; ++n) parts[n] += parts[part * size + n];
-      }
-      scatter<T>(to, begin, {1, 1, end - begin}, {0, 0, 1}, parts + begin);
-    });
+    for (int64_t group = 0; group < groups; ++group) {
+      for (int64_t n = 0; n < logits; ++n) dlogits_sum_[n] += dlogits.get()[group * logits + n];
+    }
   }
 
   Context<T> context;
   const Problem& p;
   const BackwardInputs& in;
   const BackwardOutputs& out;
+  T *dlogits_sum_, *dbias_sum_;
   int64_t first;
   Buffer<T> V, ds, sum, lse, c_dc;
   std::vector<T> bias;
 };
 
+// Votes that exist are read once per iteration. Sample by sample, all iterations of one before the next,
+// they come from memory once and from the cache after that; a thread then has samples of its own.
+constexpr int64_t kSliceBytes = 512 * 1024;
+
+struct Slices {
+  int64_t tasks, samples;  // samples worked on together
+
+  Slices(const Problem& p, int64_t size) {
+    tasks = p.votes_given ? std::min(p.B, num_threads()) : 0;
+    if (tasks < num_threads() || p.I == 0) tasks = 0;
+    const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
+    samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, tasks == 0 ? p.B + 1 : (p.B + tasks - 1) / tasks);
+  }
+};
+
+View shifted(View view, int64_t elements) {
+  const int64_t size = view.storage == Storage::f64 ? 8 : view.storage == Storage::f32 ? 4 : 2;
+  if (view.data != nullptr) view.data = static_cast<char*>(view.data) + elements * size;
+  return view;
+}
+
+MaskView shifted(MaskView mask, int64_t rows) {
+  if (mask.data != nullptr) mask.data += rows * mask.stride[0];
+  return mask;
+}
+
+Problem slice(const Problem& whole, int64_t b0, int64_t samples) {
+  Problem p = whole;
+  p.B = samples;
+  p.votes = shifted(whole.votes, b0 * whole.votes.stride[0]);
+  p.logits = shifted(whole.logits, b0 * whole.logits.stride[0]);
+  p.mask = shifted(whole.mask, b0);
+  p.out_mask = shifted(whole.out_mask, b0);
+  return p;
+}
+
 }  // namespace
 
 template <class T>
 void routing_forward(const Problem& p, const ForwardOutputs& out) {
-  Forward<T>(p, out).run();
+  const Slices slices(p, sizeof(T));
+  if (slices.tasks == 0) return Forward<T>(p, out, num_threads()).run();
+  parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = p.B * begin / slices.tasks; b < p.B * end / slices.tasks; b += slices.samples) {
+      const int64_t samples = std::min(slices.samples, p.B * end / slices.tasks - b);
+      ForwardOutputs part = out;
+      part.v = shifted(out.v, b * p.J * p.D);
+      part.coupling = shifted(out.coupling, b * p.I * p.J);
+      part.s = static_cast<T*>(out.s) + b * p.J * p.D;
+      part.lse = static_cast<T*>(out.lse) + (p.softmax_in ? b * p.J : 0);
+      Forward<T>(slice(p, b, samples), part, 1).run();
+    }
+  });
 }
 
 template <class T>
 void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
-  Backward<T>(p, in, out).run();
+  const Slices slices(p, sizeof(T));
+  const int64_t tasks = std::max<int64_t>(1, slices.tasks);
+  const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
+  const int64_t bias = out.dbias.data != nullptr ? p.J * p.D : 0;
+  const Buffer<T> dlogits(tasks * logits), dbias(tasks * bias);
+  std::fill_n(dlogits.get(), tasks * logits, T(0));
+  std::fill_n(dbias.get(), tasks * bias, T(0));
+  const auto logits_of = [&](int64_t task) { return logits == 0 ? nullptr : dlogits.get() + task * logits; };
+  const auto bias_of = [&](int64_t task) { return bias == 0 ? nullptr : dbias.get() + task * bias; };
+  if (slices.tasks == 0) {
+    Backward<T>(p, in, out, logits_of(0), bias_of(0), num_threads()).run();
+  } else {
+    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t b1 = p.B * (task + 1) / tasks;
+        for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
+          BackwardInputs part_in = in;
+          part_in.dv = shifted(in.dv, b * in.dv.stride[0]);
+          part_in.dcoupling = shifted(in.dcoupling, b * in.dcoupling.stride[0]);
+          part_in.coupling = shifted(in.coupling, b * in.coupling.stride[0]);
+          part_in.s = static_cast<const T*>(in.s) + b * p.J * p.D;
+          part_in.lse = static_cast<const T*>(in.lse) + (p.softmax_in ? b * p.J : 0);
+          BackwardOutputs part_out = out;
+          part_out.dweight = shifted(out.dweight, b * p.I * p.J * p.D);
+          if (out.per_sample_logits) part_out.dlogits = shifted(out.dlogits, b * p.I * p.J);
+          const Problem part = slice(p, b, std::min(slices.samples, b1 - b));
+          Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
+        }
+      }
+    });
+  }
+  add_up(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
+  add_up(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
 }
 
 template void routing_forward<float>(const Problem&, const ForwardOutputs&);

@@ -10,6 +10,7 @@ namespace capsfast {
 // v [B, J, D], coupling [B, I, J] and the saved s [r, B, J, D], lse [r, B, J]; all contiguous but v's
 // and coupling's storage is that of the inputs, s and lse are of the type sums are formed in.
 struct ForwardOutputs {
+  int64_t batch = 0;  // what B is in s and lse: a part of the batch may be worked on
   View v;
   View coupling;  // data null: not wanted
   void* s = nullptr;
@@ -17,6 +18,7 @@ struct ForwardOutputs {
 };
 
 struct BackwardInputs {
+  int64_t batch = 0;
   View dv;         // [B, J, D]
   View dcoupling;  // [B, I, J], data null: zero
   View coupling;   // [B, I, J], needed beside dcoupling

@@ -1,6 +1,7 @@
 // The table of kernels of one instruction set: run-time sizes to template constants.
 // Included once per instruction set, inside its namespace and target region.
 
+#include "coupling.inl"
 #include "gather.inl"
 #include "lanes.inl"
 #include "lanes_final.inl"
@@ -22,32 +23,34 @@ void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
   Pass<T, 0>::run(pass, range, scratch);
 }
 
-// Calls Pass<T, L, NV, votes>::run: full registers for long rows, parts of one for short votes.
-template <template <class, int, int, bool> class Pass, class T, class Arguments>
-void rows_run(const Arguments& pass, const Range& range, T* scratch) {
-  constexpr int L = kLanes<T>;
+// Calls Pass<T, L, NV, kind>::run for L lanes.
+template <template <class, int, int, Pose> class Pass, class T, int L, class Arguments>
+void rows_run_lanes(const Arguments& pass, const Range& range, T* scratch) {
   const Problem& p = *pass.problem;
   const int64_t M = p.D * p.K;
-  if (pass.plan->L == L) {
-    if constexpr (sizeof(T) == 4) {
-      if (p.votes_given && M == L) return Pass<T, L, 1, true>::run(pass, range, scratch);
-      if (p.votes_given && M == 2 * L) return Pass<T, L, 2, true>::run(pass, range, scratch);
-      if (!p.votes_given && M == 8 * L) return Pass<T, L, 8, false>::run(pass, range, scratch);
-    }
-    if (p.votes_given) return Pass<T, L, 0, true>::run(pass, range, scratch);
-    return Pass<T, L, 0, false>::run(pass, range, scratch);
+  if (p.votes_given) {
+    if (M == L) return Pass<T, L, 1, Pose::none>::run(pass, range, scratch);
+    return Pass<T, L, 0, Pose::none>::run(pass, range, scratch);
   }
-  if constexpr (L >= 4) {
-    if (pass.plan->L == L / 2) {
-      if (p.votes_given && M == L / 2) return Pass<T, L / 2, 1, true>::run(pass, range, scratch);
-      if (p.votes_given) return Pass<T, L / 2, 0, true>::run(pass, range, scratch);
-      return Pass<T, L / 2, 0, false>::run(pass, range, scratch);
+  if constexpr (L == kLanes<T>) {
+    if (p.K > 0 && L % p.K == 0) {
+      if (M == 8 * L) return Pass<T, L, 8, Pose::one_register>::run(pass, range, scratch);
+      return Pass<T, L, 0, Pose::one_register>::run(pass, range, scratch);
     }
+  }
+  Pass<T, L, 0, Pose::repeated>::run(pass, range, scratch);
+}
+
+// Full registers for long rows, parts of one for short ones.
+template <template <class, int, int, Pose> class Pass, class T, class Arguments>
+void rows_run(const Arguments& pass, const Range& range, T* scratch) {
+  constexpr int L = kLanes<T>;
+  if (pass.plan->L == L) return rows_run_lanes<Pass, T, L>(pass, range, scratch);
+  if constexpr (L >= 4) {
+    if (pass.plan->L == L / 2) return rows_run_lanes<Pass, T, L / 2>(pass, range, scratch);
   }
   if constexpr (L >= 8) {
-    if (p.votes_given && M == L / 4) return Pass<T, L / 4, 1, true>::run(pass, range, scratch);
-    if (p.votes_given) return Pass<T, L / 4, 0, true>::run(pass, range, scratch);
-    return Pass<T, L / 4, 0, false>::run(pass, range, scratch);
+    if (pass.plan->L == L / 4) return rows_run_lanes<Pass, T, L / 4>(pass, range, scratch);
   }
 }
 

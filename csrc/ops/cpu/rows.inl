@@ -2,11 +2,18 @@
 //
 // For few samples, and for votes that exist. With x[m] = w[m] u[m % K] the votes need not even be
 // summed over k: agreement = sum_m x[m] V[m / K] and s[m] += c x[m], folded over k once at the end, so
-// V is spread to D K numbers and a weight costs three operations. Votes are the case K = 1, u = 1.
+// V is spread to D K numbers and a weight costs two operations. Votes are the case K = 1, u = 1.
+//
+// L input capsules make a block: the L partial sums of one output capsule are added up by one
+// transposing tree, which leaves the scores as [J][L] with the capsules in the lanes.
 
-template <class T, int L_, int NV, bool votes_given>
-struct Rows {
+// How the poses meet a row: votes have none, one register holds them if K divides L, else [D K] numbers.
+enum class Pose { none, one_register, repeated };
+
+template <class T, int L_, int NV, Pose kind>
+struct Rows : Coupling<T, L_> {
   static constexpr int L = L_;
+  static constexpr bool votes_given = kind == Pose::none;
   using V = Vec<T, L>;
 
   // M numbers as vectors: NV of them, or any number and a tail.
@@ -29,35 +36,41 @@ struct Rows {
 #pragma GCC unroll 8
     for (int64_t m = 0; m < M; m += L) {
       V x = read_vector(w, m, M);
-      if constexpr (!votes_given) x = x * read_vector(u, m, M);
+      if constexpr (kind == Pose::repeated) x = x * read_vector(u, m, M);
       a += x * read_vector(p, m, M);
     }
+    if constexpr (kind == Pose::one_register) a = a * load<L>(u);
     return a;
   }
 
-  // out[j] = sum of w u p over row j, for all j; out has room for J rounded up to L.
-  static CAPSFAST_INLINE void dots(const T* w, const T* u, const T* p, int64_t J, int64_t M, T* out) {
-    for (int64_t j0 = 0; j0 < J; j0 += L) {
+  // out[j][n] = sum of w u p over row j of capsule n, for `count` capsules.
+  static CAPSFAST_INLINE void dots(const T* const* w, const T* u, int64_t count, const T* p, int64_t J, int64_t M, T* out) {
+    for (int64_t j = 0; j < J; ++j) {
       V part[L];
-      if (j0 + L <= J) {
+      if (count == L) {
 #pragma GCC unroll 16
-        for (int n = 0; n < L; ++n) part[n] = partial_dot(w + (j0 + n) * M, u, p + (j0 + n) * M, M);
+        for (int n = 0; n < L; ++n) part[n] = partial_dot(w[n] + j * M, u + n * kPitch(M), p + j * M, M);
       } else {
-        for (int n = 0; n < L; ++n) part[n] = j0 + n < J ? partial_dot(w + (j0 + n) * M, u, p + (j0 + n) * M, M) : V{};
+        for (int n = 0; n < L; ++n) part[n] = n < count ? partial_dot(w[n] + j * M, u + n * kPitch(M), p + j * M, M) : V{};
       }
-      store<L>(out + j0, sums<T, L>(part));
+      store<L>(out + j * L, sums<T, L>(part));
     }
   }
 
-  // sum[j] += c[j] w u for all j.
+  // Numbers that the pose of one capsule takes.
+  static CAPSFAST_INLINE int64_t kPitch(int64_t M) { return kind == Pose::none ? 0 : kind == Pose::one_register ? L : M; }
+
+  // sum[j] += c[j L] w u for all j, of one capsule.
   static CAPSFAST_INLINE void add_scaled(const T* c, const T* w, const T* u, int64_t J, int64_t M_given, T* sum) {
     const int64_t M = NV > 0 ? NV * L : M_given;
     for (int64_t j = 0; j < J; ++j) {
+      V cu = broadcast<L>(c[j * L]);
+      if constexpr (kind == Pose::one_register) cu = cu * load<L>(u);
 #pragma GCC unroll 8
       for (int64_t m = 0; m < M; m += L) {
-        V x = read_vector(w + j * M, m, M) * c[j];
-        if constexpr (!votes_given) x = x * read_vector(u, m, M);
-        write_vector(sum + j * M, read_vector(sum + j * M, m, M) + x, m, M);
+        V x = read_vector(w + j * M, m, M);
+        if constexpr (kind == Pose::repeated) x = x * read_vector(u, m, M);
+        write_vector(sum + j * M, read_vector(sum + j * M, m, M) + cu * x, m, M);
       }
     }
   }
@@ -69,10 +82,10 @@ struct Rows {
     }
   }
 
-  // A pose of K numbers, D times over.
-  static void repeat(const T* pose, int64_t D, int64_t K, T* to) {
-    for (int64_t d = 0; d < D; ++d) {
-      for (int64_t k = 0; k < K; ++k) to[d * K + k] = pose[k];
+  // A pose of K numbers over and over, `count` numbers in all.
+  static void repeat(const T* pose, int64_t count, int64_t K, T* to) {
+    for (int64_t n = 0; n < count; n += K) {
+      for (int64_t k = 0; k < K; ++k) to[n + k] = pose[k];
     }
   }
 
@@ -85,66 +98,50 @@ struct Rows {
     }
   }
 
-  static T horizontal_max(V v) {
-    T m = v[0];
-    for (int l = 1; l < L; ++l) m = v[l] > m ? v[l] : m;
-    return m;
-  }
-
-  // Adds the prior logits of capsule i of sample b to scores [J rounded up to L]; -inf for what the masks
-  // take out and for the lanes behind J.
-  static CAPSFAST_INLINE void add_prior(const Problem& p, int64_t b, int64_t i, const T* valid_out, int64_t width, T* scores) {
+  // Adds the prior logits of capsules i0 ... of sample b to scores [J][L]; -inf for what the masks take
+  // out and for the lanes behind `count`.
+  static void add_prior(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid_out, T* scores) {
     const int64_t J = p.J;
     const T out = -static_cast<T>(__builtin_inf());
-    if (p.logits.data != nullptr) {
-      const int64_t at = b * p.logits.stride[0] + i * p.logits.stride[1];
-      for (int64_t j = 0; j < J; ++j) scores[j] += read<T>(p.logits, at + j * p.logits.stride[2]);
+    for (int64_t n = 0; n < L; ++n) {
+      const bool valid = n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n));
+      if (!valid) {
+        for (int64_t j = 0; j < J; ++j) scores[j * L + n] = out;
+      } else if (p.logits.data != nullptr) {
+        const int64_t at = b * p.logits.stride[0] + (i0 + n) * p.logits.stride[1];
+        for (int64_t j = 0; j < J; ++j) scores[j * L + n] += read<T>(p.logits, at + j * p.logits.stride[2]);
+      }
     }
-    for (int64_t j = J; j < width; ++j) scores[j] = out;
-    if (valid_out != nullptr) {
-      for (int64_t j = 0; j < J; ++j) scores[j] = valid_out[j] > 0 ? scores[j] : out;
-    }
-    if (p.mask.data != nullptr && !p.mask.at(b, i)) {
-      for (int64_t j = 0; j < J; ++j) scores[j] = out;
-    }
-  }
-
-  // Scores to c = softmax over j. Without any finite logit c is 0.
-  static CAPSFAST_INLINE void softmax_out(int64_t width, bool leaky, T* scores) {
-    V m = broadcast<L>(leaky ? T(0) : kLowest<T>);
-    for (int64_t j = 0; j < width; j += L) m = max(m, load<L>(scores + j));
-    m = broadcast<L>(horizontal_max(m));
-    V totals = V{};
-    for (int64_t j = 0; j < width; j += L) {
-      const V e = exp<L>(load<L>(scores + j) - m);
-      store<L>(scores + j, e);
-      totals += e;
-    }
-    T total = sum<T, L>(totals);
-    if (leaky) total += exp<L>(V{} - m)[0];
-    const T scale = total == 0 ? T(0) : 1 / total;
-    for (int64_t j = 0; j < width; j += L) store<L>(scores + j, load<L>(scores + j) * scale);
-  }
-
-  static CAPSFAST_INLINE void softmax_in(int64_t width, const T* lse, T* scores) {
-    for (int64_t j = 0; j < width; j += L) store<L>(scores + j, exp<L>(load<L>(scores + j) - load<L>(lse + j)));
-  }
-
-  // dc to db = c (dc - sum_j c dc); with c_dc the sum over i is given instead.
-  static CAPSFAST_INLINE void softmax_backward(int64_t width, const T* c, const T* c_dc, T* dc) {
-    V totals = V{};
-    if (c_dc == nullptr) {
-      for (int64_t j = 0; j < width; j += L) totals += load<L>(c + j) * load<L>(dc + j);
-      totals = broadcast<L>(sum<T, L>(totals));
-    }
-    for (int64_t j = 0; j < width; j += L) {
-      const V mean = c_dc == nullptr ? totals : load<L>(c_dc + j);
-      store<L>(dc + j, load<L>(c + j) * (load<L>(dc + j) - mean));
+    if (valid_out == nullptr) return;
+    for (int64_t j = 0; j < J; ++j) {
+      if (!(valid_out[j] > 0)) store<L>(scores + j * L, broadcast<L>(out));
     }
   }
 
-  static void add_from(const View& view, int64_t at, int64_t J, T* to) {
-    for (int64_t j = 0; j < J; ++j) to[j] += read<T>(view, at + j * view.stride[2]);
+  // Softmax over the input capsules, its log-sum-exp per output capsule given.
+  static void softmax_in(int64_t J, const T* lse, T* scores) {
+    for (int64_t j = 0; j < J; ++j) store<L>(scores + j * L, exp<L>(load<L>(scores + j * L) - lse[j]));
+  }
+
+  // dc to db; with c_dc the sum over i of c dc is given per output capsule.
+  static void softmax_backward(int64_t J, const T* c, const T* c_dc, T* dc) {
+    if (c_dc == nullptr) return Coupling<T, L>::softmax_backward(J, c, nullptr, dc);
+    for (int64_t j = 0; j < J; ++j) store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - c_dc[j]));
+  }
+
+  // [J][L] of capsules i0 ... to a [B, I, J] tensor (out), or added from it.
+  template <bool out>
+  static void transfer(const View& view, int64_t b, int64_t i0, int64_t count, int64_t J, T* lanes) {
+    for (int64_t n = 0; n < count; ++n) {
+      int64_t at = b * view.stride[0] + (i0 + n) * view.stride[1];
+      for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
+        if constexpr (out) {
+          write<T>(view, at, lanes[j * L + n]);
+        } else {
+          lanes[j * L + n] += read<T>(view, at);
+        }
+      }
+    }
   }
 
   // The row [J][D K] of capsule i (of sample b, for votes): in place or copied to `buffer`. A masked
@@ -164,12 +161,21 @@ struct Rows {
     return buffer;
   }
 
-  // Pose of capsule i of sample b, D times over, zeros where masked.
-  static void pose(const Problem& p, int64_t b, int64_t i, T* one, T* repeated) {
+  // Poses of capsules i0 ... of sample b, repeated as the kind wants it, zeros where masked.
+  static void poses(const Problem& p, int64_t b, int64_t i0, int64_t count, T* one, T* repeated) {
     if constexpr (votes_given) return;
-    const bool masked = p.mask.data != nullptr && !p.mask.at(b, i);
-    const int64_t at = b * p.u.stride[0] + i * p.u.stride[1];
-    for (int64_t k = 0; k < p.K; ++k) one[k] = masked ? T(0) : read<T>(p.u, at + k * p.u.stride[2]);
-    repeat(one, p.D, p.K, repeated);
+    const int64_t pitch = kPitch(p.D * p.K);
+    for (int64_t n = 0; n < count; ++n) {
+      const bool masked = p.mask.data != nullptr && !p.mask.at(b, i0 + n);
+      const int64_t at = b * p.u.stride[0] + (i0 + n) * p.u.stride[1];
+      for (int64_t k = 0; k < p.K; ++k) one[k] = masked ? T(0) : read<T>(p.u, at + k * p.u.stride[2]);
+      repeat(one, pitch, p.K, repeated + n * pitch);
+    }
+  }
+
+  // The rows of a block: in place, or gathered to `buffer` [L][J D K].
+  static void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** to) {
+    const int64_t size = p.J * p.D * p.K;
+    for (int64_t n = 0; n < count; ++n) to[n] = row(p, b, i0 + n, buffer + n * size);
   }
 };

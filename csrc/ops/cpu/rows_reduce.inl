@@ -1,94 +1,106 @@
 // The reducing passes in the rows layout: sum_i c votes (forward), sum_i db votes (backward).
 
-template <class T, int L_, int NV, bool votes_given>
+template <class T, int L_, int NV, Pose kind>
 struct RowsReduce {
-  using B_ = Rows<T, L_, NV, votes_given>;
+  using B_ = Rows<T, L_, NV, kind>;
   using V = typename B_::V;
   static constexpr int L = L_;
+  static constexpr bool votes_given = kind == Pose::none;
+
+  // L input capsules at most, of one sample; `sample` counts from the first of the task's step.
+  struct Block {
+    int64_t b, sample, i0, count;
+    const T* const* w;
+    const T* u;
+  };
 
   // A new maximum over the input capsules rescales what was added up before.
-  static CAPSFAST_INLINE void online(const ReducePass<T>& pass, int64_t b, int64_t width, T* scores, T* chunk_sum) {
+  static void online(const ReducePass<T>& pass, const Block& block, T* scores, T* chunk_sum) {
     const Problem& p = *pass.problem;
     const int64_t M = p.D * p.K;
-    for (int64_t j0 = 0; j0 < width; j0 += L) {
-      T* max_of = pass.max + b * width + j0;
-      T* norm_of = pass.norm + b * width + j0;
-      const V x = load<L>(scores + j0), before = load<L>(max_of), now = max(before, x);
-      V norm = load<L>(norm_of);
-      if (any_different<T, L>(before, now)) {
-        const V scale = exp<L>(before - now);
-        norm = norm * scale;
-        store<L>(max_of, now);
-        const int64_t end = j0 + L < p.J ? j0 + L : p.J;
-        for (int64_t j = j0; j < end; ++j) {
-          const T factor = scale[j - j0];
-          for (int64_t m = 0; m < M; ++m) chunk_sum[j * M + m] *= factor;
-          T* total = pass.sum + (b * p.J + j) * p.D;
-          for (int64_t d = 0; d < p.D; ++d) total[d] *= factor;
-        }
+    for (int64_t j = 0; j < p.J; ++j) {
+      T& highest = pass.max[block.b * p.J + j];
+      T& norm = pass.norm[block.b * p.J + j];
+      const V x = load<L>(scores + j * L);
+      const T here = largest<T, L>(x), now = here > highest ? here : highest;
+      if (now != highest) {
+        const T factor = exp<L>(broadcast<L>(highest - now))[0];
+        highest = now;
+        norm *= factor;
+        for (int64_t m = 0; m < M; ++m) chunk_sum[j * M + m] *= factor;
+        T* total = pass.sum + (block.b * p.J + j) * p.D;
+        for (int64_t d = 0; d < p.D; ++d) total[d] *= factor;
       }
       const V e = exp<L>(x - now);
-      store<L>(scores + j0, e);
-      store<L>(norm_of, norm + e);
+      store<L>(scores + j * L, e);
+      norm += sum<T, L>(e);
     }
   }
 
-  static CAPSFAST_INLINE void capsule(const ReducePass<T>& pass, const RowsReduceScratch<T>& at, const T* w, const T* u, int64_t b, int64_t sample, int64_t i) {
+  static void unweighted(const ReducePass<T>& pass, const RowsReduceScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, M = p.D * p.K, width = (J + L - 1) / L * L;
-    const bool online_softmax = p.softmax_in && pass.lse == nullptr;
-    T* chunk_sum = at.sum + sample * J * M;
-    if (pass.unweighted) {
-      for (int64_t j = 0; j < J; ++j) at.scores[j] = 1;
-      B_::add_scaled(at.scores, w, u, J, M, chunk_sum);
-      return;
+    const int64_t J = p.J, M = p.D * p.K;
+    for (int64_t j = 0; j < J; ++j) at.scores[j * L] = 1;
+    for (int64_t n = 0; n < block.count; ++n) {
+      B_::add_scaled(at.scores, block.w[n], block.u + n * B_::kPitch(M), J, M, at.sum + block.sample * J * M);
     }
+  }
+
+  static void weighted(const ReducePass<T>& pass, const RowsReduceScratch<T>& at, const Block& block) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, M = p.D * p.K;
+    T* chunk_sum = at.sum + block.sample * J * M;
     if (pass.V == nullptr) {
-      for (int64_t j = 0; j < J; ++j) at.scores[j] = 0;
+      __builtin_memset(at.scores, 0, static_cast<size_t>(J * L) * sizeof(T));
     } else {
-      B_::dots(w, u, at.V + sample * J * M, J, M, at.scores);
+      B_::dots(block.w, block.u, block.count, at.V + block.sample * J * M, J, M, at.scores);
     }
-    B_::add_prior(p, b, i, pass.valid_out == nullptr ? nullptr : pass.valid_out + b * width, width, at.scores);
+    B_::add_prior(p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J, at.scores);
     if (!p.softmax_in) {
-      B_::softmax_out(width, p.leaky, at.scores);
+      B_::softmax_out(J, p.leaky, at.scores);
     } else if (pass.lse != nullptr) {
-      B_::softmax_in(width, pass.lse + b * width, at.scores);
+      B_::softmax_in(J, pass.lse + block.b * J, at.scores);
+    } else {
+      online(pass, block, at.scores, chunk_sum);
     }
-    if (pass.coupling.data != nullptr) {
-      const View& c = pass.coupling;
-      for (int64_t j = 0; j < J; ++j) write<T>(c, b * c.stride[0] + i * c.stride[1] + j * c.stride[2], at.scores[j]);
-    }
-    if (online_softmax) online(pass, b, width, at.scores, chunk_sum);
+    if (pass.coupling.data != nullptr) B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.scores);
     if (pass.sum == nullptr) return;
-    if (pass.ds == nullptr) return B_::add_scaled(at.scores, w, u, J, M, chunk_sum);
-    B_::dots(w, u, at.ds + sample * J * M, J, M, at.dc);
-    if (pass.dcoupling.data != nullptr) {
-      B_::add_from(pass.dcoupling, b * pass.dcoupling.stride[0] + i * pass.dcoupling.stride[1], J, at.dc);
+    const T* coefficient = at.scores;
+    if (pass.ds != nullptr) {
+      B_::dots(block.w, block.u, block.count, at.ds + block.sample * J * M, J, M, at.dc);
+      if (pass.dcoupling.data != nullptr) B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.dc);
+      B_::softmax_backward(J, at.scores, pass.c_dc == nullptr ? nullptr : pass.c_dc + block.b * J, at.dc);
+      coefficient = at.dc;
     }
-    B_::softmax_backward(width, at.scores, pass.c_dc == nullptr ? nullptr : pass.c_dc + b * width, at.dc);
-    B_::add_scaled(at.dc, w, u, J, M, chunk_sum);
+    for (int64_t n = 0; n < block.count; ++n) {
+      B_::add_scaled(coefficient + n, block.w[n], block.u + n * B_::kPitch(M), J, M, chunk_sum);
+    }
   }
 
   static void run(const ReducePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, JD = J * p.D, JM = JD * p.K;
+    const int64_t JD = p.J * p.D, JM = JD * p.K;
     const RowsReduceScratch<T> at(p, *pass.plan, scratch);
-    // Votes differ between samples: one at a time. A weight row serves all samples while it is in L1.
+    // Votes differ between samples: one at a time. Weights serve all samples while they are near.
     const int64_t step = votes_given ? 1 : range.tile1 - range.tile0;
     for (int64_t b0 = range.tile0; b0 < range.tile1; b0 += step) {
       for (int64_t n = 0; n < step; ++n) {
         if (pass.V != nullptr) B_::spread(pass.V + (b0 + n) * JD, JD, p.K, at.V + n * JM);
         if (pass.ds != nullptr) B_::spread(pass.ds + (b0 + n) * JD, JD, p.K, at.ds + n * JM);
       }
-      for (int64_t i0 = range.i0; i0 < range.i1; i0 += pass.plan->chunk) {
-        const int64_t i1 = i0 + pass.plan->chunk < range.i1 ? i0 + pass.plan->chunk : range.i1;
+      for (int64_t from = range.i0; from < range.i1; from += pass.plan->chunk) {
+        const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;
         // Summed per chunk first: the error then grows with the number of chunks, not of capsules.
         __builtin_memset(at.sum, 0, static_cast<size_t>(step * JM) * sizeof(T));
-        for (int64_t i = i0; i < i1; ++i) {
-          const T* w = B_::row(p, b0, i, at.row);
+        for (int64_t i0 = from; i0 < to; i0 += L) {
+          const T* w[L];
+          Block block{b0, 0, i0, i0 + L < to ? L : to - i0, w, at.u};
+          B_::rows(p, b0, i0, block.count, at.rows, w);
           for (int64_t n = 0; n < step; ++n) {
-            B_::pose(p, b0 + n, i, at.pose, at.u);
-            capsule(pass, at, w, at.u, b0 + n, n, i);
+            block.b = b0 + n;
+            block.sample = n;
+            B_::poses(p, block.b, i0, block.count, at.pose, at.u);
+            pass.unweighted ? unweighted(pass, at, block) : weighted(pass, at, block);
           }
         }
         if (pass.sum == nullptr) continue;

@@ -33,7 +33,7 @@ struct LanesReduceScratch {
   LanesReduceScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, scored = plan.out_tile >= p.J ? 1 : plan.chunk;
-    weights = carve.take(p.weight.stride[0] == 0 ? p.J * p.D * p.K : plan.chunk * p.J * p.D * p.K);
+    weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.J * p.D * p.K : 0);
     buffer = carve.take(plan.chunk * (p.K > p.J ? p.K : p.J) * L);
     u = carve.take(plan.chunk * p.K * L);
     logits = carve.take(p.logits.data != nullptr ? plan.chunk * p.J * L : 0);
@@ -57,7 +57,7 @@ struct LanesFinalScratch {
     Carver<T> carve(base);
     const int64_t L = plan.L, chunk = plan.final_chunk, rows = p.J * p.D;
     const int64_t tile_rows = (plan.final_out_tile * p.D + L - 1) / L * L;
-    weights = carve.take((p.weight.stride[0] == 0 ? 1 : chunk) * rows * p.K);
+    weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : chunk) * rows * p.K : 0);
     buffer = carve.take(chunk * (p.K > p.J ? p.K : p.J) * L);
     u = carve.take(chunk * p.K * L);
     logits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
@@ -74,47 +74,48 @@ struct LanesFinalScratch {
   }
 };
 
-// Rows of `samples` at a time: V, ds and sum [samples][J][D K]; scores and dc [J, to a multiple of L].
+// Blocks of L input capsules: rows [L][J D K] where storage is not a run of T, pose [K], u [L][D K];
+// V, ds and sum [samples][J][D K]; scores and dc [J][L].
 template <class T>
 struct RowsReduceScratch {
-  T *row, *pose, *u, *V, *ds, *scores, *dc, *sum;
+  T *rows, *pose, *u, *V, *ds, *scores, *dc, *sum;
   int64_t size;
 
   RowsReduceScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
-    const int64_t M = p.D * p.K, width = (p.J + plan.L - 1) / plan.L * plan.L;
+    const int64_t M = p.D * p.K, L = plan.L;
     const int64_t samples = p.votes_given ? 1 : (p.B + plan.tile_groups - 1) / plan.tile_groups;
-    row = carve.take(p.J * M);
+    rows = carve.take(plan.gather_rows ? L * p.J * M : 0);
     pose = carve.take(p.K);
-    u = carve.take(p.votes_given ? 0 : M);
+    u = carve.take(p.votes_given ? 0 : L * (M + L));
     V = carve.take(samples * p.J * M);
     ds = carve.take(samples * p.J * M);
-    scores = carve.take(width);
-    dc = carve.take(width);
+    scores = carve.take(p.J * L);
+    dc = carve.take(p.J * L);
     sum = carve.take(samples * p.J * M);
     size = carve.used();
   }
 };
 
-// As above; V and ds [samples][iterations][J][D K]; c and db [iterations][J, to a multiple of L].
+// As above; V and ds [samples][iterations][J][D K]; c and db [iterations][J][L]; du [D K]; dw [L][J D K].
 template <class T>
 struct RowsFinalScratch {
-  T *row, *pose, *u, *V, *ds, *c, *db, *du, *dw;
+  T *rows, *pose, *u, *V, *ds, *c, *db, *du, *dw;
   int64_t size;
 
   RowsFinalScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
-    const int64_t M = p.D * p.K, width = (p.J + plan.L - 1) / plan.L * plan.L;
+    const int64_t M = p.D * p.K, L = plan.L;
     const int64_t samples = p.votes_given ? 1 : (p.B + plan.final_groups - 1) / plan.final_groups;
-    row = carve.take(p.J * M);
+    rows = carve.take(plan.gather_rows ? L * p.J * M : 0);
     pose = carve.take(p.K);
-    u = carve.take(p.votes_given ? 0 : M);
+    u = carve.take(p.votes_given ? 0 : L * (M + L));
     V = carve.take(samples * iterations * p.J * M);
     ds = carve.take(samples * iterations * p.J * M);
-    c = carve.take(iterations * width);
-    db = carve.take(iterations * width);
+    c = carve.take(iterations * p.J * L);
+    db = carve.take(iterations * p.J * L);
     du = carve.take(p.votes_given ? 0 : M);
-    dw = carve.take(p.J * M);
+    dw = carve.take(p.votes_given ? p.J * M : L * p.J * M);
     size = carve.used();
   }
 };
