@@ -26,9 +26,8 @@ def compiler() -> str | None:
 
 
 def extension():
-    from torch.utils.cpp_extension import CppExtension
-
     import pybind11
+    from torch.utils.cpp_extension import CppExtension
 
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
     headers = [path for suffix in ("*.h", "*.inl") for path in (ROOT / "csrc").rglob(suffix)]
@@ -63,11 +62,11 @@ def build():
         from torch.utils.cpp_extension import BuildExtension
     except ImportError as error:
         raise SystemExit(
-            f"capsfast: building needs torch >= {TORCH_TARGET} in this environment ({error}). Run: pip install torch ninja "
-            "pybind11, then pip install --no-build-isolation ."
+            f"capsfast: building needs torch >= {TORCH_TARGET} in this environment ({error}). "
+            "Run: pip install torch ninja pybind11, then pip install --no-build-isolation ."
         ) from error
 
-    class Build(BuildExtension.with_options(no_python_abi_suffix=False)):
+    class Build(BuildExtension):
         def build_extensions(self):
             for ext in self.extensions:
                 # The stable ABI does without torch's Python and C++ libraries.

@@ -139,7 +139,9 @@ def routing_parameters(
             continue
         tensor(op, name, value, f"[B, {symbol}]")
         if value.dtype != torch.bool:
-            raise TypeError(f"{op}: {name} must be bool (True = use), got {dtype_of(value)}; convert it with {name}.bool()")
+            raise TypeError(
+                f"{op}: {name} must be bool (True = use), got {dtype_of(value)}; convert it with {name}.bool()"
+            )
         if value.shape[0] != B or value.shape[1] != size:
             raise ValueError(
                 f"{op}: {name} must be [B, {symbol}] = [{B}, {size}], "

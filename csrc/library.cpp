@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY(capsfast, m) {
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "dynamic_routing_backward(Tensor dv, Tensor? dcoupling, Tensor u, Tensor weight, Tensor? logits, Tensor? bias, "
-      "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor lse, "
+      "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor norm, "
       "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, "
       "bool need_u, bool need_weight, bool need_logits, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
@@ -28,7 +28,7 @@ STABLE_TORCH_LIBRARY(capsfast, m) {
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "route_votes_backward(Tensor dv, Tensor? dcoupling, Tensor votes, Tensor? logits, Tensor? bias, "
-      "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor lse, "
+      "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor norm, "
       "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, "
       "bool need_votes, bool need_logits, bool need_bias) -> (Tensor, Tensor, Tensor)");
 }

@@ -34,6 +34,9 @@ class DynamicRouting(nn.Module):
         ValueError, TypeError: sizes below 1, or options that the function rejects.
     """
 
+    logits: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_caps: int,
@@ -82,7 +85,8 @@ class DynamicRouting(nn.Module):
         rows = 1 if shared_weight else in_caps
         self.W = nn.Parameter(torch.empty(rows, out_caps, out_dim, in_dim, device=device, dtype=dtype))
         self.register_parameter(
-            "logits", nn.Parameter(torch.empty(in_caps, out_caps, device=device, dtype=dtype)) if learned_logits else None
+            "logits",
+            nn.Parameter(torch.empty(in_caps, out_caps, device=device, dtype=dtype)) if learned_logits else None,
         )
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_caps, out_dim, device=device, dtype=dtype)) if bias else None

@@ -38,6 +38,33 @@ def register(
         _register_autocast(name, device, cast)
 
 
+def functional(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``capsfast::name``, also under torch.func: ops registered in torch.library have no rule for its grad.
+
+    Outside of torch.func transforms this is the op itself; inside, the same glue as an autograd.Function.
+    """
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return _overload(f"capsfast::{name}")(*inputs)
+
+        setup_context = staticmethod(save)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+            return _vmap(Transformed.apply)(info, in_dims, *inputs)
+
+    Transformed.backward = staticmethod(backward)  # type: ignore[assignment]
+
+    def call(*inputs: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return Transformed.apply(*inputs)
+        return _overload(f"capsfast::{name}")(*inputs)
+
+    return call
+
+
 def _overload(qualified: str) -> Callable[..., Any]:
     namespace, name = qualified.split("::")
     return getattr(getattr(torch.ops, namespace), name).default  # type: ignore[no-any-return]

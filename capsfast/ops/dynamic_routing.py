@@ -1,9 +1,10 @@
 """The op behind :func:`capsfast.dynamic_routing`.
 
-``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], lse [r, B, J])``:
+``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], norm [2, r, B, J])``:
 the output capsules and the last coupling (empty without return_coupling) in the dtype of u, and what
-the backward needs in the dtype sums are formed in: every iteration's weighted sum (with bias), and
-with softmax "in" the log-sum-exp over the input capsules (else empty). The votes, the coupling and
+the backward needs in the dtype sums are formed in: every iteration's weighted sum (without the bias),
+and with softmax "in" the normaliser over the input capsules: the largest logit m and
+``1 / sum_i exp(b - m)`` (else empty). The votes, the coupling and
 the logits of earlier iterations are not kept: V_t is the sum of the squashed s up to t.
 
 ``capsfast::dynamic_routing_backward`` returns ``(du, dweight, dlogits, dbias)``, empty where the
@@ -19,7 +20,7 @@ from .. import native
 from ..backend import select
 from ..options import Options
 from ..reference.dynamic_routing import dynamic_routing as reference
-from ._register import register, wide_dtype
+from ._register import functional, register, wide_dtype
 from .route_votes import run_reference, why_not_fused
 
 
@@ -38,12 +39,8 @@ def call(
     """``(v, c)`` from the chosen backend, on arguments that were checked."""
     chosen = select("capsfast.dynamic_routing", u.device, backend, why_not_fused(share_batch_logits))
     if chosen == "reference":
-        return run_reference(
-            reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits
-        )
-    v, c, _, _ = torch.ops.capsfast.dynamic_routing(
-        u, weight, logits, bias, mask, out_mask, *options, return_coupling
-    )
+        return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)
+    v, c, _, _ = _op(u, weight, logits, bias, mask, out_mask, *options, return_coupling)
     return v, c
 
 
@@ -72,7 +69,7 @@ def _fake(
         u.new_empty(B, J, D),
         u.new_empty(B, I, J) if return_coupling else u.new_empty(0),
         u.new_empty(num_iterations, B, J, D, dtype=wide),
-        u.new_empty(num_iterations, B, J, dtype=wide) if softmax == "in" else u.new_empty(0, dtype=wide),
+        u.new_empty(2, num_iterations, B, J, dtype=wide) if softmax == "in" else u.new_empty(0, dtype=wide),
     )
 
 
@@ -87,7 +84,7 @@ def _fake_backward(
     out_mask: Tensor | None,
     coupling: Tensor,
     s: Tensor,
-    lse: Tensor,
+    norm: Tensor,
     num_iterations: int,
     softmax: str,
     gradient: str,
@@ -112,22 +109,22 @@ def _fake_backward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     u, weight, logits, bias, mask, out_mask, *options, _ = inputs
-    _, coupling, s, lse = output
-    ctx.save_for_backward(u, weight, logits, bias, mask, out_mask, coupling, s, lse)
+    _, coupling, s, norm = output
+    ctx.save_for_backward(u, weight, logits, bias, mask, out_mask, coupling, s, norm)
     ctx.options = options
-    ctx.mark_non_differentiable(s, lse)
+    ctx.mark_non_differentiable(s, norm)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    u, weight, logits, bias, mask, out_mask, coupling, s, lse = ctx.saved_tensors
+    u, weight, logits, bias, mask, out_mask, coupling, s, norm = ctx.saved_tensors
     if dv is None:
         dv = s.new_zeros(s.shape[1:], dtype=u.dtype)
     if coupling.dim() == 1:
         dcoupling = None
     needed = ctx.needs_input_grad[:4]
     gradients = torch.ops.capsfast.dynamic_routing_backward(
-        dv, dcoupling, u, weight, logits, bias, mask, out_mask, coupling, s, lse, *ctx.options, *needed
+        dv, dcoupling, u, weight, logits, bias, mask, out_mask, coupling, s, norm, *ctx.options, *needed
     )
     none = (None,) * (len(ctx.options) + 3)
     return (*(g if needed else None for g, needed in zip(gradients, needed, strict=True)), *none)
@@ -135,3 +132,4 @@ def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) ->
 
 if native.extension is not None:
     register("dynamic_routing", _fake, _fake_backward, _save, _backward, cast=(0, 1))
+_op = functional("dynamic_routing", _save, _backward)

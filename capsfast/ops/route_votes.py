@@ -15,7 +15,7 @@ from .. import native
 from ..backend import select
 from ..options import Options
 from ..reference.route_votes import route_votes as reference
-from ._register import register, wide_dtype
+from ._register import functional, register, wide_dtype
 
 
 def why_not_fused(share_batch_logits: bool) -> Mapping[str, Callable[[], str]]:
@@ -59,7 +59,7 @@ def call(
     chosen = select("capsfast.route_votes", votes.device, backend, why_not_fused(share_batch_logits))
     if chosen == "reference":
         return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits)
-    v, c, _, _ = torch.ops.capsfast.route_votes(votes, logits, bias, mask, out_mask, *options, return_coupling)
+    v, c, _, _ = _op(votes, logits, bias, mask, out_mask, *options, return_coupling)
     return v, c
 
 
@@ -84,7 +84,7 @@ def _fake(
         votes.new_empty(B, J, D),
         votes.new_empty(B, I, J) if return_coupling else votes.new_empty(0),
         votes.new_empty(num_iterations, B, J, D, dtype=wide),
-        votes.new_empty(num_iterations, B, J, dtype=wide) if softmax == "in" else votes.new_empty(0, dtype=wide),
+        votes.new_empty(2, num_iterations, B, J, dtype=wide) if softmax == "in" else votes.new_empty(0, dtype=wide),
     )
 
 
@@ -98,7 +98,7 @@ def _fake_backward(
     out_mask: Tensor | None,
     coupling: Tensor,
     s: Tensor,
-    lse: Tensor,
+    norm: Tensor,
     num_iterations: int,
     softmax: str,
     gradient: str,
@@ -117,22 +117,22 @@ def _fake_backward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     votes, logits, bias, mask, out_mask, *options, _ = inputs
-    _, coupling, s, lse = output
-    ctx.save_for_backward(votes, logits, bias, mask, out_mask, coupling, s, lse)
+    _, coupling, s, norm = output
+    ctx.save_for_backward(votes, logits, bias, mask, out_mask, coupling, s, norm)
     ctx.options = options
-    ctx.mark_non_differentiable(s, lse)
+    ctx.mark_non_differentiable(s, norm)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    votes, logits, bias, mask, out_mask, coupling, s, lse = ctx.saved_tensors
+    votes, logits, bias, mask, out_mask, coupling, s, norm = ctx.saved_tensors
     if dv is None:
         dv = s.new_zeros(s.shape[1:], dtype=votes.dtype)
     if coupling.dim() == 1:
         dcoupling = None
     needed = ctx.needs_input_grad[:3]
     gradients = torch.ops.capsfast.route_votes_backward(
-        dv, dcoupling, votes, logits, bias, mask, out_mask, coupling, s, lse, *ctx.options, *needed
+        dv, dcoupling, votes, logits, bias, mask, out_mask, coupling, s, norm, *ctx.options, *needed
     )
     none = (None,) * (len(ctx.options) + 3)
     return (*(g if needed else None for g, needed in zip(gradients, needed, strict=True)), *none)
@@ -140,3 +140,4 @@ def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) ->
 
 if native.extension is not None:
     register("route_votes", _fake, _fake_backward, _save, _backward, cast=(0,))
+_op = functional("route_votes", _save, _backward)

@@ -7,10 +7,11 @@ from ..options import Options
 from .squash import squash
 
 
-def coupling_coefficients(
-    b: Tensor, mask: Tensor | None, out_mask: Tensor | None, softmax: str, leaky: bool
-) -> Tensor:
-    """Softmax of the routing logits ``b [B, I, J]`` over the valid pairs; 0 for all others."""
+def coupling_coefficients(b: Tensor, mask: Tensor | None, out_mask: Tensor | None, softmax: str, leaky: bool) -> Tensor:
+    """Softmax of the routing logits ``b [B, I, J]`` over the valid pairs; 0 for all others.
+
+    Where no logit is finite, the coupling is 0.
+    """
     dim = 2 if softmax == "out" else 1
     valid = None
     if mask is not None:
@@ -19,14 +20,15 @@ def coupling_coefficients(
         valid = out_mask[:, None, :] if valid is None else valid & out_mask[:, None, :]
     if valid is not None:
         b = b.masked_fill(~valid, -torch.inf)
+    nothing = torch.isneginf(b).all(dim, keepdim=True)
     if leaky:
         shape = list(b.shape)
         shape[dim] = 1
         c = torch.softmax(torch.cat([b, b.new_zeros(shape)], dim), dim).narrow(dim, 0, b.shape[dim])
     else:
         c = torch.softmax(b, dim)
-    # A row without any valid entry is NaN here; its coupling is 0 by definition.
-    return c if valid is None else c.masked_fill(~valid, 0.0)
+    # A softmax without any finite logit is 0/0; its coupling is 0 by definition.
+    return c.masked_fill(nothing, 0.0)
 
 
 def route_votes(

@@ -1,5 +1,7 @@
 """Squash non-linearities ``v = f(n) s`` with ``n = |s|^2``."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def _exp(n: Tensor, eps: float) -> Tensor:
 
 
 # The radial factor f(n), by kind. csrc/math/squash.h holds the same table with derivatives.
-RADIAL = {
+RADIAL: dict[str, Callable[[Tensor, float], Tensor]] = {
     "paper": lambda n, eps: n / (1 + n) / torch.sqrt(n + eps),
     "half": lambda n, eps: n / (0.5 + n) / torch.sqrt(n + eps),
     "eps_outside": lambda n, eps: n / (1 + n) / (_norm(n) + eps),

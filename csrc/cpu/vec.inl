@@ -61,6 +61,14 @@ CAPSFAST_INLINE void store_part(T* p, Vec<T, L> v, int64_t n) {
   for (int64_t l = 0; l < n; ++l) p[l] = lanes[l];
 }
 
+// *high + *low + x with the rounding of the first sum moved to low (Knuth's two-sum).
+template <class V>
+CAPSFAST_INLINE void add_exactly(V x, V* high, V* low) {
+  const V total = *high + x, back = total - *high;
+  *low += (*high - (total - back)) + (x - back);
+  *high = total;
+}
+
 // b where a is not greater: a NaN in b wins, one in a is dropped (the exponential brings it back).
 template <class V>
 CAPSFAST_INLINE V max(V a, V b) {

@@ -45,6 +45,8 @@ struct Problem {
   View bias;                 // [J, D]
   MaskView mask;             // [B, I]
   MaskView out_mask;         // [B, J]
+
+  bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
 };
 
 }  // namespace capsfast

@@ -139,25 +139,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Problem& p, const Tenso
   Tensor v = empty(like, {p.B, p.J, p.D}, type);
   Tensor coupling = return_coupling ? empty(like, {p.B, p.I, p.J}, type) : empty(like, {0}, type);
   Tensor s = empty(like, {p.iterations, p.B, p.J, p.D}, wide);
-  Tensor lse = p.softmax_in ? empty(like, {p.iterations, p.B, p.J}, wide) : empty(like, {0}, wide);
+  Tensor norm = p.softmax_in ? empty(like, {2, p.iterations, p.B, p.J}, wide) : empty(like, {0}, wide);
   ForwardOutputs out;
   out.batch = p.B;
   out.v = view_of(v);
   if (return_coupling && coupling.numel() > 0) out.coupling = view_of(coupling);
   out.s = s.data_ptr();
-  out.lse = lse.data_ptr();
+  out.norm = norm.data_ptr();
   if (wide == ScalarType::Double) {
     routing_forward<double>(p, out);
   } else {
     routing_forward<float>(p, out);
   }
-  return {v, coupling, s, lse};
+  return {v, coupling, s, norm};
 }
 
 // A contiguous gradient like `tensor`, empty where none is wanted.
-Tensor gradient_like(const Tensor& tensor, bool wanted, View* view) {
+Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view) {
   if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
   Tensor gradient = torch::stable::new_empty(tensor, tensor.sizes());
+  // With an empty axis there may be no capsule to write what is left: the gradient of an empty sum.
+  if (empty_problem) torch::stable::zero_(gradient);
   if (gradient.numel() > 0) *view = view_of(gradient);
   return gradient;
 }
@@ -165,7 +167,7 @@ Tensor gradient_like(const Tensor& tensor, bool wanted, View* view) {
 struct Saved {
   const Tensor& dv;
   const OptionalTensor& dcoupling;
-  const Tensor &coupling, &s, &lse;
+  const Tensor &coupling, &s, &norm;
 };
 
 void backward(const Problem& p, const Tensor& like, const Saved& saved, const BackwardOutputs& out) {
@@ -175,11 +177,11 @@ void backward(const Problem& p, const Tensor& like, const Saved& saved, const Ba
   BackwardInputs in;
   in.batch = p.B;
   in.dv = view_of(saved.dv);
-  const Tensor s = torch::stable::contiguous(saved.s), lse = torch::stable::contiguous(saved.lse);
+  const Tensor s = torch::stable::contiguous(saved.s), norm = torch::stable::contiguous(saved.norm);
   in.s = s.data_ptr();
   if (p.softmax_in) {
-    expect("lse", saved.lse, {p.iterations, p.B, p.J});
-    in.lse = lse.data_ptr();
+    expect("norm", saved.norm, {2, p.iterations, p.B, p.J});
+    in.norm = norm.data_ptr();
   }
   if (saved.dcoupling.has_value()) {
     expect("dcoupling", *saved.dcoupling, {p.B, p.I, p.J});
@@ -207,19 +209,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dynamic_routing_cpu(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> dynamic_routing_backward_cpu(
     Tensor dv, OptionalTensor dcoupling, Tensor u, Tensor weight, OptionalTensor logits, OptionalTensor bias,
-    OptionalTensor mask, OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor lse, int64_t num_iterations,
+    OptionalTensor mask, OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor norm, int64_t num_iterations,
     std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool need_u,
     bool need_weight, bool need_logits, bool need_bias) {
   Problem p = problem_of(u, weight);
   fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
   BackwardOutputs out;
-  Tensor du = gradient_like(u, need_u, &out.du);
-  Tensor dweight = gradient_like(weight, need_weight, &out.dweight);
-  Tensor dlogits = gradient_like(logits.value_or(u), need_logits && logits.has_value(), &out.dlogits);
-  Tensor dbias = gradient_like(bias.value_or(u), need_bias && bias.has_value(), &out.dbias);
+  Tensor du = gradient_like(u, need_u, p.empty(), &out.du);
+  Tensor dweight = gradient_like(weight, need_weight, p.empty(), &out.dweight);
+  Tensor dlogits = gradient_like(logits.value_or(u), need_logits && logits.has_value(), p.empty(), &out.dlogits);
+  Tensor dbias = gradient_like(bias.value_or(u), need_bias && bias.has_value(), p.empty(), &out.dbias);
   out.per_sample_logits = logits.has_value() && logits->dim() == 3;
   out.weight_rows = weight.size(0);
-  backward(p, u, {dv, dcoupling, coupling, s, lse}, out);
+  backward(p, u, {dv, dcoupling, coupling, s, norm}, out);
   return {du, dweight, dlogits, dbias};
 }
 
@@ -234,17 +236,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_votes_cpu(
 
 std::tuple<Tensor, Tensor, Tensor> route_votes_backward_cpu(
     Tensor dv, OptionalTensor dcoupling, Tensor votes, OptionalTensor logits, OptionalTensor bias, OptionalTensor mask,
-    OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor lse, int64_t num_iterations, std::string softmax,
+    OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor norm, int64_t num_iterations, std::string softmax,
     std::string gradient, bool leaky, std::string squash, double eps, bool need_votes, bool need_logits,
     bool need_bias) {
   Problem p = problem_of(votes);
   fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
   BackwardOutputs out;
-  Tensor dvotes = gradient_like(votes, need_votes, &out.dweight);
-  Tensor dlogits = gradient_like(logits.value_or(votes), need_logits && logits.has_value(), &out.dlogits);
-  Tensor dbias = gradient_like(bias.value_or(votes), need_bias && bias.has_value(), &out.dbias);
+  Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.dweight);
+  Tensor dlogits = gradient_like(logits.value_or(votes), need_logits && logits.has_value(), p.empty(), &out.dlogits);
+  Tensor dbias = gradient_like(bias.value_or(votes), need_bias && bias.has_value(), p.empty(), &out.dbias);
   out.per_sample_logits = logits.has_value() && logits->dim() == 3;
-  backward(p, votes, {dv, dcoupling, coupling, s, lse}, out);
+  backward(p, votes, {dv, dcoupling, coupling, s, norm}, out);
   return {dvotes, dlogits, dbias};
 }
 

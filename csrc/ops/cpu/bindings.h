@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dynamic_routing_backward_cpu(
     OptionalTensor out_mask,
     Tensor coupling,  // [B, I, J], or empty
     Tensor s,         // [r, B, J, D]
-    Tensor lse,       // [r, B, J], or empty
+    Tensor norm,      // [2, r, B, J], or empty
     int64_t num_iterations,
     std::string softmax,
     std::string gradient,
@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor, Tensor> route_votes_backward_cpu(
     OptionalTensor out_mask,
     Tensor coupling,
     Tensor s,
-    Tensor lse,
+    Tensor norm,
     int64_t num_iterations,
     std::string softmax,
     std::string gradient,

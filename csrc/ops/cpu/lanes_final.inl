@@ -6,7 +6,8 @@
 //
 // dW sums over the lanes. A block of L rows of dvotes is transposed in registers, so that its rows lie
 // along the lanes and each sample's pose is broadcast: the sum over samples becomes a chain of
-// multiply-adds into [K][L] accumulators, which are transposed back once per chunk.
+// multiply-adds into [K][L] accumulators, which are transposed back once per chunk. Long sums (du over
+// all rows, dW over all samples) are made of the sums of blocks: their error grows with the number of blocks.
 
 template <class T, int K_>
 struct LanesFinal {
@@ -75,7 +76,8 @@ struct LanesFinal {
         T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
         B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid, valid_out, J, c);
         if (p.softmax_in) {
-          B_::softmax_in(J, pass.lse + (t * tiles + tile.t) * J * L, c);
+          const int64_t scalars = (t * tiles + tile.t) * J * L;
+          B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
         } else {
           B_::softmax_out(J, p.leaky, c);
         }
@@ -134,14 +136,14 @@ struct LanesFinal {
   static CAPSFAST_INLINE void pose_gradient_block(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
     V a[N];
 #pragma GCC unroll 16
-    for (int k = 0; k < N; ++k) a[k] = load<L>(du + k * L);
+    for (int k = 0; k < N; ++k) a[k] = V{};
     for (int64_t row = 0; row < rows; ++row) {
       const V g = load<L>(dx + row * L);
 #pragma GCC unroll 16
       for (int k = 0; k < N; ++k) a[k] += g * w[row * K + k];
     }
 #pragma GCC unroll 16
-    for (int k = 0; k < N; ++k) store<L>(du + k * L, a[k]);
+    for (int k = 0; k < N; ++k) store<L>(du + k * L, load<L>(du + k * L) + a[k]);
   }
 
   // The same for L rows in registers.
@@ -149,14 +151,14 @@ struct LanesFinal {
   static CAPSFAST_INLINE void pose_gradient_rows(const T* w, int64_t K, const V* rows, T* du) {
     V a[N];
 #pragma GCC unroll 8
-    for (int k = 0; k < N; ++k) a[k] = load<L>(du + k * L);
+    for (int k = 0; k < N; ++k) a[k] = V{};
 #pragma GCC unroll 16
     for (int n = 0; n < L; ++n) {
 #pragma GCC unroll 8
       for (int k = 0; k < N; ++k) a[k] += rows[n] * w[n * K + k];
     }
 #pragma GCC unroll 8
-    for (int k = 0; k < N; ++k) store<L>(du + k * L, a[k]);
+    for (int k = 0; k < N; ++k) store<L>(du + k * L, load<L>(du + k * L) + a[k]);
   }
 
   static void pose_gradient(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
@@ -173,14 +175,14 @@ struct LanesFinal {
   static CAPSFAST_INLINE void weight_gradient_block(const V* m, const T* u, T* dw) {
     V a[N];
 #pragma GCC unroll 8
-    for (int k = 0; k < N; ++k) a[k] = load<L>(dw + k * L);
+    for (int k = 0; k < N; ++k) a[k] = V{};
 #pragma GCC unroll 16
     for (int l = 0; l < L; ++l) {
 #pragma GCC unroll 8
       for (int k = 0; k < N; ++k) a[k] += m[l] * u[k * L + l];
     }
 #pragma GCC unroll 8
-    for (int k = 0; k < N; ++k) store<L>(dw + k * L, a[k]);
+    for (int k = 0; k < N; ++k) store<L>(dw + k * L, load<L>(dw + k * L) + a[k]);
   }
 
   // dw [K][L] += sum over samples of m u^T, m [samples][L rows] in registers.

@@ -13,7 +13,7 @@ struct LanesReduce {
   // Everything that is fixed while one chunk of one tile is worked on.
   struct Tile {
     int64_t t, b0, samples, i0, count;
-    const T *V_t, *ds, *valid_out, *lse, *c_dc;
+    const T *V_t, *ds, *valid_out, *in_max, *in_scale, *c_dc;
     const T* weights;
     int64_t pitch;
   };
@@ -48,8 +48,8 @@ struct LanesReduce {
                   p.mask.data != nullptr ? at.valid + i * L : nullptr, tile.valid_out, J, b);
     if (!p.softmax_in) {
       B_::softmax_out(J, p.leaky, b);
-    } else if (tile.lse != nullptr) {
-      B_::softmax_in(J, tile.lse, b);
+    } else if (tile.in_max != nullptr) {
+      B_::softmax_in(J, tile.in_max, tile.in_scale, b);
     }
     if (pass.coupling.data != nullptr) B_::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
     if (pass.ds == nullptr) return;
@@ -57,42 +57,71 @@ struct LanesReduce {
     B_::softmax_backward(J, b, tile.c_dc, dc);
   }
 
-  // Softmax over the input capsules, one at a time: a new maximum rescales what was added up before.
-  static CAPSFAST_INLINE void online(const ReducePass<T>& pass, const Tile& tile, int64_t J, int64_t D, T* b, T* sum) {
+  // A new maximum of output capsule j: all that was added up before shrinks by `scale`.
+  static void rescale(const ReducePass<T>& pass, const Tile& tile, int64_t j, V scale, T* chunk_sum) {
+    const int64_t J = pass.problem->J, D = pass.problem->D;
+    const int64_t scalar = (tile.t * J + j) * L, vector = (tile.t * J + j) * D * L;
+    store<L>(pass.norm + scalar, load<L>(pass.norm + scalar) * scale);
+    store<L>(pass.norm_low + scalar, load<L>(pass.norm_low + scalar) * scale);
+    for (int64_t d = 0; d < D * L; d += L) {
+      store<L>(pass.sum + vector + d, load<L>(pass.sum + vector + d) * scale);
+      store<L>(pass.low + vector + d, load<L>(pass.low + vector + d) * scale);
+      if (chunk_sum != nullptr) store<L>(chunk_sum + j * D * L + d, load<L>(chunk_sum + j * D * L + d) * scale);
+    }
+  }
+
+  // Softmax over the input capsules, one at a time: scores become exponentials.
+  static CAPSFAST_INLINE void online(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+    const int64_t J = pass.problem->J;
     T* max_of = pass.max + tile.t * J * L;
-    T* norm_of = pass.norm + tile.t * J * L;
     for (int64_t j = 0; j < J; ++j) {
-      const V x = load<L>(b + j * L), before = load<L>(max_of + j * L);
+      const V x = load<L>(at.scores + j * L), before = load<L>(max_of + j * L);
       const V now = max(before, x);
-      V norm = load<L>(norm_of + j * L);
+      V norm = load<L>(at.norm + j * L);
       if (any_different<T, L>(before, now)) {
         const V scale = exp<L>(before - now);
         norm = norm * scale;
         store<L>(max_of + j * L, now);
-        for (int64_t d = 0; d < D; ++d) {
-          T* chunk_sum = sum + (j * D + d) * L;
-          T* pass_sum = pass.sum + (tile.t * J * D + j * D + d) * L;
-          store<L>(chunk_sum, load<L>(chunk_sum) * scale);
-          store<L>(pass_sum, load<L>(pass_sum) * scale);
-        }
+        rescale(pass, tile, j, scale, at.sum);
       }
       const V e = exp<L>(x - now);
-      store<L>(b + j * L, e);
-      store<L>(norm_of + j * L, norm + e);
+      store<L>(at.scores + j * L, e);
+      store<L>(at.norm + j * L, norm + e);
+    }
+  }
+
+  // The same for a whole chunk: one rescaling for its maximum.
+  static void chunk_online(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+    const int64_t J = pass.problem->J;
+    T* max_of = pass.max + tile.t * J * L;
+    for (int64_t j = 0; j < J; ++j) {
+      const V before = load<L>(max_of + j * L);
+      V now = before;
+      for (int64_t i = 0; i < tile.count; ++i) now = max(now, load<L>(at.scores + (i * J + j) * L));
+      if (any_different<T, L>(before, now)) rescale(pass, tile, j, exp<L>(before - now), nullptr);
+      V norm = V{};
+      for (int64_t i = 0; i < tile.count; ++i) {
+        T* b = at.scores + (i * J + j) * L;
+        const V e = exp<L>(load<L>(b) - now);
+        store<L>(b, e);
+        norm += e;
+      }
+      store<L>(max_of + j * L, now);
+      store<L>(at.norm + j * L, norm);
     }
   }
 
   static void chunk(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
-    const bool online_softmax = p.softmax_in && tile.lse == nullptr;
+    const bool online_softmax = p.softmax_in && tile.in_max == nullptr;
     const int64_t held = pass.plan->out_tile;
     const T* coefficient = pass.ds != nullptr ? at.dc : at.scores;
     if (held >= J) {
       for (int64_t i = 0; i < tile.count; ++i) {
         score(pass, tile, at.u + i * K * L, tile.weights + i * tile.pitch, 0, J, at.x, at.x, at.scores, at.dc);
         coefficients(pass, tile, at, i, at.scores, at.dc);
-        if (online_softmax) online(pass, tile, J, D, at.scores, at.sum);
+        if (online_softmax) online(pass, tile, at);
         if (pass.sum == nullptr) continue;
         for (int64_t j = 0; j < J; ++j) {
           B_::add_scaled(load<L>(coefficient + j * L), at.x + j * D * L, D, at.sum + j * D * L);
@@ -119,33 +148,6 @@ struct LanesReduce {
         for (int64_t j = j0; j < j1; ++j) {
           B_::add_scaled(load<L>(coefficient + (i * J + j) * L), at.x + (j - j0) * D * L, D, at.sum + j * D * L);
         }
-      }
-    }
-  }
-
-  // The online softmax of a whole chunk: one rescaling for its maximum, then every exponential.
-  static void chunk_online(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
-    const int64_t J = pass.problem->J, D = pass.problem->D;
-    T* max_of = pass.max + tile.t * J * L;
-    T* norm_of = pass.norm + tile.t * J * L;
-    for (int64_t j = 0; j < J; ++j) {
-      const V before = load<L>(max_of + j * L);
-      V now = before;
-      for (int64_t i = 0; i < tile.count; ++i) now = max(now, load<L>(at.scores + (i * J + j) * L));
-      const V scale = exp<L>(before - now);
-      V norm = load<L>(norm_of + j * L) * scale;
-      for (int64_t i = 0; i < tile.count; ++i) {
-        T* b = at.scores + (i * J + j) * L;
-        const V e = exp<L>(load<L>(b) - now);
-        store<L>(b, e);
-        norm += e;
-      }
-      store<L>(max_of + j * L, now);
-      store<L>(norm_of + j * L, norm);
-      if (!any_different<T, L>(before, now)) continue;
-      for (int64_t d = 0; d < D; ++d) {
-        T* pass_sum = pass.sum + (tile.t * J * D + j * D + d) * L;
-        store<L>(pass_sum, load<L>(pass_sum) * scale);
       }
     }
   }
@@ -178,6 +180,16 @@ struct LanesReduce {
     for (; row < rows; ++row) plain_block<1>(tile, u, K, row, sum);
   }
 
+  // A chunk's sums to those of the pass.
+  static void join(const T* from, int64_t rows, T* high, T* low) {
+    for (int64_t n = 0; n < rows * L; n += L) {
+      V h = load<L>(high + n), l = load<L>(low + n);
+      add_exactly(load<L>(from + n), &h, &l);
+      store<L>(high + n, h);
+      store<L>(low + n, l);
+    }
+  }
+
   static void run(const ReducePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, JD = p.J * p.D;
@@ -194,20 +206,20 @@ struct LanesReduce {
         tile.V_t = pass.V == nullptr ? nullptr : pass.V + t * JD * L;
         tile.ds = pass.ds == nullptr ? nullptr : pass.ds + t * JD * L;
         tile.valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + t * J * L;
-        tile.lse = pass.lse == nullptr ? nullptr : pass.lse + t * J * L;
+        tile.in_max = pass.in_max == nullptr ? nullptr : pass.in_max + t * J * L;
+        tile.in_scale = pass.in_max == nullptr ? nullptr : pass.in_scale + t * J * L;
         tile.c_dc = pass.c_dc == nullptr ? nullptr : pass.c_dc + t * J * L;
         B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.u, at.valid);
         if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.logits);
-        // Summed per chunk first: the error then grows with the number of chunks, not of capsules.
         if (pass.unweighted) {
           plain(tile, at.u, p.K, JD, at.sum);
         } else {
           __builtin_memset(at.sum, 0, static_cast<size_t>(JD * L) * sizeof(T));
+          __builtin_memset(at.norm, 0, static_cast<size_t>(J * L) * sizeof(T));
           chunk(pass, tile, at);
+          if (p.softmax_in && tile.in_max == nullptr) join(at.norm, J, pass.norm + t * J * L, pass.norm_low + t * J * L);
         }
-        if (pass.sum == nullptr) continue;
-        T* total = pass.sum + t * JD * L;
-        for (int64_t row = 0; row < JD; ++row) store<L>(total + row * L, load<L>(total + row * L) + load<L>(at.sum + row * L));
+        if (pass.sum != nullptr) join(at.sum, JD, pass.sum + t * JD * L, pass.low + t * JD * L);
       }
     }
   }

@@ -42,14 +42,19 @@ struct ReducePass {
   const T* V = nullptr;         // [tiles][J D][L], null in the first iteration (V_0 = 0)
   const T* ds = nullptr;        // backward: the same shape; null forward
   const T* valid_out = nullptr; // [tiles][J][L], 1 or 0; null where out_mask is absent
-  const T* lse = nullptr;       // softmax "in", backward and coupling: [tiles][J][L]
+  const T* in_max = nullptr;    // softmax "in", backward and coupling: c = exp(b - max) scale, [tiles][J][L]
+  const T* in_scale = nullptr;
   const T* c_dc = nullptr;      // softmax "in", backward: sum_i c dc, [tiles][J][L]
   View dcoupling;               // [B, I, J], backward of the last iteration
   View coupling;                // [B, I, J], where c is written
   bool unweighted = false;      // c is 1 everywhere: the caller scales the sum
-  T* sum = nullptr;             // out, added to: [tiles][J D][L]; null when only c is wanted
-  T* max = nullptr;             // out, softmax "in" forward: running maximum and sum of exponentials, [tiles][J][L]
+  // Out, added to. What an addition rounds off is kept in `low`, so that the error of a sum over many
+  // chunks stays that of one chunk.
+  T* sum = nullptr;             // [tiles][J D][L]; null when only c is wanted
+  T* low = nullptr;
+  T* max = nullptr;             // softmax "in" forward: running maximum and sum of exponentials, [tiles][J][L]
   T* norm = nullptr;
+  T* norm_low = nullptr;
 };
 
 // The backward's last pass: du, dweight (or dvotes) and dlogits from every iteration at once.
@@ -61,7 +66,8 @@ struct FinalPass {
   const T* V = nullptr;         // [r][tiles][J D][L]; V[0] = 0 is not read
   const T* ds = nullptr;        // [r][tiles][J D][L]
   const T* valid_out = nullptr;
-  const T* lse = nullptr;       // [r][tiles][J][L]
+  const T* in_max = nullptr;    // [r][tiles][J][L]
+  const T* in_scale = nullptr;
   const T* c_dc = nullptr;      // [r][tiles][J][L]
   View dcoupling;               // of the last iteration
   View du;                      // [B, I, K]

@@ -1,7 +1,6 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <numeric>
 
 namespace capsfast {
@@ -12,6 +11,8 @@ namespace {
 // (32 KiB L1, 512 KiB L2), since other data passes through.
 constexpr int64_t kL1 = 24 * 1024;
 constexpr int64_t kL2 = 256 * 1024;
+// Scores of a chunk that is swept twice: from L3 at worst, and still less than V and s would be.
+constexpr int64_t kScores = 1024 * 1024;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -43,7 +44,7 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   plan->out_tile = p.J * vote <= 2 * kL1 ? p.J : std::max<int64_t>(1, kL1 / 2 / vote);
   const bool held = plan->out_tile >= p.J;
   plan->chunk = std::clamp<int64_t>(kL2 / std::max<int64_t>(row, 1), 1, 32);
-  if (!held) plan->chunk = std::clamp<int64_t>(kL2 / (2 * p.J * L * size), 1, plan->chunk);
+  if (!held) plan->chunk = std::clamp<int64_t>(kScores / (2 * p.J * L * size), 1, 32);
   cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
 
   // The last pass: per iteration V and ds of the outputs worked on, and whole vectors of rows for dW.
@@ -51,7 +52,7 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t whole = L / std::gcd(p.D, L);
   plan->final_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
   plan->final_out_tile = std::min(plan->final_out_tile, p.J);
-  plan->final_chunk = std::clamp<int64_t>(kL2 / 2 / std::max(row, terms * p.J * L * size), 1, 8);
+  plan->final_chunk = std::clamp<int64_t>(kScores / (terms * p.J * L * size), 1, 8);
   plan->final_chunk = std::min(plan->final_chunk, divide_up(p.I, threads));
   const int64_t chunks = divide_up(p.I, plan->final_chunk);
   plan->final_splits = std::min(chunks, threads);
@@ -90,8 +91,6 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   } else {
     plan_rows(p, lanes, threads, &plan);
   }
-  auto env=[](const char*n,int64_t&x){ if(const char*e=getenv(n)) x=atoll(e); };
-  if(plan.lanes){env("CF_CHUNK",plan.chunk);env("CF_OT",plan.out_tile);env("CF_FC",plan.final_chunk);env("CF_FOT",plan.final_out_tile);}
   return plan;
 }
 

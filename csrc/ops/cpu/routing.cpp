@@ -39,6 +39,24 @@ class Buffer {
   std::unique_ptr<T, Free> memory_;
 };
 
+// Sums and what their additions rounded off.
+template <class T>
+class Sums {
+ public:
+  explicit Sums(int64_t count) : count_(count), memory_(2 * count) {}
+  T* high() const { return memory_.get(); }
+  T* low() const { return memory_.get() + count_; }
+  T total(int64_t n) const { return high()[n] + low()[n]; }
+  void clear() const { std::fill_n(memory_.get(), 2 * count_, T(0)); }
+  void join() const {
+    for (int64_t n = 0; n < count_; ++n) high()[n] = total(n);
+  }
+
+ private:
+  int64_t count_;
+  Buffer<T> memory_;
+};
+
 // Where the numbers of sample b stand: element (j, d) of a per-output array at base + (j D + d) stride,
 // element j of a per-logit array at base + j stride. Natural order for tensors, the plan's for passes.
 struct Place {
@@ -121,7 +139,7 @@ struct Context {
   // Samples at a time for the work between passes: enough for a task to be worth a thread.
   int64_t grain() const { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.J * p.D)); }
 
-  // Runs a reducing pass; split s adds to sum + s * vectors (and max, norm + s * scalars).
+  // Runs a reducing pass; split s adds to sum and low + s * vectors (and max, norm + s * scalars).
   void reduce(ReducePass<T> pass) const {
     pass.problem = &p;
     pass.plan = &plan;
@@ -133,9 +151,15 @@ struct Context {
       for (int64_t task = begin; task < end; ++task) {
         ReducePass<T> mine = pass;
         const int64_t split = task % plan.splits;
-        if (mine.sum != nullptr) mine.sum += split * layout.vectors();
-        if (mine.max != nullptr) mine.max += split * layout.scalars();
-        if (mine.norm != nullptr) mine.norm += split * layout.scalars();
+        if (mine.sum != nullptr) {
+          mine.sum += split * layout.vectors();
+          mine.low += split * layout.vectors();
+        }
+        if (mine.max != nullptr) {
+          mine.max += split * layout.scalars();
+          mine.norm += split * layout.scalars();
+          mine.norm_low += split * layout.scalars();
+        }
         const Range range = share(p, plan, task, plan.tile_groups, plan.splits);
         T* memory = scratch.get() + task * size;
         plan.lanes ? kernels_.lanes_reduce(mine, range, memory) : kernels_.rows_reduce(mine, range, memory);
@@ -154,8 +178,34 @@ struct InNorm {
     for (int64_t s = 0; s < splits; ++s) max = maxima[s * pitch] > max || maxima[s * pitch] != maxima[s * pitch] ? maxima[s * pitch] : max;
     for (int64_t s = 0; s < splits; ++s) norm += norms[s * pitch] * std::exp(maxima[s * pitch] - max);
   }
-  T factor(T split_max) const { return norm == 0 ? T(0) : std::exp(split_max - max) / norm; }
-  T log_sum_exp() const { return norm == 0 ? std::numeric_limits<T>::infinity() : max + std::log(norm); }
+  T factor(T split_max) const { return std::exp(split_max - max) * scale(); }
+  T scale() const { return norm == 0 ? T(0) : 1 / norm; }
+};
+
+// The saved normalisers of `iterations` iterations in the plan's layout. Lanes without a sample get the
+// maximum inf, which makes their c zero whatever their logits.
+template <class T>
+class InNormArrays {
+ public:
+  InNormArrays(const Layout& layout, int64_t iterations) : scalars_(layout.scalars()), count_(iterations * scalars_), memory_(2 * count_) {
+    std::fill_n(max(), count_, std::numeric_limits<T>::infinity());
+    std::fill_n(scale(), count_, T(0));
+  }
+  T* max() const { return memory_.get(); }
+  T* scale() const { return memory_.get() + count_; }
+  // Iteration t of sample b of the saved tensor [2, r, batch, J], to the `to`-th place here.
+  void restore(const T* saved, const Problem& p, int64_t batch, int64_t t, int64_t b, const Place& at, int64_t to) const {
+    const T* from = saved + (t * batch + b) * p.J;
+    for (int64_t j = 0; j < p.J; ++j) {
+      const int64_t here = to * scalars_ + at.scalar + j * at.stride;
+      max()[here] = from[j];
+      scale()[here] = from[p.iterations * batch * p.J + j];
+    }
+  }
+
+ private:
+  int64_t scalars_, count_;
+  Buffer<T> memory_;
 };
 
 template <class T>
@@ -166,9 +216,9 @@ class Forward {
         p(problem),
         out(outputs),
         V(context.layout.vectors()),
-        sum(context.plan.splits * context.layout.vectors()),
+        sums(context.plan.splits * context.layout.vectors()),
         max(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
-        norm(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
+        norms(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
         bias(static_cast<size_t>(p.J * p.D), T(0)) {
     std::fill_n(V.get(), context.layout.vectors(), T(0));
     if (p.bias.data != nullptr) gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
@@ -183,14 +233,17 @@ class Forward {
       // "in": c is known only when the pass is over.
       if (wants_coupling && !p.softmax_in) pass.coupling = out.coupling;
       pass.unweighted = t == 0 && p.logits.data == nullptr && pass.coupling.data == nullptr;
-      pass.sum = sum.get();
-      std::fill_n(sum.get(), context.plan.splits * context.layout.vectors(), T(0));
+      sums.clear();
+      pass.sum = sums.high();
+      pass.low = sums.low();
       if (p.softmax_in) {
-        pass.max = max.get();
-        pass.norm = norm.get();
         start_norms();
+        pass.max = max.get();
+        pass.norm = norms.high();
+        pass.norm_low = norms.low();
       }
       context.reduce(pass);
+      if (p.softmax_in) norms.join();
       parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
         for (int64_t b = begin; b < end; ++b) finish(pass.unweighted, t, b);
       });
@@ -203,10 +256,10 @@ class Forward {
   void start_norms() {
     const int64_t pitch = context.layout.scalars();
     std::fill_n(max.get(), context.plan.splits * pitch, std::numeric_limits<T>::lowest());
-    std::fill_n(norm.get(), context.plan.splits * pitch, T(0));
+    norms.clear();
     if (!p.leaky) return;
     std::fill_n(max.get(), pitch, T(0));
-    std::fill_n(norm.get(), pitch, T(1));
+    std::fill_n(norms.high(), pitch, T(1));
   }
 
   // s_t, v_t and V_t of one sample from the partial sums.
@@ -219,70 +272,76 @@ class Forward {
     for (int64_t j = 0; j < p.J; ++j) {
       const bool valid = context.is_valid(b, j);
       const int64_t scalar = at.scalar + j * at.stride;
-      T scale = unweighted ? (valid && entries > 0 ? 1 / entries : T(0)) : T(1);
-      T lse = entries > 0 && valid ? std::log(entries) : std::numeric_limits<T>::infinity();
-      if (p.softmax_in && !unweighted) {
-        const InNorm<T> all(max.get() + scalar, norm.get() + scalar, splits, scalar_pitch);
-        lse = all.log_sum_exp();
+      const T scale = unweighted ? (valid && entries > 0 ? 1 / entries : T(0)) : T(1);
+      if (p.softmax_in) {
+        T* to = static_cast<T*>(out.norm) + (t * out.batch + b) * p.J + j;
+        T& norm_max = to[0];
+        T& norm_scale = to[p.iterations * out.batch * p.J];
+        norm_max = 0;
+        norm_scale = scale;
+        if (!unweighted) {
+          const InNorm<T> all(max.get() + scalar, norms.high() + scalar, splits, scalar_pitch);
+          norm_max = all.max;
+          norm_scale = all.scale();
+        }
       }
-      if (p.softmax_in) static_cast<T*>(out.lse)[(t * out.batch + b) * p.J + j] = lse;
       for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] = 0;
       for (int64_t split = 0; split < splits; ++split) {
         T factor = scale;
         if (p.softmax_in && !unweighted) {
-          factor = InNorm<T>(max.get() + scalar, norm.get() + scalar, splits, scalar_pitch).factor(max.get()[scalar + split * scalar_pitch]);
+          factor = InNorm<T>(max.get() + scalar, norms.high() + scalar, splits, scalar_pitch).factor(max.get()[scalar + split * scalar_pitch]);
         }
-        const T* part = sum.get() + split * pitch + at.vector + j * p.D * at.stride;
-        for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += factor * part[d * at.stride];
+        const int64_t part = split * pitch + at.vector + j * p.D * at.stride;
+        for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += factor * sums.total(part + d * at.stride);
       }
-      T n = 0;
-      for (int64_t d = 0; d < p.D; ++d) {
-        s[j * p.D + d] += bias[static_cast<size_t>(j * p.D + d)];
-        n += s[j * p.D + d] * s[j * p.D + d];
-      }
-      const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
-      for (int64_t d = 0; d < p.D; ++d) {
-        const T v = valid ? f * s[j * p.D + d] : T(0);
-        V.get()[at.vector + (j * p.D + d) * at.stride] += v;
-        if (t + 1 == p.iterations) write<T>(out.v, (b * p.J + j) * p.D + d, v);
-      }
+      add_output(s + j * p.D, j, valid, V.get() + at.vector + j * p.D * at.stride, at.stride, t + 1 == p.iterations ? b : -1);
     }
   }
 
-  // c = exp(b - lse) takes a pass of its own, before V_t gets the last v.
+  // v = squash(s + bias) of one output capsule, added to V_t; of the last iteration also to the result.
+  void add_output(const T* s, int64_t j, bool valid, T* V_t, int64_t stride, int64_t last_of_sample) const {
+    const T* bias_j = bias.data() + j * p.D;
+    T n = 0;
+    for (int64_t d = 0; d < p.D; ++d) n += (s[d] + bias_j[d]) * (s[d] + bias_j[d]);
+    const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
+    for (int64_t d = 0; d < p.D; ++d) {
+      const T v = valid ? f * (s[d] + bias_j[d]) : T(0);
+      V_t[d * stride] += v;
+      if (last_of_sample >= 0) write<T>(out.v, (last_of_sample * p.J + j) * p.D + d, v);
+    }
+  }
+
+  // c = exp(b - max) scale takes a pass of its own, before V_t gets the last v.
   void write_coupling(int64_t t) {
-    Buffer<T> lse(context.layout.scalars());
-    std::fill_n(lse.get(), context.layout.scalars(), T(0));
+    InNormArrays<T> in_norm(context.layout, 1);
     Buffer<T> before(context.layout.vectors());
     std::fill_n(before.get(), context.layout.vectors(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
       const Place at = context.layout.of(b);
-      const T* saved = static_cast<const T*>(out.lse) + (t * out.batch + b) * p.J;
+      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, at, 0);
       const T* s = static_cast<const T*>(out.s) + b * p.J * p.D;
       for (int64_t j = 0; j < p.J; ++j) {
-        lse.get()[at.scalar + j * at.stride] = saved[j];
-        if (!context.is_valid(b, j)) continue;
-        for (int64_t earlier = 0; earlier < t; ++earlier) add_output(s + (earlier * out.batch * p.J + j) * p.D, before.get() + at.vector + j * p.D * at.stride, at.stride);
+        for (int64_t earlier = 0; earlier < t; ++earlier) {
+          add_output(s + (earlier * out.batch * p.J + j) * p.D, j, context.is_valid(b, j), before.get() + at.vector + j * p.D * at.stride,
+                     at.stride, -1);
+        }
       }
     }
     ReducePass<T> pass;
     pass.V = t == 0 ? nullptr : before.get();
-    pass.lse = lse.get();
+    pass.in_max = in_norm.max();
+    pass.in_scale = in_norm.scale();
     pass.coupling = out.coupling;
     context.reduce(pass);
-  }
-
-  void add_output(const T* s, T* to, int64_t stride) const {
-    T n = 0;
-    for (int64_t d = 0; d < p.D; ++d) n += s[d] * s[d];
-    const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
-    for (int64_t d = 0; d < p.D; ++d) to[d * stride] += f * s[d];
   }
 
   Context<T> context;
   const Problem& p;
   const ForwardOutputs& out;
-  Buffer<T> V, sum, max, norm;
+  Buffer<T> V;
+  Sums<T> sums;
+  Buffer<T> max;
+  Sums<T> norms;
   std::vector<T> bias;
 };
 
@@ -301,8 +360,8 @@ class Backward {
         first(problem.gradient_last ? problem.iterations - 1 : 0),
         V(p.iterations * context.layout.vectors()),
         ds(p.iterations * context.layout.vectors()),
-        sum(context.plan.splits * context.layout.vectors()),
-        lse(p.softmax_in ? p.iterations * context.layout.scalars() : 0),
+        sums(context.plan.splits * context.layout.vectors()),
+        in_norm(context.layout, p.softmax_in ? p.iterations : 0),
         c_dc(p.softmax_in ? p.iterations * context.layout.scalars() : 0),
         bias(static_cast<size_t>(p.J * p.D), T(0)) {
     // Lanes without a sample read as zero capsules.
@@ -310,7 +369,6 @@ class Backward {
     std::fill_n(ds.get(), p.iterations * context.layout.vectors(), T(0));
     if (p.bias.data != nullptr) gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
     if (p.softmax_in) {
-      std::fill_n(lse.get(), p.iterations * context.layout.scalars(), T(0));
       std::fill_n(c_dc.get(), p.iterations * context.layout.scalars(), T(0));
     }
   }
@@ -328,13 +386,15 @@ class Backward {
       pass.V = V.get() + t * pitch;
       pass.ds = ds.get() + t * pitch;
       if (p.softmax_in) {
-        pass.lse = lse.get() + t * context.layout.scalars();
+        pass.in_max = in_norm.max() + t * context.layout.scalars();
+        pass.in_scale = in_norm.scale() + t * context.layout.scalars();
         pass.c_dc = c_dc.get() + t * context.layout.scalars();
       }
       if (t == r - 1) pass.dcoupling = in.dcoupling;
-      pass.sum = sum.get();
+      pass.sum = sums.high();
+      pass.low = sums.low();
       // The sums go on from iteration to iteration: V_t holds every earlier v, so G adds up.
-      if (t == r - 1) std::fill_n(sum.get(), context.plan.splits * pitch, T(0));
+      if (t == r - 1) sums.clear();
       context.reduce(pass);
       parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
         for (int64_t b = begin; b < end; ++b) differentiate(t - 1, b, false);
@@ -345,29 +405,28 @@ class Backward {
   }
 
  private:
-  // V_t of every iteration from the saved s, and lse, in the plan's layout.
+  // V_t of every iteration from the saved s, and the normalisers, in the plan's layout.
   void restore(int64_t b) {
     const Place at = context.layout.of(b);
     const int64_t pitch = context.layout.vectors();
     for (int64_t t = 0; t + 1 < p.iterations; ++t) {
       const T* s = saved_s(t, b);
       for (int64_t j = 0; j < p.J; ++j) {
+        const bool valid = context.is_valid(b, j);
         T n = 0;
-        for (int64_t d = 0; d < p.D; ++d) n += s[j * p.D + d] * s[j * p.D + d];
-        const T f = context.is_valid(b, j) ? radial<T>(p.squash, n, static_cast<T>(p.eps)) : T(0);
-        for (int64_t d = 0; d < p.D; ++d) {
-          const int64_t here = t * pitch + at.vector + (j * p.D + d) * at.stride;
-          V.get()[here + pitch] = V.get()[here] + (f == 0 ? T(0) : f * s[j * p.D + d]);
+        for (int64_t d = j * p.D; d < (j + 1) * p.D; ++d) n += biased(s, d) * biased(s, d);
+        const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
+        for (int64_t d = j * p.D; d < (j + 1) * p.D; ++d) {
+          const int64_t here = t * pitch + at.vector + d * at.stride;
+          V.get()[here + pitch] = V.get()[here] + (valid ? f * biased(s, d) : T(0));
         }
       }
     }
     if (!p.softmax_in) return;
-    for (int64_t t = 0; t < p.iterations; ++t) {
-      const T* from = static_cast<const T*>(in.lse) + (t * in.batch + b) * p.J;
-      for (int64_t j = 0; j < p.J; ++j) lse.get()[t * context.layout.scalars() + at.scalar + j * at.stride] = from[j];
-    }
+    for (int64_t t = 0; t < p.iterations; ++t) in_norm.restore(static_cast<const T*>(in.norm), p, in.batch, t, b, at, t);
   }
 
+  T biased(const T* s, int64_t row) const { return s[row] + bias[static_cast<size_t>(row)]; }
   const T* saved_s(int64_t t, int64_t b) const { return static_cast<const T*>(in.s) + (t * in.batch + b) * p.J * p.D; }
 
   // ds_t from dv_t: the given dv for the last iteration, else the sum of the reducing passes.
@@ -385,18 +444,18 @@ class Backward {
         if (given) {
           g = read<T>(in.dv, b * in.dv.stride[0] + j * in.dv.stride[1] + d * in.dv.stride[2]);
         } else {
-          for (int64_t split = 0; split < context.plan.splits; ++split) g += sum.get()[split * pitch + at.vector + (j * p.D + d) * at.stride];
+          for (int64_t split = 0; split < context.plan.splits; ++split) g += sums.total(split * pitch + at.vector + (j * p.D + d) * at.stride);
         }
-        n += s[j * p.D + d] * s[j * p.D + d];
-        s_dv += s[j * p.D + d] * g;
+        n += biased(s, j * p.D + d) * biased(s, j * p.D + d);
+        s_dv += biased(s, j * p.D + d) * g;
       }
       const bool valid = context.is_valid(b, j);
       const T eps = static_cast<T>(p.eps);
       const T f = radial<T>(p.squash, n, eps), slope = 2 * radial_derivative<T>(p.squash, n, eps) * s_dv;
       for (int64_t d = 0; d < p.D; ++d) {
-        const T value = valid ? f * dv[static_cast<size_t>(d)] + slope * s[j * p.D + d] : T(0);
+        const T value = valid ? f * dv[static_cast<size_t>(d)] + slope * biased(s, j * p.D + d) : T(0);
         to[d * at.stride] = value;
-        total += value * (s[j * p.D + d] - bias[static_cast<size_t>(j * p.D + d)]);
+        total += value * s[j * p.D + d];
       }
       if (!p.softmax_in) continue;
       // sum_i c dc = ds . sum_i c votes, and what the coupling's own gradient adds.
@@ -443,7 +502,8 @@ class Backward {
     pass.V = V.get();
     pass.ds = ds.get();
     pass.valid_out = context.valid();
-    pass.lse = lse.get();
+    pass.in_max = in_norm.max();
+    pass.in_scale = in_norm.scale();
     pass.c_dc = c_dc.get();
     pass.dcoupling = in.dcoupling;
     pass.du = out.du;
@@ -478,7 +538,10 @@ class Backward {
   const BackwardOutputs& out;
   T *dlogits_sum_, *dbias_sum_;
   int64_t first;
-  Buffer<T> V, ds, sum, lse, c_dc;
+  Buffer<T> V, ds;
+  Sums<T> sums;
+  InNormArrays<T> in_norm;
+  Buffer<T> c_dc;
   std::vector<T> bias;
 };
 
@@ -531,7 +594,7 @@ void routing_forward(const Problem& p, const ForwardOutputs& out) {
       part.v = shifted(out.v, b * p.J * p.D);
       part.coupling = shifted(out.coupling, b * p.I * p.J);
       part.s = static_cast<T*>(out.s) + b * p.J * p.D;
-      part.lse = static_cast<T*>(out.lse) + (p.softmax_in ? b * p.J : 0);
+      part.norm = static_cast<T*>(out.norm) + (p.softmax_in ? b * p.J : 0);
       Forward<T>(slice(p, b, samples), part, 1).run();
     }
   });
@@ -560,7 +623,7 @@ void routing_backward(const Problem& p, const BackwardInputs& in, const Backward
           part_in.dcoupling = shifted(in.dcoupling, b * in.dcoupling.stride[0]);
           part_in.coupling = shifted(in.coupling, b * in.coupling.stride[0]);
           part_in.s = static_cast<const T*>(in.s) + b * p.J * p.D;
-          part_in.lse = static_cast<const T*>(in.lse) + (p.softmax_in ? b * p.J : 0);
+          part_in.norm = static_cast<const T*>(in.norm) + (p.softmax_in ? b * p.J : 0);
           BackwardOutputs part_out = out;
           part_out.dweight = shifted(out.dweight, b * p.I * p.J * p.D);
           if (out.per_sample_logits) part_out.dlogits = shifted(out.dlogits, b * p.I * p.J);

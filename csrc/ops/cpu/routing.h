@@ -7,14 +7,15 @@
 
 namespace capsfast {
 
-// v [B, J, D], coupling [B, I, J] and the saved s [r, B, J, D], lse [r, B, J]; all contiguous but v's
-// and coupling's storage is that of the inputs, s and lse are of the type sums are formed in.
+// v [B, J, D] and coupling [B, I, J] in the storage of the inputs; for the backward, in the type sums are
+// formed in, s [r, B, J, D] (without bias) and, for the softmax over the input capsules, norm
+// [2, r, B, J]: the maximum m of the logits and 1 / sum_i exp(b - m). All contiguous.
 struct ForwardOutputs {
-  int64_t batch = 0;  // what B is in s and lse: a part of the batch may be worked on
+  int64_t batch = 0;  // what B is in s and norm: a part of the batch may be worked on
   View v;
   View coupling;  // data null: not wanted
   void* s = nullptr;
-  void* lse = nullptr;  // softmax over the input capsules
+  void* norm = nullptr;
 };
 
 struct BackwardInputs {
@@ -23,7 +24,7 @@ struct BackwardInputs {
   View dcoupling;  // [B, I, J], data null: zero
   View coupling;   // [B, I, J], needed beside dcoupling
   const void* s = nullptr;
-  const void* lse = nullptr;
+  const void* norm = nullptr;
 };
 
 // Contiguous; data null: not wanted.

@@ -89,12 +89,12 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // to[row] += sum over k of from[row K + k]
-  static void fold(const T* from, int64_t rows, int64_t K, T* to) {
+  // high[row] + low[row] += sum over k of from[row K + k]
+  static void fold(const T* from, int64_t rows, int64_t K, T* high, T* low) {
     for (int64_t row = 0; row < rows; ++row) {
       T total = 0;
       for (int64_t k = 0; k < K; ++k) total += from[row * K + k];
-      to[row] += total;
+      add_exactly(total, high + row, low + row);
     }
   }
 
@@ -118,9 +118,9 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // Softmax over the input capsules, its log-sum-exp per output capsule given.
-  static void softmax_in(int64_t J, const T* lse, T* scores) {
-    for (int64_t j = 0; j < J; ++j) store<L>(scores + j * L, exp<L>(load<L>(scores + j * L) - lse[j]));
+  // Softmax over the input capsules, its normaliser per output capsule given.
+  static void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* scores) {
+    for (int64_t j = 0; j < J; ++j) store<L>(scores + j * L, exp<L>(load<L>(scores + j * L) - in_max[j]) * in_scale[j]);
   }
 
   // dc to db; with c_dc the sum over i of c dc is given per output capsule.

@@ -28,7 +28,7 @@ struct RowsFinal {
       }
       B_::add_prior(p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J, c);
       if (p.softmax_in) {
-        B_::softmax_in(J, pass.lse + scalars, c);
+        B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
       } else {
         B_::softmax_out(J, p.leaky, c);
       }

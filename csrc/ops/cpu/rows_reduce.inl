@@ -15,21 +15,26 @@ struct RowsReduce {
   };
 
   // A new maximum over the input capsules rescales what was added up before.
-  static void online(const ReducePass<T>& pass, const Block& block, T* scores, T* chunk_sum) {
+  static void online(const ReducePass<T>& pass, const Block& block, T* scores, T* chunk_sum, T* chunk_norm) {
     const Problem& p = *pass.problem;
     const int64_t M = p.D * p.K;
     for (int64_t j = 0; j < p.J; ++j) {
       T& highest = pass.max[block.b * p.J + j];
-      T& norm = pass.norm[block.b * p.J + j];
+      T& norm = chunk_norm[j];
       const V x = load<L>(scores + j * L);
       const T here = largest<T, L>(x), now = here > highest ? here : highest;
       if (now != highest) {
         const T factor = exp<L>(broadcast<L>(highest - now))[0];
         highest = now;
         norm *= factor;
+        pass.norm[block.b * p.J + j] *= factor;
+        pass.norm_low[block.b * p.J + j] *= factor;
         for (int64_t m = 0; m < M; ++m) chunk_sum[j * M + m] *= factor;
-        T* total = pass.sum + (block.b * p.J + j) * p.D;
-        for (int64_t d = 0; d < p.D; ++d) total[d] *= factor;
+        const int64_t total = (block.b * p.J + j) * p.D;
+        for (int64_t d = 0; d < p.D; ++d) {
+          pass.sum[total + d] *= factor;
+          pass.low[total + d] *= factor;
+        }
       }
       const V e = exp<L>(x - now);
       store<L>(scores + j * L, e);
@@ -58,10 +63,10 @@ struct RowsReduce {
     B_::add_prior(p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J, at.scores);
     if (!p.softmax_in) {
       B_::softmax_out(J, p.leaky, at.scores);
-    } else if (pass.lse != nullptr) {
-      B_::softmax_in(J, pass.lse + block.b * J, at.scores);
+    } else if (pass.in_max != nullptr) {
+      B_::softmax_in(J, pass.in_max + block.b * J, pass.in_scale + block.b * J, at.scores);
     } else {
-      online(pass, block, at.scores, chunk_sum);
+      online(pass, block, at.scores, chunk_sum, at.norm + block.sample * J);
     }
     if (pass.coupling.data != nullptr) B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.scores);
     if (pass.sum == nullptr) return;
@@ -90,8 +95,8 @@ struct RowsReduce {
       }
       for (int64_t from = range.i0; from < range.i1; from += pass.plan->chunk) {
         const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;
-        // Summed per chunk first: the error then grows with the number of chunks, not of capsules.
         __builtin_memset(at.sum, 0, static_cast<size_t>(step * JM) * sizeof(T));
+        __builtin_memset(at.norm, 0, static_cast<size_t>(step * p.J) * sizeof(T));
         for (int64_t i0 = from; i0 < to; i0 += L) {
           const T* w[L];
           Block block{b0, 0, i0, i0 + L < to ? L : to - i0, w, at.u};
@@ -104,7 +109,11 @@ struct RowsReduce {
           }
         }
         if (pass.sum == nullptr) continue;
-        for (int64_t n = 0; n < step; ++n) B_::fold(at.sum + n * JM, JD, p.K, pass.sum + (b0 + n) * JD);
+        for (int64_t n = 0; n < step; ++n) {
+          B_::fold(at.sum + n * JM, JD, p.K, pass.sum + (b0 + n) * JD, pass.low + (b0 + n) * JD);
+          if (pass.norm == nullptr) continue;
+          B_::fold(at.norm + n * p.J, p.J, 1, pass.norm + (b0 + n) * p.J, pass.norm_low + (b0 + n) * p.J);
+        }
       }
     }
   }

@@ -24,10 +24,10 @@ class Carver {
 
 // weights [chunk][J D K] where they are not a run of T; buffer: strided storage on its way to lanes;
 // u [chunk][K][L]; logits [chunk][J][L]; valid [chunk][L]; scores and dc [scored][J][L] with scored = 1
-// while all votes are held, else chunk; x, the votes held; sum [J D][L].
+// while all votes are held, else chunk; x, the votes held; sum [J D][L] and norm [J][L] of a chunk.
 template <class T>
 struct LanesReduceScratch {
-  T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum;
+  T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm;
   int64_t size;
 
   LanesReduceScratch(const Problem& p, const Plan& plan, T* base) {
@@ -42,6 +42,7 @@ struct LanesReduceScratch {
     dc = carve.take(scored * p.J * L);
     x = carve.take(plan.out_tile * p.D * L);
     sum = carve.take(p.J * p.D * L);
+    norm = carve.take(p.J * L);
     size = carve.used();
   }
 };
@@ -75,10 +76,10 @@ struct LanesFinalScratch {
 };
 
 // Blocks of L input capsules: rows [L][J D K] where storage is not a run of T, pose [K], u [L][D K];
-// V, ds and sum [samples][J][D K]; scores and dc [J][L].
+// V, ds and sum [samples][J][D K]; norm [samples][J]; scores and dc [J][L].
 template <class T>
 struct RowsReduceScratch {
-  T *rows, *pose, *u, *V, *ds, *scores, *dc, *sum;
+  T *rows, *pose, *u, *V, *ds, *scores, *dc, *sum, *norm;
   int64_t size;
 
   RowsReduceScratch(const Problem& p, const Plan& plan, T* base) {
@@ -93,6 +94,7 @@ struct RowsReduceScratch {
     scores = carve.take(p.J * L);
     dc = carve.take(p.J * L);
     sum = carve.take(samples * p.J * M);
+    norm = carve.take(samples * p.J);
     size = carve.used();
   }
 };

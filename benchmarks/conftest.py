@@ -1,0 +1,89 @@
+"""Options and the shared body of the benchmarks; see README.md beside this file."""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from capsfast.bench.cases import SWEEPS, Case, sweep
+from capsfast.bench.contenders import contender, contenders
+from capsfast.bench.gate import Gate
+from capsfast.bench.inputs import InputSet, input_sets, step
+from capsfast.bench.measure import free_bytes
+
+# pytest-benchmark's clock is the host's; CUDA is measured by sweep.py, with events.
+CPU = torch.device("cpu")
+SECONDS = 1.0
+LEAST_ROUNDS, MOST_ROUNDS = 3, 500
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("capsfast")
+    group.addoption("--sweep", choices=SWEEPS, default="smoke", help="which cases to run")
+    group.addoption("--threads", type=int, default=None, help="torch threads, default torch's own choice")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # So that `pytest benchmarks` finds the files.
+    config.addinivalue_line("python_files", "benchmark_*.py")
+    threads = config.getoption("threads", default=None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        op = metafunc.module.OP
+        cases = sweep(metafunc.config.getoption("sweep", default="smoke"), op)
+        # Without "=" and blanks, which -k does not take.
+        ids = [case.name.removeprefix(f"{op} ").replace("=", "").replace(" ", "-") for case in cases]
+        metafunc.parametrize("case", cases, ids=ids, scope="module")
+        metafunc.parametrize("name", [each.name for each in contenders()])
+
+
+@pytest.fixture(scope="module")
+def prepared(case: Case) -> Callable[[], tuple[list[InputSet], Gate]]:
+    """Input sets and gate of a case, made once for all contenders and only if one of them runs."""
+
+    @functools.cache
+    def prepare() -> tuple[list[InputSet], Gate]:
+        sets = input_sets(case, CPU)
+        return sets, Gate(case, sets[0])
+
+    return prepare
+
+
+@pytest.fixture
+def compare(
+    benchmark: BenchmarkFixture,
+    prepared: Callable[[], tuple[list[InputSet], Gate]],
+) -> Callable[[Case, str], None]:
+    """Checks a contender on a case, then times it."""
+
+    def run(case: Case, name: str) -> None:
+        chosen = contender(name)
+        reason = chosen.why_not(case, CPU, free_bytes(CPU))
+        if reason:
+            pytest.skip(f"{name}: {reason}")
+        sets, gate = prepared()
+        torch.compiler.reset()
+        forward = chosen.make(case)
+        verdict = gate.check(forward)
+        assert not verdict.reason, f"{name} on {case.name}: {verdict.reason}"
+
+        call = step(forward, case, sets)
+        begin = time.perf_counter()
+        call(0)
+        estimate = time.perf_counter() - begin
+        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(SECONDS / max(estimate, 1e-7))))
+        numbers = itertools.count()
+        benchmark.group = case.name
+        benchmark.extra_info |= {**dataclasses.asdict(case), "contender": name, "errors": verdict.errors}
+        benchmark.pedantic(lambda: call(next(numbers)), rounds=rounds, warmup_rounds=1)
+
+    return run

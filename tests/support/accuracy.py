@@ -1,0 +1,109 @@
+"""How exact a result has to be: as exact as the plain definition in the same dtype, twice over.
+
+A fixed tolerance hides a missing gradient when gradients are small and fails by an ulp when they are
+large. So every result is held against the float64 truth, and its error against the error of the
+einsum reference that ran in the dtype of the inputs (the criterion of flash-attention), once by the
+largest error and once by the relative L2 error. The error of a short float32 sum is a matter of luck,
+so there the reference runs three times and the largest error counts: as it is, with all axes but the
+batch reversed, and with inputs an ulp off, which shows how much the problem magnifies a rounding.
+
+On top come guards over the whole tensor (from gsplat): the cosine to the truth and the signed bias,
+which few wrong elements or many slightly wrong ones would slip past otherwise.
+"""
+
+import torch
+from torch import Tensor
+
+from .backends import Backend
+from .problems import Problem, reverse, run
+
+# In float64 there is no truth to compare with but the same definition in the same dtype.
+DOUBLE = 1e-10
+COSINE = {torch.float32: 0.999, torch.bfloat16: 0.98, torch.float16: 0.98}
+
+
+def ulps(dtype: torch.dtype) -> float:
+    """The relative error that is free: a short sum may be exact in the reference by luck.
+
+    A few roundings in float32; in 16 bits only that of the result, as sums are formed in float32.
+    """
+    return (4 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps
+
+
+def rounding_floor(x: Tensor) -> float:
+    """What one rounding more may cost: `2 |x + 0.3 - 0.3 - x|` in the dtype of x, and its ulps."""
+    wobble = (x + 0.3 - 0.3 - x).abs().max().item()
+    return 2 * wobble + ulps(x.dtype) * x.abs().max().item()
+
+
+def relative_l2(value: Tensor, truth: Tensor) -> float:
+    norm = truth.norm().item()
+    return (value - truth).norm().item() / norm if norm else value.norm().item()
+
+
+def cosine_to(truth: Tensor, value: Tensor) -> float:
+    return torch.cosine_similarity(value.flatten(), truth.flatten(), dim=0, eps=0.0).item()
+
+
+def assert_accurate(name: str, got: Tensor, truth: Tensor, *plain: Tensor, slack: float = 1) -> None:
+    """truth: float64. plain: what the einsum reference gives in the dtype of got, the largest error counts."""
+    assert got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(truth.shape)}"
+    assert got.dtype == plain[0].dtype, f"{name}: {got.dtype}, expected {plain[0].dtype}"
+    if got.numel() == 0:
+        return
+    assert bool(torch.isfinite(truth).all()), f"{name}: the truth is not finite, a bad test"
+    wide = got.cpu().double()
+    error, plain_errors = wide - truth, [value.cpu().double() - truth for value in plain]
+    worst, size = error.abs().max().item(), truth.abs().max().item()
+    if got.dtype == torch.float64:
+        assert worst <= DOUBLE * size + 1e-12, f"{name}: off by {worst:.2e} where values reach {size:.2e}"
+        return
+
+    # A gradient holds differences dc - sum(c dc) of float32 numbers of order one, however small it is itself.
+    least = torch.finfo(torch.float32).eps if name.startswith("d") else 0.0
+    floor = slack * (rounding_floor(plain[0].cpu()) + least)
+    allowed = slack * 2 * max(value.abs().max().item() for value in plain_errors) + floor
+    # "not <=" and not ">": NaN must fail.
+    assert worst <= allowed, f"{name}: largest error {worst:.2e}, allowed {allowed:.2e}, values reach {size:.2e}"
+    if size <= floor:
+        return  # nothing but rounding: a vector without direction
+    norm = truth.norm().item()
+    least *= got.numel() ** 0.5
+    found = error.norm().item() / norm
+    limit = slack * (2 * max(value.norm().item() for value in plain_errors) + least) / norm + slack * ulps(got.dtype)
+    assert found <= limit, f"{name}: relative L2 error {found:.2e}, allowed {limit:.2e}"
+    cosine, plain_cosine = cosine_to(truth, wide), min(cosine_to(truth, truth + value) for value in plain_errors)
+    assert cosine >= min(COSINE[got.dtype], plain_cosine), f"{name}: cosine to the truth {cosine}"
+    if error.numel() < 64:
+        return  # too few to tell a bias from noise
+    bias, plain_bias = abs(error.mean().item()), max(abs(value.mean().item()) for value in plain_errors)
+    noise = 4 * error.std(unbiased=False).item() / error.numel() ** 0.5
+    # All elements may share one factor that is an ulp off. Roundings to 16 bits are independent and cancel.
+    common = ulps(got.dtype) / (1 if got.dtype == torch.float32 else 8)
+    drift = 2 * plain_bias + noise + common * truth.abs().mean().item()
+    assert bias <= slack * drift, f"{name}: signed bias {bias:.2e}, allowed {slack * drift:.2e}"
+
+
+def plain_results(problem: Problem) -> list[dict[str, Tensor]]:
+    """What the einsum reference gives in the dtype of the problem."""
+    found = [run(problem, "reference")]
+    if problem.dtype == torch.float32:
+        backwards = run(problem.reversed(), "reference")
+        found.append({name: reverse(name, value) for name, value in backwards.items()})
+        found.append(run(problem.nudged(), "reference"))
+    return found
+
+
+def check(problem: Problem, backend: Backend, slack: float = 2) -> dict[str, Tensor]:
+    """Runs the problem on the backend; outputs and all gradients must be accurate.
+
+    slack: on all bounds. 1 for problems of real size; the default for small ones, whose largest error is a
+    matter of luck; more for problems drawn at random, some of which the reference solves without any error.
+    """
+    got = run(problem, backend.name)
+    truth = run(problem.to(torch.float64), "reference")
+    plain = [truth] if problem.dtype == torch.float64 else plain_results(problem.to(problem.dtype))
+    assert got.keys() == truth.keys()
+    for name, value in got.items():
+        assert_accurate(name, value, truth[name], *(results[name] for results in plain), slack=slack)
+    return got

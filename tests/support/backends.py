@@ -1,0 +1,94 @@
+"""The one place that says what the tests may ask of a backend."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import capsfast
+
+ALL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Shape(NamedTuple):
+    B: int
+    I: int
+    J: int
+    D: int
+    K: int
+
+    @property
+    def work(self) -> int:
+        """Multiplications in one evaluation of the votes."""
+        return self.B * self.I * self.J * self.D * self.K
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+@dataclass(frozen=True)
+class Backend:
+    """name: as in capsfast.backends(). device: where its inputs live. dtypes: what it serves.
+
+    fused: it runs the ops of torch.ops.capsfast. max_work: the largest Shape.work the tests give it,
+    so that an emulated backend runs the same tests on their smaller shapes.
+    """
+
+    name: str
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    fused: bool
+    max_work: int = 10**9
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TABLE = (
+    Backend("reference", "cpu", ALL_DTYPES, fused=False),
+    Backend("cpp", "cpu", ALL_DTYPES, fused=True),
+)
+
+
+def named(name: str) -> Backend:
+    return next(backend for backend in TABLE if backend.name == name)
+
+
+def available() -> list[Backend]:
+    """The backends of the table that exist here; one that the table forgot is an error."""
+    states = capsfast.backends()
+    forgotten = states.keys() - {backend.name for backend in TABLE}
+    if forgotten:
+        raise LookupError(f"tests/support/backends.py has no row for {', '.join(sorted(forgotten))}")
+    return [backend for backend in TABLE if backend.name in states and states[backend.name].available]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recorded_ops() -> Iterator[list[str]]:
+    """The names of all ops that run in the block, such as "capsfast::route_votes"."""
+    with _Recorder() as recorder:
+        yield recorder.ops
+
+
+def assert_path(backend: Backend, op: str, ops: list[str], backward: bool = True) -> None:
+    """The recorded ops are those of this backend: the fused op and no product of its own, or no fused op."""
+    fused = {name for name in ops if name.startswith("capsfast::")}
+    if not backend.fused:
+        assert not fused, f"backend {backend} ran {fused}"
+        return
+    assert fused == {f"capsfast::{op}"} | ({f"capsfast::{op}_backward"} if backward else set())
+    products = {"aten::bmm", "aten::mm", "aten::einsum", "aten::matmul", "aten::_softmax"} & set(ops)
+    assert not products, f"backend {backend} also ran {products}"

@@ -1,0 +1,258 @@
+"""Inputs for the routing ops, and one way to run them on any backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import capsfast
+from capsfast.options import Options
+
+from .backends import Shape
+
+LAYOUTS = ("contiguous", "sliced", "transposed")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of options. The defaults are those of the functions, str() shows the others.
+
+    logits: "", "IJ" or "BIJ". shared: weight [1, J, D, K]. coupling: ask for the coupling and send a
+    gradient through it. The other fields are the options of the same name, or whether the tensor is given.
+    """
+
+    num_iterations: int = 3
+    softmax: str = "out"
+    gradient: str = "full"
+    leaky: bool = False
+    squash: str = "paper"
+    eps: float = 1e-8
+    logits: str = ""
+    bias: bool = False
+    mask: bool = False
+    out_mask: bool = False
+    shared: bool = False
+    coupling: bool = True
+
+    def __str__(self) -> str:
+        text = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value != item.default:
+                text.append(item.name if value is True else f"{item.name}={value}")
+        return ",".join(text) or "plain"
+
+    @property
+    def options(self) -> Options:
+        return Options(self.num_iterations, self.softmax, self.gradient, self.leaky, self.squash, self.eps)
+
+
+def without_shared(cases: Sequence[Case]) -> list[Case]:
+    """The same cases for an op that has no weight, each once."""
+    return list(dict.fromkeys(replace(case, shared=False) for case in cases))
+
+
+# Each option alone, then together in ways that meet in one line of a kernel.
+SINGLE = (
+    Case(),
+    Case(coupling=False),
+    *(Case(num_iterations=r) for r in (1, 2, 4, 5)),
+    Case(softmax="in"),
+    Case(gradient="last"),
+    Case(leaky=True),
+    *(Case(squash=kind) for kind in ("half", "eps_outside", "exp", "unit", "identity")),
+    Case(eps=0.3),
+    Case(logits="IJ"),
+    Case(logits="BIJ"),
+    Case(bias=True),
+    Case(mask=True),
+    Case(out_mask=True),
+    Case(shared=True),
+)
+COMBINED = (
+    Case(softmax="in", leaky=True),
+    Case(softmax="in", gradient="last"),
+    Case(softmax="in", mask=True),
+    Case(softmax="in", out_mask=True),
+    Case(softmax="in", num_iterations=1, logits="IJ"),
+    Case(num_iterations=1, logits="IJ", leaky=True, bias=True),
+    Case(num_iterations=1, gradient="last", coupling=False),
+    Case(gradient="last", logits="IJ", bias=True),
+    Case(gradient="last", logits="BIJ", leaky=True, shared=True),
+    Case(leaky=True, mask=True, out_mask=True),
+    Case(bias=True, out_mask=True, squash="unit", eps=1e-3),
+    Case(shared=True, softmax="in", logits="BIJ", coupling=False),
+    Case(shared=True, mask=True, logits="BIJ", num_iterations=2),
+    Case(
+        num_iterations=4,
+        softmax="in",
+        leaky=True,
+        squash="half",
+        logits="BIJ",
+        bias=True,
+        mask=True,
+        out_mask=True,
+        shared=True,
+    ),
+    Case(softmax="in", gradient="last", leaky=True, squash="exp", logits="IJ", bias=True, mask=True, out_mask=True),
+    Case(num_iterations=5, leaky=True, squash="eps_outside", logits="IJ", bias=True, mask=True, out_mask=True),
+    Case(gradient="last", squash="exp", logits="BIJ", bias=True, mask=True, out_mask=True, shared=True),
+)
+CASES = SINGLE + COMBINED
+# Two that touch every line between them, for tests that vary something else than options.
+PLAIN = Case()
+LOADED = Case(softmax="in", leaky=True, logits="BIJ", bias=True, mask=True, out_mask=True)
+LOADED_OUT = Case(leaky=True, logits="IJ", bias=True, mask=True, out_mask=True)
+
+
+@dataclass
+class Problem:
+    """A call and the gradients it gets. inputs: what may need a gradient, in the order of the function."""
+
+    op: str
+    case: Case
+    inputs: dict[str, Tensor]
+    masks: dict[str, Tensor]
+    dv: Tensor  # [B, J, D]
+    dc: Tensor  # [B, I, J]
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dv.dtype
+
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> "Problem":
+        return replace(
+            self,
+            inputs={name: value.to(device, dtype) for name, value in self.inputs.items()},
+            masks={name: value.to(device) for name, value in self.masks.items()},
+            dv=self.dv.to(device, dtype),
+            dc=self.dc.to(device, dtype),
+        )
+
+    def laid_out(self, kind: str) -> "Problem":
+        """The same values with other strides."""
+        return replace(
+            self,
+            inputs={name: relayout(value, kind) for name, value in self.inputs.items()},
+            masks={name: relayout(value, kind) for name, value in self.masks.items()},
+            dv=relayout(self.dv, kind),
+            dc=relayout(self.dc, kind),
+        )
+
+    def reversed(self) -> "Problem":
+        """The same sums in another order: all axes but the batch run backwards."""
+        return replace(
+            self,
+            inputs={name: reverse(name, value) for name, value in self.inputs.items()},
+            masks={name: reverse(name, value) for name, value in self.masks.items()},
+            dv=reverse("v", self.dv),
+            dc=reverse("c", self.dc),
+        )
+
+    def nudged(self) -> "Problem":
+        """Every input an ulp or so up or down."""
+        draw = torch.Generator().manual_seed(1)
+
+        def nudge(value: Tensor) -> Tensor:
+            sign = torch.randint(0, 2, value.shape, generator=draw).to(value) * 2 - 1
+            return value * (1 + torch.finfo(value.dtype).eps * sign)
+
+        return replace(self, inputs={name: nudge(value) for name, value in self.inputs.items()})
+
+
+def reverse(name: str, value: Tensor) -> Tensor:
+    """All axes backwards but that of the batch, for a tensor or gradient of this name."""
+    batched = value.dim() == 3 if name.endswith("logits") else not name.endswith(("weight", "bias"))
+    return value.flip(tuple(range(int(batched), value.dim())))
+
+
+def relayout(value: Tensor, kind: str) -> Tensor:
+    """Equal values in other memory. Where the gaps are, a kernel that reads them finds NaN."""
+    if kind == "contiguous":
+        return value.contiguous()
+    gap = True if value.dtype == torch.bool else float("nan")
+    if kind == "sliced":
+        # Every second row, and a last axis that starts off alignment and ends early.
+        size = [value.shape[0] * 2, *value.shape[1:-1], value.shape[-1] + 3]
+        room = torch.full(size, gap, dtype=value.dtype, device=value.device)
+        view = room[::2, ..., 1:-2]
+    elif kind == "transposed":
+        room = torch.full(tuple(reversed(value.shape)), gap, dtype=value.dtype, device=value.device)
+        view = room.permute(*reversed(range(value.dim())))
+    else:
+        raise ValueError(kind)
+    view.copy_(value)
+    return view
+
+
+def make(
+    shape: Shape | tuple[int, ...],
+    case: Case = PLAIN,
+    op: str = "dynamic_routing",
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Problem:
+    """Normal inputs for which the routing is neither uniform nor saturated.
+
+    Values are drawn in float64 on the CPU, then converted: every dtype and device gets the same problem.
+    """
+    B, I, J, D, K = shape
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw, dtype=torch.float64)
+
+    # Votes of length sqrt(8) at most: longer ones agree so much that the coupling saturates.
+    spread = min(1.0, (8 / max(D, 1)) ** 0.5)
+    inputs: dict[str, Tensor] = {}
+    if op == "dynamic_routing":
+        inputs["u"] = normal(B, I, K)
+        inputs["weight"] = normal(1 if case.shared else I, J, D, K) * spread / max(K, 1) ** 0.5
+    else:
+        inputs["votes"] = normal(B, I, J, D) * spread
+    if case.logits:
+        inputs["logits"] = normal(*((I, J) if case.logits == "IJ" else (B, I, J)))
+    if case.bias:
+        inputs["bias"] = 0.5 * normal(J, D)
+    masks = {}
+    if case.mask:
+        masks["mask"] = torch.rand(B, I, generator=draw) > 0.3
+    if case.out_mask:
+        masks["out_mask"] = torch.rand(B, J, generator=draw) > 0.3
+    problem = Problem(op, case, inputs, masks, normal(B, J, D), 0.3 * normal(B, I, J))
+    return problem.to(dtype, device)
+
+
+def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, coupling: bool | None = None) -> Any:
+    function = getattr(capsfast, problem.op)
+    arguments = {**inputs, **problem.masks, **problem.case.options._asdict(), **problem.overrides}
+    wanted = problem.case.coupling if coupling is None else coupling
+    return function(**arguments, return_coupling=wanted, backend=backend)
+
+
+def run(problem: Problem, backend: str | None, need: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Outputs and gradients by name: v, c, du, dweight, dvotes, dlogits, dbias.
+
+    need: the inputs that require a gradient, default all.
+    """
+    need = tuple(problem.inputs) if need is None else need
+    inputs = {name: value.detach().requires_grad_(name in need) for name, value in problem.inputs.items()}
+    result = call(problem, inputs, backend)
+    v, c = result if problem.case.coupling else (result, None)
+    found = {"v": v} | ({} if c is None else {"c": c})
+    pairs = [(out, grad) for out, grad in ((v, problem.dv), (c, problem.dc)) if out is not None and out.requires_grad]
+    leaves = [inputs[name] for name in need]
+    if leaves:
+        gradients = torch.autograd.grad(
+            [out for out, _ in pairs],
+            leaves,
+            [grad for _, grad in pairs],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        found |= {f"d{name}": grad for name, grad in zip(need, gradients, strict=True)}
+    return {name: value.detach() for name, value in found.items()}

@@ -1,0 +1,329 @@
+"""Bad input: the error has the right type and its message names the op, the rule and what came."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import capsfast
+
+B, I, J, D, K = 2, 3, 4, 5, 6
+
+
+def good(op: str) -> dict[str, Any]:
+    if op == "route_votes":
+        return {"votes": torch.randn(B, I, J, D)}
+    return {"u": torch.randn(B, I, K), "weight": torch.randn(I, J, D, K)}
+
+
+# name: what to change, the error, the rule in the message, what the message says it got
+Row = tuple[Callable[[], dict[str, Any]], type[Exception], str, str]
+SHARED: dict[str, Row] = {
+    "iterations zero": (lambda: {"num_iterations": 0}, ValueError, "num_iterations must be at least 1", "got 0"),
+    "iterations negative": (lambda: {"num_iterations": -2}, ValueError, "num_iterations must be at least 1", "got -2"),
+    "iterations float": (lambda: {"num_iterations": 3.0}, TypeError, "num_iterations must be an int", "got 3.0"),
+    "iterations bool": (lambda: {"num_iterations": True}, TypeError, "num_iterations must be an int", "got True"),
+    "iterations tensor": (
+        lambda: {"num_iterations": torch.tensor(3)},
+        TypeError,
+        "num_iterations must be an int",
+        "got tensor(3)",
+    ),
+    "softmax": (lambda: {"softmax": "over"}, ValueError, "softmax must be one of 'out', 'in'", "got 'over'"),
+    "softmax none": (lambda: {"softmax": None}, ValueError, "softmax must be one of 'out', 'in'", "got None"),
+    "gradient": (lambda: {"gradient": "none"}, ValueError, "gradient must be one of 'full', 'last'", "got 'none'"),
+    "squash": (lambda: {"squash": "Paper"}, ValueError, "squash must be one of 'paper', 'half'", "got 'Paper'"),
+    "eps zero": (lambda: {"eps": 0.0}, ValueError, "eps must be positive", "got 0.0"),
+    "eps negative": (lambda: {"eps": -1e-8}, ValueError, "eps must be positive", "got -1e-08"),
+    "eps inf": (lambda: {"eps": float("inf")}, ValueError, "eps must be positive and finite", "got inf"),
+    "eps nan": (lambda: {"eps": float("nan")}, ValueError, "eps must be positive", "got nan"),
+    "eps text": (lambda: {"eps": "1e-8"}, TypeError, "eps must be a number", "got '1e-8'"),
+    "leaky": (lambda: {"leaky": 1}, TypeError, "leaky must be True or False", "got 1"),
+    "return_coupling": (lambda: {"return_coupling": 1}, TypeError, "return_coupling must be True or False", "got 1"),
+    "share_batch_logits": (
+        lambda: {"share_batch_logits": "yes"},
+        TypeError,
+        "share_batch_logits must be True or False",
+        "got 'yes'",
+    ),
+    "backend": (lambda: {"backend": "gpu"}, ValueError, "backend must be one of", "got 'gpu'"),
+    "logits shape": (
+        lambda: {"logits": torch.zeros(J, I)},
+        ValueError,
+        "logits must be [I, J] = [3, 4] or [B, I, J] = [2, 3, 4]",
+        "got [4, 3]",
+    ),
+    "logits batch": (
+        lambda: {"logits": torch.zeros(B + 1, I, J)},
+        ValueError,
+        "logits must be [I, J] = [3, 4] or [B, I, J] = [2, 3, 4]",
+        "got [3, 3, 4]",
+    ),
+    "logits broadcast": (
+        lambda: {"logits": torch.zeros(1, I, J)},
+        ValueError,
+        "logits must be [I, J]",
+        "got [1, 3, 4]",
+    ),
+    "logits rank": (lambda: {"logits": torch.zeros(J)}, ValueError, "logits must have shape [I, J]", "got [4]"),
+    "logits list": (lambda: {"logits": [[0.0]]}, TypeError, "logits must be a torch.Tensor [I, J]", "got list"),
+    "logits integer": (
+        lambda: {"logits": torch.zeros(I, J, dtype=torch.int64)},
+        TypeError,
+        "logits must be float32, float64, bfloat16 or float16",
+        "got int64",
+    ),
+    "logits dtype": (
+        lambda: {"logits": torch.zeros(I, J, dtype=torch.float64)},
+        TypeError,
+        "logits must have the dtype of",
+        "got float64",
+    ),
+    "logits device": (
+        lambda: {"logits": torch.zeros(I, J, device="meta")},
+        ValueError,
+        "all tensors must be on one device",
+        "logits on meta",
+    ),
+    "bias shape": (lambda: {"bias": torch.zeros(D, J)}, ValueError, "bias must be [J, D] = [4, 5]", "got [5, 4]"),
+    "bias rank": (lambda: {"bias": torch.zeros(D)}, ValueError, "bias must have shape [J, D]", "got [5]"),
+    "bias number": (lambda: {"bias": 0.1}, TypeError, "bias must be a torch.Tensor [J, D]", "got float"),
+    "bias dtype": (
+        lambda: {"bias": torch.zeros(J, D, dtype=torch.bfloat16)},
+        TypeError,
+        "bias must have the dtype of",
+        "got bfloat16",
+    ),
+    "bias complex": (
+        lambda: {"bias": torch.zeros(J, D, dtype=torch.complex64)},
+        TypeError,
+        "bias must be float32",
+        "got complex64",
+    ),
+    "bias device": (
+        lambda: {"bias": torch.zeros(J, D, device="meta")},
+        ValueError,
+        "all tensors must be on one device",
+        "bias on meta",
+    ),
+    "mask dtype": (lambda: {"mask": torch.ones(B, I)}, TypeError, "mask must be bool", "got float32"),
+    "mask uint8": (
+        lambda: {"mask": torch.ones(B, I, dtype=torch.uint8)},
+        TypeError,
+        "mask must be bool (True = use)",
+        "got uint8",
+    ),
+    "mask shape": (
+        lambda: {"mask": torch.ones(B, J, dtype=torch.bool)},
+        ValueError,
+        "mask must be [B, I] = [2, 3]",
+        "got [2, 4]",
+    ),
+    "mask rank": (
+        lambda: {"mask": torch.ones(I, dtype=torch.bool)},
+        ValueError,
+        "mask must have shape [B, I]",
+        "got [3]",
+    ),
+    "mask device": (
+        lambda: {"mask": torch.ones(B, I, dtype=torch.bool, device="meta")},
+        ValueError,
+        "all tensors must be on one device",
+        "mask on meta",
+    ),
+    "out_mask dtype": (
+        lambda: {"out_mask": torch.ones(B, J, dtype=torch.int64)},
+        TypeError,
+        "out_mask must be bool",
+        "got int64",
+    ),
+    "out_mask shape": (
+        lambda: {"out_mask": torch.ones(B, I, dtype=torch.bool)},
+        ValueError,
+        "out_mask must be [B, J] = [2, 4]",
+        "got [2, 3]",
+    ),
+}
+DYNAMIC_ROUTING: dict[str, Row] = SHARED | {
+    "u array": (lambda: {"u": np.zeros((B, I, K))}, TypeError, "u must be a torch.Tensor [B, I, K]", "got ndarray"),
+    "u none": (lambda: {"u": None}, TypeError, "u must be a torch.Tensor [B, I, K]", "got NoneType"),
+    "u rank 2": (lambda: {"u": torch.zeros(I, K)}, ValueError, "u must have shape [B, I, K]", "got [3, 6]"),
+    "u rank 4": (lambda: {"u": torch.zeros(B, I, K, 1)}, ValueError, "u must have shape [B, I, K]", "got [2, 3, 6, 1]"),
+    "u integer": (
+        lambda: {"u": torch.zeros(B, I, K, dtype=torch.int32)},
+        TypeError,
+        "u must be float32, float64, bfloat16 or float16",
+        "got int32",
+    ),
+    "u complex": (
+        lambda: {"u": torch.zeros(B, I, K, dtype=torch.complex64)},
+        TypeError,
+        "u must be float32, float64, bfloat16 or float16",
+        "got complex64",
+    ),
+    "u bool": (lambda: {"u": torch.zeros(B, I, K, dtype=torch.bool)}, TypeError, "u must be float32", "got bool"),
+    "u sparse": (
+        lambda: {"u": torch.zeros(B, I, K).to_sparse()},
+        TypeError,
+        "u must be a dense tensor",
+        "got layout torch.sparse_coo",
+    ),
+    "u dtype": (
+        lambda: {"u": torch.zeros(B, I, K).double()},
+        TypeError,
+        "u and weight must have one dtype",
+        "got float64",
+    ),
+    "u device": (
+        lambda: {"u": torch.zeros(B, I, K, device="meta")},
+        ValueError,
+        "all tensors must be on one device",
+        "got u on meta and weight on cpu",
+    ),
+    "weight number": (lambda: {"weight": 1.0}, TypeError, "weight must be a torch.Tensor [I, J, D, K]", "got float"),
+    "weight rank": (
+        lambda: {"weight": torch.zeros(J, D, K)},
+        ValueError,
+        "weight must have shape [I, J, D, K]",
+        "got [4, 5, 6]",
+    ),
+    "weight rows": (
+        lambda: {"weight": torch.zeros(I - 1, J, D, K)},
+        ValueError,
+        "weight must have 1 or I=3 rows",
+        "got 2 (weight [2, 4, 5, 6], u [2, 3, 6])",
+    ),
+    "weight columns": (
+        lambda: {"weight": torch.zeros(I, J, K, D)},
+        ValueError,
+        "weight must end in K=6",
+        "got 5 (weight [3, 4, 6, 5], u [2, 3, 6])",
+    ),
+    "weight integer": (
+        lambda: {"weight": torch.zeros(I, J, D, K, dtype=torch.int64)},
+        TypeError,
+        "weight must be float32",
+        "got int64",
+    ),
+    "weight sparse": (
+        lambda: {"weight": torch.zeros(I, J, D, K).to_sparse()},
+        TypeError,
+        "weight must be a dense tensor",
+        "got layout torch.sparse_coo",
+    ),
+    "weight dtype": (
+        lambda: {"weight": torch.zeros(I, J, D, K).half()},
+        TypeError,
+        "u and weight must have one dtype",
+        "got float32 and float16",
+    ),
+}
+ROUTE_VOTES: dict[str, Row] = SHARED | {
+    "votes none": (lambda: {"votes": None}, TypeError, "votes must be a torch.Tensor [B, I, J, D]", "got NoneType"),
+    "votes rank": (
+        lambda: {"votes": torch.zeros(I, J, D)},
+        ValueError,
+        "votes must have shape [B, I, J, D]",
+        "got [3, 4, 5]",
+    ),
+    "votes integer": (
+        lambda: {"votes": torch.zeros(B, I, J, D, dtype=torch.int64)},
+        TypeError,
+        "votes must be float32",
+        "got int64",
+    ),
+    "votes float8": (
+        lambda: {"votes": torch.zeros(B, I, J, D).to(torch.float8_e5m2)},
+        TypeError,
+        "votes must be float32",
+        "got float8_e5m2",
+    ),
+    "votes sparse": (
+        lambda: {"votes": torch.zeros(B, I, J, D).to_sparse()},
+        TypeError,
+        "votes must be a dense tensor",
+        "got layout torch.sparse_coo",
+    ),
+}
+SQUASH: dict[str, Row] = {
+    "s list": (lambda: {"s": [1.0]}, TypeError, "s must be a torch.Tensor", "got list"),
+    "s integer": (lambda: {"s": torch.ones(3, dtype=torch.int64)}, TypeError, "s must be float32", "got int64"),
+    "s sparse": (lambda: {"s": torch.eye(3).to_sparse()}, TypeError, "s must be a dense tensor", "got layout"),
+    "dim": (lambda: {"dim": 2}, IndexError, "dim must be in [-2, 1]", "got 2"),
+    "dim below": (lambda: {"dim": -3}, IndexError, "dim must be in [-2, 1]", "got -3"),
+    "kind": (lambda: {"kind": "cubic"}, ValueError, "kind must be one of 'paper'", "got 'cubic'"),
+    "eps": (lambda: {"eps": 0}, ValueError, "eps must be positive", "got 0"),
+}
+
+
+def expect(function: Callable[..., Any], op: str, arguments: dict[str, Any], row: Row) -> None:
+    _, error, rule, got = row
+    with pytest.raises(error) as caught:
+        function(**arguments)
+    message = str(caught.value)
+    assert message.startswith(f"capsfast.{op}: "), message
+    assert rule in message, message
+    assert got in message, message
+    assert type(caught.value) is error
+    assert not re.search(r"\{|None \(|  ", message), f"a message that was not filled in: {message}"
+
+
+@pytest.mark.parametrize("name", DYNAMIC_ROUTING)
+def test_dynamic_routing(name: str) -> None:
+    row = DYNAMIC_ROUTING[name]
+    expect(capsfast.dynamic_routing, "dynamic_routing", good("dynamic_routing") | row[0](), row)
+
+
+@pytest.mark.parametrize("name", ROUTE_VOTES)
+def test_route_votes(name: str) -> None:
+    row = ROUTE_VOTES[name]
+    expect(capsfast.route_votes, "route_votes", good("route_votes") | row[0](), row)
+
+
+@pytest.mark.parametrize("name", SQUASH)
+def test_squash(name: str) -> None:
+    row = SQUASH[name]
+    expect(capsfast.squash, "squash", {"s": torch.ones(2, 3)} | row[0](), row)
+
+
+MODULE: dict[str, Row] = {
+    "in_caps": (lambda: {"in_caps": 0}, ValueError, "in_caps must be at least 1", "got 0"),
+    "out_caps": (lambda: {"out_caps": 2.0}, TypeError, "out_caps must be an int", "got 2.0"),
+    "in_dim": (lambda: {"in_dim": -1}, ValueError, "in_dim must be at least 1", "got -1"),
+    "out_dim": (lambda: {"out_dim": True}, TypeError, "out_dim must be an int", "got True"),
+    "iterations": (lambda: {"num_iterations": 0}, ValueError, "num_iterations must be at least 1", "got 0"),
+    "softmax": (lambda: {"softmax": "both"}, ValueError, "softmax must be one of", "got 'both'"),
+    "squash": (lambda: {"squash": None}, ValueError, "squash must be one of", "got None"),
+    "eps": (lambda: {"eps": 0.0}, ValueError, "eps must be positive", "got 0.0"),
+    "leaky": (lambda: {"leaky": "no"}, TypeError, "leaky must be True or False", "got 'no'"),
+}
+
+
+@pytest.mark.parametrize("name", MODULE)
+def test_module_rejects_when_it_is_made(name: str) -> None:
+    arguments = {"in_caps": I, "out_caps": J, "in_dim": K, "out_dim": D} | MODULE[name][0]()
+    expect(capsfast.DynamicRouting, "DynamicRouting", arguments, MODULE[name])
+
+
+def test_module_names_its_sizes() -> None:
+    layer = capsfast.DynamicRouting(I, J, K, D)
+    row: Row = (dict, ValueError, "u must be [B, in_caps=3, in_dim=6]", "got [2, 4, 6]")
+    expect(layer, "DynamicRouting", {"u": torch.zeros(2, 4, 6)}, row)
+    with pytest.raises(ValueError, match=r"u must have shape \[B, I, K\], got \[3, 6\]"):
+        layer(torch.zeros(3, 6))
+
+
+def test_options_are_keyword_only() -> None:
+    arguments = good("dynamic_routing")
+    with pytest.raises(TypeError, match="positional"):
+        capsfast.dynamic_routing(arguments["u"], arguments["weight"], 3, torch.zeros(I, J))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["num_iterations", "softmax", "eps"])
+def test_checks_hold_on_meta_tensors_too(name: str) -> None:
+    bad = {"num_iterations": 0, "softmax": "x", "eps": -1}[name]
+    with pytest.raises(ValueError, match=name):
+        capsfast.route_votes(torch.zeros(B, I, J, D, device="meta"), **{name: bad})

@@ -1,0 +1,101 @@
+"""README.md and docs/*.md: every Python block runs, every link leads somewhere, the tables are true."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import capsfast
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python blocks, each with as many empty lines before it as make its line numbers those of the page."""
+    text = page.read_text(encoding="utf-8")
+    return ["\n" * text[: found.start(1)].count("\n") + found[1] for found in FENCE.finditer(text)]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def table_rows(page: Path, header: str) -> list[list[str]]:
+    """The cells of the table whose header line starts with ``header``."""
+    lines = iter(page.read_text(encoding="utf-8").splitlines())
+    next(line for line in lines if line.startswith(header))
+    next(lines)
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In order and in one namespace, as a reader would type them."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page):
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+def test_blocks_are_found() -> None:
+    assert len(blocks(ROOT / "README.md")) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path, _, heading = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name_of(page)} links to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in [title.lower().replace(" ", "-") for title in headings], f"{name_of(page)}: {target}"
+
+
+def test_options_table_names_every_option() -> None:
+    named = set()
+    for option, *_ in table_rows(ROOT / "README.md", "| option |"):
+        named |= set(re.findall(r"`(\w+)`", option))
+    parameters = inspect.signature(capsfast.dynamic_routing).parameters
+    assert named == set(parameters) - {"u", "weight"}
+
+
+def test_backends_table_names_every_backend() -> None:
+    named = [row[0].strip("`") for row in table_rows(ROOT / "README.md", "| backend |")]
+    assert named == list(capsfast.backends())
+
+
+CONVERSIONS = table_rows(ROOT / "README.md", "| weight `w` of the other layer")
+
+
+@pytest.mark.parametrize("row", CONVERSIONS, ids=[row[0] for row in CONVERSIONS])
+def test_weight_conversions(row: list[str]) -> None:
+    """A layout, the votes of a layer that has it, and the way to [I, J, D, K]: the votes must be the same."""
+    layout, votes, conversion = (cell.strip("`") for cell in row)
+    sizes = {"B": 2, "I": 3, "J": 4, "D": 5, "K": 6}
+    u = torch.randn(sizes["B"], sizes["I"], sizes["K"], dtype=torch.float64)
+    w = torch.randn(eval(layout, {}, sizes), dtype=torch.float64)
+    names = {"einsum": torch.einsum, "u": u, "w": w, **sizes}
+    ours = torch.einsum("ijdk,bik->bijd", eval(conversion, {}, names), u)
+    torch.testing.assert_close(eval(votes, {}, names), ours)
+
+
+def test_squash_table_is_what_squash_computes() -> None:
+    rows = table_rows(ROOT / "docs" / "routing.md", "| `kind` |")
+    s, eps = torch.randn(7, 5, dtype=torch.float64), 1e-3
+    n = s.square().sum(-1, keepdim=True)
+    names = {"n": n, "m": torch.sqrt(n + eps), "eps": eps, "sqrt": torch.sqrt, "exp": torch.exp}
+    for kind, factor, _ in rows:
+        want = eval(re.findall(r"`(.*?)`", factor)[0], {}, names) * s
+        torch.testing.assert_close(want, capsfast.squash(s, eps=eps, kind=kind.strip('`"')))
+    assert len(rows) == 6

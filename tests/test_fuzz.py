@@ -1,0 +1,95 @@
+"""Arbitrary shapes, strides, options and dtypes at every backend, against the float64 reference."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import assume, given, note
+from hypothesis import strategies as st
+
+from capsfast.options import SQUASH
+
+from .support.accuracy import check
+from .support.backends import Backend, Shape
+from .support.problems import LAYOUTS, Case, make, relayout, run
+
+cases = st.builds(
+    Case,
+    num_iterations=st.integers(1, 5),
+    softmax=st.sampled_from(("out", "in")),
+    gradient=st.sampled_from(("full", "last")),
+    leaky=st.booleans(),
+    squash=st.sampled_from(SQUASH),
+    eps=st.sampled_from((1e-8, 1e-3, 0.5)),
+    logits=st.sampled_from(("", "IJ", "BIJ")),
+    bias=st.booleans(),
+    mask=st.booleans(),
+    out_mask=st.booleans(),
+    shared=st.booleans(),
+    coupling=st.booleans(),
+)
+# 16 to 18 and 31 to 33 are the sides of a tile; the rest is any size up to 20.
+size = st.one_of(st.integers(1, 20), st.sampled_from((16, 17, 31, 32, 33)))
+shapes = st.builds(Shape, B=size, I=size, J=size, D=size, K=size).filter(lambda shape: shape.work <= 400_000)
+ops = st.sampled_from(("dynamic_routing", "route_votes"))
+seeds = st.integers(0, 1000)
+
+
+@st.composite
+def problems(draw: Any, dtype: torch.dtype) -> Any:
+    """Every tensor gets strides of its own."""
+    shape, case = draw(shapes), draw(cases)
+    # A unit vector of one component is a sign; its gradient is what rounding leaves of 1 - 1.
+    assume(shape.D > 1 or case.squash != "unit")
+    problem = make(shape, case, draw(ops), dtype, seed=draw(seeds))
+    kinds = st.sampled_from(LAYOUTS)
+    return replace(
+        problem,
+        inputs={name: relayout(value, draw(kinds)) for name, value in problem.inputs.items()},
+        masks={name: relayout(value, draw(kinds)) for name, value in problem.masks.items()},
+        dv=relayout(problem.dv, draw(kinds)),
+        dc=relayout(problem.dc, draw(kinds)),
+    )
+
+
+def explain(problem: Any) -> None:
+    tensors = problem.inputs | problem.masks | {"dv": problem.dv, "dc": problem.dc}
+    described = [f"{name} {tuple(value.shape)} strides {value.stride()}" for name, value in tensors.items()]
+    note(f"{problem.op}, {problem.case}: " + ", ".join(described))
+
+
+@given(problem=problems(torch.float64))
+def test_float64(backend: Backend, problem: Any) -> None:
+    explain(problem)
+    check(problem.to(torch.float64, backend.device), backend, slack=16)
+
+
+@given(problem=problems(torch.float32))
+def test_float32(backend: Backend, problem: Any) -> None:
+    explain(problem)
+    check(problem.to(torch.float32, backend.device), backend, slack=16)
+
+
+@given(problem=problems(torch.bfloat16))
+def test_bfloat16(backend: Backend, problem: Any) -> None:
+    explain(problem)
+    check(problem.to(torch.bfloat16, backend.device), backend, slack=16)
+
+
+@given(shape=shapes, case=cases, op=ops, empty=st.sets(st.sampled_from(Shape._fields), min_size=1))
+def test_empty(backend: Backend, shape: Shape, case: Case, op: str, empty: set[str]) -> None:
+    problem = make(shape._replace(**dict.fromkeys(empty, 0)), case, op, torch.float32, backend.device)
+    explain(problem)
+    got, wanted = run(problem, backend.name), run(problem.to(torch.float64), "reference")
+    assert got.keys() == wanted.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@given(problem=problems(torch.float32))
+def test_bitwise_repeatable(backend: Backend, problem: Any) -> None:
+    explain(problem)
+    problem = problem.to(torch.float32, backend.device)
+    first, second = run(problem, backend.name), run(problem, backend.name)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name

@@ -1,0 +1,116 @@
+"""The compiled extension: what it says of itself, every instruction set in it, and why it does not load."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import capsfast
+from capsfast import native
+
+from .support.backends import Shape
+from .test_dynamic_routing import SHAPES
+
+ROOT = Path(__file__).parent.parent
+needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+
+
+def plan(shape: Shape | tuple[int, ...], **more: Any) -> dict[str, Any]:
+    assert native.extension is not None
+    return native.extension.launch_plan(*shape, **more)  # type: ignore[no-any-return]
+
+
+@needs_extension
+def test_build_info() -> None:
+    assert native.extension is not None
+    info = native.extension.build_info()
+    assert info["instruction_set"] in info["instruction_sets"]
+    assert tuple(map(int, info["torch_target"].split("."))) == native.MINIMUM_TORCH
+    assert info["compiler"]
+
+
+@needs_extension
+@pytest.mark.parametrize("votes_given", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1152, 10, 16, 8), (128, 1152, 10, 16, 8), (2, 2, 1000, 3, 4)], ids=str)
+def test_launch_plans_hold_no_votes(shape: tuple[int, ...], votes_given: bool) -> None:
+    B, I, J, D, _ = shape
+    found = plan(shape, votes_given=votes_given, threads=2)
+    votes = 4 * B * I * J * D
+    if votes > 10**7:
+        assert found["forward_scratch_bytes"] < votes / 4
+        assert found["backward_scratch_bytes"] < votes / 4
+    # Three weighted sums and two agreements, a multiplication and an addition each.
+    assert found["forward_flops"] >= 5 * 2 * B * I * J * D
+    assert found["backward_flops"] > found["forward_flops"]
+    assert found["bytes"] > 4 * B * J * D
+
+
+@needs_extension
+def test_the_shapes_of_the_tests_reach_every_part_of_the_kernels() -> None:
+    """Else a layout, a cut of the input capsules or a cut of the output capsules is untested code."""
+    plans = [(Shape._make(shape), plan(shape, threads=threads)) for shape in SHAPES for threads in (1, 2)]
+    assert {found["layout"] for _, found in plans} == {"lanes", "rows"}
+    assert {found["splits"] > 1 for _, found in plans} == {False, True}
+    assert {found["tiles"] > 1 for _, found in plans} == {False, True}
+    for layout in ("lanes", "rows"):
+        mine = [(shape, found) for shape, found in plans if found["layout"] == layout]
+        assert {found["out_tile"] < shape.J for shape, found in mine} == {False, True}, layout
+
+
+@needs_extension
+@pytest.mark.parametrize("name", ["portable", "avx2"])
+def test_narrower_instruction_sets(name: str) -> None:
+    """What other machines run. The choice is made once a process, so the tests of the ops run again in their own."""
+    assert native.extension is not None
+    if name not in native.extension.build_info()["instruction_sets"]:
+        pytest.skip(f"this build has no {name} kernels")  # not x86
+    environment = os.environ | {"CAPSFAST_ISA": name}
+    says = "import capsfast; print(capsfast.native.extension.build_info()['instruction_set'])"
+    chosen = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, cwd=ROOT)
+    if chosen.stdout.strip() != name:
+        pytest.skip(f"this machine has no {name}")
+    files = [str(Path(__file__).with_name(f"test_{op}.py")) for op in ("dynamic_routing", "route_votes")]
+    chosen_tests = "every_option or every_shape or sixteen_bits or strides or huge or nan or masked"
+    command = [sys.executable, "-m", "pytest", *files, "--backends", "cpp", "-q", "-x", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [*command, "-k", chosen_tests], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
+    assert ran.returncode == 0, ran.stdout[-5000:]
+
+
+def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    extension, reason = native._load()
+    assert extension is None
+    assert "needs torch 2.10 or newer, this is torch 2.9.1+cpu" in reason
+
+
+def test_a_build_for_another_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(capsfast, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(capsfast.__spec__, "submodule_search_locations", [str(tmp_path)])
+    reason = native._absent()
+    assert "_C.cpython-39-x86_64-linux-gnu.so" in reason
+    assert f"this is Python {sys.version_info[0]}.{sys.version_info[1]}" in reason
+
+
+def test_a_missing_build_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(capsfast.__spec__, "submodule_search_locations", [str(tmp_path)])
+    reason = native._absent()
+    assert "installed without its extension" in reason
+    assert "pip install" in reason
+
+
+def test_a_library_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError("undefined symbol: aoti_torch_new_empty")
+
+    monkeypatch.setattr(native.importlib, "import_module", fail)
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: object())
+    extension, reason = native._load()
+    assert extension is None
+    assert f"does not load into torch {torch.__version__}: undefined symbol" in reason

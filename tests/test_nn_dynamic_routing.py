@@ -1,0 +1,268 @@
+"""capsfast.DynamicRouting: replaces a hand-written layer, and behaves as a module should."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import capsfast
+
+from .support.backends import Backend
+
+I, J, K, D = 20, 5, 8, 16
+
+
+class HandWritten(nn.Module):
+    """What people have today: the signature, parameter and arithmetic that the module takes over."""
+
+    def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, num_iterations: int = 3) -> None:
+        super().__init__()
+        self.num_iterations = num_iterations
+        self.W = nn.Parameter(0.1 * torch.randn(in_caps, out_caps, out_dim, in_dim))
+
+    def forward(self, u: Tensor) -> Tensor:
+        votes = torch.einsum("ijdk,bik->bijd", self.W, u)
+        b = u.new_zeros(votes.shape[:3])
+        for _ in range(self.num_iterations):
+            c = b.softmax(2)
+            s = torch.einsum("bij,bijd->bjd", c, votes)
+            n = s.square().sum(-1, keepdim=True)
+            v = n / (1 + n) * s / torch.sqrt(n + 1e-8)
+            b = b + torch.einsum("bijd,bjd->bij", votes, v)
+        return v
+
+
+def layer_of(**more: Any) -> capsfast.DynamicRouting:
+    return capsfast.DynamicRouting(I, J, K, D, **more)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared": {"shared_weight": True},
+    "learned": {"learned_logits": True, "bias": True},
+    "options": {"softmax": "in", "gradient": "last", "leaky": True, "squash": "half", "eps": 1e-4},
+}
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3])
+@pytest.mark.parametrize("B", [2, 33])
+def test_replaces_a_hand_written_layer(backend: Backend, B: int, num_iterations: int) -> None:
+    old = HandWritten(I, J, K, D, num_iterations)
+    new = capsfast.DynamicRouting(I, J, K, D, num_iterations, backend=backend.name)
+    saved = io.BytesIO()
+    torch.save(old.state_dict(), saved)
+    saved.seek(0)
+    assert str(new.load_state_dict(torch.load(saved))) == "<All keys matched successfully>"
+    assert torch.equal(new.W, old.W)
+
+    u = torch.randn(B, I, K)
+    dv = torch.randn(B, J, D)
+    results = []
+    for layer in (old, new):
+        leaf = u.clone().requires_grad_()
+        v = layer(leaf)
+        v.backward(dv)
+        results.append((v.detach(), leaf.grad, layer.W.grad))
+    for name, wanted, got in zip(("v", "du", "dW"), *results, strict=True):
+        assert got is not None
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_parameters_of_the_variants() -> None:
+    shapes = {
+        name: {key: tuple(value.shape) for key, value in layer_of(**more).state_dict().items()}
+        for name, more in VARIANTS.items()
+    }
+    assert shapes["plain"] == shapes["options"] == {"W": (I, J, D, K)}
+    assert shapes["shared"] == {"W": (1, J, D, K)}
+    assert shapes["learned"] == {"W": (I, J, D, K), "logits": (I, J), "bias": (J, D)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) -> None:
+    layer = layer_of(backend=backend.name, **VARIANTS[variant])
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    u = torch.randn(4, I, K)
+    mask, out_mask = torch.rand(4, I) > 0.3, torch.rand(4, J) > 0.3
+    logits = torch.randn(4, I, J)
+    options = {key: value for key, value in VARIANTS[variant].items() if key in ("softmax", "gradient", "leaky")}
+    wanted, wanted_c = capsfast.dynamic_routing(
+        u,
+        layer.W,
+        logits=logits if layer.logits is None else layer.logits + logits,
+        bias=layer.bias,
+        mask=mask,
+        out_mask=out_mask,
+        squash=layer.squash,
+        eps=layer.eps,
+        return_coupling=True,
+        backend=backend.name,
+        **options,
+    )
+    v, c = layer(u, logits=logits, mask=mask, out_mask=out_mask, return_coupling=True)
+    assert torch.equal(v, wanted)
+    assert torch.equal(c, wanted_c)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_gets_a_gradient(backend: Backend, variant: str) -> None:
+    layer = layer_of(backend=backend.name, **VARIANTS[variant])
+    layer(torch.randn(4, I, K)).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "torch.save"])
+def test_copies_are_equal(variant: str, way: str) -> None:
+    layer = layer_of(**VARIANTS[variant])
+    if way == "deepcopy":
+        other = copy.deepcopy(layer)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(layer))
+    elif way == "state_dict":
+        other = layer_of(**VARIANTS[variant])
+        other.load_state_dict(layer.state_dict())
+    else:
+        saved = io.BytesIO()
+        torch.save(layer, saved)
+        saved.seek(0)
+        other = torch.load(saved, weights_only=False)
+    u = torch.randn(3, I, K)
+    assert torch.equal(other(u), layer(u))
+    assert repr(other) == repr(layer)
+    with torch.no_grad():
+        layer.W.zero_()
+    assert other.W.any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes(backend: Backend, dtype: torch.dtype, variant: str) -> None:
+    layer = layer_of(backend=backend.name, **VARIANTS[variant])
+    u = torch.randn(3, I, K)
+    wanted = layer(u)
+    layer = layer.to(dtype)
+    v = layer(u.to(dtype))
+    assert v.dtype == dtype
+    torch.testing.assert_close(v.float(), wanted, rtol=0.05, atol=0.02)
+    v.sum().backward()
+    assert {parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None} == {dtype}
+
+
+def test_half_and_bfloat16_methods() -> None:
+    u = torch.randn(3, I, K)
+    assert layer_of().half()(u.half()).dtype == torch.float16
+    assert layer_of().bfloat16()(u.bfloat16()).dtype == torch.bfloat16
+    assert layer_of(dtype=torch.bfloat16).W.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_meta_device(backend: Backend, variant: str) -> None:
+    with torch.device("meta"):
+        layer = layer_of(backend=backend.name, **VARIANTS[variant])
+    assert layer.W.is_meta
+    assert layer(torch.empty(3, I, K, device="meta")).shape == (3, J, D)
+    layer = layer.to_empty(device="cpu")
+    assert layer.W.isnan().all()  # fresh memory, see conftest.py
+    layer.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    assert layer(torch.randn(3, I, K)).isfinite().all()
+    assert layer_of(device="meta").W.is_meta
+
+
+class Doubled(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return 2 * value
+
+
+def test_parametrize(backend: Backend) -> None:
+    layer = layer_of(backend=backend.name)
+    u = torch.randn(3, I, K)
+    wanted = capsfast.dynamic_routing(u, 2 * layer.W.detach(), backend=backend.name)
+    parametrize.register_parametrization(layer, "W", Doubled())
+    torch.testing.assert_close(layer(u), wanted)
+    layer(u).sum().backward()
+    assert layer.parametrizations.W.original.grad is not None
+    repr(layer)
+    parametrize.remove_parametrizations(layer, "W")
+    torch.testing.assert_close(layer(u), wanted)
+
+
+def test_weight_norm(backend: Backend) -> None:
+    layer = nn.utils.parametrizations.weight_norm(layer_of(backend=backend.name), "W")
+    u = torch.randn(3, I, K)
+    torch.testing.assert_close(layer(u), capsfast.dynamic_routing(u, layer.W, backend="reference"))
+
+
+def test_repr_shows_what_is_not_default() -> None:
+    assert repr(layer_of()) == "DynamicRouting(20, 5, 8, 16, num_iterations=3)"
+    text = repr(layer_of(num_iterations=2, shared_weight=True, learned_logits=True, bias=True, **VARIANTS["options"]))
+    for part in (
+        "num_iterations=2",
+        "shared_weight=True",
+        "learned_logits=True",
+        "bias=True",
+        "softmax='in'",
+        "gradient='last'",
+        "leaky=True",
+        "squash='half'",
+    ):
+        assert part in text
+
+
+def test_initial_values() -> None:
+    layer = capsfast.DynamicRouting(100, 10, 8, 16, learned_logits=True, bias=True)
+    assert layer.W.abs().max() <= 0.2
+    assert 0.08 < layer.W.std() < 0.1  # a normal distribution cut at two deviations
+    assert layer.logits is not None
+    assert not layer.logits.any()
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, torch.full((10, 16), 0.1))
+    assert 0.008 < capsfast.DynamicRouting(100, 10, 8, 16, init_std=0.01).W.std() < 0.01
+
+
+def margin_loss(v: Tensor, label: Tensor) -> Tensor:
+    """Sabour et al. 2017, eq. 4."""
+    length = v.norm(dim=-1)
+    target = nn.functional.one_hot(label, v.shape[1])
+    return (target * (0.9 - length).relu() ** 2 + 0.5 * (1 - target) * (length - 0.1).relu() ** 2).sum(1).mean()
+
+
+# A shared weight has 1152 times fewer entries, and softmax "in" makes 1152 times shorter sums.
+@pytest.mark.parametrize(
+    ("variant", "rate"), [("plain", 0.001), ("learned", 0.001), ("shared", 0.01), ("options", 0.01)]
+)
+def test_the_initial_values_train(backend: Backend, variant: str, rate: float) -> None:
+    # As many input capsules as the paper's network: where randn weights stand still.
+    layer = capsfast.DynamicRouting(1152, 4, 8, 8, backend=backend.name, **VARIANTS[variant])
+    label = torch.arange(16) % 4
+    u = capsfast.squash(torch.randn(4, 1152, 8)[label] + 0.3 * torch.randn(16, 1152, 8))
+    optimizer = torch.optim.Adam(layer.parameters(), lr=rate)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = margin_loss(layer(u), label)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
+def test_in_a_network_on_another_rank_it_names_itself() -> None:
+    with pytest.raises(ValueError, match="DynamicRouting"):
+        nn.Sequential(nn.Identity(), layer_of())(torch.randn(3, K, I))
+
+
+def test_learned_logits_accept_given_logits_of_either_rank(backend: Backend) -> None:
+    layer = layer_of(learned_logits=True, backend=backend.name)
+    u, logits = torch.randn(3, I, K), torch.randn(I, J)
+    torch.testing.assert_close(layer(u, logits=logits), layer(u, logits=logits.expand(3, -1, -1)))

@@ -1,0 +1,174 @@
+"""The registered ops beneath the functions: the outputs that only the backward sees, and opcheck."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import capsfast
+from capsfast import native
+from capsfast.options import Options
+from capsfast.reference.dynamic_routing import votes as reference_votes
+
+from .support.accuracy import relative_l2
+from .support.backends import ALL_DTYPES, Shape
+from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, run
+
+if native.extension is None:
+    pytest.skip(f"the extension is absent: {native.why_absent}", allow_module_level=True)
+
+OPS = ("dynamic_routing", "route_votes")
+CASES = (PLAIN, LOADED, LOADED_OUT, Case(softmax="in", logits="IJ"), Case(gradient="last", coupling=False))
+
+
+def op_of(name: str) -> Any:
+    return getattr(torch.ops.capsfast, name).default
+
+
+def arguments(problem: Problem, coupling: bool | None = None) -> list[Any]:
+    first = ("u", "weight") if problem.op == "dynamic_routing" else ("votes",)
+    tensors = [problem.inputs[name] for name in first]
+    tensors += [problem.inputs.get("logits"), problem.inputs.get("bias")]  # type: ignore[list-item]
+    masks = [problem.masks.get("mask"), problem.masks.get("out_mask")]
+    return [*tensors, *masks, *problem.case.options, problem.case.coupling if coupling is None else coupling]
+
+
+def backward_arguments(problem: Problem) -> list[Any]:
+    *inputs, coupling = arguments(problem)
+    _, c, s, norm = op_of(problem.op)(*inputs, coupling)
+    tensors, options = inputs[: -len(Options._fields)], inputs[-len(Options._fields) :]
+    first = 2 if problem.op == "dynamic_routing" else 1
+    needed = [tensor is not None for tensor in tensors[: first + 2]]
+    return [problem.dv, problem.dc if coupling else None, *tensors, c, s, norm, *options, *needed]
+
+
+def passes(problem: Problem) -> list[tuple[Tensor, Tensor]]:
+    """By iteration: the routing logits [B, I, J] (-inf where masked) and the weighted sum without bias, in float64."""
+    problem = problem.to(torch.float64)
+    case, inputs, masks = problem.case, problem.inputs, problem.masks
+    x = inputs["votes"] if problem.op == "route_votes" else reference_votes(inputs["u"], inputs["weight"])
+    b = inputs.get("logits", torch.zeros(1, dtype=torch.float64)).expand(x.shape[:3])
+    valid = torch.ones(x.shape[:3], dtype=torch.bool)
+    if case.mask:
+        valid = valid & masks["mask"][:, :, None]
+    if case.out_mask:
+        valid = valid & masks["out_mask"][:, None]
+    found = []
+    for _ in range(case.num_iterations):
+        b = b.masked_fill(~valid, -math.inf)
+        c = b.softmax(2)
+        if case.softmax == "in":
+            c = (b - normaliser(b, case)[:, None]).exp()
+        elif case.leaky:
+            c = torch.cat([b, b.new_zeros(*b.shape[:2], 1)], 2).softmax(2)[..., :-1]
+        s = torch.einsum("bij,bijd->bjd", c.masked_fill(~valid, 0), x)
+        found.append((b, s))
+        v = capsfast.squash(s + inputs.get("bias", 0), eps=case.eps, kind=case.squash)
+        if case.out_mask:
+            v = v * masks["out_mask"][:, :, None]
+        b = b + torch.einsum("bijd,bjd->bij", x, v)
+    return found
+
+
+def normaliser(b: Tensor, case: Case) -> Tensor:
+    total = b.logsumexp(1)
+    return torch.logaddexp(total, torch.zeros_like(total)) if case.leaky else total
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("B", [3, 17])
+def test_outputs(B: int, op: str, case: Case, dtype: torch.dtype) -> None:
+    shape = Shape(B, 9, 4, 16, 8)
+    problem = make(shape, case, op, dtype)
+    v, c, s, norm = op_of(op)(*arguments(problem))
+    r = case.num_iterations
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (v.shape, v.dtype) == ((B, 4, 16), dtype)
+    assert (c.shape, c.dtype) == ((B, 9, 4) if case.coupling else (0,), dtype)
+    assert (s.shape, s.dtype) == ((r, B, 4, 16), wide)
+    assert (norm.shape, norm.dtype) == ((2, r, B, 4) if case.softmax == "in" else (0,), wide)
+    assert all(out.is_contiguous() for out in (v, c, s, norm))
+
+    # 16-bit inputs are exact in float32, and nothing between them and s is rounded to 16 bits.
+    tolerance = 1e-11 if dtype == torch.float64 else 2e-5
+    alive = problem.masks.get("out_mask", torch.ones(B, 4, dtype=torch.bool))
+    for t, (b, wanted) in enumerate(passes(problem)):
+        assert relative_l2(s[t].double()[alive], wanted[alive]) < tolerance, t
+        if case.softmax == "in":
+            wanted_lse = normaliser(b, case)
+            known = alive & wanted_lse.isfinite()
+            largest, inverse = norm[:, t].double()
+            assert relative_l2((largest - inverse.log())[known], wanted_lse[known]) < tolerance, t
+    rounding = torch.finfo(dtype).eps
+    biased = s[-1] + problem.inputs.get("bias", torch.zeros(())).to(wide)
+    wanted_v = capsfast.squash(biased, eps=case.eps, kind=case.squash) * alive[:, :, None]
+    torch.testing.assert_close(v.to(wide), wanted_v, rtol=4 * rounding, atol=4 * rounding)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_backward_fills_only_what_is_needed(op: str) -> None:
+    problem = make(Shape(3, 9, 4, 16, 8), LOADED, op)
+    all_arguments = backward_arguments(problem)
+    count = len(problem.inputs)
+    wanted = op_of(f"{op}_backward")(*all_arguments)
+    names = ("du", "dweight", "dlogits", "dbias") if op == "dynamic_routing" else ("dvotes", "dlogits", "dbias")
+    truth = run(problem, "reference")
+    for name, value in zip(names, wanted, strict=True):
+        torch.testing.assert_close(value, truth[name], rtol=1e-10, atol=1e-12)
+    for wish in range(2**count):
+        needed = [bool(wish >> n & 1) for n in range(count)]
+        got = op_of(f"{op}_backward")(*all_arguments[:-count], *needed)
+        for value, want, need in zip(got, wanted, needed, strict=True):
+            if need:
+                torch.testing.assert_close(value, want, rtol=1e-11, atol=1e-13)
+            else:
+                assert value.shape == (0,)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_forward(op: str, case: Case, grad: bool) -> None:
+    problem = make(Shape(3, 9, 4, 5, 6), case, op, torch.float32)
+    problem.inputs = {name: value.requires_grad_(grad) for name, value in problem.inputs.items()}
+    torch.library.opcheck(op_of(op), arguments(problem))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck_backward(op: str, case: Case) -> None:
+    problem = make(Shape(3, 9, 4, 5, 6), case, op, torch.float32)
+    torch.library.opcheck(op_of(f"{op}_backward"), backward_arguments(problem))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["sliced", "transposed"])
+def test_opcheck_other_inputs(layout: str, dtype: torch.dtype) -> None:
+    problem = make(Shape(17, 9, 4, 16, 8), Case(shared=True, softmax="in"), dtype=dtype).laid_out(layout)
+    torch.library.opcheck(op_of("dynamic_routing_backward"), backward_arguments(problem))
+    problem.inputs["u"].requires_grad_()
+    torch.library.opcheck(op_of("dynamic_routing"), arguments(problem))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_all_ops_are_checked_here(op: str) -> None:
+    names = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "capsfast::" in name
+    }
+    assert names == {name for stem in OPS for name in (stem, f"{stem}_backward")}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fakes_promise_what_the_kernels_return(op: str) -> None:
+    for case in CASES:
+        for empty in (None, *Shape._fields):
+            shape = Shape(3, 9, 4, 5, 6)
+            problem = make(shape._replace(**({empty: 0} if empty else {})), case, op, torch.bfloat16)
+            for name, values in ((op, arguments(problem)), (f"{op}_backward", backward_arguments(problem))):
+                meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in values]
+                for real, fake in zip(op_of(name)(*values), op_of(name)(*meta), strict=True):
+                    assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), name

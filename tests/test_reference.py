@@ -1,0 +1,151 @@
+"""The reference against loops over numbers, against finite differences, and against the fused formulas."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import capsfast
+
+from .support import definition, formulas
+from .support.backends import Shape
+from .support.problems import CASES, Case, Problem, call, make, run, without_shared
+
+SHAPE = Shape(2, 3, 3, 2, 2)
+FULL = [case for case in CASES if case.gradient == "full"]
+LAST = [case for case in CASES if case.gradient == "last"]
+
+
+def votes_of(problem: Problem) -> Any:
+    if problem.op == "route_votes":
+        return problem.inputs["votes"].numpy()
+    return definition.votes(problem.inputs["u"].numpy(), problem.inputs["weight"].numpy())
+
+
+def by_loops(problem: Problem, **more: Any) -> tuple[Any, Any, Any]:
+    case = problem.case
+    arrays = {name: problem.inputs[name].numpy() for name in ("logits", "bias") if name in problem.inputs}
+    arrays |= {name: value.numpy() for name, value in problem.masks.items()}
+    return definition.route(
+        votes_of(problem),
+        case.num_iterations,
+        softmax=case.softmax,
+        leaky=case.leaky,
+        squash_kind=case.squash,
+        eps=case.eps,
+        **arrays,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_are_those_of_the_loops(case: Case, op: str) -> None:
+    problem = make(SHAPE, replace(case, coupling=True), op)
+    got = run(problem, "reference", need=())
+    v, c, _ = by_loops(problem)
+    np.testing.assert_allclose(got["v"].numpy(), v, rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(got["c"].numpy(), c, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(softmax="in", logits="BIJ", leaky=True, mask=True)], ids=str)
+def test_share_batch_logits_is_that_of_the_loops(case: Case) -> None:
+    problem = make(SHAPE, case)
+    problem.overrides["share_batch_logits"] = True
+    with pytest.warns(UserWarning, match="share_batch_logits"):
+        got = run(problem, "reference")
+    v, c, _ = by_loops(problem, share_batch_logits=True)
+    np.testing.assert_allclose(got["v"].numpy(), v, rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(got["c"].numpy(), c, rtol=1e-10, atol=1e-13)
+
+
+def outputs(problem: Problem) -> Callable[..., Any]:
+    """The call as a function of its floating-point tensors."""
+
+    def function(*tensors: Tensor) -> Any:
+        return call(problem, dict(zip(problem.inputs, tensors, strict=True)), "reference")
+
+    return function
+
+
+def leaves(problem: Problem) -> Sequence[Tensor]:
+    return [value.clone().requires_grad_() for value in problem.inputs.values()]
+
+
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_first_and_second_derivatives_are_the_finite_differences(case: Case) -> None:
+    problem = make(SHAPE, case)
+    torch.autograd.gradcheck(outputs(problem), leaves(problem))
+    torch.autograd.gradgradcheck(outputs(problem), leaves(problem), fast_mode=True, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", without_shared(FULL)[::4], ids=str)
+def test_derivatives_of_route_votes_are_the_finite_differences(case: Case) -> None:
+    problem = make(SHAPE, case, "route_votes")
+    torch.autograd.gradcheck(outputs(problem), leaves(problem))
+    torch.autograd.gradgradcheck(outputs(problem), leaves(problem), fast_mode=True, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [*LAST, Case(gradient="last", squash="half", softmax="in", num_iterations=4)], ids=str)
+def test_gradient_last_is_the_derivative_with_a_constant_agreement(case: Case) -> None:
+    problem = make(SHAPE, replace(case, coupling=True))
+    got = run(problem, "reference")
+    _, _, agreement = by_loops(problem)
+
+    def loss() -> float:
+        v, c, _ = by_loops(problem, agreement=agreement)
+        return float((v * problem.dv.numpy()).sum() + (c * problem.dc.numpy()).sum())
+
+    step = 1e-6
+    for name, value in problem.inputs.items():
+        flat, found = value.view(-1), got[f"d{name}"].reshape(-1)
+        for n in range(flat.numel()):
+            kept = flat[n].item()
+            flat[n] = kept + step
+            above = loss()
+            flat[n] = kept - step
+            below = loss()
+            flat[n] = kept
+            assert found[n].item() == pytest.approx((above - below) / (2 * step), rel=1e-6, abs=1e-8), (name, n)
+
+
+@pytest.mark.parametrize("gradient", ["full", "last"])
+@pytest.mark.parametrize("num_iterations", [1, 2, 3, 4, 5])
+def test_the_fused_formulas_give_the_same(num_iterations: int, gradient: str) -> None:
+    case = Case(num_iterations=num_iterations, gradient=gradient, logits="IJ", coupling=False)
+    problem = make(Shape(3, 7, 4, 5, 6), case)
+    got = run(problem, "reference")
+    u, weight, logits = problem.inputs.values()
+    wanted = formulas.fused(u, weight, logits, num_iterations, problem.dv, gradient)
+    for name, value in zip(("v", "du", "dweight", "dlogits"), wanted, strict=True):
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_the_first_iteration_is_the_mean_of_the_votes() -> None:
+    problem = make(SHAPE, Case(num_iterations=1))
+    got = run(problem, "reference", need=())
+    torch.testing.assert_close(got["c"], torch.full((2, 3, 3), 1 / 3, dtype=torch.float64))
+    s = torch.from_numpy(votes_of(problem)).sum(1) / 3
+    torch.testing.assert_close(got["v"], capsfast.squash(s))
+
+
+def test_weight_of_one_row_is_the_weight_repeated() -> None:
+    problem = make(SHAPE, Case(shared=True))
+    got = run(problem, "reference")
+    repeated = replace(problem, inputs={**problem.inputs, "weight": problem.inputs["weight"].repeat(SHAPE.I, 1, 1, 1)})
+    wanted = run(repeated, "reference")
+    wanted["dweight"] = wanted["dweight"].sum(0, keepdim=True)
+    for name, value in got.items():
+        torch.testing.assert_close(value, wanted[name])
+
+
+def test_three_of_these_iterations_are_not_two() -> None:
+    # Layers that count the first pass extra need num_iterations + 1; here every weighted sum counts.
+    results = [run(make(SHAPE, Case(num_iterations=r)), "reference", need=())["v"] for r in (1, 2, 3, 4)]
+    for one, next_one in pairwise(results):
+        assert (one - next_one).abs().max() > 1e-4

@@ -1,0 +1,121 @@
+"""capsfast.squash: values, gradients, dtypes, zero and huge vectors."""
+
+import math
+
+import pytest
+import torch
+
+import capsfast
+from capsfast.options import SQUASH
+
+from .support import definition
+from .support.backends import ALL_DTYPES
+from .support.problems import relayout
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.1])
+@pytest.mark.parametrize("kind", SQUASH)
+def test_values_are_those_of_the_definition(kind: str, eps: float) -> None:
+    s = torch.randn(7, 5, dtype=torch.float64) * torch.logspace(-3, 2, 7, dtype=torch.float64)[:, None]
+    wanted = torch.tensor([definition.squash(row, kind, eps) for row in s.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(capsfast.squash(s, eps=eps, kind=kind), wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_the_default_is_the_paper() -> None:
+    s = torch.randn(3, 4)
+    assert torch.equal(capsfast.squash(s), capsfast.squash(s, -1, 1e-8, "paper"))
+    n = s.square().sum(-1, keepdim=True)
+    torch.testing.assert_close(capsfast.squash(s), n / (1 + n) * s / n.sqrt())
+
+
+@pytest.mark.parametrize("kind", SQUASH)
+def test_gradients_are_the_finite_differences(kind: str) -> None:
+    s = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda s: capsfast.squash(s, kind=kind), s)
+    torch.autograd.gradgradcheck(lambda s: capsfast.squash(s, kind=kind), s)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", SQUASH)
+def test_zero_vectors_give_zero_and_finite_gradients(kind: str, dtype: torch.dtype) -> None:
+    s = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+    v = capsfast.squash(s, kind=kind)
+    (grad,) = torch.autograd.grad(v.sum(), s)
+    assert v.dtype == dtype
+    assert torch.equal(v, torch.zeros_like(v))
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", SQUASH)
+def test_zero_vectors_have_finite_second_derivatives(kind: str) -> None:
+    s = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(capsfast.squash(s, kind=kind).sum(), s, create_graph=True)
+    if grad.requires_grad:
+        (second,) = torch.autograd.grad(grad.sum(), s, allow_unused=True, materialize_grads=True)
+        assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", SQUASH)
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
+def test_sixteen_bits_cost_one_rounding(kind: str, dtype: torch.dtype, scale: float) -> None:
+    # scale 1e-4: |s|^2 and eps vanish in float16. scale 300: |s|^2 overflows in it.
+    s = (torch.randn(50, 4) * scale).to(dtype)
+    got = capsfast.squash(s, kind=kind)
+    wanted = capsfast.squash(s.double(), kind=kind)
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got.double(), wanted, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).smallest_normal
+    )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SQUASH if kind != "identity"])
+def test_length_stays_below_one_and_direction_stays(kind: str) -> None:
+    s = torch.randn(100, 6, dtype=torch.float64) * 10
+    v = capsfast.squash(s, kind=kind)
+    assert (v.norm(dim=-1) < 1).all()
+    torch.testing.assert_close(torch.cosine_similarity(s, v), torch.ones(100, dtype=torch.float64))
+
+
+def test_huge_vectors_have_length_one() -> None:
+    s = torch.full((1, 4), 1e15)
+    torch.testing.assert_close(capsfast.squash(s).norm(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_dim_is_the_axis_of_the_components(dim: int) -> None:
+    s = torch.randn(3, 4, 5)
+    wanted = capsfast.squash(s.movedim(dim, -1)).movedim(-1, dim)
+    torch.testing.assert_close(capsfast.squash(s, dim), wanted)
+
+
+@pytest.mark.parametrize("layout", ["sliced", "transposed"])
+def test_strides_do_not_matter(layout: str) -> None:
+    s = torch.randn(3, 4, 5)
+    torch.testing.assert_close(capsfast.squash(relayout(s, layout)), capsfast.squash(s))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_empty_tensors_keep_their_shape(shape: tuple[int, ...]) -> None:
+    s = torch.zeros(shape, requires_grad=True)
+    v = capsfast.squash(s)
+    v.sum().backward()
+    assert v.shape == shape
+    assert s.grad is not None
+    assert s.grad.shape == shape
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_and_inf_stay_in_their_vector(bad: float) -> None:
+    s = torch.randn(3, 4)
+    clean = capsfast.squash(s)
+    s[1, 2] = bad
+    v = capsfast.squash(s)
+    assert not v[1].isfinite().all()
+    assert torch.equal(v[[0, 2]], clean[[0, 2]])
+
+
+def test_compiles_without_a_graph_break() -> None:
+    s = torch.randn(3, 4)
+    compiled = torch.compile(capsfast.squash, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(s), capsfast.squash(s))
