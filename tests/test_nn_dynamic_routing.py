@@ -257,7 +257,7 @@ def test_the_initial_values_train(backend: Backend, variant: str, rate: float) -
     assert losses[-1] < 0.5 * losses[0], losses
 
 
-def test_in_a_network_on_another_rank_it_names_itself() -> None:
+def test_input_of_wrong_sizes_names_the_module() -> None:
     with pytest.raises(ValueError, match="DynamicRouting"):
         nn.Sequential(nn.Identity(), layer_of())(torch.randn(3, K, I))
 

@@ -65,6 +65,11 @@ def functional(name: str, save: Callable[..., None], backward: Callable[..., Any
     return call
 
 
+def functional_backward(name: str) -> Callable[..., Any]:
+    """``capsfast::name_backward``, also under torch.func, whose grad keeps the graph of the backward."""
+    return functional(f"{name}_backward", lambda ctx, inputs, output: None, _second_derivative(name))
+
+
 def _overload(qualified: str) -> Callable[..., Any]:
     namespace, name = qualified.split("::")
     return getattr(getattr(torch.ops, namespace), name).default  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from .. import native
 from ..backend import select
 from ..options import Options
 from ..reference.dynamic_routing import dynamic_routing as reference
-from ._register import functional, register, wide_dtype
+from ._register import functional, functional_backward, register, wide_dtype
 from .route_votes import run_reference, why_not_fused
 
 
@@ -123,7 +123,7 @@ def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) ->
     if coupling.dim() == 1:
         dcoupling = None
     needed = ctx.needs_input_grad[:4]
-    gradients = torch.ops.capsfast.dynamic_routing_backward(
+    gradients = _op_backward(
         dv, dcoupling, u, weight, logits, bias, mask, out_mask, coupling, s, norm, *ctx.options, *needed
     )
     none = (None,) * (len(ctx.options) + 3)
@@ -133,3 +133,4 @@ def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) ->
 if native.extension is not None:
     register("dynamic_routing", _fake, _fake_backward, _save, _backward, cast=(0, 1))
 _op = functional("dynamic_routing", _save, _backward)
+_op_backward = functional_backward("dynamic_routing")

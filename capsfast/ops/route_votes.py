@@ -15,7 +15,7 @@ from .. import native
 from ..backend import select
 from ..options import Options
 from ..reference.route_votes import route_votes as reference
-from ._register import functional, register, wide_dtype
+from ._register import functional, functional_backward, register, wide_dtype
 
 
 def why_not_fused(share_batch_logits: bool) -> Mapping[str, Callable[[], str]]:
@@ -131,7 +131,7 @@ def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) ->
     if coupling.dim() == 1:
         dcoupling = None
     needed = ctx.needs_input_grad[:3]
-    gradients = torch.ops.capsfast.route_votes_backward(
+    gradients = _op_backward(
         dv, dcoupling, votes, logits, bias, mask, out_mask, coupling, s, norm, *ctx.options, *needed
     )
     none = (None,) * (len(ctx.options) + 3)
@@ -141,3 +141,4 @@ def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) ->
 if native.extension is not None:
     register("route_votes", _fake, _fake_backward, _save, _backward, cast=(0,))
 _op = functional("route_votes", _save, _backward)
+_op_backward = functional_backward("route_votes")

@@ -27,13 +27,13 @@ def ulps(dtype: torch.dtype) -> float:
 
     A few roundings in float32; in 16 bits only that of the result, as sums are formed in float32.
     """
-    return (4 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps
+    return (4 if dtype == torch.float32 else 1) * float(torch.finfo(dtype).eps)
 
 
 def rounding_floor(x: Tensor) -> float:
     """What one rounding more may cost: `2 |x + 0.3 - 0.3 - x|` in the dtype of x, and its ulps."""
-    wobble = (x + 0.3 - 0.3 - x).abs().max().item()
-    return 2 * wobble + ulps(x.dtype) * x.abs().max().item()
+    wobble, size = float((x + 0.3 - 0.3 - x).abs().max()), float(x.abs().max())
+    return 2 * wobble + ulps(x.dtype) * size
 
 
 def relative_l2(value: Tensor, truth: Tensor) -> float:

@@ -254,8 +254,8 @@ struct LanesFinal {
     const int64_t rows = p.J * p.D, size = rows * p.K;
     if (pass.dweight_sum != nullptr) {
       weight_rows(dw, p.K, rows, at.row);
-      T* sum = pass.dweight_sum + (p.shared_weight ? 0 : i * size);
-      for (int64_t n = 0; n < size; ++n) sum[n] += at.row[n];
+      const int64_t to = p.shared_weight ? 0 : i * size;
+      for (int64_t n = 0; n < size; ++n) add_exactly(at.row[n], pass.dweight_sum + to + n, pass.dweight_low + to + n);
       return;
     }
     if (pass.dweight.storage == kStorage<T>) {

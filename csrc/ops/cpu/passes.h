@@ -73,8 +73,9 @@ struct FinalPass {
   View du;                      // [B, I, K]
   View dvotes;                  // [B, I, J, D]
   View dlogits_sample;          // [B, I, J]: per-sample logits
-  T* dlogits = nullptr;         // [I, J], added to: shared logits
+  double* dlogits = nullptr;    // [I, J], added to: shared logits
   T* dweight_sum = nullptr;     // [I or 1, J, D, K], added to; null when dweight is written once, below
+  T* dweight_low = nullptr;     // what those additions round off
   View dweight;                 // [I, J, D, K]
 };
 

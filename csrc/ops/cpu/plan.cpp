@@ -79,13 +79,8 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
 
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   Plan plan;
-  if (p.I == 0 || p.J == 0 || p.D == 0 || p.B == 0) {
-    plan.lanes = false;
-    plan.tiles = p.B;
-    return plan;
-  }
   plan.L = lanes;
-  plan.lanes = !p.votes_given && p.B >= smallest_lanes_batch(lanes);
+  plan.lanes = !p.votes_given && !p.empty() && p.B >= smallest_lanes_batch(lanes);
   if (plan.lanes) {
     plan_lanes(p, size, threads, &plan);
   } else {

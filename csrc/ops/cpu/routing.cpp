@@ -349,7 +349,7 @@ template <class T>
 class Backward {
  public:
   // dlogits_sum [I, J] and dbias_sum [J, D], added to; null where they are not wanted.
-  Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, T* dlogits_sum, T* dbias_sum,
+  Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, double* dlogits_sum, double* dbias_sum,
            int64_t threads)
       : context(problem, threads),
         p(problem),
@@ -491,9 +491,10 @@ class Backward {
     // Who adds to one dW: every task if the weight is shared, every group of tiles otherwise.
     const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
     const int64_t logits = dlogits_sum_ != nullptr ? p.I * p.J : 0;
-    const Buffer<T> dweight(adders * weights), dlogits(groups * logits);
-    std::fill_n(dweight.get(), adders * weights, T(0));
-    std::fill_n(dlogits.get(), groups * logits, T(0));
+    const Sums<T> dweight(adders * weights);
+    const Buffer<double> dlogits(groups * logits);
+    dweight.clear();
+    std::fill_n(dlogits.get(), groups * logits, 0.0);
 
     FinalPass<T> pass;
     pass.problem = &p;
@@ -520,13 +521,18 @@ class Backward {
       for (int64_t task = begin; task < end; ++task) {
         FinalPass<T> mine = pass;
         if (logits > 0) mine.dlogits = dlogits.get() + task / splits * logits;
-        if (adders > 0) mine.dweight_sum = dweight.get() + (p.shared_weight ? task : task / splits) * weights;
+        if (adders > 0) {
+          const int64_t adder = p.shared_weight ? task : task / splits;
+          mine.dweight_sum = dweight.high() + adder * weights;
+          mine.dweight_low = dweight.low() + adder * weights;
+        }
         const Range range = share(p, plan, task, groups, splits);
         T* memory = scratch.get() + task * size;
         plan.lanes ? context.kernels_.lanes_final(mine, range, memory) : context.kernels_.rows_final(mine, range, memory);
       }
     });
-    add_up(dweight.get(), adders, weights, out.dweight);
+    dweight.join();
+    add_up<T>(dweight.high(), adders, weights, out.dweight);
     for (int64_t group = 0; group < groups; ++group) {
       for (int64_t n = 0; n < logits; ++n) dlogits_sum_[n] += dlogits.get()[group * logits + n];
     }
@@ -536,7 +542,7 @@ class Backward {
   const Problem& p;
   const BackwardInputs& in;
   const BackwardOutputs& out;
-  T *dlogits_sum_, *dbias_sum_;
+  double *dlogits_sum_, *dbias_sum_;
   int64_t first;
   Buffer<T> V, ds;
   Sums<T> sums;
@@ -606,9 +612,9 @@ void routing_backward(const Problem& p, const BackwardInputs& in, const Backward
   const int64_t tasks = std::max<int64_t>(1, slices.tasks);
   const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
   const int64_t bias = out.dbias.data != nullptr ? p.J * p.D : 0;
-  const Buffer<T> dlogits(tasks * logits), dbias(tasks * bias);
-  std::fill_n(dlogits.get(), tasks * logits, T(0));
-  std::fill_n(dbias.get(), tasks * bias, T(0));
+  const Buffer<double> dlogits(tasks * logits), dbias(tasks * bias);
+  std::fill_n(dlogits.get(), tasks * logits, 0.0);
+  std::fill_n(dbias.get(), tasks * bias, 0.0);
   const auto logits_of = [&](int64_t task) { return logits == 0 ? nullptr : dlogits.get() + task * logits; };
   const auto bias_of = [&](int64_t task) { return bias == 0 ? nullptr : dbias.get() + task * bias; };
   if (slices.tasks == 0) {
@@ -633,8 +639,8 @@ void routing_backward(const Problem& p, const BackwardInputs& in, const Backward
       }
     });
   }
-  add_up(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
-  add_up(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
+  add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
+  add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
 }
 
 template void routing_forward<float>(const Problem&, const ForwardOutputs&);

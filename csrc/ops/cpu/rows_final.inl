@@ -63,6 +63,7 @@ struct RowsFinal {
     const int64_t J = p.J, M = NV > 0 ? NV * L : p.D * p.K, terms = p.iterations - pass.first;
     const bool want_u = !votes_given && pass.du.data != nullptr, add_w = block.sample > 0;
     const T* u = block.u + n * B_::kPitch(M);
+    if (want_u) __builtin_memset(at.du, 0, static_cast<size_t>(M) * sizeof(T));
     for (int64_t j = 0; j < J; ++j) {
 #pragma GCC unroll 8
       for (int64_t m = 0; m < M; m += L) {
@@ -83,7 +84,7 @@ struct RowsFinal {
           }
           if (want_u) {
             const V term = g * B_::read_vector(block.w[n] + j * M, m, M);
-            B_::write_vector(at.du, j == 0 ? term : B_::read_vector(at.du, m, M) + term, m, M);
+            B_::write_vector(at.du, B_::read_vector(at.du, m, M) + term, m, M);
           }
         }
       }
@@ -122,8 +123,8 @@ struct RowsFinal {
       if (pass.dweight.storage != kStorage<T>) scatter<T>(pass.dweight, i * size, {1, 1, size}, {0, 0, 1}, dw);
       return;
     }
-    T* to = pass.dweight_sum + (p.shared_weight ? 0 : i * size);
-    for (int64_t m = 0; m < size; ++m) to[m] += dw[m];
+    const int64_t to = p.shared_weight ? 0 : i * size;
+    for (int64_t m = 0; m < size; ++m) add_exactly(dw[m], pass.dweight_sum + to + m, pass.dweight_low + to + m);
   }
 
   static void run(const FinalPass<T>& pass, const Range& range, T* scratch) {
