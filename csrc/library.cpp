@@ -84,6 +84,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : B) * J * D;
   py::dict d;
   d["layout"] = plan.lanes ? "lanes" : "rows";
+  d["votes_kept"] = plan.small_batch;
   d["instruction_set"] = isa_name(isa());
   d["lanes"] = plan.L;
   d["tiles"] = plan.tiles;

@@ -1,8 +1,8 @@
 // What a pass over the input capsules gets and gives, and the table of kernels per instruction set.
 //
 // Two layouts. "lanes": L samples stand in the lanes of a vector; per-sample arrays are
-// [tiles][rows][L] with tiles = ceil(B / L), weights are broadcast. "rows": the lanes run along a row
-// of the weight (or of the votes); per-sample arrays are [B][rows]. T is the type sums are formed in.
+// [tiles][rows][L] with tiles = ceil(B / L), weights are broadcast. "rows", for votes that exist: the
+// lanes run along a vote; per-sample arrays are [B][rows]. T is the type sums are formed in.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@ namespace capsfast {
 // How the passes cut their work; chosen by plan.cpp.
 struct Plan {
   bool lanes = true;           // layout
+  bool small_batch = false;    // rows: the votes are made once and kept
   int64_t L = 1;               // samples (lanes) or row elements (rows) in a vector
   int64_t tiles = 1;           // lanes: ceil(B / L); rows: B
   int64_t chunk = 1;           // input capsules whose weights and poses are prepared at a time
@@ -79,6 +80,16 @@ struct FinalPass {
   View dweight;                 // [I, J, D, K]
 };
 
+// What a small batch makes of dvotes [B, I, J, D]; fields as in FinalPass, dweight_sum for a shared weight.
+template <class T>
+struct SmallBatchGradients {
+  const T* dvotes = nullptr;
+  View du;
+  View dweight;
+  T* dweight_sum = nullptr;
+  T* dweight_low = nullptr;
+};
+
 // Kernels of one instruction set; scratch is laid out by scratch.h and aligned to 64 bytes.
 template <class T>
 struct Kernels {
@@ -87,6 +98,9 @@ struct Kernels {
   void (*lanes_final)(const FinalPass<T>&, const Range&, T* scratch);
   void (*rows_reduce)(const ReducePass<T>&, const Range&, T* scratch);
   void (*rows_final)(const FinalPass<T>&, const Range&, T* scratch);
+  // The small batch's own, for input capsules [i0, i1).
+  void (*small_votes)(const Problem&, int64_t i0, int64_t i1, T* votes, T* scratch);
+  void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t i0, int64_t i1, T* scratch);
 };
 
 }  // namespace capsfast

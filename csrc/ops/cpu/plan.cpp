@@ -32,9 +32,17 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
   }
 }
 
-// Below this batch the rows layout wins: a tile of lanes costs the same however many of them are
-// samples, about as much as the rows layout takes for L / 6 of them.
-int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, (lanes + 5) / 6); }
+// A tile of lanes costs the same however many of them are samples: about as much as routing 3/8 of them
+// one by one, over votes made once.
+int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, lanes * 3 / 8); }
+
+// The votes of a small batch, 1 / K of the weight a sample, are kept up to this size in all; beyond it the lanes
+// layout serves, where they never are.
+constexpr int64_t kKeptVotes = 64 * 1024 * 1024;
+
+bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
+  return p.B < smallest_lanes_batch(lanes) && double(p.B) * double(p.I) * double(p.J) * double(p.D) * double(size) <= double(kKeptVotes);
+}
 
 void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t L = plan->L, row = p.J * p.D * p.K * size, vote = p.D * L * size;
@@ -60,19 +68,13 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
 }
 
 void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
-  const int64_t M = p.D * p.K;
   plan->L = lanes;
-  while (plan->L > std::max<int64_t>(2, lanes / 4) && M <= plan->L / 2) plan->L /= 2;
+  while (plan->L > std::max<int64_t>(2, lanes / 4) && p.D <= plan->L / 2) plan->L /= 2;
   plan->tiles = p.B;
   plan->chunk = 64;
-  const int64_t chunks = divide_up(p.I, 8);
-  if (p.votes_given) {
-    cut(p.B, chunks, threads, &plan->tile_groups, &plan->splits);
-    plan->final_groups = plan->tile_groups;
-    plan->final_splits = plan->splits;
-  } else {
-    plan->splits = plan->final_splits = std::clamp<int64_t>(chunks, 1, threads);
-  }
+  cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
+  plan->final_groups = plan->tile_groups;
+  plan->final_splits = plan->splits;
 }
 
 }  // namespace
@@ -80,7 +82,10 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   Plan plan;
   plan.L = lanes;
-  plan.lanes = !p.votes_given && !p.empty() && p.B >= smallest_lanes_batch(lanes);
+  plan.small_batch = !p.votes_given && !p.empty() && is_small_batch(p, lanes, size);
+  // Without numbers to route there is nothing to tile: at most a coupling that the logits alone decide.
+  const bool nothing = p.B == 0 || p.I == 0 || p.J == 0 || p.D == 0;
+  plan.lanes = !p.votes_given && !plan.small_batch && !nothing;
   if (plan.lanes) {
     plan_lanes(p, size, threads, &plan);
   } else {

@@ -121,10 +121,11 @@ struct Context {
         plan(make_plan(problem, kernels_.L, threads, sizeof(T))),
         layout(problem, plan),
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
-    const View& view = p.votes_given ? p.votes : p.weight;
-    const int64_t* s = view.stride + (p.votes_given ? 2 : 1);
+    const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
     // A masked capsule's votes are replaced by zeros, which takes a copy too.
-    plan.gather_rows = !is_run<T>(view, {p.J, p.D, p.K}, {s[0], s[1], p.votes_given ? 1 : s[2]}) || (p.votes_given && p.mask.data != nullptr);
+    plan.gather_rows = p.votes_given
+                           ? !is_run<T>(p.votes, {1, p.J, p.D}, {0, votes[2], votes[3]}) || p.mask.data != nullptr
+                           : !is_run<T>(p.weight, {p.J, p.D, p.K}, {weight[1], weight[2], weight[3]});
     if (p.out_mask.data == nullptr) return;
     std::fill_n(valid_out.get(), layout.scalars(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
@@ -587,10 +588,8 @@ Problem slice(const Problem& whole, int64_t b0, int64_t samples) {
   return p;
 }
 
-}  // namespace
-
 template <class T>
-void routing_forward(const Problem& p, const ForwardOutputs& out) {
+void passes_forward(const Problem& p, const ForwardOutputs& out) {
   const Slices slices(p, sizeof(T));
   if (slices.tasks == 0) return Forward<T>(p, out, num_threads()).run();
   parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
@@ -607,7 +606,7 @@ void routing_forward(const Problem& p, const ForwardOutputs& out) {
 }
 
 template <class T>
-void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
+void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
   const Slices slices(p, sizeof(T));
   const int64_t tasks = std::max<int64_t>(1, slices.tasks);
   const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
@@ -641,6 +640,89 @@ void routing_backward(const Problem& p, const BackwardInputs& in, const Backward
   }
   add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
   add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
+}
+
+// A small batch: the votes made once, kept, and routed.
+template <class T>
+class SmallBatch {
+ public:
+  explicit SmallBatch(const Problem& problem)
+      : p(problem), kernels_(kernels<T>(isa())), row(p.J * p.D * p.K), votes(p.B * p.I * p.J * p.D) {
+    const Buffer<T> scratch(num_threads() * (row + p.K));
+    over_capsules([&](int64_t task, int64_t i0, int64_t i1) {
+      kernels_.small_votes(p, i0, i1, votes.get(), scratch.get() + task * (row + p.K));
+    });
+  }
+
+  // The same routing with the votes given.
+  Problem routed() const {
+    Problem q = p;
+    q.votes_given = true;
+    q.shared_weight = false;
+    q.K = 1;
+    q.u = q.weight = View{};
+    q.votes = View{votes.get(), kStorage<T>, {p.I * p.J * p.D, p.J * p.D, p.D, 1}};
+    return q;
+  }
+
+  // dvotes took the place of the votes: du and dW from them.
+  void finish(const BackwardOutputs& out) const {
+    if (out.du.data == nullptr && out.dweight.data == nullptr) return;
+    const int64_t adders = p.shared_weight && out.dweight.data != nullptr ? num_threads() : 0;
+    const Sums<T> sums(adders * row);
+    sums.clear();
+    const Buffer<T> scratch(num_threads() * 2 * (row + p.K));
+    over_capsules([&](int64_t task, int64_t i0, int64_t i1) {
+      SmallBatchGradients<T> gradients{votes.get(), out.du, out.dweight, nullptr, nullptr};
+      if (adders > 0) {
+        gradients.dweight_sum = sums.high() + task * row;
+        gradients.dweight_low = sums.low() + task * row;
+      }
+      kernels_.small_gradients(gradients, p, i0, i1, scratch.get() + task * 2 * (row + p.K));
+    });
+    sums.join();
+    add_up<T>(sums.high(), adders, row, out.dweight);
+  }
+
+ private:
+  template <class F>
+  void over_capsules(const F& f) const {
+    const int64_t tasks = num_threads();
+    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) f(task, p.I * task / tasks, p.I * (task + 1) / tasks);
+    });
+  }
+
+  const Problem& p;
+  const Kernels<T>& kernels_;
+  int64_t row;
+  Buffer<T> votes;
+};
+
+template <class T>
+bool is_small_batch(const Problem& p) {
+  return make_plan(p, kernels<T>(isa()).L, num_threads(), sizeof(T)).small_batch;
+}
+
+}  // namespace
+
+template <class T>
+void routing_forward(const Problem& p, const ForwardOutputs& out) {
+  if (!is_small_batch<T>(p)) return passes_forward<T>(p, out);
+  const SmallBatch<T> batch(p);
+  passes_forward<T>(batch.routed(), out);
+}
+
+template <class T>
+void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
+  if (!is_small_batch<T>(p)) return passes_backward<T>(p, in, out);
+  const SmallBatch<T> batch(p);
+  const Problem routed = batch.routed();
+  BackwardOutputs votes_out = out;
+  votes_out.du = View{};
+  votes_out.dweight = out.du.data == nullptr && out.dweight.data == nullptr ? View{} : routed.votes;
+  passes_backward<T>(routed, in, votes_out);
+  batch.finish(out);
 }
 
 template void routing_forward<float>(const Problem&, const ForwardOutputs&);

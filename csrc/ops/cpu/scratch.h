@@ -75,49 +75,40 @@ struct LanesFinalScratch {
   }
 };
 
-// Blocks of L input capsules: rows [L][J D K] where storage is not a run of T, pose [K], u [L][D K];
-// V, ds and sum [samples][J][D K]; norm [samples][J]; scores and dc [J][L].
+// Blocks of L input capsules: rows [L][J D] where the votes are not runs of T; part, partial sums of 16
+// output capsules; scores and dc [J][L]; sum [J D] and norm [J] of a chunk.
 template <class T>
 struct RowsReduceScratch {
-  T *rows, *pose, *u, *V, *ds, *scores, *dc, *sum, *norm;
+  T *rows, *part, *scores, *dc, *sum, *norm;
   int64_t size;
 
   RowsReduceScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
-    const int64_t M = p.D * p.K, L = plan.L;
-    const int64_t samples = p.votes_given ? 1 : (p.B + plan.tile_groups - 1) / plan.tile_groups;
-    rows = carve.take(plan.gather_rows ? L * p.J * M : 0);
-    pose = carve.take(p.K);
-    u = carve.take(p.votes_given ? 0 : L * (M + L));
-    V = carve.take(samples * p.J * M);
-    ds = carve.take(samples * p.J * M);
+    const int64_t L = plan.L;
+    rows = carve.take(plan.gather_rows ? L * p.J * p.D : 0);
+    part = carve.take(16 * L * L);
     scores = carve.take(p.J * L);
     dc = carve.take(p.J * L);
-    sum = carve.take(samples * p.J * M);
-    norm = carve.take(samples * p.J);
+    sum = carve.take(p.J * p.D);
+    norm = carve.take(p.J);
     size = carve.used();
   }
 };
 
-// As above; V and ds [samples][iterations][J][D K]; c and db [iterations][J][L]; du [D K]; dw [L][J D K].
+// As above; c and db [iterations][J][L]; row [J D], dvotes on their way to another storage.
 template <class T>
 struct RowsFinalScratch {
-  T *rows, *pose, *u, *V, *ds, *c, *db, *du, *dw;
+  T *rows, *part, *c, *db, *row;
   int64_t size;
 
   RowsFinalScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
-    const int64_t M = p.D * p.K, L = plan.L;
-    const int64_t samples = p.votes_given ? 1 : (p.B + plan.final_groups - 1) / plan.final_groups;
-    rows = carve.take(plan.gather_rows ? L * p.J * M : 0);
-    pose = carve.take(p.K);
-    u = carve.take(p.votes_given ? 0 : L * (M + L));
-    V = carve.take(samples * iterations * p.J * M);
-    ds = carve.take(samples * iterations * p.J * M);
+    const int64_t L = plan.L;
+    rows = carve.take(plan.gather_rows ? L * p.J * p.D : 0);
+    part = carve.take(16 * L * L);
     c = carve.take(iterations * p.J * L);
     db = carve.take(iterations * p.J * L);
-    du = carve.take(p.votes_given ? 0 : M);
-    dw = carve.take(p.votes_given ? p.J * M : L * p.J * M);
+    row = carve.take(p.J * p.D);
     size = carve.used();
   }
 };

@@ -1,0 +1,161 @@
+// What a small batch does with the weight: its votes once, and the gradients of dvotes at the end.
+// Between the two it routes votes that exist, see rows.inl.
+
+template <class T>
+struct SmallBatch {
+  static constexpr int L = kLanes<T>;
+  using V = Vec<T, L>;
+
+  // Sums within groups of K lanes: lane g K + q of the result is that of group g of m[q].
+  template <int K, int H = K / 2>
+  static CAPSFAST_INLINE V group_sums(V* m) {
+    if constexpr (H >= 1) {
+#pragma GCC unroll 16
+      for (int q = 0; q < H; ++q) m[q] = swap_blocks<T, L, H, false>(m[q], m[q + H]) + swap_blocks<T, L, H, true>(m[q], m[q + H]);
+      return group_sums<K, H / 2>(m);
+    } else {
+      return m[0];
+    }
+  }
+
+  // Vector q of a block of L rows of K numbers holds rows q L / K ...: to the order of the rows.
+  template <int K, int... N>
+  static CAPSFAST_INLINE V in_order(V v, std::integer_sequence<int, N...>) {
+    return shuffle_of<T, L>(v, v, std::integer_sequence<int, (N % (L / K) * K + N / (L / K))...>{});
+  }
+
+  // x[row] = w[row] . u for rows of K numbers, L of them at a time.
+  template <int K>
+  static CAPSFAST_INLINE void row_products(const T* w, const T* u, int64_t rows, T* x) {
+    alignas(sizeof(V)) T repeated[L];
+    for (int l = 0; l < L; ++l) repeated[l] = u[l % K];
+    const V pose = load<L>(repeated);
+    int64_t row = 0;
+    for (; row + L <= rows; row += L) {
+      V m[K];
+#pragma GCC unroll 16
+      for (int q = 0; q < K; ++q) m[q] = load<L>(w + row * K + q * L) * pose;
+      store<L>(x + row, in_order<K>(group_sums<K>(m), std::make_integer_sequence<int, L>{}));
+    }
+    for (; row < rows; ++row) x[row] = product(w + row * K, u, K);
+  }
+
+  static CAPSFAST_INLINE T product(const T* w, const T* u, int64_t K) {
+    V a = V{};
+    int64_t k = 0;
+    for (; k + L <= K; k += L) a += load<L>(w + k) * load<L>(u + k);
+    T total = sum<T, L>(a);
+    for (; k < K; ++k) total += w[k] * u[k];
+    return total;
+  }
+
+  static void votes_of(const T* w, const T* u, int64_t K, int64_t rows, T* x) {
+    if constexpr (L >= 4) {
+      if (K == 4) return row_products<4>(w, u, rows, x);
+    }
+    if constexpr (L >= 8) {
+      if (K == 8) return row_products<8>(w, u, rows, x);
+    }
+    if constexpr (L >= 16) {
+      if (K == 16) return row_products<16>(w, u, rows, x);
+    }
+    for (int64_t row = 0; row < rows; ++row) x[row] = product(w + row * K, u, K);
+  }
+
+  // The weight row of capsule i: in place or gathered to `buffer`.
+  static const T* weight_row(const Problem& p, int64_t i, T* buffer) {
+    const View& w = p.weight;
+    const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
+    if (is_run<T>(w, n, s)) return static_cast<const T*>(w.data) + i * w.stride[0];
+    gather<T>(w, i * w.stride[0], n, s, buffer);
+    return buffer;
+  }
+
+  // Zeros for a masked capsule, whatever it holds.
+  static void pose_of(const Problem& p, int64_t b, int64_t i, T* u) {
+    const bool masked = p.mask.data != nullptr && !p.mask.at(b, i);
+    const int64_t at = b * p.u.stride[0] + i * p.u.stride[1];
+    for (int64_t k = 0; k < p.K; ++k) u[k] = masked ? T(0) : read<T>(p.u, at + k * p.u.stride[2]);
+  }
+
+  // votes [B, I, J, D] of input capsules [i0, i1); scratch [J D K + K].
+  static void votes(const Problem& p, int64_t i0, int64_t i1, T* votes, T* scratch) {
+    const int64_t rows = p.J * p.D;
+    T* u = scratch + rows * p.K;
+    for (int64_t i = i0; i < i1; ++i) {
+      const T* w = weight_row(p, i, scratch);
+      for (int64_t b = 0; b < p.B; ++b) {
+        pose_of(p, b, i, u);
+        votes_of(w, u, p.K, rows, votes + (b * p.I + i) * rows);
+      }
+    }
+  }
+
+  // du = sum over rows of g[row] w[row], with K a constant where that makes a row one vector.
+  template <int K>
+  static CAPSFAST_INLINE void pose_gradient_of(const T* w, const T* g, int64_t rows, T* du) {
+    Vec<T, K> a[4] = {};
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) {
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) a[n] += load<K>(w + (row + n) * K) * g[row + n];
+    }
+    for (; row < rows; ++row) a[0] += load<K>(w + row * K) * g[row];
+    store<K>(du, (a[0] + a[1]) + (a[2] + a[3]));
+  }
+
+  static void pose_gradient(const T* w, const T* g, int64_t K, int64_t rows, T* du) {
+    if (K == 8) return pose_gradient_of<8>(w, g, rows, du);
+    if (K == 4) return pose_gradient_of<4>(w, g, rows, du);
+    if (K == 16) return pose_gradient_of<16>(w, g, rows, du);
+    for (int64_t k = 0; k < K; ++k) du[k] = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t k = 0; k < K; ++k) du[k] += g[row] * w[row * K + k];
+    }
+  }
+
+  // dw[row] = (or +=) g[row] u.
+  template <int K>
+  static CAPSFAST_INLINE void weight_gradient_of(const T* u, const T* g, bool add, int64_t rows, T* dw) {
+    const Vec<T, K> pose = load<K>(u);
+    for (int64_t row = 0; row < rows; ++row, dw += K) {
+      const Vec<T, K> term = pose * g[row];
+      store<K>(dw, add ? load<K>(dw) + term : term);
+    }
+  }
+
+  static void weight_gradient(const T* u, const T* g, bool add, int64_t K, int64_t rows, T* dw) {
+    if (K == 8) return weight_gradient_of<8>(u, g, add, rows, dw);
+    if (K == 4) return weight_gradient_of<4>(u, g, add, rows, dw);
+    if (K == 16) return weight_gradient_of<16>(u, g, add, rows, dw);
+    for (int64_t row = 0; row < rows; ++row, dw += K) {
+      for (int64_t k = 0; k < K; ++k) dw[k] = (add ? dw[k] : T(0)) + g[row] * u[k];
+    }
+  }
+
+  // du and dW of input capsules [i0, i1) from dvotes; scratch [2 J D K + 2 K].
+  static void gradients(const SmallBatchGradients<T>& out, const Problem& p, int64_t i0, int64_t i1, T* scratch) {
+    const int64_t rows = p.J * p.D, size = rows * p.K;
+    T *u = scratch + 2 * size, *du = u + p.K;
+    const bool in_place = out.dweight_sum == nullptr && out.dweight.storage == kStorage<T>;
+    for (int64_t i = i0; i < i1; ++i) {
+      const T* w = weight_row(p, i, scratch);
+      T* dw = in_place ? static_cast<T*>(out.dweight.data) + i * size : scratch + size;
+      for (int64_t b = 0; b < p.B; ++b) {
+        const T* g = out.dvotes + (b * p.I + i) * rows;
+        pose_of(p, b, i, u);
+        if (out.du.data != nullptr) {
+          pose_gradient(w, g, p.K, rows, du);
+          scatter<T>(out.du, b * out.du.stride[0] + i * out.du.stride[1], {1, 1, p.K}, {0, 0, 1}, du);
+        }
+        if (out.dweight.data != nullptr) weight_gradient(u, g, b > 0, p.K, rows, dw);
+      }
+      if (out.dweight.data == nullptr || in_place) continue;
+      if (out.dweight_sum == nullptr) {
+        scatter<T>(out.dweight, i * size, {1, 1, size}, {0, 0, 1}, dw);
+        continue;
+      }
+      for (int64_t n = 0; n < size; ++n) add_exactly(dw[n], out.dweight_sum + n, out.dweight_low + n);
+    }
+  }
+};
