@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -81,7 +82,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   const int64_t reduce = plan.lanes ? LanesReduceScratch<float>(p, plan, nullptr).size : RowsReduceScratch<float>(p, plan, nullptr).size;
   const int64_t final = plan.lanes ? LanesFinalScratch<float>(p, plan, num_iterations, nullptr).size
                                    : RowsFinalScratch<float>(p, plan, num_iterations, nullptr).size;
-  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : B) * J * D;
+  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : B) * J * D, kept = plan.small_batch ? B * I * J * D : 0;
   py::dict d;
   d["layout"] = plan.lanes ? "lanes" : "rows";
   d["votes_kept"] = plan.small_batch;
@@ -95,9 +96,9 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   d["final_chunk"] = plan.final_chunk;
   d["final_out_tile"] = plan.final_out_tile;
   d["final_tasks"] = plan.final_groups * plan.final_splits;
-  d["forward_scratch_bytes"] = wide * (plan.tile_groups * plan.splits * reduce + (1 + plan.splits) * vectors);
+  d["forward_scratch_bytes"] = wide * (plan.tile_groups * plan.splits * reduce + (1 + 2 * plan.splits) * vectors + kept);
   d["backward_scratch_bytes"] = wide * (std::max(plan.tile_groups * plan.splits * reduce, plan.final_groups * plan.final_splits * final) +
-                                        (2 * num_iterations + plan.splits) * vectors);
+                                        (2 * num_iterations + 2 * plan.splits) * vectors + kept);
   d["forward_flops"] = forward_flops(p);
   d["backward_flops"] = backward_flops(p);
   const double operands = votes_given ? double(B) * double(I) * double(J) * double(D)

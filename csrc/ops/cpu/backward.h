@@ -1,0 +1,219 @@
+// The backward: from the last iteration to the second a reducing pass each, then one last pass for all.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "context.h"
+#include "routing.h"
+
+namespace capsfast::driver {
+
+template <class T>
+class Backward {
+ public:
+  // dlogits_sum [I, J] and dbias_sum [J, D], added to; null where they are not wanted.
+  Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, double* dlogits_sum, double* dbias_sum,
+           int64_t threads)
+      : context(problem, threads),
+        p(problem),
+        in(inputs),
+        out(outputs),
+        dlogits_sum_(dlogits_sum),
+        dbias_sum_(dbias_sum),
+        first(problem.gradient_last ? problem.iterations - 1 : 0),
+        V(p.iterations * context.layout.vectors()),
+        ds(p.iterations * context.layout.vectors()),
+        sums(context.plan.splits * context.layout.vectors()),
+        in_norm(context.layout, p.softmax_in ? p.iterations : 0),
+        c_dc(p.softmax_in ? p.iterations * context.layout.scalars() : 0),
+        bias(static_cast<size_t>(p.J * p.D), T(0)) {
+    // Lanes without a sample read as zero capsules.
+    std::fill_n(V.get(), p.iterations * context.layout.vectors(), T(0));
+    std::fill_n(ds.get(), p.iterations * context.layout.vectors(), T(0));
+    if (p.bias.data != nullptr) gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
+    if (p.softmax_in) {
+      std::fill_n(c_dc.get(), p.iterations * context.layout.scalars(), T(0));
+    }
+  }
+
+  void run() {
+    const int64_t r = p.iterations, pitch = context.layout.vectors();
+    parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        restore(b);
+        differentiate(r - 1, b, true);
+      }
+    });
+    for (int64_t t = r - 1; t > first; --t) {
+      ReducePass<T> pass;
+      pass.V = V.get() + t * pitch;
+      pass.ds = ds.get() + t * pitch;
+      if (p.softmax_in) {
+        pass.in_max = in_norm.max() + t * context.layout.scalars();
+        pass.in_scale = in_norm.scale() + t * context.layout.scalars();
+        pass.c_dc = c_dc.get() + t * context.layout.scalars();
+      }
+      if (t == r - 1) pass.dcoupling = in.dcoupling;
+      pass.sum = sums.high();
+      pass.low = sums.low();
+      // The sums go on from iteration to iteration: V_t holds every earlier v, so G adds up.
+      if (t == r - 1) sums.clear();
+      context.reduce(pass);
+      parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+        for (int64_t b = begin; b < end; ++b) differentiate(t - 1, b, false);
+      });
+    }
+    if (dbias_sum_ != nullptr) sum_bias();
+    if (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr) last_pass();
+  }
+
+ private:
+  // V_t of every iteration from the saved s, and the normalisers, in the plan's layout.
+  void restore(int64_t b) {
+    const Place at = context.layout.of(b);
+    const int64_t pitch = context.layout.vectors();
+    for (int64_t t = 0; t + 1 < p.iterations; ++t) {
+      const T* s = saved_s(t, b);
+      for (int64_t j = 0; j < p.J; ++j) {
+        const bool valid = context.is_valid(b, j);
+        T n = 0;
+        for (int64_t d = j * p.D; d < (j + 1) * p.D; ++d) n += biased(s, d) * biased(s, d);
+        const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
+        for (int64_t d = j * p.D; d < (j + 1) * p.D; ++d) {
+          const int64_t here = t * pitch + at.vector + d * at.stride;
+          V.get()[here + pitch] = V.get()[here] + (valid ? f * biased(s, d) : T(0));
+        }
+      }
+    }
+    if (!p.softmax_in) return;
+    for (int64_t t = 0; t < p.iterations; ++t) in_norm.restore(static_cast<const T*>(in.norm), p, in.batch, t, b, at, t);
+  }
+
+  T biased(const T* s, int64_t row) const { return s[row] + bias[static_cast<size_t>(row)]; }
+  const T* saved_s(int64_t t, int64_t b) const { return static_cast<const T*>(in.s) + (t * in.batch + b) * p.J * p.D; }
+
+  // ds_t from dv_t: the given dv for the last iteration, else the sum of the reducing passes.
+  void differentiate(int64_t t, int64_t b, bool given) {
+    const Place at = context.layout.of(b);
+    const int64_t pitch = context.layout.vectors();
+    const T* s = saved_s(t, b);
+    std::vector<T> dv(static_cast<size_t>(p.D));
+    for (int64_t j = 0; j < p.J; ++j) {
+      T n = 0, s_dv = 0, total = 0;
+      T* to = ds.get() + t * pitch + at.vector + j * p.D * at.stride;
+      for (int64_t d = 0; d < p.D; ++d) {
+        T& g = dv[static_cast<size_t>(d)];
+        g = 0;
+        if (given) {
+          g = read<T>(in.dv, b * in.dv.stride[0] + j * in.dv.stride[1] + d * in.dv.stride[2]);
+        } else {
+          for (int64_t split = 0; split < context.plan.splits; ++split) g += sums.total(split * pitch + at.vector + (j * p.D + d) * at.stride);
+        }
+        n += biased(s, j * p.D + d) * biased(s, j * p.D + d);
+        s_dv += biased(s, j * p.D + d) * g;
+      }
+      const bool valid = context.is_valid(b, j);
+      const T eps = static_cast<T>(p.eps);
+      const T f = radial<T>(p.squash, n, eps), slope = 2 * radial_derivative<T>(p.squash, n, eps) * s_dv;
+      for (int64_t d = 0; d < p.D; ++d) {
+        const T value = valid ? f * dv[static_cast<size_t>(d)] + slope * biased(s, j * p.D + d) : T(0);
+        to[d * at.stride] = value;
+        total += value * s[j * p.D + d];
+      }
+      if (!p.softmax_in) continue;
+      // sum_i c dc = ds . sum_i c votes, and what the coupling's own gradient adds.
+      if (given && in.dcoupling.data != nullptr) total += coupling_gradient(b, j);
+      c_dc.get()[t * context.layout.scalars() + at.scalar + j * at.stride] = total;
+    }
+  }
+
+  T coupling_gradient(int64_t b, int64_t j) const {
+    T total = 0;
+    const View &c = in.coupling, &dc = in.dcoupling;
+    for (int64_t i = 0; i < p.I; ++i) {
+      total += read<T>(c, b * c.stride[0] + i * c.stride[1] + j * c.stride[2]) *
+               read<T>(dc, b * dc.stride[0] + i * dc.stride[1] + j * dc.stride[2]);
+    }
+    return total;
+  }
+
+  void sum_bias() {
+    for (int64_t t = first; t < p.iterations; ++t) {
+      for (int64_t b = 0; b < p.B; ++b) {
+        const Place at = context.layout.of(b);
+        const T* from = ds.get() + t * context.layout.vectors() + at.vector;
+        for (int64_t n = 0; n < p.J * p.D; ++n) dbias_sum_[n] += from[n * at.stride];
+      }
+    }
+  }
+
+  void last_pass() {
+    const Plan& plan = context.plan;
+    const int64_t groups = plan.final_groups, splits = plan.final_splits, tasks = groups * splits;
+    const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
+    // Who adds to one dW: every task if the weight is shared, every group of tiles otherwise.
+    const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
+    const int64_t logits = dlogits_sum_ != nullptr ? p.I * p.J : 0;
+    const Sums<T> dweight(adders * weights);
+    const Buffer<double> dlogits(groups * logits);
+    dweight.clear();
+    std::fill_n(dlogits.get(), groups * logits, 0.0);
+
+    FinalPass<T> pass;
+    pass.problem = &p;
+    pass.plan = &plan;
+    pass.first = first;
+    pass.V = V.get();
+    pass.ds = ds.get();
+    pass.valid_out = context.valid();
+    pass.in_max = in_norm.max();
+    pass.in_scale = in_norm.scale();
+    pass.c_dc = c_dc.get();
+    pass.dcoupling = in.dcoupling;
+    pass.du = out.du;
+    if (p.votes_given) {
+      pass.dvotes = out.dweight;
+    } else {
+      pass.dweight = out.dweight;
+    }
+    if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
+    const int64_t terms = p.iterations - first;
+    const int64_t size = plan.lanes ? LanesFinalScratch<T>(p, plan, terms, nullptr).size : RowsFinalScratch<T>(p, plan, terms, nullptr).size;
+    const Buffer<T> scratch(tasks * size);
+    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        FinalPass<T> mine = pass;
+        if (logits > 0) mine.dlogits = dlogits.get() + task / splits * logits;
+        if (adders > 0) {
+          const int64_t adder = p.shared_weight ? task : task / splits;
+          mine.dweight_sum = dweight.high() + adder * weights;
+          mine.dweight_low = dweight.low() + adder * weights;
+        }
+        const Range range = share(p, plan, task, groups, splits);
+        T* memory = scratch.get() + task * size;
+        plan.lanes ? context.kernels_.lanes_final(mine, range, memory) : context.kernels_.rows_final(mine, range, memory);
+      }
+    });
+    dweight.join();
+    add_up<T>(dweight.high(), adders, weights, out.dweight);
+    for (int64_t group = 0; group < groups; ++group) {
+      for (int64_t n = 0; n < logits; ++n) dlogits_sum_[n] += dlogits.get()[group * logits + n];
+    }
+  }
+
+  Context<T> context;
+  const Problem& p;
+  const BackwardInputs& in;
+  const BackwardOutputs& out;
+  double *dlogits_sum_, *dbias_sum_;
+  int64_t first;
+  Buffer<T> V, ds;
+  Sums<T> sums;
+  InNormArrays<T> in_norm;
+  Buffer<T> c_dc;
+  std::vector<T> bias;
+};
+
+}  // namespace capsfast::driver

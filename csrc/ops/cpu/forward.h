@@ -1,0 +1,166 @@
+// The iterations of the forward: a reducing pass each, and between them s_t, v_t and V_t.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "context.h"
+#include "routing.h"
+
+namespace capsfast::driver {
+
+// The factor that makes the partial sums of the splits one softmax over the input capsules.
+template <class T>
+struct InNorm {
+  T max = std::numeric_limits<T>::lowest();
+  T norm = 0;
+
+  InNorm(const T* maxima, const T* norms, int64_t splits, int64_t pitch) {
+    for (int64_t s = 0; s < splits; ++s) max = maxima[s * pitch] > max || maxima[s * pitch] != maxima[s * pitch] ? maxima[s * pitch] : max;
+    for (int64_t s = 0; s < splits; ++s) norm += norms[s * pitch] * std::exp(maxima[s * pitch] - max);
+  }
+  T factor(T split_max) const { return std::exp(split_max - max) * scale(); }
+  T scale() const { return norm == 0 ? T(0) : 1 / norm; }
+};
+
+template <class T>
+class Forward {
+ public:
+  Forward(const Problem& problem, const ForwardOutputs& outputs, int64_t threads)
+      : context(problem, threads),
+        p(problem),
+        out(outputs),
+        V(context.layout.vectors()),
+        sums(context.plan.splits * context.layout.vectors()),
+        max(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
+        norms(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
+        bias(static_cast<size_t>(p.J * p.D), T(0)) {
+    std::fill_n(V.get(), context.layout.vectors(), T(0));
+    if (p.bias.data != nullptr) gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
+  }
+
+  void run() {
+    for (int64_t t = 0; t < p.iterations; ++t) {
+      const bool last = t + 1 == p.iterations;
+      const bool wants_coupling = last && out.coupling.data != nullptr;
+      ReducePass<T> pass;
+      pass.V = t == 0 ? nullptr : V.get();
+      // "in": c is known only when the pass is over.
+      if (wants_coupling && !p.softmax_in) pass.coupling = out.coupling;
+      pass.unweighted = t == 0 && p.logits.data == nullptr && pass.coupling.data == nullptr;
+      sums.clear();
+      pass.sum = sums.high();
+      pass.low = sums.low();
+      if (p.softmax_in) {
+        start_norms();
+        pass.max = max.get();
+        pass.norm = norms.high();
+        pass.norm_low = norms.low();
+      }
+      context.reduce(pass);
+      if (p.softmax_in) norms.join();
+      parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+        for (int64_t b = begin; b < end; ++b) finish(pass.unweighted, t, b);
+      });
+      if (wants_coupling && p.softmax_in) write_coupling(t);
+    }
+  }
+
+ private:
+  // The leaky entry, with logit 0, is in the first split only.
+  void start_norms() {
+    const int64_t pitch = context.layout.scalars();
+    std::fill_n(max.get(), context.plan.splits * pitch, std::numeric_limits<T>::lowest());
+    norms.clear();
+    if (!p.leaky) return;
+    std::fill_n(max.get(), pitch, T(0));
+    std::fill_n(norms.high(), pitch, T(1));
+  }
+
+  // s_t, v_t and V_t of one sample from the partial sums.
+  void finish(bool unweighted, int64_t t, int64_t b) {
+    const Place at = context.layout.of(b);
+    const int64_t splits = context.plan.splits, pitch = context.layout.vectors(), scalar_pitch = context.layout.scalars();
+    const int64_t counted = !unweighted ? 0 : p.softmax_in ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
+    const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
+    T* s = static_cast<T*>(out.s) + (t * out.batch + b) * p.J * p.D;
+    for (int64_t j = 0; j < p.J; ++j) {
+      const bool valid = context.is_valid(b, j);
+      const int64_t scalar = at.scalar + j * at.stride;
+      const T scale = unweighted ? (valid && entries > 0 ? 1 / entries : T(0)) : T(1);
+      if (p.softmax_in) {
+        T* to = static_cast<T*>(out.norm) + (t * out.batch + b) * p.J + j;
+        T& norm_max = to[0];
+        T& norm_scale = to[p.iterations * out.batch * p.J];
+        norm_max = 0;
+        norm_scale = scale;
+        if (!unweighted) {
+          const InNorm<T> all(max.get() + scalar, norms.high() + scalar, splits, scalar_pitch);
+          norm_max = all.max;
+          norm_scale = all.scale();
+        }
+      }
+      for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] = 0;
+      for (int64_t split = 0; split < splits; ++split) {
+        T factor = scale;
+        if (p.softmax_in && !unweighted) {
+          factor = InNorm<T>(max.get() + scalar, norms.high() + scalar, splits, scalar_pitch).factor(max.get()[scalar + split * scalar_pitch]);
+        }
+        const int64_t part = split * pitch + at.vector + j * p.D * at.stride;
+        for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += factor * sums.total(part + d * at.stride);
+      }
+      add_output(s + j * p.D, j, valid, V.get() + at.vector + j * p.D * at.stride, at.stride, t + 1 == p.iterations ? b : -1);
+    }
+  }
+
+  // v = squash(s + bias) of one output capsule, added to V_t; of the last iteration also to the result.
+  void add_output(const T* s, int64_t j, bool valid, T* V_t, int64_t stride, int64_t last_of_sample) const {
+    const T* bias_j = bias.data() + j * p.D;
+    T n = 0;
+    for (int64_t d = 0; d < p.D; ++d) n += (s[d] + bias_j[d]) * (s[d] + bias_j[d]);
+    const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
+    for (int64_t d = 0; d < p.D; ++d) {
+      const T v = valid ? f * (s[d] + bias_j[d]) : T(0);
+      V_t[d * stride] += v;
+      if (last_of_sample >= 0) write<T>(out.v, (last_of_sample * p.J + j) * p.D + d, v);
+    }
+  }
+
+  // c = exp(b - max) scale takes a pass of its own, before V_t gets the last v.
+  void write_coupling(int64_t t) {
+    InNormArrays<T> in_norm(context.layout, 1);
+    Buffer<T> before(context.layout.vectors());
+    std::fill_n(before.get(), context.layout.vectors(), T(0));
+    for (int64_t b = 0; b < p.B; ++b) {
+      const Place at = context.layout.of(b);
+      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, at, 0);
+      const T* s = static_cast<const T*>(out.s) + b * p.J * p.D;
+      for (int64_t j = 0; j < p.J; ++j) {
+        for (int64_t earlier = 0; earlier < t; ++earlier) {
+          add_output(s + (earlier * out.batch * p.J + j) * p.D, j, context.is_valid(b, j), before.get() + at.vector + j * p.D * at.stride,
+                     at.stride, -1);
+        }
+      }
+    }
+    ReducePass<T> pass;
+    pass.V = t == 0 ? nullptr : before.get();
+    pass.in_max = in_norm.max();
+    pass.in_scale = in_norm.scale();
+    pass.coupling = out.coupling;
+    context.reduce(pass);
+  }
+
+  Context<T> context;
+  const Problem& p;
+  const ForwardOutputs& out;
+  Buffer<T> V;
+  Sums<T> sums;
+  Buffer<T> max;
+  Sums<T> norms;
+  std::vector<T> bias;
+};
+
+}  // namespace capsfast::driver

@@ -1,0 +1,49 @@
+// Memory of a call: aligned buffers, and sums with what their additions round off.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace capsfast {
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// Uninitialised, on a cache line.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count) {
+    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    memory_.reset(static_cast<T*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64))));
+    if (memory_ == nullptr) throw std::bad_alloc();
+  }
+  T* get() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<T, Free> memory_;
+};
+
+// Sums and what their additions rounded off.
+template <class T>
+class Sums {
+ public:
+  explicit Sums(int64_t count) : count_(count), memory_(2 * count) {}
+  T* high() const { return memory_.get(); }
+  T* low() const { return memory_.get() + count_; }
+  T total(int64_t n) const { return high()[n] + low()[n]; }
+  void clear() const { std::fill_n(memory_.get(), 2 * count_, T(0)); }
+  void join() const {
+    for (int64_t n = 0; n < count_; ++n) high()[n] = total(n);
+  }
+
+ private:
+  int64_t count_;
+  Buffer<T> memory_;
+};
+
+}  // namespace capsfast

@@ -1,0 +1,68 @@
+// A small batch makes its votes once, keeps them and routes them: the weight is read once a direction
+// instead of once an iteration.
+#pragma once
+
+#include <cstdint>
+
+#include "context.h"
+#include "routing.h"
+
+namespace capsfast::driver {
+
+template <class T>
+class SmallBatch {
+ public:
+  explicit SmallBatch(const Problem& problem)
+      : p(problem), kernels_(kernels<T>(isa())), row(p.J * p.D * p.K), votes(p.B * p.I * p.J * p.D) {
+    const Buffer<T> scratch(num_threads() * (row + p.K));
+    over_capsules([&](int64_t task, int64_t i0, int64_t i1) {
+      kernels_.small_votes(p, i0, i1, votes.get(), scratch.get() + task * (row + p.K));
+    });
+  }
+
+  // The same routing with the votes given.
+  Problem routed() const {
+    Problem q = p;
+    q.votes_given = true;
+    q.shared_weight = false;
+    q.K = 1;
+    q.u = q.weight = View{};
+    q.votes = View{votes.get(), kStorage<T>, {p.I * p.J * p.D, p.J * p.D, p.D, 1}};
+    return q;
+  }
+
+  // dvotes took the place of the votes: du and dW from them.
+  void finish(const BackwardOutputs& out) const {
+    if (out.du.data == nullptr && out.dweight.data == nullptr) return;
+    const int64_t adders = p.shared_weight && out.dweight.data != nullptr ? num_threads() : 0;
+    const Sums<T> sums(adders * row);
+    sums.clear();
+    const Buffer<T> scratch(num_threads() * 2 * (row + p.K));
+    over_capsules([&](int64_t task, int64_t i0, int64_t i1) {
+      SmallBatchGradients<T> gradients{votes.get(), out.du, out.dweight, nullptr, nullptr};
+      if (adders > 0) {
+        gradients.dweight_sum = sums.high() + task * row;
+        gradients.dweight_low = sums.low() + task * row;
+      }
+      kernels_.small_gradients(gradients, p, i0, i1, scratch.get() + task * 2 * (row + p.K));
+    });
+    sums.join();
+    add_up<T>(sums.high(), adders, row, out.dweight);
+  }
+
+ private:
+  template <class F>
+  void over_capsules(const F& f) const {
+    const int64_t tasks = num_threads();
+    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) f(task, p.I * task / tasks, p.I * (task + 1) / tasks);
+    });
+  }
+
+  const Problem& p;
+  const Kernels<T>& kernels_;
+  int64_t row;
+  Buffer<T> votes;
+};
+
+}  // namespace capsfast::driver
