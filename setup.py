@@ -1,7 +1,7 @@
 """Builds ``capsfast._C``. Metadata is in pyproject.toml.
 
-CAPSFAST_BUILD=0 installs without the extension (the reference backend remains); 1 demands it; unset,
-a missing compiler is an error that names the way out.
+CAPSFAST_BUILD=0 installs without the extension (the reference backend remains). Otherwise a missing
+compiler is an error that names the way out.
 """
 
 import os
@@ -25,8 +25,15 @@ def compiler() -> str | None:
     return None
 
 
+def version() -> str:
+    scope: dict[str, str] = {}
+    exec((ROOT / "capsfast" / "_version.py").read_text(), scope)
+    return scope["__version__"]
+
+
 def extension():
     import pybind11
+    import torch
     from torch.utils.cpp_extension import CppExtension
 
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
@@ -37,7 +44,12 @@ def extension():
         # pip's pybind11 goes first: torch ships an older one.
         include_dirs=[pybind11.get_include()],
         depends=[str(path.relative_to(ROOT)) for path in headers],
-        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), ("CAPSFAST_TORCH_TARGET", f'"{TORCH_TARGET}"')],
+        define_macros=[
+            ("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION),
+            ("CAPSFAST_TORCH_TARGET", f'"{TORCH_TARGET}"'),
+            ("CAPSFAST_BUILD_TORCH", f'"{torch.__version__}"'),
+            ("CAPSFAST_VERSION", f'"{version()}"'),
+        ],
         extra_compile_args=[
             "-O3",
             "-std=c++17",
@@ -45,6 +57,7 @@ def extension():
             "-g0",
             # Checks put __FILE__ into their messages: keep the builder's folders out of the binary.
             f"-fmacro-prefix-map={ROOT.resolve()}/=",
+            f"-fmacro-prefix-map={Path(torch.__file__).parent}/=",
             "-Wno-psabi",
         ],
     )

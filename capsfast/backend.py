@@ -43,6 +43,8 @@ _forced: str | None = _checked(os.environ.get("CAPSFAST_BACKEND") or None, "CAPS
 class use_backend:
     """Forces a backend for all following calls, or inside a ``with`` block; None lifts the force.
 
+    The force is the process's, not the thread's.
+
     A ``backend=`` argument at a call goes before it, the environment variable CAPSFAST_BACKEND
     after it. A forced backend that can't serve a call is an error, never a silent fallback.
 
@@ -56,10 +58,14 @@ class use_backend:
         _checked(name, "capsfast.use_backend")
         if name is not None and _absence(name):
             raise RuntimeError(f"capsfast.use_backend: backend {name!r} is not available: {_absence(name)}")
+        self._name = name
         self._previous = _forced
         _forced = name
 
     def __enter__(self) -> "use_backend":
+        global _forced
+        if _forced != self._name:  # entered later than made
+            self._previous, _forced = _forced, self._name
         return self
 
     def __exit__(self, *error: object) -> None:

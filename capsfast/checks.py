@@ -5,6 +5,9 @@ from torch import Tensor
 
 from .options import GRADIENT, SOFTMAX, SQUASH, Options
 
+# Its power -3/2, which the derivative of a squash holds, is still a float32.
+SMALLEST_EPS = 1e-20
+
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -52,12 +55,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def same_dtype(op: str, anchor: str, anchor_value: Tensor, name: str, value: Tensor) -> None:
-    """u and weight must agree, except under autocast, which casts both."""
-    if value.dtype != anchor_value.dtype and autocast_dtype(value.device) is None:
-        raise TypeError(
-            f"{op}: {anchor} and {name} must have one dtype, got {dtype_of(anchor_value)} and "
-            f"{dtype_of(value)}; convert one, or run under torch.autocast"
-        )
+    """u and weight must agree, except under autocast, which casts both and leaves float64 alone."""
+    if value.dtype == anchor_value.dtype:
+        return
+    castable = torch.float64 not in (value.dtype, anchor_value.dtype)
+    if castable and autocast_dtype(value.device) is not None:
+        return
+    raise TypeError(
+        f"{op}: {anchor} and {name} must have one dtype, got {dtype_of(anchor_value)} and {dtype_of(value)}; "
+        f"convert one{', or run under torch.autocast' if castable else ''}"
+    )
 
 
 def parameter_dtype(op: str, name: str, value: Tensor, anchor: str, anchor_value: Tensor) -> None:
@@ -86,8 +93,11 @@ def boolean(op: str, name: str, value: object) -> None:
 def positive_eps(op: str, eps: object) -> None:
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: eps must be a number, got {eps!r}")
-    if not 0 < eps < float("inf"):
-        raise ValueError(f"{op}: eps must be positive and finite (0 gives NaN gradients at s = 0), got {eps}")
+    if not SMALLEST_EPS <= eps < float("inf"):
+        raise ValueError(
+            f"{op}: eps must be positive and finite, at least {SMALLEST_EPS} (below, the gradient of a zero vector "
+            f"overflows in float32), got {eps}"
+        )
 
 
 def options(op: str, given: Options) -> None:

@@ -1,5 +1,7 @@
 """Public functions: check the arguments, then call the op."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,8 +74,10 @@ def dynamic_routing(
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Routing by agreement from input capsules, without the votes in memory.
+
+    (On the CPU the votes of a batch of a few samples are kept, up to 128 MiB: see docs/cpu-kernels.md.)
 
     Equivalent to ``votes = einsum("ijdk,bik->bijd", weight, u)`` followed by ``num_iterations`` times
     ``c = softmax(b); s = einsum("bij,bijd->bjd", c, votes); v = squash(s);
@@ -150,7 +154,7 @@ def route_votes(
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Routing by agreement over votes that already exist, read in place.
 
     Args:

@@ -1,14 +1,19 @@
 """Loads the compiled extension ``capsfast._C`` and says why when it can't."""
 
 import importlib.util
+import os
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from ._version import __version__
+
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
+_REMEDY = "build it in a checkout: pip install --no-build-isolation --editable ."
 
 
 def _torch_version() -> tuple[int, int]:
@@ -20,15 +25,13 @@ def _absent() -> str:
     """Why there is no extension for this interpreter."""
     package = importlib.util.find_spec("capsfast")
     folders = list(package.submodule_search_locations or []) if package else []
-    from pathlib import Path
-
     built = sorted(path.name for folder in folders for path in Path(folder).glob("_C.*.so"))
     running = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     if built:
-        return f"the extension was built for another Python ({', '.join(built)}), this is {running}; reinstall capsfast"
+        return f"the extension was built for another Python ({', '.join(built)}), this is {running}; {_REMEDY}"
     return (
-        "capsfast was installed without its extension (no compiler, or CAPSFAST_BUILD=0); "
-        "install a C++17 compiler and run: pip install --no-build-isolation --force-reinstall --no-deps capsfast"
+        "there is no extension (installed with CAPSFAST_BUILD=0, or imported from a checkout that was not built); "
+        f"install a C++17 compiler and {_REMEDY}"
     )
 
 
@@ -39,9 +42,19 @@ def _load() -> tuple[ModuleType | None, str]:
     if importlib.util.find_spec("capsfast._C") is None:
         return None, _absent()
     try:
-        return importlib.import_module("capsfast._C"), ""
-    except ImportError as error:
-        return None, f"the extension does not load into torch {torch.__version__}: {error}; rebuild capsfast"
+        module = importlib.import_module("capsfast._C")
+    except (ImportError, OSError, RuntimeError) as error:
+        return None, f"the extension does not load into torch {torch.__version__}: {error}; {_REMEDY}"
+    built = module.build_info()
+    if built["version"] != __version__:
+        return None, f"the extension was built from capsfast {built['version']}, this is {__version__}; {_REMEDY}"
+    asked = os.environ.get("CAPSFAST_ISA")
+    if asked and asked != built["instruction_set"]:
+        raise ValueError(
+            f"CAPSFAST_ISA: must be one of {', '.join(built['instruction_sets'])}, no wider than this machine's "
+            f"{built['instruction_set']}, got {asked!r}"
+        )
+    return module, ""
 
 
 extension, why_absent = _load()

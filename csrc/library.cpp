@@ -48,6 +48,15 @@ using namespace capsfast;
 
 py::dict build_info() {
   py::dict info;
+  info["version"] = CAPSFAST_VERSION;
+  info["built_beside_torch"] = CAPSFAST_BUILD_TORCH;
+#if defined(__x86_64__)
+  info["architecture"] = "x86_64";
+#elif defined(__aarch64__)
+  info["architecture"] = "aarch64";
+#else
+  info["architecture"] = "other";
+#endif
 #if defined(__clang__)
   info["compiler"] = std::string("clang ") + __clang_version__;
 #else
@@ -78,29 +87,39 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   p.weight.stride[0] = shared_weight ? 0 : J * D * K;
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
   const int64_t lanes = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
-  const Plan plan = make_plan(p, lanes, used, wide);
+  const Plan whole = make_plan(p, lanes, used, wide);
+  const Slices slices = votes_given || whole.small_batch ? make_slices(p, used, wide, false) : Slices{};
+  // With slices every task runs passes of its own, over a few samples and planned for one thread.
+  if (slices.tasks > 0) p.B = slices.samples;
+  Plan plan = slices.tasks > 0 ? make_plan(p, lanes, 1, wide) : whole;
+  plan.small_batch = whole.small_batch;
+  plan.gather_rows = itemsize < wide && plan.lanes;
+  const int64_t together = std::max<int64_t>(1, slices.tasks);
   const int64_t reduce = plan.lanes ? LanesReduceScratch<float>(p, plan, nullptr).size : RowsReduceScratch<float>(p, plan, nullptr).size;
   const int64_t final = plan.lanes ? LanesFinalScratch<float>(p, plan, num_iterations, nullptr).size
                                    : RowsFinalScratch<float>(p, plan, num_iterations, nullptr).size;
-  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : B) * J * D, kept = plan.small_batch ? B * I * J * D : 0;
+  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : p.B) * J * D, kept = plan.small_batch ? B * I * J * D : 0;
   py::dict d;
   d["layout"] = plan.lanes ? "lanes" : "rows";
   d["votes_kept"] = plan.small_batch;
   d["instruction_set"] = isa_name(isa());
   d["lanes"] = plan.L;
+  d["slices"] = slices.tasks > 0 ? (B + slices.samples - 1) / slices.samples : 0;
   d["tiles"] = plan.tiles;
   d["chunk"] = plan.chunk;
   d["out_tile"] = plan.out_tile;
-  d["tasks"] = plan.tile_groups * plan.splits;
+  d["tasks"] = together * plan.tile_groups * plan.splits;
   d["splits"] = plan.splits;
   d["final_chunk"] = plan.final_chunk;
   d["final_out_tile"] = plan.final_out_tile;
-  d["final_tasks"] = plan.final_groups * plan.final_splits;
-  d["forward_scratch_bytes"] = wide * (plan.tile_groups * plan.splits * reduce + (1 + 2 * plan.splits) * vectors + kept);
-  d["backward_scratch_bytes"] = wide * (std::max(plan.tile_groups * plan.splits * reduce, plan.final_groups * plan.final_splits * final) +
-                                        (2 * num_iterations + 2 * plan.splits) * vectors + kept);
-  d["forward_flops"] = forward_flops(p);
-  d["backward_flops"] = backward_flops(p);
+  d["final_tasks"] = together * plan.final_groups * plan.final_splits;
+  d["forward_scratch_bytes"] = wide * (together * (plan.tile_groups * plan.splits * reduce + (1 + 2 * plan.splits) * vectors) + kept);
+  d["backward_scratch_bytes"] = wide * (together * (std::max(plan.tile_groups * plan.splits * reduce, plan.final_groups * plan.final_splits * final) +
+                                                    (2 * num_iterations + 2 * plan.splits) * vectors) +
+                                        kept);
+  p.B = B;
+  d["forward_flops"] = forward_flops(p, whole);
+  d["backward_flops"] = backward_flops(p, whole);
   const double operands = votes_given ? double(B) * double(I) * double(J) * double(D)
                                       : double(B) * double(I) * double(K) + (shared_weight ? 1.0 : double(I)) * double(J) * double(D) * double(K);
   d["bytes"] = double(itemsize) * (operands + double(B) * double(J) * double(D));

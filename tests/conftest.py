@@ -4,6 +4,7 @@ python -m pytest tests                      every backend that is available
 python -m pytest tests --backends cpp       only these; one that is missing is an error, as CI wants it
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -67,6 +68,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+# The kernels' own scratch memory as well; read once, at its first use.
+os.environ["CAPSFAST_POISON"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")

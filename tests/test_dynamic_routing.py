@@ -246,6 +246,20 @@ def test_masked_capsules_may_hold_anything(backend: Backend, dtype: torch.dtype,
     assert not got["c"][dead].any()
 
 
+@pytest.mark.parametrize("logits", ["", "IJ"])
+@pytest.mark.parametrize("J", [3, 70])
+@pytest.mark.parametrize("B", [3, 17])
+def test_the_weight_of_a_masked_capsule_may_hold_anything(backend: Backend, B: int, J: int, logits: str) -> None:
+    problem = make(Shape(B, 9, J, 16, 8), Case(mask=True, logits=logits), OP, torch.float32, backend.device)
+    problem.masks["mask"][:, 4] = False
+    clean = run(problem, backend.name)
+    problem.inputs["weight"] = problem.inputs["weight"].clone()
+    problem.inputs["weight"][4] = math.nan
+    got = run(problem, backend.name)
+    for name in ("v", "c", "du"):
+        torch.testing.assert_close(got[name], clean[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("softmax", ["out", "in"])
 @pytest.mark.parametrize("leaky", [False, True])
 @pytest.mark.parametrize("B", [3, 17])
@@ -295,6 +309,7 @@ def test_huge_logits(backend: Backend, B: int, dtype: torch.dtype, softmax: str,
     logits[2] = torch.tensor([1e4, -1e4, 0.0, 1e4])
     logits[3] = torch.tensor([-math.inf, 0.0, -math.inf, 1.0])
     logits[4, 1:] = -math.inf
+    logits[5] = -math.inf
     check(problem, backend)
 
 
@@ -359,7 +374,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
 @pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True)], ids=str)
 @pytest.mark.shapes((1, 257, 10, 16, 8), (3, 113, 10, 16, 8), (33, 63, 10, 16, 8), (2, 5, 300, 8, 4))
 def test_repeats_are_bitwise_equal(backend: Backend, shape: Shape, case: Case, threads: int, two_threads: None) -> None:
@@ -371,8 +386,10 @@ def test_repeats_are_bitwise_equal(backend: Backend, shape: Shape, case: Case, t
         assert all(torch.equal(value, again[name]) for name, value in first.items())
 
 
-@pytest.mark.shapes((1, 257, 10, 16, 8), (33, 63, 10, 16, 8), (2, 3, 3, 2, 2))
-def test_two_threads_are_as_exact_as_one(backend: Backend, shape: Shape, two_threads: None) -> None:
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.shapes((1, 257, 10, 16, 8), (33, 63, 10, 16, 8), (70, 9, 5, 8, 4), (33, 3, 4, 16, 8), (2, 3, 3, 2, 2))
+def test_more_threads_are_as_exact_as_one(backend: Backend, shape: Shape, threads: int, two_threads: None) -> None:
+    torch.set_num_threads(threads)
     check(make(shape, PLAIN, OP, torch.float32, backend.device), backend)
     check(make(shape, LOADED, OP, torch.float32, backend.device), backend)
 

@@ -288,3 +288,12 @@ def test_distributed_data_parallel(backend: Backend, tmp_path: Path, monkeypatch
         for key, value in layer.named_parameters():
             assert value.grad is not None
             torch.testing.assert_close(2 * found[key], value.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_autocast_does_not_mix_float64(backend: Backend) -> None:
+    u, weight = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(5, 3, 6, 4)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(TypeError, match=r"u and weight must have one dtype, got float64 and float32; convert one$"),
+    ):
+        capsfast.dynamic_routing(u, weight, backend=backend.name)

@@ -219,7 +219,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
 @pytest.mark.shapes((1, 257, 10, 16, 1), (33, 63, 10, 16, 1), (2, 5, 300, 8, 1))
 def test_repeats_are_bitwise_equal(backend: Backend, shape: Shape, threads: int, two_threads: None) -> None:
     torch.set_num_threads(threads)

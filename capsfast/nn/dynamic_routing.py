@@ -1,9 +1,12 @@
 """Fully connected capsule layer."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..backend import ORDER
 from ..functional import dynamic_routing
 from ..options import Options
 
@@ -67,6 +70,11 @@ class DynamicRouting(nn.Module):
                 raise TypeError(f"{op}: {name} must be an int, got {size!r}")
             if size < 1:
                 raise ValueError(f"{op}: {name} must be at least 1, got {size}")
+        if not 0 < init_std < float("inf"):
+            raise ValueError(f"{op}: init_std must be positive and finite, got {init_std}")
+        if backend is not None and backend not in ORDER:
+            raise ValueError(f"{op}: backend must be one of {', '.join(map(repr, ORDER))}, got {backend!r}")
+        checks.boolean(op, "share_batch_logits", share_batch_logits)
         checks.options(op, Options(num_iterations, softmax, gradient, leaky, squash, eps))
         self.in_caps = in_caps
         self.out_caps = out_caps
@@ -109,7 +117,7 @@ class DynamicRouting(nn.Module):
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         return_coupling: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """``u [B, I, K]`` to ``v [B, J, D]``, with ``return_coupling`` also ``c [B, I, J]``.
 
         ``logits`` given here are added to the learned ones, if any.
@@ -120,6 +128,11 @@ class DynamicRouting(nn.Module):
                 f"got {checks.shape_of(u)}"
             )
         if self.logits is not None:
+            if logits is not None and logits.shape[-2:] != self.logits.shape:
+                raise ValueError(
+                    f"capsfast.DynamicRouting: logits must end in {checks.shape_of(self.logits)}, got "
+                    f"{checks.shape_of(logits)}"
+                )
             logits = self.logits if logits is None else self.logits + logits
         return dynamic_routing(
             u,
@@ -141,10 +154,14 @@ class DynamicRouting(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}, num_iterations={self.num_iterations}"
-        defaults = {"softmax": "out", "gradient": "full", "leaky": False, "squash": "paper", "backend": None}
+        defaults = {"softmax": "out", "gradient": "full", "leaky": False, "squash": "paper", "eps": 1e-8}
         for name, default in defaults.items():
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)!r}"
+        if self.share_batch_logits:
+            text += ", share_batch_logits=True"
+        if self.backend is not None:
+            text += f", backend={self.backend!r}"
         if self.W.shape[0] == 1 and self.in_caps != 1:
             text += ", shared_weight=True"
         if self.logits is not None:

@@ -9,11 +9,6 @@ from torch import Tensor
 _library = torch.library.Library("capsfast", "FRAGMENT")
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are formed in: float32 for 16-bit inputs."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def register(
     name: str,
     fake: Callable[..., Any],

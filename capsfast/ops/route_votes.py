@@ -4,8 +4,6 @@
 the votes in the place of u and weight: the same outputs, ``dvotes`` in the place of ``du, dweight``.
 """
 
-import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,33 +13,8 @@ from .. import native
 from ..backend import select
 from ..options import Options
 from ..reference.route_votes import route_votes as reference
-from ._register import functional, functional_backward, register, wide_dtype
-
-
-def why_not_fused(share_batch_logits: bool) -> Mapping[str, Callable[[], str]]:
-    """By backend, why it can't serve a call."""
-
-    def reason() -> str:
-        return "share_batch_logits is served by the reference backend only" if share_batch_logits else ""
-
-    return {"cpp": reason}
-
-
-def run_reference(
-    definition: Callable[..., tuple[Tensor, Tensor]],
-    tensors: tuple[Tensor, ...],
-    parameters: tuple[Tensor | None, ...],
-    options: Options,
-    share_batch_logits: bool,
-) -> tuple[Tensor, Tensor]:
-    if share_batch_logits and not torch.compiler.is_compiling():
-        warnings.warn(
-            "capsfast: share_batch_logits averages the routing logits over the batch, so a sample's "
-            "result depends on the others; kept to reproduce older models, accuracy falls at small batches",
-            UserWarning,
-            stacklevel=4,
-        )
-    return definition(*tensors, *parameters, options, share_batch_logits)
+from ._glue import backward_by, fake_gradients, fake_outputs, run_reference, save, why_not_fused
+from ._register import functional, functional_backward, register
 
 
 def call(
@@ -63,29 +36,10 @@ def call(
     return v, c
 
 
-def _fake(
-    votes: Tensor,
-    logits: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    out_mask: Tensor | None,
-    num_iterations: int,
-    softmax: str,
-    gradient: str,
-    leaky: bool,
-    squash: str,
-    eps: float,
-    return_coupling: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     torch._check(votes.dim() == 4, lambda: "votes must be [B, I, J, D]")
     B, I, J, D = votes.shape
-    wide = wide_dtype(votes.dtype)
-    return (
-        votes.new_empty(B, J, D),
-        votes.new_empty(B, I, J) if return_coupling else votes.new_empty(0),
-        votes.new_empty(num_iterations, B, J, D, dtype=wide),
-        votes.new_empty(2, num_iterations, B, J, dtype=wide) if softmax == "in" else votes.new_empty(0, dtype=wide),
-    )
+    return fake_outputs(votes, (B, I, J, D), rest)
 
 
 def _fake_backward(
@@ -99,46 +53,14 @@ def _fake_backward(
     coupling: Tensor,
     s: Tensor,
     norm: Tensor,
-    num_iterations: int,
-    softmax: str,
-    gradient: str,
-    leaky: bool,
-    squash: str,
-    eps: float,
-    need_votes: bool,
-    need_logits: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    def gradient_of(tensor: Tensor | None, needed: bool) -> Tensor:
-        return tensor.new_empty(tensor.shape) if needed and tensor is not None else votes.new_empty(0)
-
-    return gradient_of(votes, need_votes), gradient_of(logits, need_logits), gradient_of(bias, need_bias)
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    return fake_gradients((votes, logits, bias), rest[-3:])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    votes, logits, bias, mask, out_mask, *options, _ = inputs
-    _, coupling, s, norm = output
-    ctx.save_for_backward(votes, logits, bias, mask, out_mask, coupling, s, norm)
-    ctx.options = options
-    ctx.mark_non_differentiable(s, norm)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    votes, logits, bias, mask, out_mask, coupling, s, norm = ctx.saved_tensors
-    if dv is None:
-        dv = s.new_zeros(s.shape[1:], dtype=votes.dtype)
-    if coupling.dim() == 1:
-        dcoupling = None
-    needed = ctx.needs_input_grad[:3]
-    gradients = _op_backward(
-        dv, dcoupling, votes, logits, bias, mask, out_mask, coupling, s, norm, *ctx.options, *needed
-    )
-    none = (None,) * (len(ctx.options) + 3)
-    return (*(g if needed else None for g, needed in zip(gradients, needed, strict=True)), *none)
-
+_op_backward = functional_backward("route_votes")
+_backward = backward_by(_op_backward)
+_op = functional("route_votes", save, _backward)
 
 if native.extension is not None:
-    register("route_votes", _fake, _fake_backward, _save, _backward, cast=(0,))
-_op = functional("route_votes", _save, _backward)
-_op_backward = functional_backward("route_votes")
+    register("route_votes", _fake, _fake_backward, save, _backward, cast=(0,))

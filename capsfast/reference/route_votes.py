@@ -20,14 +20,15 @@ def coupling_coefficients(b: Tensor, mask: Tensor | None, out_mask: Tensor | Non
         valid = out_mask[:, None, :] if valid is None else valid & out_mask[:, None, :]
     if valid is not None:
         b = b.masked_fill(~valid, -torch.inf)
+    # A softmax without any finite logit is 0/0; its coupling is 0 by definition, and so is its gradient.
     nothing = torch.isneginf(b).all(dim, keepdim=True)
+    b = b.masked_fill(nothing, 0.0)
     if leaky:
         shape = list(b.shape)
         shape[dim] = 1
         c = torch.softmax(torch.cat([b, b.new_zeros(shape)], dim), dim).narrow(dim, 0, b.shape[dim])
     else:
         c = torch.softmax(b, dim)
-    # A softmax without any finite logit is 0/0; its coupling is 0 by definition.
     return c.masked_fill(nothing, 0.0)
 
 

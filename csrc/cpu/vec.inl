@@ -1,5 +1,5 @@
-// Vectors of one instruction set. Included once per instruction set, inside the region that
-// csrc/cpu/isa_begin.h opens: no include guard, no standard headers (they would be compiled for it).
+// Vectors of one instruction set. Included once per instruction set, inside the target region of its
+// source file: no include guard, no standard headers (they would be compiled for it).
 //
 // A Vec<T, L> is a compiler vector of L lanes; arithmetic is the compiler's, a * b + c contracts to
 // a fused multiply-add. kBytes, the width of a register, comes from the region.
@@ -83,7 +83,7 @@ CAPSFAST_INLINE bool any_different(Vec<T, L> a, Vec<T, L> b) {
   return some != 0;
 }
 
-// --- permutations: every second lane of a pair, and interleaving ---
+// Lanes of two vectors in a constant order.
 
 template <class T, int L, int... N>
 CAPSFAST_INLINE Vec<T, L> shuffle_of(Vec<T, L> a, Vec<T, L> b, std::integer_sequence<int, N...>) {
@@ -160,8 +160,7 @@ CAPSFAST_INLINE T largest(Vec<T, L> v) {
   return v[0];
 }
 
-// --- exponential, for arguments below 80: a softmax subtracts its maximum ---
-// exp(x) = 2^n exp(f) with n = round(x / ln 2), |f| <= ln 2 / 2. NaN stays NaN, what underflows is 0.
+// The exponential of arguments below 80: a softmax subtracts its maximum. exp(x) = 2^n exp(f) with n = round(x / ln 2), |f| <= ln 2 / 2. NaN stays NaN, what underflows is 0.
 
 template <int L>
 CAPSFAST_INLINE Vec<float, L> exp(Vec<float, L> x) {

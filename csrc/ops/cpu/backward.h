@@ -155,7 +155,8 @@ class Backward {
     const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
     // Who adds to one dW: every task if the weight is shared, every group of tiles otherwise.
     const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
-    const int64_t logits = dlogits_sum_ != nullptr ? p.I * p.J : 0;
+    // Groups of tiles add up their own dlogits; a single one adds to the result.
+    const int64_t logits = dlogits_sum_ != nullptr && groups > 1 ? p.I * p.J : 0;
     const Sums<T> dweight(adders * weights);
     const Buffer<double> dlogits(groups * logits);
     dweight.clear();
@@ -185,7 +186,7 @@ class Backward {
     parallel(tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         FinalPass<T> mine = pass;
-        if (logits > 0) mine.dlogits = dlogits.get() + task / splits * logits;
+        if (dlogits_sum_ != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum_;
         if (adders > 0) {
           const int64_t adder = p.shared_weight ? task : task / splits;
           mine.dweight_sum = dweight.high() + adder * weights;
@@ -193,7 +194,7 @@ class Backward {
         }
         const Range range = share(p, plan, task, groups, splits);
         T* memory = scratch.get() + task * size;
-        plan.lanes ? context.kernels_.lanes_final(mine, range, memory) : context.kernels_.rows_final(mine, range, memory);
+        plan.lanes ? context.kernel_table.lanes_final(mine, range, memory) : context.kernel_table.rows_final(mine, range, memory);
       }
     });
     dweight.join();

@@ -181,6 +181,7 @@ void backward(const Problem& p, const Tensor& like, const Saved& saved, const Ba
   in.s = s.data_ptr();
   if (p.softmax_in) {
     expect("norm", saved.norm, {2, p.iterations, p.B, p.J});
+    STD_TORCH_CHECK(saved.norm.scalar_type() == wide_type(like), "capsfast: norm must have the dtype sums are formed in");
     in.norm = norm.data_ptr();
   }
   if (saved.dcoupling.has_value()) {

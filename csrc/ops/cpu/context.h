@@ -42,12 +42,12 @@ class Layout {
   int64_t L_, JD_, J_, samples_;
 };
 
-Range share(const Problem& p, const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
+inline Range share(const Problem& p, const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
   const int64_t group = task / splits, split = task % splits;
   return {plan.tiles * group / groups, plan.tiles * (group + 1) / groups, p.I * split / splits, p.I * (split + 1) / splits};
 }
 
-int64_t valid_count(const MaskView& mask, int64_t b, int64_t size) {
+inline int64_t valid_count(const MaskView& mask, int64_t b, int64_t size) {
   if (mask.data == nullptr) return size;
   int64_t count = 0;
   for (int64_t n = 0; n < size; ++n) count += mask.at(b, n);
@@ -70,15 +70,15 @@ void add_up(T* parts, int64_t count, int64_t size, const View& to) {
 template <class T>
 struct Context {
   const Problem& p;
-  const Kernels<T>& kernels_;
+  const Kernels<T>& kernel_table;
   Plan plan;
   Layout layout;
   Buffer<T> valid_out;
 
   Context(const Problem& problem, int64_t threads)
       : p(problem),
-        kernels_(kernels<T>(isa())),
-        plan(make_plan(problem, kernels_.L, threads, sizeof(T))),
+        kernel_table(kernels<T>(isa())),
+        plan(make_plan(problem, kernel_table.L, threads, sizeof(T))),
         layout(problem, plan),
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
     const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
@@ -123,7 +123,7 @@ struct Context {
         }
         const Range range = share(p, plan, task, plan.tile_groups, plan.splits);
         T* memory = scratch.get() + task * size;
-        plan.lanes ? kernels_.lanes_reduce(mine, range, memory) : kernels_.rows_reduce(mine, range, memory);
+        plan.lanes ? kernel_table.lanes_reduce(mine, range, memory) : kernel_table.rows_reduce(mine, range, memory);
       }
     });
   }

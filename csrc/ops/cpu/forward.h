@@ -50,7 +50,9 @@ class Forward {
       pass.V = t == 0 ? nullptr : V.get();
       // "in": c is known only when the pass is over.
       if (wants_coupling && !p.softmax_in) pass.coupling = out.coupling;
-      pass.unweighted = t == 0 && p.logits.data == nullptr && pass.coupling.data == nullptr;
+      // A mask takes votes out one by one, which the plain product can't.
+      const bool masked = !p.votes_given && p.mask.data != nullptr;
+      pass.unweighted = t == 0 && p.logits.data == nullptr && pass.coupling.data == nullptr && !masked;
       sums.clear();
       pass.sum = sums.high();
       pass.low = sums.low();

@@ -38,36 +38,46 @@ struct Lanes : Coupling<T, kLanes<T>> {
     }
   }
 
+  // Zeros in the lanes that valid [L] takes out; null takes none.
   template <int N>
-  static CAPSFAST_INLINE void votes_stored(const T* w, const T* u, int64_t K, T* x) {
+  static CAPSFAST_INLINE void keep_valid(const T* valid, V* rows) {
+    if (valid == nullptr) return;
+    const V ok = load<L>(valid);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) rows[n] = ok > V{} ? rows[n] : V{};
+  }
+
+  template <int N>
+  static CAPSFAST_INLINE void votes_stored(const T* w, const T* u, const T* valid, int64_t K, T* x) {
     V rows[N];
     votes_block<N>(w, u, K, rows);
+    keep_valid<N>(valid, rows);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) store<L>(x + n * L, rows[n]);
   }
 
-  // x[row] = w[row] . u for `rows` rows of K numbers.
-  static CAPSFAST_INLINE void votes(const T* w, const T* u, int64_t K, int64_t rows, T* x) {
+  // x[row] = w[row] . u for `rows` rows of K numbers; 0 in masked lanes, whatever the weight holds.
+  static CAPSFAST_INLINE void votes(const T* w, const T* u, const T* valid, int64_t K, int64_t rows, T* x) {
     int64_t row = 0;
-    for (; row + R <= rows; row += R) votes_stored<R>(w + row * K, u, K, x + row * L);
+    for (; row + R <= rows; row += R) votes_stored<R>(w + row * K, u, valid, K, x + row * L);
     if (row == rows) return;
     if (rows >= R) {  // once more over the last R rows: the same numbers again
       row = rows - R;
-      votes_stored<R>(w + row * K, u, K, x + row * L);
+      votes_stored<R>(w + row * K, u, valid, K, x + row * L);
       return;
     }
-    for (; row + 4 <= rows; row += 4) votes_stored<4>(w + row * K, u, K, x + row * L);
-    for (; row < rows; ++row) votes_stored<1>(w + row * K, u, K, x + row * L);
+    for (; row + 4 <= rows; row += 4) votes_stored<4>(w + row * K, u, valid, K, x + row * L);
+    for (; row < rows; ++row) votes_stored<1>(w + row * K, u, valid, K, x + row * L);
   }
 
   // Votes of `outputs` output capsules, and for each of `sets` arrays p [outputs D][L] the dots
   // out[set][j] = votes_j . p_j. Where D is whole blocks the dots are taken from registers, and the
   // votes are stored only if x is given.
-  static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, int64_t K, int64_t outputs, int64_t D, T* x, T* spare,
+  static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, int64_t K, int64_t outputs, int64_t D, T* x, T* spare,
                                            int64_t sets, const T* const* p, T* const* out) {
     if (D % R != 0) {
       T* votes_at = x != nullptr ? x : spare;
-      votes(w, u, K, outputs * D, votes_at);
+      votes(w, u, valid, K, outputs * D, votes_at);
       for (int64_t set = 0; set < sets; ++set) {
         for (int64_t j = 0; j < outputs; ++j) store<L>(out[set] + j * L, dot(votes_at + j * D * L, p[set] + j * D * L, D));
       }
@@ -78,6 +88,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
         const int64_t row = j * D + d;
         V rows[R];
         votes_block<R>(w + row * K, u, K, rows);
+        keep_valid<R>(valid, rows);
         for (int64_t set = 0; set < sets; ++set) {
           const T* q = p[set] + row * L;
           V even = d == 0 ? V{} : load<L>(out[set] + j * L), odd = V{};
@@ -214,7 +225,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
   }
 
   // The rows of the weight of a chunk, as runs [count][J D K]: in place, or copied to `buffer`.
-  static const T* weight_rows(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
+  static const T* weight_chunk(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
     const View& w = p.weight;
     const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
     if (is_run<T>(w, n, s)) {

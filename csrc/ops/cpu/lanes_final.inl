@@ -23,6 +23,10 @@ struct LanesFinal {
     int64_t pitch;
   };
 
+  static CAPSFAST_INLINE const T* valid(const FinalPass<T>& pass, const LanesFinalScratch<T>& at, int64_t i) {
+    return pass.problem->mask.data == nullptr ? nullptr : at.valid + i * L;
+  }
+
   static bool needs_db(const FinalPass<T>& pass, int64_t t) {
     const bool wanted = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
     return wanted || (!pass.problem->gradient_last && t > 0);
@@ -57,7 +61,7 @@ struct LanesFinal {
           p_set[sets] = parameters(pass.ds, pass, t, tile.t) + j0 * D * L;
           out[sets++] = dc;
         }
-        B_::scored_votes(w, at.u + i * K * L, K, j1 - j0, D, nullptr, at.x, sets, p_set, out);
+        B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, nullptr, at.x, sets, p_set, out);
       }
     }
   }
@@ -69,12 +73,11 @@ struct LanesFinal {
     const bool sample_logits = p.logits.stride[0] != 0;
     const T* valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + tile.t * J * L;
     for (int64_t i = 0; i < tile.count; ++i) {
-      const T* valid = p.mask.data == nullptr ? nullptr : at.valid + i * L;
       const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
       for (int64_t t = pass.first; t < p.iterations; ++t) {
         T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
         T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
-        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid, valid_out, J, c);
+        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i), valid_out, J, c);
         if (p.softmax_in) {
           const int64_t scalars = (t * tiles + tile.t) * J * L;
           B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
@@ -326,7 +329,7 @@ struct LanesFinal {
       Tile tile{};
       tile.i0 = i0;
       tile.count = i0 + chunk < range.i1 ? chunk : range.i1 - i0;
-      tile.weights = B_::weight_rows(p, i0, tile.count, at.weights, &tile.pitch);
+      tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
       const int64_t weight_count = shared ? 1 : tile.count;
       if (pass.dweight.data != nullptr) __builtin_memset(at.dweight, 0, static_cast<size_t>(weight_count * row_size) * sizeof(T));
       if (pass.dlogits != nullptr) __builtin_memset(at.dlogits, 0, static_cast<size_t>(tile.count * p.J * L) * sizeof(T));

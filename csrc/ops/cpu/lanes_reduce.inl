@@ -18,9 +18,13 @@ struct LanesReduce {
     int64_t pitch;
   };
 
+  static CAPSFAST_INLINE const T* valid(const ReducePass<T>& pass, const LanesReduceScratch<T>& at, int64_t i) {
+    return pass.problem->mask.data == nullptr ? nullptr : at.valid + i * L;
+  }
+
   // Votes of output capsules [j0, j1), to x if given, with their agreement and (backward) dc.
-  static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const T* u, const T* w, int64_t j0, int64_t j1,
-                                    T* x, T* spare, T* b, T* dc) {
+  static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at, int64_t i,
+                                    int64_t j0, int64_t j1, T* x, T* b, T* dc) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
     const T* p[2];
     T* out[2];
@@ -35,7 +39,8 @@ struct LanesReduce {
       p[sets] = tile.ds + j0 * D * L;
       out[sets++] = dc + j0 * L;
     }
-    B_::scored_votes(w + j0 * D * K, u, K, j1 - j0, D, x, spare, sets, p, out);
+    const T* w = tile.weights + i * tile.pitch + j0 * D * K;
+    B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, x, at.x, sets, p, out);
   }
 
   // Scores to the coefficients of the sum, in b (forward: c) or dc (backward: db).
@@ -45,7 +50,7 @@ struct LanesReduce {
     const bool sample_logits = p.logits.stride[0] != 0;
     const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
     B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr,
-                  p.mask.data != nullptr ? at.valid + i * L : nullptr, tile.valid_out, J, b);
+                  valid(pass, at, i), tile.valid_out, J, b);
     if (!p.softmax_in) {
       B_::softmax_out(J, p.leaky, b);
     } else if (tile.in_max != nullptr) {
@@ -119,7 +124,7 @@ struct LanesReduce {
     const T* coefficient = pass.ds != nullptr ? at.dc : at.scores;
     if (held >= J) {
       for (int64_t i = 0; i < tile.count; ++i) {
-        score(pass, tile, at.u + i * K * L, tile.weights + i * tile.pitch, 0, J, at.x, at.x, at.scores, at.dc);
+        score(pass, tile, at, i, 0, J, at.x, at.scores, at.dc);
         coefficients(pass, tile, at, i, at.scores, at.dc);
         if (online_softmax) online(pass, tile, at);
         if (pass.sum == nullptr) continue;
@@ -132,8 +137,7 @@ struct LanesReduce {
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       for (int64_t i = 0; i < tile.count; ++i) {
-        score(pass, tile, at.u + i * K * L, tile.weights + i * tile.pitch, j0, j1, nullptr, at.x, at.scores + i * J * L,
-              at.dc + i * J * L);
+        score(pass, tile, at, i, j0, j1, nullptr, at.scores + i * J * L, at.dc + i * J * L);
       }
     }
     for (int64_t i = 0; i < tile.count; ++i) {
@@ -144,7 +148,7 @@ struct LanesReduce {
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       for (int64_t i = 0; i < tile.count; ++i) {
-        B_::votes(tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, K, (j1 - j0) * D, at.x);
+        B_::votes(tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, at.x);
         for (int64_t j = j0; j < j1; ++j) {
           B_::add_scaled(load<L>(coefficient + (i * J + j) * L), at.x + (j - j0) * D * L, D, at.sum + j * D * L);
         }
@@ -198,7 +202,7 @@ struct LanesReduce {
       Tile tile{};
       tile.i0 = i0;
       tile.count = i0 + pass.plan->chunk < range.i1 ? pass.plan->chunk : range.i1 - i0;
-      tile.weights = B_::weight_rows(p, i0, tile.count, at.weights, &tile.pitch);
+      tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
       for (int64_t t = range.tile0; t < range.tile1; ++t) {
         tile.t = t;
         tile.b0 = t * L;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <new>
 
@@ -13,6 +14,15 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
+// CAPSFAST_POISON=1 fills fresh memory with NaN, for tests: what is read before it is written shows.
+inline bool poisoned() {
+  static const bool asked = [] {
+    const char* value = std::getenv("CAPSFAST_POISON");
+    return value != nullptr && value[0] == '1';
+  }();
+  return asked;
+}
+
 // Uninitialised, on a cache line.
 template <class T>
 class Buffer {
@@ -21,6 +31,7 @@ class Buffer {
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
     memory_.reset(static_cast<T*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64))));
     if (memory_ == nullptr) throw std::bad_alloc();
+    if (poisoned()) std::fill_n(memory_.get(), count, std::numeric_limits<T>::quiet_NaN());
   }
   T* get() const { return memory_.get(); }
 

@@ -14,6 +14,10 @@ constexpr int64_t kL2 = 256 * 1024;
 // Scores of a chunk that is swept twice: from L3 at worst, and still less than V and s would be.
 constexpr int64_t kScores = 1024 * 1024;
 
+// Votes of a slice, which all iterations find in the cache; and dlogits of all tasks together.
+constexpr int64_t kSliceBytes = 512 * 1024;
+constexpr int64_t kSliceLogits = 16 * 1024 * 1024;
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // groups x splits tasks, at most `threads`, so that the largest task is small. Splits along the
@@ -38,7 +42,7 @@ int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, lanes 
 
 // The votes of a small batch, 1 / K of the weight a sample, are kept up to this size in all; beyond it the lanes
 // layout serves, where they never are.
-constexpr int64_t kKeptVotes = 64 * 1024 * 1024;
+constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
 bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
   return p.B < smallest_lanes_batch(lanes) && double(p.B) * double(p.I) * double(p.J) * double(p.D) * double(size) <= double(kKeptVotes);
@@ -73,11 +77,23 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   plan->tiles = p.B;
   plan->chunk = 64;
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
-  plan->final_groups = plan->tile_groups;
-  plan->final_splits = plan->splits;
+  // The last pass writes per capsule: cut along the input capsules it needs no partial sums.
+  plan->final_splits = std::clamp<int64_t>(divide_up(p.I, 16), 1, threads);
+  plan->final_groups = std::clamp<int64_t>(threads / plan->final_splits, 1, std::max<int64_t>(1, p.B));
 }
 
 }  // namespace
+
+Slices make_slices(const Problem& p, int64_t threads, int64_t size, bool shared_logits_gradient) {
+  Slices slices;
+  if (p.B < threads || p.I == 0) return slices;
+  // A task adds up its own dlogits.
+  if (shared_logits_gradient && threads * p.I * p.J * 8 > kSliceLogits) return slices;
+  slices.tasks = threads;
+  const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
+  slices.samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, divide_up(p.B, threads));
+  return slices;
+}
 
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   Plan plan;
@@ -95,19 +111,37 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
 }
 
 namespace {
-double votes_count(const Problem& p) { return double(p.B) * double(p.I) * double(p.J) * double(p.D); }
-}  // namespace
 
-double forward_flops(const Problem& p) {
-  const double per_pass = p.votes_given ? 0 : double(p.K), r = double(p.iterations);
-  const bool first_scored = p.logits.data != nullptr;
-  return 2 * votes_count(p) * (r * per_pass + (r - 1) * 2 + (first_scored || p.votes_given ? 1 : 0));
+// Multiply-adds per vote of making it: in the lanes layout in every pass, twice where it is not held.
+struct Making {
+  double once, each;
+
+  Making(const Problem& p, const Plan& plan) {
+    const double K = static_cast<double>(p.K);
+    once = plan.small_batch ? K : 0;
+    each = !plan.lanes ? 0 : plan.out_tile >= p.J ? K : 2 * K;
+  }
+};
+
+double flops(const Problem& p, double per_vote) {
+  return 2 * double(p.B) * double(p.I) * double(p.J) * double(p.D) * per_vote;
 }
 
-double backward_flops(const Problem& p) {
-  const double K = p.votes_given ? 0 : double(p.K), r = p.gradient_last ? 1 : double(p.iterations);
-  // Reducing passes: votes, two dots, one sum. Last pass: votes, dots and sums of all iterations, du, dW.
-  return 2 * votes_count(p) * ((r - 1) * (K + 3) + 3 * K + 2 * (r - 1) + 2 * r - 1);
+}  // namespace
+
+double forward_flops(const Problem& p, const Plan& plan) {
+  const Making making(p, plan);
+  // The first pass without logits is a sum, in the lanes layout a product; the others score and sum.
+  const double first = plan.lanes ? double(p.K) : 1;
+  return flops(p, making.once + first + double(p.iterations - 1) * (making.each + 2));
+}
+
+double backward_flops(const Problem& p, const Plan& plan) {
+  const Making making(p, plan);
+  const double later = p.gradient_last ? 0 : double(p.iterations - 1);
+  const double products = p.votes_given ? 0 : 2 * double(p.K);  // du and dW
+  const double last = (plan.lanes ? double(p.K) : 0) + 2 * later + (2 * later + 1) + products;
+  return flops(p, making.once + later * (making.each + 3) + last);
 }
 
 }  // namespace capsfast

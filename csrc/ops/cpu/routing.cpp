@@ -14,21 +14,6 @@ namespace {
 
 using namespace driver;
 
-// Votes that exist are read once per iteration. Sample by sample, all iterations of one before the next,
-// they come from memory once and from the cache after that; a thread then has samples of its own.
-constexpr int64_t kSliceBytes = 512 * 1024;
-
-struct Slices {
-  int64_t tasks, samples;  // samples worked on together
-
-  Slices(const Problem& p, int64_t size) {
-    tasks = p.votes_given ? std::min(p.B, num_threads()) : 0;
-    if (tasks < num_threads() || p.I == 0) tasks = 0;
-    const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
-    samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, tasks == 0 ? p.B + 1 : (p.B + tasks - 1) / tasks);
-  }
-};
-
 View shifted(View view, int64_t elements) {
   const int64_t size = view.storage == Storage::f64 ? 8 : view.storage == Storage::f32 ? 4 : 2;
   if (view.data != nullptr) view.data = static_cast<char*>(view.data) + elements * size;
@@ -52,7 +37,7 @@ Problem slice(const Problem& whole, int64_t b0, int64_t samples) {
 
 template <class T>
 void passes_forward(const Problem& p, const ForwardOutputs& out) {
-  const Slices slices(p, sizeof(T));
+  const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), false) : Slices{};
   if (slices.tasks == 0) return Forward<T>(p, out, num_threads()).run();
   parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = p.B * begin / slices.tasks; b < p.B * end / slices.tasks; b += slices.samples) {
@@ -69,9 +54,9 @@ void passes_forward(const Problem& p, const ForwardOutputs& out) {
 
 template <class T>
 void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
-  const Slices slices(p, sizeof(T));
-  const int64_t tasks = std::max<int64_t>(1, slices.tasks);
   const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
+  const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), logits > 0) : Slices{};
+  const int64_t tasks = std::max<int64_t>(1, slices.tasks);
   const int64_t bias = out.dbias.data != nullptr ? p.J * p.D : 0;
   const Buffer<double> dlogits(tasks * logits), dbias(tasks * bias);
   std::fill_n(dlogits.get(), tasks * logits, 0.0);

@@ -1,6 +1,4 @@
 // The CPU kernels for the compiler's default instructions (SSE2 on x86-64, NEON on AArch64).
-// Standard headers come before the target region: compiled inside, their inline functions could be
-// linked into code that runs on older machines.
 #include <cstdint>
 #include <utility>
 

@@ -82,8 +82,9 @@ struct SmallBatch {
   static void votes(const Problem& p, int64_t i0, int64_t i1, T* votes, T* scratch) {
     const int64_t rows = p.J * p.D;
     T* u = scratch + rows * p.K;
+    const T* w = nullptr;
     for (int64_t i = i0; i < i1; ++i) {
-      const T* w = weight_row(p, i, scratch);
+      if (w == nullptr || p.weight.stride[0] != 0) w = weight_row(p, i, scratch);
       for (int64_t b = 0; b < p.B; ++b) {
         pose_of(p, b, i, u);
         votes_of(w, u, p.K, rows, votes + (b * p.I + i) * rows);
@@ -138,14 +139,17 @@ struct SmallBatch {
     const int64_t rows = p.J * p.D, size = rows * p.K;
     T *u = scratch + 2 * size, *du = u + p.K;
     const bool in_place = out.dweight_sum == nullptr && out.dweight.storage == kStorage<T>;
+    const T* w = nullptr;
     for (int64_t i = i0; i < i1; ++i) {
-      const T* w = weight_row(p, i, scratch);
+      if (w == nullptr || p.weight.stride[0] != 0) w = weight_row(p, i, scratch);
       T* dw = in_place ? static_cast<T*>(out.dweight.data) + i * size : scratch + size;
       for (int64_t b = 0; b < p.B; ++b) {
         const T* g = out.dvotes + (b * p.I + i) * rows;
         pose_of(p, b, i, u);
         if (out.du.data != nullptr) {
           pose_gradient(w, g, p.K, rows, du);
+          const bool masked = p.mask.data != nullptr && !p.mask.at(b, i);
+          for (int64_t k = 0; k < p.K && masked; ++k) du[k] = 0;
           scatter<T>(out.du, b * out.du.stride[0] + i * out.du.stride[1], {1, 1, p.K}, {0, 0, 1}, du);
         }
         if (out.dweight.data != nullptr) weight_gradient(u, g, b > 0, p.K, rows, dw);
