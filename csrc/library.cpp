@@ -4,8 +4,10 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -72,6 +74,24 @@ py::dict build_info() {
   return info;
 }
 
+// FLOP per second of float32 multiply-adds on registers, all threads at once: the ceiling of the kernels.
+double peak_flops() {
+  const Kernels<float>& table = kernels<float>(isa());
+  constexpr int64_t kRounds = 4'000'000;
+  const int64_t threads = num_threads();
+  std::vector<float> results(static_cast<size_t>(threads));  // kept, or the loops would be optimised away
+  const auto run = [&] {
+    parallel(threads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) results[static_cast<size_t>(n)] = table.multiply_adds(kRounds);
+    });
+  };
+  run();
+  const auto start = std::chrono::steady_clock::now();
+  run();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return 2.0 * 12 * double(table.L) * double(kRounds) * double(threads) / seconds;
+}
+
 // The plan the CPU kernels choose for a shape, with zero logits and contiguous storage.
 py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int64_t num_iterations, bool votes_given,
                      int64_t itemsize, bool shared_weight, int64_t threads) {
@@ -131,6 +151,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled kernels of capsfast: build information and launch plans.";
   m.def("build_info", &build_info, "Compiler, the torch ABI it was built for, instruction sets built and chosen.");
+  m.def("peak_flops", &peak_flops, "Measured float32 multiply-adds on registers, as FLOP per second of all threads.");
   m.def("launch_plan", &launch_plan, py::arg("B"), py::arg("I"), py::arg("J"), py::arg("D"), py::arg("K") = 1, py::arg("num_iterations") = 3,
         py::arg("votes_given") = false, py::arg("itemsize") = 4, py::arg("shared_weight") = false, py::arg("threads") = 0,
         "How the CPU kernels cut a call: layout, tiles, tasks, scratch bytes, FLOPs, bytes that must move.");

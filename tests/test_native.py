@@ -32,6 +32,7 @@ def test_build_info() -> None:
     assert tuple(map(int, info["torch_target"].split("."))) == native.MINIMUM_TORCH
     assert info["compiler"]
     assert info["version"] == capsfast.__version__
+    assert native.extension.peak_flops() > 1e8
 
 
 @needs_extension

@@ -101,6 +101,7 @@ struct Kernels {
   // The small batch's own, for input capsules [i0, i1).
   void (*small_votes)(const Problem&, int64_t i0, int64_t i1, T* votes, T* scratch);
   void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t i0, int64_t i1, T* scratch);
+  T (*multiply_adds)(int64_t rounds);  // 12 vectors a round
 };
 
 }  // namespace capsfast

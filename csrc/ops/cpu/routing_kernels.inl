@@ -1,6 +1,7 @@
 // The table of kernels of one instruction set: run-time sizes to template constants.
 // Included once per instruction set, inside its namespace and target region.
 
+#include "../../cpu/peak.inl"
 #include "coupling.inl"
 #include "gather.inl"
 #include "lanes.inl"
@@ -48,6 +49,6 @@ template <class T>
 const Kernels<T>& table() {
   static const Kernels<T> kernels{kLanes<T>, lanes_run<LanesReduce, T, ReducePass<T>>, lanes_run<LanesFinal, T, FinalPass<T>>,
                                   rows_run<RowsReduce, T, ReducePass<T>>, rows_run<RowsFinal, T, FinalPass<T>>,
-                                  SmallBatch<T>::votes, SmallBatch<T>::gradients};
+                                  SmallBatch<T>::votes, SmallBatch<T>::gradients, multiply_adds<T>};
   return kernels;
 }
