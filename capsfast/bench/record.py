@@ -53,7 +53,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def machine_name(found: dict[str, Any]) -> str:
-    """A file stem for the machine, such as ``amd-epyc-2-cores``."""
+    """A file stem for the machine, such as ``amd-epyc-2-threads``."""
     text = found.get("gpu") or f"{found['cpu']} {found['threads']} threads"
     text = re.sub(r"\((?:R|TM|C)\)|CPU|Processor|@.*?GHz", " ", text)
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

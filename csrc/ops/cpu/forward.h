@@ -12,7 +12,7 @@
 
 namespace capsfast::driver {
 
-// The factor that makes the partial sums of the splits one softmax over the input capsules.
+// The normaliser of a softmax over the input capsules from those of the splits.
 template <class T>
 struct InNorm {
   T max = std::numeric_limits<T>::lowest();
@@ -22,7 +22,6 @@ struct InNorm {
     for (int64_t s = 0; s < splits; ++s) max = maxima[s * pitch] > max || maxima[s * pitch] != maxima[s * pitch] ? maxima[s * pitch] : max;
     for (int64_t s = 0; s < splits; ++s) norm += norms[s * pitch] * std::exp(maxima[s * pitch] - max);
   }
-  T factor(T split_max) const { return std::exp(split_max - max) * scale(); }
   T scale() const { return norm == 0 ? T(0) : 1 / norm; }
 };
 
@@ -92,25 +91,22 @@ class Forward {
     for (int64_t j = 0; j < p.J; ++j) {
       const bool valid = context.is_valid(b, j);
       const int64_t scalar = at.scalar + j * at.stride;
-      const T scale = unweighted ? (valid && entries > 0 ? 1 / entries : T(0)) : T(1);
+      // c is exp(b - in_max) scale with "in", else what the passes weighted with, times scale.
+      T scale = unweighted ? (valid && entries > 0 ? 1 / entries : T(0)) : T(1), in_max = 0;
       if (p.softmax_in) {
-        T* to = static_cast<T*>(out.norm) + (t * out.batch + b) * p.J + j;
-        T& norm_max = to[0];
-        T& norm_scale = to[p.iterations * out.batch * p.J];
-        norm_max = 0;
-        norm_scale = scale;
         if (!unweighted) {
           const InNorm<T> all(max.get() + scalar, norms.high() + scalar, splits, scalar_pitch);
-          norm_max = all.max;
-          norm_scale = all.scale();
+          in_max = all.max;
+          scale = all.scale();
         }
+        T* to = static_cast<T*>(out.norm) + (t * out.batch + b) * p.J + j;
+        to[0] = in_max;
+        to[p.iterations * out.batch * p.J] = scale;
       }
       for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] = 0;
       for (int64_t split = 0; split < splits; ++split) {
         T factor = scale;
-        if (p.softmax_in && !unweighted) {
-          factor = InNorm<T>(max.get() + scalar, norms.high() + scalar, splits, scalar_pitch).factor(max.get()[scalar + split * scalar_pitch]);
-        }
+        if (p.softmax_in && !unweighted) factor *= std::exp(max.get()[scalar + split * scalar_pitch] - in_max);
         const int64_t part = split * pitch + at.vector + j * p.D * at.stride;
         for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += factor * sums.total(part + d * at.stride);
       }
