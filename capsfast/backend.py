@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from . import native
+from . import native, toolchain
 
 # In the order in which backend=None tries them; "reference" serves everything.
-ORDER = ("cpp", "reference")
-DEVICES = {"cpp": ("cpu",), "reference": ("any",)}
+ORDER = ("cpp", "triton", "reference")
+DEVICES = {"cpp": ("cpu",), "triton": ("cuda",), "reference": ("any",)}
 
 
 class BackendStatus(NamedTuple):
@@ -23,12 +23,18 @@ class BackendStatus(NamedTuple):
 
 
 def _absence(name: str) -> str:
-    return native.why_absent if name == "cpp" else ""
+    if name == "cpp":
+        return native.why_absent
+    return toolchain.why_no_triton() if name == "triton" else ""
+
+
+def _devices(name: str) -> tuple[str, ...]:
+    return ("cpu",) if name == "triton" and toolchain.interpreting() else DEVICES[name]
 
 
 def backends() -> dict[str, BackendStatus]:
     """Every backend by name, fastest first, and for each absent one the reason."""
-    return {name: BackendStatus(not _absence(name), _absence(name), DEVICES[name]) for name in ORDER}
+    return {name: BackendStatus(not _absence(name), _absence(name), _devices(name)) for name in ORDER}
 
 
 def _checked(name: str | None, source: str) -> str | None:
@@ -97,6 +103,9 @@ def select(
             raise RuntimeError(f"{op}: backend {name!r} cannot serve this call: {reason}")
         return name
     for name in ORDER:
+        # An interpreter serves those who ask for it.
+        if device.type not in (*DEVICES[name], "meta") and "any" not in DEVICES[name]:
+            continue
         if _refusal(name, device, cannot):
             continue
         if not _absence(name):
@@ -107,10 +116,14 @@ def select(
 
 def _refusal(name: str, device: torch.device, cannot: Mapping[str, Callable[[], str]] | None) -> str:
     """Why an available backend can't serve a call on ``device``, "" if it can."""
-    devices = DEVICES[name]
+    devices = _devices(name)
     # Meta tensors take the path of the device they stand for: the fake of the CPU op.
     if "any" not in devices and device.type not in (*devices, "meta"):
         return f"it runs on {' and '.join(devices)} tensors, got a tensor on {device}"
+    if name == "triton" and device.type == "cuda":
+        reason = toolchain.too_old_for_triton(device)
+        if reason:
+            return reason
     if cannot is not None and name in cannot:
         return cannot[name]()
     return ""

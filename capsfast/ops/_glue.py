@@ -10,13 +10,16 @@ from torch import Tensor
 from ..options import Options
 
 
-def why_not_fused(share_batch_logits: bool) -> Mapping[str, Callable[[], str]]:
+def why_not_fused(dtype: torch.dtype, share_batch_logits: bool) -> Mapping[str, Callable[[], str]]:
     """By backend, why it can't serve a call."""
 
-    def reason() -> str:
+    def cpp() -> str:
         return "share_batch_logits is served by the reference backend only" if share_batch_logits else ""
 
-    return {"cpp": reason}
+    def triton() -> str:
+        return cpp() or ("it serves float32, bfloat16 and float16, got float64" if dtype == torch.float64 else "")
+
+    return {"cpp": cpp, "triton": triton}
 
 
 def run_reference(

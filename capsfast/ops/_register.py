@@ -1,39 +1,84 @@
-"""What every routing op needs beside its kernels: autocast, vmap and the error of a second derivative."""
+"""Defines the routing ops: schema, fake, autograd, autocast, vmap. Only their kernels are elsewhere.
 
+Each op exists once per set of kernels, with one contract: ``capsfast::<op>`` for the extension,
+``capsfast::triton_<op>`` for Triton. A program that was traced keeps the kernels it was traced with.
+"""
+
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._glue import backward_by, save
+
+PREFIX = {"cpp": "", "triton": "triton_"}
+
+_OPTIONS = "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps"
+_PARAMETERS = "Tensor? logits, Tensor? bias, Tensor? mask, Tensor? out_mask"
 _library = torch.library.Library("capsfast", "FRAGMENT")
 
 
-def register(
-    name: str,
-    fake: Callable[..., Any],
-    fake_backward: Callable[..., Any],
-    save: Callable[..., None],
-    backward: Callable[..., Any],
-    cast: Sequence[int],
-) -> None:
-    """Completes ``capsfast::name`` and ``capsfast::name_backward``, whose kernels the extension holds.
+class Contract(NamedTuple):
+    """name: of the op. inputs: its first tensors. fake, fake_backward: shapes and dtypes of the results."""
 
-    save, backward: the autograd glue (setup_context and backward). cast: the positions of the
-    arguments that autocast casts.
-    """
+    name: str
+    inputs: tuple[str, ...]
+    fake: Callable[..., Any]
+    fake_backward: Callable[..., Any]
+
+    def schemas(self, prefix: str) -> tuple[str, str]:
+        inputs = ", ".join(f"Tensor {name}" for name in self.inputs)
+        needed = (*self.inputs, "logits", "bias")
+        return (
+            f"{prefix}{self.name}({inputs}, {_PARAMETERS}, {_OPTIONS}, bool return_coupling) "
+            f"-> (Tensor, Tensor, Tensor, Tensor)",
+            f"{prefix}{self.name}_backward(Tensor dv, Tensor? dcoupling, {inputs}, {_PARAMETERS}, "
+            f"Tensor coupling, Tensor s, Tensor norm, {_OPTIONS}, {', '.join(f'bool need_{name}' for name in needed)}) "
+            f"-> ({', '.join('Tensor' for _ in needed)})",
+        )
+
+
+def define(contract: Contract) -> dict[str, Callable[..., Any]]:
+    """The op by backend, callable also under torch.func."""
+    return {backend: _define(contract, backend) for backend in PREFIX}
+
+
+def _define(contract: Contract, backend: str) -> Callable[..., Any]:
+    name = PREFIX[backend] + contract.name
     op = f"capsfast::{name}"
-    torch.library.register_fake(op, fake)
-    torch.library.register_fake(f"{op}_backward", fake_backward)
+    for schema in contract.schemas(PREFIX[backend]):
+        _library.define(schema)
+    if backend == "triton":
+        _bind_triton(contract.name)
+    backward = backward_by(_transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name)))
+    torch.library.register_fake(op, contract.fake)
+    torch.library.register_fake(f"{op}_backward", contract.fake_backward)
     torch.library.register_autograd(op, backward, setup_context=save)
-    torch.library.register_autograd(f"{op}_backward", _second_derivative(name))
+    torch.library.register_autograd(f"{op}_backward", _second_derivative(contract.name))
     for overload in (op, f"{op}_backward"):
         torch.library.register_vmap(overload, _vmap(_overload(overload)))
     for device in ("cpu", "cuda"):
-        _register_autocast(name, device, cast)
+        _register_autocast(name, device, range(len(contract.inputs)))
+    return _transformable(name, save, backward)
 
 
-def functional(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_triton(name: str) -> None:
+    """Triton is imported at the first call. On CPU tensors only its interpreter runs."""
+
+    def bound(function: str) -> Callable[..., Any]:
+        def kernel(*args: Any) -> Any:
+            return getattr(importlib.import_module(f"capsfast.triton.{name}"), function)(*args)
+
+        return kernel
+
+    for key in ("CPU", "CUDA"):
+        _library.impl(f"triton_{name}", bound("forward"), key)
+        _library.impl(f"triton_{name}_backward", bound("backward"), key)
+
+
+def _transformable(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
     """``capsfast::name``, also under torch.func: ops registered in torch.library have no rule for its grad.
 
     Outside of torch.func transforms this is the op itself; inside, the same glue as an autograd.Function.
@@ -60,9 +105,8 @@ def functional(name: str, save: Callable[..., None], backward: Callable[..., Any
     return call
 
 
-def functional_backward(name: str) -> Callable[..., Any]:
-    """``capsfast::name_backward``, also under torch.func, whose grad keeps the graph of the backward."""
-    return functional(f"{name}_backward", lambda ctx, inputs, output: None, _second_derivative(name))
+def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
 
 
 def _overload(qualified: str) -> Callable[..., Any]:

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native
 from ..backend import select
 from ..options import Options
 from ..reference.dynamic_routing import dynamic_routing as reference
-from ._glue import backward_by, fake_gradients, fake_outputs, run_reference, save, why_not_fused
-from ._register import functional, functional_backward, register
+from ._glue import fake_gradients, fake_outputs, run_reference, why_not_fused
+from ._register import Contract, define
 
 
 def call(
@@ -37,10 +36,10 @@ def call(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend, on arguments that were checked."""
-    chosen = select("capsfast.dynamic_routing", u.device, backend, why_not_fused(share_batch_logits))
+    chosen = select("capsfast.dynamic_routing", u.device, backend, why_not_fused(u.dtype, share_batch_logits))
     if chosen == "reference":
         return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)
-    v, c, _, _ = _op(u, weight, logits, bias, mask, out_mask, *options, return_coupling)
+    v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options, return_coupling)
     return v, c
 
 
@@ -72,9 +71,4 @@ def _fake_backward(
     return fake_gradients((u, weight, logits, bias), rest[-4:])
 
 
-_op_backward = functional_backward("dynamic_routing")
-_backward = backward_by(_op_backward)
-_op = functional("dynamic_routing", save, _backward)
-
-if native.extension is not None:
-    register("dynamic_routing", _fake, _fake_backward, save, _backward, cast=(0, 1))
+_ops = define(Contract("dynamic_routing", ("u", "weight"), _fake, _fake_backward))

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native
 from ..backend import select
 from ..options import Options
 from ..reference.route_votes import route_votes as reference
-from ._glue import backward_by, fake_gradients, fake_outputs, run_reference, save, why_not_fused
-from ._register import functional, functional_backward, register
+from ._glue import fake_gradients, fake_outputs, run_reference, why_not_fused
+from ._register import Contract, define
 
 
 def call(
@@ -29,10 +28,10 @@ def call(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend, on arguments that were checked."""
-    chosen = select("capsfast.route_votes", votes.device, backend, why_not_fused(share_batch_logits))
+    chosen = select("capsfast.route_votes", votes.device, backend, why_not_fused(votes.dtype, share_batch_logits))
     if chosen == "reference":
         return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits)
-    v, c, _, _ = _op(votes, logits, bias, mask, out_mask, *options, return_coupling)
+    v, c, _, _ = _ops[chosen](votes, logits, bias, mask, out_mask, *options, return_coupling)
     return v, c
 
 
@@ -58,9 +57,4 @@ def _fake_backward(
     return fake_gradients((votes, logits, bias), rest[-3:])
 
 
-_op_backward = functional_backward("route_votes")
-_backward = backward_by(_op_backward)
-_op = functional("route_votes", save, _backward)
-
-if native.extension is not None:
-    register("route_votes", _fake, _fake_backward, save, _backward, cast=(0,))
+_ops = define(Contract("route_votes", ("votes",), _fake, _fake_backward))

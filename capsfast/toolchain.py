@@ -1,0 +1,50 @@
+"""What there is of Triton, without importing it."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+
+import torch
+
+# What the kernels are compiled and interpreted with in tests: torch 2.10 brings 3.6, torch 2.15 brings 3.9.
+MINIMUM_TRITON = (3, 6)
+# The first GPUs with TF32 and bfloat16 tensor cores.
+MINIMUM_CAPABILITY = (8, 0)
+
+
+def interpreting() -> bool:
+    """Triton's interpreter runs the kernels, on CPU tensors. Triton reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes")
+
+
+def why_no_triton() -> str:
+    """Why the Triton kernels can't run here, "" if they can."""
+    return _why_not_installed() or ("" if interpreting() or torch.cuda.is_available() else _NO_DEVICE)
+
+
+_NO_DEVICE = (
+    "there is no CUDA device that this torch can use (TRITON_INTERPRET=1, set before the start, runs the kernels "
+    "on the CPU for tests)"
+)
+
+
+@functools.cache
+def _why_not_installed() -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (it comes with the CUDA builds of torch)"
+    version = importlib.metadata.version("triton")
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < MINIMUM_TRITON:
+        return f"the kernels need triton {'.'.join(map(str, MINIMUM_TRITON))} or newer, this is {version}"
+    return ""
+
+
+@functools.cache
+def too_old_for_triton(device: torch.device) -> str:
+    """Why the GPU can't run the kernels, "" if it can."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < MINIMUM_CAPABILITY:
+        return f"it needs a GPU of compute capability 8.0 or newer, {device} has {major}.{minor}"
+    return ""

@@ -1,0 +1,20 @@
+"""The kernels of ``capsfast::triton_dynamic_routing``; the contract is in ops/dynamic_routing.py."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..options import Options
+from . import routing
+from .launch import Call
+
+
+def forward(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    logits, bias, mask, out_mask, *options, return_coupling = rest
+    return routing.forward(Call(u, weight, logits, bias, mask, out_mask, Options(*options)), return_coupling)
+
+
+def backward(dv: Tensor, dcoupling: Tensor | None, u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    logits, bias, mask, out_mask, coupling, s, norm, *options = rest[:-4]
+    call = Call(u, weight, logits, bias, mask, out_mask, Options(*options))
+    return routing.backward(call, dv, dcoupling, coupling, s, norm, rest[-4:])

@@ -1,0 +1,160 @@
+"""Between two passes: partial sums of the splits, in order, to s, v and V, or to G and ds.
+
+Program: RB rows, a row being one output capsule of one sample; its D components padded to DP.
+"""
+
+import triton
+import triton.language as tl
+
+from .softmax import finite_or_zero, inverse
+from .squash import squash, squash_gradient
+
+
+@triton.jit
+def sum_splits(partial_ptr, at, within, splits, plane, SB: tl.constexpr):
+    """Rows [RB, DP] at ``at``, summed over the splits, SB of which are read together."""
+    total = tl.zeros(at.shape, tl.float32)
+    for start in range(0, splits, SB):
+        split = start + tl.arange(0, SB)
+        there = (split < splits)[:, None, None] & within[None, :, :]
+        offset = tl.cast(split, tl.int64)[:, None, None] * plane + at[None, :, :]
+        total += tl.sum(tl.load(partial_ptr + offset, mask=there, other=0.0), 0)
+    return total
+
+
+@triton.jit
+def row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J: tl.constexpr):
+    if out_mask_ptr is not None:
+        ok = ok & (tl.load(out_mask_ptr + (rows // J) * o_b + (rows % J) * o_j, mask=ok, other=0) != 0)
+    return ok
+
+
+@triton.jit
+def load_bias(bias_ptr, rows, d, within, J: tl.constexpr, D: tl.constexpr):
+    return tl.load(bias_ptr + ((rows % J) * D)[:, None] + d[None, :], mask=within, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["B", "splits"])
+def finish_kernel(
+    partial_ptr,  # [splits, B, J, D] float32
+    online_ptr,  # [2, splits, B, J] float32, ONLINE
+    factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
+    bias_ptr,  # [J, D] contiguous or None
+    out_mask_ptr,
+    V_ptr,  # [B, J, D] float32, what the pass used, or None: zero
+    s_ptr,  # [B, J, D] float32, out
+    norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
+    next_ptr,  # [B, J, D] float32, out: V + v, or None
+    v_ptr,  # [B, J, D], out, or None
+    o_b, o_j, B, splits, factor, eps,
+    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
+    ONLINE: tl.constexpr, LEAKY: tl.constexpr, KIND: tl.constexpr,
+):
+    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
+    ok = rows < tl.cast(B, tl.int64) * J
+    d = tl.arange(0, DP)
+    within = ok[:, None] & (d < D)[None, :]
+    at = (rows * D)[:, None] + d[None, :]
+    plane = tl.cast(B, tl.int64) * J
+    if ONLINE:
+        # The splits' softmaxes over their input capsules, combined in order.
+        m = tl.full([RB], 0.0 if LEAKY else float("-inf"), tl.float32)
+        total = tl.full([RB], 1.0 if LEAKY else 0.0, tl.float32)
+        s = tl.zeros([RB, DP], tl.float32)
+        for split in range(splits):
+            here = tl.cast(split, tl.int64) * plane
+            part_m = tl.load(online_ptr + here + rows, mask=ok, other=float("-inf"))
+            part_total = tl.load(online_ptr + splits * plane + here + rows, mask=ok, other=0.0)
+            part = tl.load(partial_ptr + here * D + at, mask=within, other=0.0)
+            grown = tl.maximum(m, part_m)
+            least = finite_or_zero(grown)
+            old = tl.exp(m - least)
+            new = tl.exp(part_m - least)
+            s = s * old[:, None] + part * new[:, None]
+            total = total * old + part_total * new
+            m = grown
+        scale = inverse(total)
+        s = s * scale[:, None]
+        tl.store(norm_ptr + rows, finite_or_zero(m), mask=ok)
+        tl.store(inverse_ptr + rows, scale, mask=ok)
+    else:
+        s = sum_splits(partial_ptr, at, within, splits, plane * D, SB)
+        if factor_ptr is not None:
+            each = tl.load(factor_ptr + rows // J, mask=ok, other=0.0)
+        else:
+            each = tl.zeros([RB], tl.float32) + factor
+        s = s * each[:, None]
+        if norm_ptr is not None:
+            # A uniform pass of softmax "in": all logits are 0.
+            tl.store(norm_ptr + rows, tl.zeros([RB], tl.float32), mask=ok)
+            tl.store(inverse_ptr + rows, each, mask=ok)
+    tl.store(s_ptr + at, s, mask=within)
+    if bias_ptr is not None:
+        s += load_bias(bias_ptr, rows, d, within, J, D)
+    v = tl.where(row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)[:, None], squash(s, eps, KIND), 0.0)
+    if v_ptr is not None:
+        tl.store(v_ptr + at, v, mask=within)
+    if next_ptr is not None:
+        if V_ptr is not None:
+            v += tl.load(V_ptr + at, mask=within, other=0.0)
+        tl.store(next_ptr + at, v, mask=within)
+
+
+@triton.jit(do_not_specialize=["B"])
+def restore_kernel(
+    s_ptr,  # [r, B, J, D] float32
+    bias_ptr,  # [J, D] contiguous or None
+    out_mask_ptr,
+    state_ptr,  # [B, J, R, 2, D] float32, out: V of every iteration, 0 for the first, beside room for ds
+    o_b, o_j, B, eps,
+    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
+):
+    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
+    ok = rows < tl.cast(B, tl.int64) * J
+    d = tl.arange(0, DP)
+    within = ok[:, None] & (d < D)[None, :]
+    at = (rows * D)[:, None] + d[None, :]
+    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
+    V = tl.zeros([RB, DP], tl.float32)
+    to = (rows * (2 * R * D))[:, None] + d[None, :]
+    tl.store(state_ptr + to, V, mask=within)
+    for t in range(1, R):
+        s = tl.load(s_ptr + at, mask=within, other=0.0)
+        if bias_ptr is not None:
+            s += load_bias(bias_ptr, rows, d, within, J, D)
+        V += tl.where(alive[:, None], squash(s, eps, KIND), 0.0)
+        at += tl.cast(B, tl.int64) * J * D
+        tl.store(state_ptr + 2 * t * D + to, V, mask=within)
+
+
+@triton.jit(do_not_specialize=["B", "splits"])
+def finish_gradient_kernel(
+    partial_ptr,  # [splits, B, J, D] float32, what this pass adds to G, or None: dv is G
+    G_ptr,  # [B, J, D]: G before, and with partial_ptr float32 and G after
+    bias_ptr,  # [J, D] contiguous or None
+    out_mask_ptr,
+    s_ptr,  # [B, J, D] float32, of the iteration whose ds this gives
+    ds_ptr,  # ds of the iteration in [B, J, R, 2, D] float32, out
+    delta_ptr,  # [B, J] float32, out: s . ds, or None
+    o_b, o_j, B, splits, eps,
+    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr, R: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
+    ok = rows < tl.cast(B, tl.int64) * J
+    d = tl.arange(0, DP)
+    within = ok[:, None] & (d < D)[None, :]
+    at = (rows * D)[:, None] + d[None, :]
+    dv = tl.load(G_ptr + at, mask=within, other=0.0).to(tl.float32)
+    if partial_ptr is not None:
+        dv += sum_splits(partial_ptr, at, within, splits, tl.cast(B, tl.int64) * J * D, SB)
+        tl.store(G_ptr + at, dv, mask=within)
+    plain = tl.load(s_ptr + at, mask=within, other=0.0)
+    s = plain
+    if bias_ptr is not None:
+        s += load_bias(bias_ptr, rows, d, within, J, D)
+    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
+    ds = tl.where(alive[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
+    tl.store(ds_ptr + (rows * (2 * R * D))[:, None] + d[None, :], ds, mask=within)
+    if delta_ptr is not None:
+        tl.store(delta_ptr + rows, tl.sum(tl.where(alive[:, None], plain * ds, 0.0), 1), mask=ok)

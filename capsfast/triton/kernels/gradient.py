@@ -1,0 +1,268 @@
+"""The last pass of the backward: dvotes = sum_t c_t ds_t + db_t V_t, and from it du, dW and dlogits.
+
+Program (chunk, split) owns the input capsules of its chunk for the batch tiles of its split. It alone writes
+du [b, i] of those samples and dW [i] of partial[split], and adds to them where a tile of outputs or of the batch
+is not the first: no atomics, and sums in an order that does not depend on which program comes first. The splits of
+dW are added up in order by the launcher. A weight shared by all i has one partial per program.
+
+The coefficients c_t and db_t of all iterations come first, numbers per pair; then one tile of dvotes at a time is
+made from them and used up. Tiles of dvotes for all outputs beside those of the votes would not fit the registers.
+"""
+
+import triton
+import triton.language as tl
+
+from .softmax import agreement_gradient, couple
+from .tiles import (
+    add_votes,
+    batch_rows,
+    by_warp,
+    columns,
+    components,
+    input_capsules,
+    load_numbers,
+    load_vectors,
+    outputs,
+    per_pair,
+    product,
+    routing_logits,
+    score,
+    spread,
+    valid_inputs,
+    valid_outputs,
+    weight_tile,
+)
+
+
+@triton.jit
+def add_to(at, value, within, stored):
+    """Stores value, or adds it to what this program stored before (stored > 0)."""
+    again = tl.zeros(within.shape, tl.int32) + stored > 0
+    before = tl.load(at, mask=within & again, other=0.0)
+    tl.store(at, before.to(tl.float32) + value, mask=within)
+
+
+@triton.jit
+def add_weight_gradient(
+    dw_ptr, value, n, k0, stored,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+):
+    """Tile n of dW_i [J, D, K]."""
+    j, d = columns(n, JT, DP, False)
+    k = components(k0, KP, False)
+    within = ((j < J) & (d < D))[:, None] & (k < K)[None, :]
+    add_to(dw_ptr + ((j * D + d) * K)[:, None] + k[None, :], value, within, stored)
+
+
+@triton.jit
+def add_input_gradient(
+    dx_ptr, value, rows, inside, i, k0, I, stored, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr
+):
+    """du_i [B, I, K] of the samples, components from k0."""
+    k = components(k0, KP, WIDE)
+    at = dx_ptr + (rows[0] * I + i) * K + (rows[1] * I * K)[:, None] + k[None, :]
+    add_to(at, value, inside[:, None] & (k < K)[None, :], stored)
+
+
+@triton.jit
+def store_votes_gradient(
+    dx_ptr, value, rows, inside, i, n, I,
+    J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Tile n of dvotes_i [B, I, J, D] of the samples."""
+    j, d = columns(n, JT, DP, WIDE)
+    at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
+    tl.store(at, value, mask=inside[:, None] & ((j < J) & (d < D))[None, :])
+
+
+@triton.jit
+def store_logits_gradient(
+    dl_ptr, value, rows, inside, i, n, I, split, stored,
+    J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
+):
+    """Tile n of dlogits_i: [B, I, J] of the samples, or their sum in [splits, I, J]."""
+    j = outputs(n, JT, WIDE)
+    if SUM:
+        add_to(dl_ptr + (tl.cast(split, tl.int64) * I + i) * J + j, tl.sum(value, 0), j < J, stored)
+    else:
+        at = dl_ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
+        tl.store(at, value, mask=inside[:, None] & (j < J)[None, :])
+
+
+@triton.jit(do_not_specialize=["B", "I", "chunk", "tiles", "groups"])
+def gradient_kernel(
+    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
+    state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32: offsets between them are immediates
+    rows_ptr,  # [R, 3, B, I] float32, MODE "swept"
+    norm_ptr, inverse_ptr, delta_ptr,  # [R, B, J] float32, MODE "in"
+    factor_ptr,  # [B] float32 or None, UNIFORM
+    dx_ptr,  # [B, I, K] or dvotes [B, I, J, D], or None
+    dw_ptr,  # [splits, I, J, D, K], SHARED: [programs, J, D, K], or None
+    dl_ptr,  # [B, I, J], SUM_LOGITS: [splits, I, J], or None
+    x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    B, I, chunk, tiles, groups, factor,
+    x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, BACK_DOT: tl.constexpr,
+    LEAKY: tl.constexpr, MODE: tl.constexpr,
+    START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
+    SHARED: tl.constexpr, SUM_LOGITS: tl.constexpr, WARPS: tl.constexpr,
+):
+    """START: the first iteration with coefficients per pair; UNIFORM: those of the one before are one number.
+
+    AGREEMENT: V depends on the inputs (gradient "full"). tiles: batch tiles of a split.
+    """
+    split = tl.program_id(1)
+    lo = tl.program_id(0) * chunk
+    hi = tl.minimum(lo + chunk, I)
+    xs = (x_b, x_i, x_j, x_d)
+    ws = (w_i, w_j, w_d, w_k)
+    plane = tl.cast(B, tl.int64) * J
+    first_tile = split * tiles
+    last_tile = tl.minimum(first_tile + tiles, (B + BB - 1) // BB)
+    keep_dw: tl.constexpr = SHARED and K <= KP
+    for tile in range(first_tile, last_tile):
+        rows = batch_rows(tile, BB, WIDE)
+        inside = rows[0] + rows[1] < B
+        if factor_ptr is not None:
+            each = tl.load(factor_ptr + rows[0] + rows[1], mask=inside, other=0.0)
+        else:
+            each = tl.zeros([BB], tl.float32) + factor
+        for group in range(groups):
+            first = group * NT
+            known = ()
+            dw = ()
+            for n in tl.static_range(NT):
+                known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
+                if keep_dw:
+                    dw = dw + (tl.zeros([WARPS, JT * DP // WARPS, KP], tl.float32),)
+            for i32 in range(lo, hi):
+                i = tl.cast(i32, tl.int64)
+                ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+                u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
+                x = ()
+                valid = ()
+                for n in tl.static_range(NT):
+                    zero = tl.zeros([BB, JT * DP], tl.float32)
+                    x = x + (add_votes(
+                        zero, u, x_ptr, w_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE
+                    ),)
+                    valid = valid + (known[n] & ok[:, None],)
+
+                weights = ()  # by iteration: c and db, each a tile [BB, JT] for every n
+                for t in tl.static_range(START, R):
+                    at = t * plane
+                    b = ()
+                    dc = ()
+                    maximum = ()
+                    inverses = ()
+                    delta = ()
+                    for n in tl.static_range(NT):
+                        V = load_vectors(state_ptr + 2 * t * D, rows, inside, first + n, J, D, JT, DP, 2 * R)
+                        ds = load_vectors(state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R)
+                        b = b + (routing_logits(
+                            x[n], V, logits_ptr, rows, i, first + n, (l_b, l_i, l_j), valid[n], BB, JT, DP, WIDE
+                        ),)
+                        given = score(x[n], ds, BB, JT, DP)
+                        if dcoupling_ptr is not None and t == R - 1:
+                            given += per_pair(dcoupling_ptr, rows, i, first + n, (d_b, d_i, d_j), valid[n], JT, WIDE)
+                        dc = dc + (given,)
+                        if MODE == "in":
+                            maximum = maximum + (load_numbers(norm_ptr + at, rows, known[n], first + n, J, JT),)
+                            inverses = inverses + (load_numbers(inverse_ptr + at, rows, known[n], first + n, J, JT),)
+                            delta = delta + (load_numbers(delta_ptr + at, rows, known[n], first + n, J, JT),)
+                    row_at = rows_ptr
+                    if MODE == "swept":
+                        row_at = rows_ptr + 3 * t * tl.cast(B, tl.int64) * I
+                    c = couple(b, row_at, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
+                    db = agreement_gradient(c, dc, valid, row_at, delta, rows, ok, i, B, I, NT, MODE)
+                    weights = weights + ((c, db),)
+
+                more_dw = ()
+                du = tl.zeros([WARPS, BB, KP], tl.float32)
+                u_each = u
+                if not VOTES:
+                    u_each = tl.broadcast_to(u.to(tl.float32)[None, :, :], [WARPS, BB, KP])
+                for n in tl.static_range(NT):
+                    dx = tl.zeros([BB, JT * DP], tl.float32)
+                    dl = tl.zeros([BB, JT], tl.float32)
+                    if UNIFORM:
+                        c0 = tl.where(valid[n], each[:, None], 0.0)
+                        dx += spread(c0, BB, JT, DP) * load_vectors(
+                            state_ptr + (2 * START - 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R
+                        )
+                    for t in tl.static_range(START, R):
+                        dx += spread(weights[t - START][0][n], BB, JT, DP) * load_vectors(
+                            state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R, True
+                        )
+                        if AGREEMENT:
+                            dx += spread(weights[t - START][1][n], BB, JT, DP) * load_vectors(
+                                state_ptr + 2 * t * D, rows, inside, first + n, J, D, JT, DP, 2 * R, True
+                            )
+                        dl += weights[t - START][1][n]
+                    if dl_ptr is not None:
+                        store_logits_gradient(
+                            dl_ptr, dl, rows, inside, i, first + n, I, split, tile - first_tile, J, JT, WIDE,
+                            SUM_LOGITS
+                        )
+                    if VOTES:
+                        if dx_ptr is not None:
+                            store_votes_gradient(
+                                dx_ptr, tl.where(ok[:, None], dx, 0.0), rows, inside, i, first + n, I, J, D, JT, DP,
+                                WIDE
+                            )
+                    else:
+                        if dx_ptr is not None and K <= KP:
+                            w = weight_tile(w_ptr, i, first + n, 0, ws, J, D, K, JT, DP, KP, WIDE).to(tl.float32)
+                            w_each = tl.reshape(w, [WARPS, JT * DP // WARPS, KP])
+                            du = product(by_warp(dx, BB, JT * DP, WARPS), w_each, du, BACK_DOT)
+                        if dx_ptr is not None and K > KP:
+                            for k0 in range(0, K, KP):
+                                w_part = weight_tile(
+                                    w_ptr, i, first + n, k0, ws, J, D, K, JT, DP, KP, WIDE
+                                ).to(tl.float32)
+                                w_parts = tl.reshape(w_part, [WARPS, JT * DP // WARPS, KP])
+                                none = tl.zeros([WARPS, BB, KP], tl.float32)
+                                du_part = tl.sum(product(by_warp(dx, BB, JT * DP, WARPS), w_parts, none, BACK_DOT), 0)
+                                add_input_gradient(
+                                    dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, inside, i, k0, I, first + n, K,
+                                    KP, WIDE
+                                )
+                        if dw_ptr is not None and keep_dw:
+                            dx_each = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
+                            more_dw = more_dw + (product(dx_each, u_each, dw[n], BACK_DOT),)
+                        if dw_ptr is not None and not keep_dw:
+                            owner = tl.cast(split, tl.int64) * I + i
+                            stored = tile - first_tile
+                            if SHARED:
+                                owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
+                                stored += i32 - lo
+                            for k0 in range(0, K, KP):
+                                u_part = input_capsules(x_ptr, rows, ok, i, k0, xs, K, KP, WIDE).to(tl.float32)
+                                u_parts = tl.broadcast_to(u_part[None, :, :], [WARPS, BB, KP])
+                                dx_parts = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
+                                no_dw = tl.zeros([WARPS, JT * DP // WARPS, KP], tl.float32)
+                                dw_part = product(dx_parts, u_parts, no_dw, BACK_DOT)
+                                add_weight_gradient(
+                                    dw_ptr + owner * (J * D * K), tl.reshape(dw_part, [JT * DP, KP]), first + n, k0,
+                                    stored, J, D, K, JT, DP, KP
+                                )
+                if dw_ptr is not None and keep_dw:
+                    dw = more_dw
+                if not VOTES and K <= KP:
+                    if dx_ptr is not None:
+                        add_input_gradient(
+                            dx_ptr, tl.where(ok[:, None], tl.sum(du, 0), 0.0), rows, inside, i, 0, I, group, K, KP,
+                            WIDE
+                        )
+                # What was stored is read again by whichever thread adds to it next.
+                tl.debug_barrier()
+            if keep_dw and dw_ptr is not None:
+                owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
+                for n in tl.static_range(NT):
+                    add_weight_gradient(
+                        dw_ptr + owner * (J * D * K), tl.reshape(dw[n], [JT * DP, KP]), first + n, 0,
+                        tile - first_tile, J, D, K, JT, DP, KP
+                    )
+                tl.debug_barrier()

@@ -1,0 +1,122 @@
+"""Passes that keep something per pair or per row: the softmax of rows too long for one program, and the coupling."""
+
+import triton
+import triton.language as tl
+
+from .softmax import couple, finite_or_zero, inverse
+from .tiles import (
+    add_votes,
+    batch_rows,
+    input_capsules,
+    load_numbers,
+    load_vectors,
+    outputs,
+    per_pair,
+    routing_logits,
+    score,
+    valid_inputs,
+    valid_outputs,
+)
+
+
+@triton.jit(do_not_specialize=["B", "I", "chunk", "groups"])
+def sweep_kernel(
+    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
+    state_ptr,  # V [B, J, D] float32, or WITH_DS V and ds of this iteration in [B, J, R, 2, D]
+    rows_ptr,  # [3, B, I] float32
+    x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    B, I, chunk, groups,
+    x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
+    WITH_DS: tl.constexpr, R: tl.constexpr,
+):
+    """Maximum and 1 / sum of every row of logits, and WITH_DS sum_j c dc, over all outputs tile by tile.
+
+    Program (batch tile, split) owns its rows b, i.
+    """
+    rows = batch_rows(tl.program_id(0), BB, WIDE)
+    inside = rows[0] + rows[1] < B
+    xs = (x_b, x_i, x_j, x_d)
+    ws = (w_i, w_j, w_d, w_k)
+    S: tl.constexpr = 2 * R if WITH_DS else 1
+    plane = tl.cast(B, tl.int64) * I
+    lo = tl.program_id(1) * chunk
+    for i32 in range(lo, tl.minimum(lo + chunk, I)):
+        i = tl.cast(i32, tl.int64)
+        ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
+        # leaky: one more entry of logit 0.
+        m = tl.full([BB], 0.0 if LEAKY else float("-inf"), tl.float32)
+        total = tl.full([BB], 1.0 if LEAKY else 0.0, tl.float32)
+        inner = tl.zeros([BB], tl.float32)
+        for n in range(groups * NT):
+            zero = tl.zeros([BB, JT * DP], tl.float32)
+            x = add_votes(zero, u, x_ptr, w_ptr, rows, ok, i, n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE)
+            valid = valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J, JT, WIDE)
+            V = load_vectors(state_ptr, rows, inside, n, J, D, JT, DP, S)
+            b = routing_logits(x, V, logits_ptr, rows, i, n, (l_b, l_i, l_j), valid, BB, JT, DP, WIDE)
+            grown = tl.maximum(m, tl.max(b, 1))
+            least = finite_or_zero(grown)
+            scale = tl.exp(m - least)
+            e = tl.exp(b - least[:, None])
+            total = total * scale + tl.sum(e, 1)
+            if WITH_DS:
+                dc = score(x, load_vectors(state_ptr + D, rows, inside, n, J, D, JT, DP, S), BB, JT, DP)
+                if dcoupling_ptr is not None:
+                    dc += per_pair(dcoupling_ptr, rows, i, n, (d_b, d_i, d_j), valid, JT, WIDE)
+                inner = inner * scale + tl.sum(tl.where(valid, e * dc, 0.0), 1)
+            m = grown
+        at = rows_ptr + (rows[0] * I + i) + rows[1] * I
+        scale = inverse(total)
+        tl.store(at, finite_or_zero(m), mask=inside)
+        tl.store(at + plane, scale, mask=inside)
+        if WITH_DS:
+            tl.store(at + 2 * plane, inner * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["B", "I", "chunk"])
+def coupling_kernel(
+    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
+    V_ptr,  # [B, J, D] float32
+    rows_ptr,  # [3, B, I] float32, MODE "swept"
+    norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
+    coupling_ptr,  # [B, I, J]
+    x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
+    B, I, chunk,
+    x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr,
+):
+    """The coupling of one iteration. Programs as in accumulate.py, each owning its pairs."""
+    rows = batch_rows(tl.program_id(0), BB, WIDE)
+    first = tl.program_id(2) * NT
+    inside = rows[0] + rows[1] < B
+    xs = (x_b, x_i, x_j, x_d)
+    ws = (w_i, w_j, w_d, w_k)
+    maximum = ()
+    inverses = ()
+    if MODE == "in":
+        for n in tl.static_range(NT):
+            pairs = valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE)
+            maximum = maximum + (load_numbers(norm_ptr, rows, pairs, first + n, J, JT),)
+            inverses = inverses + (load_numbers(inverse_ptr, rows, pairs, first + n, J, JT),)
+    lo = tl.program_id(1) * chunk
+    for i32 in range(lo, tl.minimum(lo + chunk, I)):
+        i = tl.cast(i32, tl.int64)
+        ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
+        b = ()
+        for n in tl.static_range(NT):
+            zero = tl.zeros([BB, JT * DP], tl.float32)
+            x = add_votes(zero, u, x_ptr, w_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE)
+            valid = valid_outputs(out_mask_ptr, rows, ok, first + n, o_b, o_j, J, JT, WIDE)
+            V = load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP)
+            b = b + (routing_logits(x, V, logits_ptr, rows, i, first + n, (l_b, l_i, l_j), valid, BB, JT, DP, WIDE),)
+        c = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
+        for n in tl.static_range(NT):
+            j = outputs(first + n, JT, WIDE)
+            at = coupling_ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
+            tl.store(at, c[n], mask=inside[:, None] & (j < J)[None, :])

@@ -1,0 +1,184 @@
+"""A call as the kernels see it: pointers, strides, sizes, precision, and the grid of each pass."""
+
+import contextlib
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..options import Options
+from ..precision import tf32_allowed
+from . import config
+from .config import Choice, Layer, Tiles
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How votes are multiplied: 16-bit operands, one TF32 product where torch is told to, else three."""
+    if dtype != torch.float32:
+        return "half"
+    return "tf32" if tf32_allowed() else "tf32x3"
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _as_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
+
+
+@dataclass
+class Call:
+    """x: u [B, I, K], or votes [B, I, J, D] and no weight. Tensors may have any strides."""
+
+    x: Tensor
+    weight: Tensor | None
+    logits: Tensor | None
+    bias: Tensor | None
+    mask: Tensor | None
+    out_mask: Tensor | None
+    options: Options
+    sizes: tuple[int, int, int, int, int] = field(init=False)  # B, I, J, D, K
+
+    def __post_init__(self) -> None:
+        if self.weight is None:
+            self.sizes = (*self.x.shape, 1)
+        else:
+            B, I, K = self.x.shape
+            self.sizes = (B, I, self.weight.shape[1], self.weight.shape[2], K)
+        self.mask, self.out_mask = _as_bytes(self.mask), _as_bytes(self.out_mask)
+        if self.bias is not None:
+            self.bias = self.bias.contiguous()
+
+    @property
+    def votes_given(self) -> bool:
+        return self.weight is None
+
+    @property
+    def shared(self) -> bool:
+        return self.weight is not None and self.weight.shape[0] == 1
+
+    @property
+    def uniform_start(self) -> bool:
+        """Without logits the first coupling is the same for all pairs of a sample."""
+        return self.logits is None
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.x, self.weight, self.logits, self.mask, self.out_mask)
+
+    @functools.cached_property
+    def strides(self) -> tuple[int, ...]:
+        """What varies with the batch or the number of input capsules; see shape for the others."""
+        w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
+        pairs, mask = pair_strides(self.logits), matrix_strides(self.mask)
+        return (*self.x.stride()[:2], w_i, *pairs, *mask, *self.out_strides)
+
+    @property
+    def out_strides(self) -> tuple[int, ...]:
+        return matrix_strides(self.out_mask)
+
+    @functools.cached_property
+    def precision(self) -> dict[str, Any]:
+        return {
+            "VOTES": self.votes_given,
+            "DOT": dot_precision(self.x.dtype),
+            "WIDE": self.wide,
+            "LEAKY": self.options.leaky,
+        }
+
+    @functools.cached_property
+    def wide(self) -> bool:
+        """Offsets within a tile of 16 samples, all outputs and all K need 64 bits."""
+        B, I, J, D, K = self.sizes
+        reach = [I * max(J * D, K, J) * config.ROWS]
+        for tensor in self.tensors:
+            if tensor is not None and tensor is not self.weight:
+                # logits [I, J] are the same for all samples.
+                batch = 0 if tensor is self.logits and tensor.dim() == 2 else config.ROWS * tensor.stride(0)
+                reach.append(batch + sum((n - 1) * stride for n, stride in _inner(tensor)))
+        if self.weight is not None:
+            reach.append(sum((n - 1) * stride for n, stride in _inner(self.weight)))
+        return max(reach) >= 2**31
+
+    @property
+    def back_dot(self) -> str:
+        """For products with dvotes, which are float32 whatever the inputs: 16-bit operands are exact in TF32."""
+        precision = dot_precision(self.x.dtype)
+        return "tf32x2" if precision == "half" else precision
+
+    def choice(self, kernel: str) -> Choice:
+        B, I, J, D, K = self.sizes
+        return config.choice(kernel, Layer(J, D, K, self.x.element_size()), self.x.device)
+
+    def tiles(self, kernel: str) -> Tiles:
+        B, I, J, D, K = self.sizes
+        return config.tiles(kernel, Layer(J, D, K, self.x.element_size()), self.choice(kernel))
+
+    def shape(self, tiles: Tiles) -> dict[str, int]:
+        """Compile-time constants: offsets within a tile are then immediates instead of registers."""
+        B, I, J, D, K = self.sizes
+        x = self.x.stride()[2:] if self.weight is None else (0, self.x.stride(2))
+        w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
+        inner = dict(zip(("x_j", "x_d", "w_j", "w_d", "w_k"), (*x, *w), strict=True))
+        cut = {"BB": tiles.BB, "JT": tiles.JT, "DP": tiles.DP, "KP": tiles.KP, "NT": tiles.NT}
+        return {"J": J, "D": D, "K": K, **cut, **inner}
+
+    def wanted_programs(self, kernel: str) -> int:
+        if not self.x.is_cuda:
+            return 3  # the interpreter runs one program after the other: as few as still split every sum
+        return cdiv(multiprocessors(self.x.device) * self.choice(kernel).resident, self.tiles(kernel).warps)
+
+    def split(self, kernel: str) -> tuple[int, int]:
+        """(splits, input capsules of one): as many as fill the device, with the tiles of batch and outputs."""
+        B, I, *_ = self.sizes
+        tiles = self.tiles(kernel)
+        others = cdiv(B, tiles.BB) * (1 if kernel == "sweep" else tiles.groups)
+        chunk = cdiv(max(I, 1), min(cdiv(self.wanted_programs(kernel), others), max(I, 1)))
+        return cdiv(max(I, 1), chunk), chunk
+
+    def split_gradient(self) -> tuple[int, int, int, int]:
+        """(chunks, input capsules of one, splits of the batch, batch tiles of one)."""
+        B, I, *_ = self.sizes
+        wanted = self.wanted_programs("gradient")
+        fair = cdiv(max(I, 1), min(wanted, max(I, 1)))
+        # A shared weight has a partial dW per program: no more of them than fill the device.
+        chunk = fair if self.shared else min(self.choice("gradient").chunk, fair)
+        chunks = cdiv(max(I, 1), chunk)
+        batch = cdiv(B, self.tiles("gradient").BB)
+        each = cdiv(batch, min(cdiv(wanted, chunks), batch))
+        return chunks, chunk, cdiv(batch, each), each
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton launches on the current device and its current stream."""
+        return torch.cuda.device(self.x.device) if self.x.is_cuda else contextlib.nullcontext()
+
+    def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self.x.device)
+
+    def zeros(self, *size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.float32, device=self.x.device)
+
+
+def _inner(tensor: Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides of the axes behind b and i, or behind the first where there are two."""
+    axes = range(tensor.dim())
+    return [(tensor.shape[n], tensor.stride(n)) for n in (axes[2:] if tensor.dim() > 2 else axes[1:])]
+
+
+def pair_strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """(b, i, j) of [B, I, J] or [I, J]."""
+    if tensor is None:
+        return (0, 0, 0)
+    return tensor.stride() if tensor.dim() == 3 else (0, *tensor.stride())
+
+
+def matrix_strides(tensor: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if tensor is None else tensor.stride()

@@ -1,0 +1,183 @@
+"""Launches of the kernels, one function each."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import power_of_two
+from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
+from .kernels.finish import finish_gradient_kernel, finish_kernel, restore_kernel
+from .kernels.gradient import gradient_kernel
+from .kernels.sweep import coupling_kernel, sweep_kernel
+from .launch import Call, cdiv, pair_strides
+
+
+def mode(call: Call, kernel: str) -> str:
+    """MODE of softmax.py: outputs that do not fit one program are swept first."""
+    if call.options.softmax == "in":
+        return "in"
+    return "out" if call.tiles(kernel).groups == 1 else "swept"
+
+
+def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
+    """The coupling of a pass without logits, [B] or one number for all samples."""
+    B, I, J, *_ = call.sizes
+    valid, count = (call.mask, I) if call.options.softmax == "in" else (call.out_mask, J)
+    extra = int(call.options.leaky)
+    if valid is None:
+        return None, 1 / max(count + extra, 1)
+    counts = valid.sum(1, dtype=torch.float32)
+    return torch.where(counts > 0, 1 / (counts + extra), 0.0), 0.0
+
+
+def sweep(call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor, with_ds: bool) -> None:
+    """Fills rows [3, B, I]. state: V [B, J, D], or with_ds V and ds, one iteration of [B, J, R, 2, D]."""
+    tiles = call.tiles("sweep")
+    splits, chunk = call.split("sweep")
+    B, I, *_ = call.sizes
+    with call.on_device():
+        sweep_kernel[(cdiv(B, tiles.BB), splits)](
+            *call.tensors, dcoupling, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk, tiles.groups,
+            **call.shape(tiles), **call.precision, WITH_DS=with_ds, R=call.options.num_iterations,
+            num_warps=tiles.warps,
+        )  # fmt: skip
+
+
+def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool) -> tuple[Tensor, Tensor | None]:
+    """Partial sums [splits, B, J, D], and for an online softmax its state [2, splits, B, J]."""
+    tiles = call.tiles("accumulate")
+    splits, chunk = call.split("accumulate")
+    B, I, J, D, _ = call.sizes
+    kind = "uniform" if uniform else mode(call, "accumulate")
+    partial = call.new(splits, B, J, D)
+    online = call.new(2, splits, B, J) if kind == "in" else None
+    with call.on_device():
+        accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+            *call.tensors, V, rows, partial, online, *call.strides, B, I, chunk,
+            **call.shape(tiles), **call.precision, MODE=kind, num_warps=tiles.warps,
+        )  # fmt: skip
+    return partial, online
+
+
+def accumulate_gradient(
+    call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...]
+) -> Tensor:
+    """Partial sums [splits, B, J, D] of what the iteration adds to G. norm: maximum, 1 / sum, s . ds [B, J]."""
+    tiles = call.tiles("accumulate_gradient")
+    splits, chunk = call.split("accumulate_gradient")
+    B, I, J, D, _ = call.sizes
+    partial = call.new(splits, B, J, D)
+    with call.on_device():
+        accumulate_gradient_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+            *call.tensors, dcoupling, state, rows, *norm, partial, *call.strides, *pair_strides(dcoupling), B, I, chunk,
+            **call.shape(tiles), **call.precision, MODE=mode(call, "accumulate_gradient"),
+            R=call.options.num_iterations, num_warps=tiles.warps,
+        )  # fmt: skip
+    return partial
+
+
+def coupling(call: Call, V: Tensor, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
+    tiles = call.tiles("coupling")
+    splits, chunk = call.split("coupling")
+    B, I, *_ = call.sizes
+    with call.on_device():
+        coupling_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+            *call.tensors, V, rows, *norm, out, *call.strides, B, I, chunk,
+            **call.shape(tiles), **call.precision, MODE=mode(call, "coupling"), num_warps=tiles.warps,
+        )  # fmt: skip
+
+
+def _finish_grid(call: Call) -> tuple[tuple[int], dict[str, Any]]:
+    """128 numbers a program, and 16 splits read at a time: 2 048 loads in flight."""
+    B, _, J, D, _ = call.sizes
+    DP: int = power_of_two(D)
+    RB = max(1, 128 // DP)
+    shape = {"J": J, "D": D, "DP": DP, "RB": RB, "KIND": call.options.squash}
+    return (cdiv(B * J, RB),), shape
+
+
+def _splits_at_once(shape: dict[str, Any]) -> int:
+    rows: int = shape["RB"] * shape["DP"]
+    return max(1, min(16, 2048 // rows))
+
+
+def finish(
+    call: Call,
+    partial: Tensor,
+    online: Tensor | None,
+    factor: tuple[Tensor | None, float],
+    V: Tensor | None,
+    s: Tensor,
+    norm: tuple[Tensor | None, ...],
+    following: Tensor | None,
+    v: Tensor | None,
+) -> None:
+    """s, norm, and V of the next iteration (following) or the output v."""
+    grid, shape = _finish_grid(call)
+    with call.on_device():
+        finish_kernel[grid](
+            partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
+            call.sizes[0], partial.shape[0], factor[1], call.options.eps,
+            **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
+        )  # fmt: skip
+
+
+def restore(call: Call, s: Tensor) -> Tensor:
+    """V of every iteration, and room for ds, as [B, J, R, 2, D] from s [R, B, J, D]."""
+    R, B, J, D = s.shape
+    state = call.new(B, J, R, 2, D)
+    grid, shape = _finish_grid(call)
+    with call.on_device():
+        restore_kernel[grid](
+            s, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps, **shape, R=R, num_warps=4
+        )
+    return state
+
+
+def finish_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds: Tensor, delta: Tensor | None) -> None:
+    grid, shape = _finish_grid(call)
+    splits = 0 if partial is None else partial.shape[0]
+    with call.on_device():
+        finish_gradient_kernel[grid](
+            partial, G, call.bias, call.out_mask, s, ds, delta, *call.out_strides, call.sizes[0], splits,
+            call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
+        )  # fmt: skip
+
+
+def gradient(
+    call: Call,
+    state: Tensor,
+    dcoupling: Tensor | None,
+    rows: Tensor | None,
+    norm: tuple[Tensor | None, ...],
+    start: int,
+    dx: Tensor | None,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fills dx; returns partial dW [splits or programs, ...] and dlogits ([B, I, J], or partial [splits, I, J]).
+
+    needed: dW, dlogits.
+    """
+    tiles = call.tiles("gradient")
+    chunks, chunk, splits, batch_tiles = call.split_gradient()
+    B, I, J, D, K = call.sizes
+    dw = dl = None
+    if needed[0]:
+        dw = call.new(chunks * splits, J, D, K) if call.shared else call.new(splits, I, J, D, K)
+    sum_logits = call.logits is not None and call.logits.dim() == 2
+    if needed[1]:
+        assert call.logits is not None
+        dl = call.new(splits, I, J) if sum_logits else call.new(B, I, J, dtype=call.logits.dtype)
+    uniform = start == 0 and call.uniform_start
+    factor = uniform_factor(call) if uniform else (None, 0.0)
+    with call.on_device():
+        gradient_kernel[(chunks, splits)](
+            *call.tensors, dcoupling, state, rows, *norm, factor[0], dx, dw, dl, *call.strides,
+            *pair_strides(dcoupling), B, I, chunk, batch_tiles, tiles.groups, factor[1],
+            **call.shape(tiles), **call.precision, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
+            START=start + uniform, R=call.options.num_iterations, UNIFORM=uniform,
+            AGREEMENT=call.options.gradient == "full", SHARED=call.shared, SUM_LOGITS=sum_logits, WARPS=tiles.warps,
+            num_warps=tiles.warps,
+        )  # fmt: skip
+    return dw, dl

@@ -1,0 +1,140 @@
+"""Forward and backward as sequences of passes, for votes that are given and votes that are made.
+
+All launches go to the current stream without a look at any result, so that a CUDA graph can hold them.
+"""
+
+import torch
+from torch import Tensor
+
+from . import passes
+from .launch import Call
+
+Nothing: tuple[None, None, None] = (None, None, None)
+
+
+def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(v, coupling, s, norm)`` as ops/dynamic_routing.py says."""
+    B, I, J, D, _ = call.sizes
+    r, inward = call.options.num_iterations, call.options.softmax == "in"
+    v = call.new(B, J, D, dtype=call.x.dtype)
+    coupling = call.new(B, I, J, dtype=call.x.dtype) if return_coupling else call.new(0, dtype=call.x.dtype)
+    s = call.new(r, B, J, D)
+    norm = call.new(2, r, B, J) if inward else call.new(0)
+    if B == 0 or J == 0:
+        return v, coupling, s, norm
+
+    swept = not inward and call.tiles("accumulate").groups > 1
+    V: Tensor | None = None if call.uniform_start and not (return_coupling and r == 1) else call.zeros(B, J, D)
+    rows: Tensor | None = None
+    for t in range(r):
+        uniform = t == 0 and call.uniform_start
+        if swept and not uniform:
+            assert V is not None
+            rows = call.new(3, B, I) if rows is None else rows
+            passes.sweep(call, V, None, rows, False)
+        partial, online = passes.accumulate(call, V, rows, uniform)
+        factor = passes.uniform_factor(call) if uniform else (None, 1.0)
+        last = t == r - 1
+        if not last:
+            following = call.new(B, J, D) if V is None else V
+        kept = (norm[0, t], norm[1, t]) if inward else (None, None)
+        passes.finish(call, partial, online, factor, V, s[t], kept, None if last else following, v if last else None)
+        V = V if last else following
+    if return_coupling:
+        assert V is not None
+        if passes.mode(call, "coupling") == "swept" and rows is None:
+            rows = call.new(3, B, I)
+            passes.sweep(call, V, None, rows, False)
+        passes.coupling(call, V, rows, (norm[0, -1], norm[1, -1]) if inward else (None, None), coupling)
+    return v, coupling, s, norm
+
+
+def backward(
+    call: Call,
+    dv: Tensor,
+    dcoupling: Tensor | None,
+    coupling: Tensor,
+    s: Tensor,
+    norm: Tensor,
+    needed: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(dx, dweight, dlogits, dbias)``, empty where not needed."""
+    B, I, J, D, K = call.sizes
+    r, inward = call.options.num_iterations, call.options.softmax == "in"
+    empty = call.new(0, dtype=call.x.dtype)
+    given = (call.x, call.weight, call.logits, call.bias)
+    if B == 0 or J == 0:
+        return tuple(
+            torch.zeros_like(tensor, memory_format=torch.contiguous_format) if wanted and tensor is not None else empty
+            for tensor, wanted in zip(given, needed, strict=True)
+        )  # type: ignore[return-value]
+
+    dcoupling = None if dcoupling is None else dcoupling.contiguous()
+    state = passes.restore(call, s)
+    delta = call.new(r, B, J) if inward else None
+    passes.finish_gradient(call, None, dv.contiguous(), s[-1], state[:, :, -1, 1], None if delta is None else delta[-1])
+    if delta is not None and dcoupling is not None:
+        delta[-1] += (coupling.float() * dcoupling).sum(1)
+
+    def norm_of(t: int | slice) -> tuple[Tensor | None, ...]:
+        return Nothing if delta is None else (norm[0, t], norm[1, t], delta[t])
+
+    start = 0 if call.options.gradient == "full" else r - 1
+    first_varied = max(start, 1) if call.uniform_start else start
+    swept = not inward and any(call.tiles(kernel).groups > 1 for kernel in ("accumulate_gradient", "gradient"))
+    rows = call.new(r, 3, B, I) if swept else None
+
+    def of_last(t: int) -> Tensor | None:
+        return dcoupling if t == r - 1 else None
+
+    def sweep(t: int) -> None:
+        if rows is not None and t >= first_varied:
+            passes.sweep(call, state[:, :, t], of_last(t), rows[t], True)
+
+    sweep(r - 1)
+    if start == 0 and r > 1:
+        G = call.zeros(B, J, D)
+        for t in range(r - 1, 0, -1):
+            row = None if rows is None else rows[t]
+            partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), row, norm_of(t))
+            before = state[:, :, t - 1, 1]
+            passes.finish_gradient(call, partial, G, s[t - 1], before, None if delta is None else delta[t - 1])
+            sweep(t - 1)
+
+    need_x, need_weight, need_logits, need_bias = needed
+    dx = dweight = dlogits = dbias = empty
+    if need_x or need_weight or need_logits:
+        dx, dweight, dlogits = _last_pass(call, state, dcoupling, rows, norm_of(slice(None)), start, needed)
+    if need_bias:
+        assert call.bias is not None
+        dbias = state[:, :, start:, 1].sum((0, 2)).to(call.bias.dtype)
+    return dx, dweight, dlogits, dbias
+
+
+def _last_pass(
+    call: Call,
+    state: Tensor,
+    dcoupling: Tensor | None,
+    rows: Tensor | None,
+    norm: tuple[Tensor | None, ...],
+    start: int,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    need_x, need_weight, need_logits, _ = needed
+    dx = dweight = dlogits = call.new(0, dtype=call.x.dtype)
+    target = None
+    if need_x:
+        # Groups of outputs, and tiles where K takes several steps, add to du one after the other, in float32.
+        tiles = call.tiles("gradient")
+        in_parts = not call.votes_given and (tiles.groups > 1 or call.sizes[-1] > tiles.KP)
+        target = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
+    dw, dl = passes.gradient(call, state, dcoupling, rows, norm, start, target, (need_weight, need_logits))
+    if target is not None:
+        dx = target.to(call.x.dtype)
+    if dw is not None:
+        assert call.weight is not None
+        dweight = dw.sum(0).to(call.weight.dtype).view(call.weight.shape)
+    if dl is not None:
+        assert call.logits is not None
+        dlogits = (dl if call.logits.dim() == 3 else dl.sum(0)).to(call.logits.dtype)
+    return dx, dweight, dlogits
