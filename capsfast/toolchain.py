@@ -12,6 +12,8 @@ import torch
 MINIMUM_TRITON = (3, 6)
 # The first GPUs with TF32 and bfloat16 tensor cores.
 MINIMUM_CAPABILITY = (8, 0)
+# A tile holds whole output capsules of 16 samples: longer ones don't fit the registers of a program.
+LARGEST_D = 4096
 
 
 def interpreting() -> bool:

@@ -7,17 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import toolchain
 from ..options import Options
 
 
-def why_not_fused(dtype: torch.dtype, share_batch_logits: bool) -> Mapping[str, Callable[[], str]]:
+def why_not_fused(dtype: torch.dtype, D: int, share_batch_logits: bool) -> Mapping[str, Callable[[], str]]:
     """By backend, why it can't serve a call."""
 
     def cpp() -> str:
         return "share_batch_logits is served by the reference backend only" if share_batch_logits else ""
 
     def triton() -> str:
-        return cpp() or ("it serves float32, bfloat16 and float16, got float64" if dtype == torch.float64 else "")
+        if dtype == torch.float64:
+            return "it serves float32, bfloat16 and float16, got float64"
+        if D > toolchain.LARGEST_D:
+            return f"it serves output capsules of dimension D up to {toolchain.LARGEST_D}, got {D}"
+        return cpp()
 
     return {"cpp": cpp, "triton": triton}
 

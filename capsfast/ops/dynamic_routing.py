@@ -36,7 +36,8 @@ def call(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend, on arguments that were checked."""
-    chosen = select("capsfast.dynamic_routing", u.device, backend, why_not_fused(u.dtype, share_batch_logits))
+    cannot = why_not_fused(u.dtype, weight.shape[2], share_batch_logits)
+    chosen = select("capsfast.dynamic_routing", u.device, backend, cannot)
     if chosen == "reference":
         return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)
     v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options, return_coupling)

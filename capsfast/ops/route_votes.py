@@ -28,7 +28,8 @@ def call(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend, on arguments that were checked."""
-    chosen = select("capsfast.route_votes", votes.device, backend, why_not_fused(votes.dtype, share_batch_logits))
+    cannot = why_not_fused(votes.dtype, votes.shape[3], share_batch_logits)
+    chosen = select("capsfast.route_votes", votes.device, backend, cannot)
     if chosen == "reference":
         return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits)
     v, c, _, _ = _ops[chosen](votes, logits, bias, mask, out_mask, *options, return_coupling)

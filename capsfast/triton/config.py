@@ -19,8 +19,6 @@ ROWS = 16
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
 # Larger K is taken in steps: tiles of W for 64 of them would take 140 KiB of shared memory.
 LARGEST_K = 32
-# A row of one tile would outgrow the registers of the largest program.
-LARGEST_D = 4096
 
 
 class Choice(NamedTuple):

@@ -105,7 +105,8 @@ class Call:
                 batch = 0 if tensor is self.logits and tensor.dim() == 2 else config.ROWS * tensor.stride(0)
                 reach.append(batch + sum((n - 1) * stride for n, stride in _inner(tensor)))
         if self.weight is not None:
-            reach.append(sum((n - 1) * stride for n, stride in _inner(self.weight)))
+            j_d_k = zip(self.weight.shape[1:], self.weight.stride()[1:], strict=True)
+            reach.append(sum((n - 1) * stride for n, stride in j_d_k))
         return max(reach) >= 2**31
 
     @property
@@ -168,9 +169,9 @@ class Call:
 
 
 def _inner(tensor: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides of the axes behind b and i, or behind the first where there are two."""
-    axes = range(tensor.dim())
-    return [(tensor.shape[n], tensor.stride(n)) for n in (axes[2:] if tensor.dim() > 2 else axes[1:])]
+    """Sizes and strides of what lies behind b and i, or behind the first of two axes."""
+    behind = 2 if tensor.dim() > 2 else 1
+    return list(zip(tensor.shape[behind:], tensor.stride()[behind:], strict=True))
 
 
 def pair_strides(tensor: Tensor | None) -> tuple[int, ...]:

@@ -1,0 +1,142 @@
+"""Compiles the Triton kernels of a call for GPUs that are not here, and says what the compiler made of them.
+
+Runs as a process of its own: the tests interpret, and Triton decides for one or the other when it is imported.
+
+    python -m tests.support.triton_compile 80,90,100 < calls.json
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "*u8"}
+
+
+def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """What forward and backward of a call would launch: (kernel, arguments, keywords)."""
+    from triton.runtime.jit import JITFunction
+
+    from tests.support.problems import Case, make, run
+
+    launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def remember(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launched.append((self, args, kwargs))
+
+    import torch
+
+    run_before, JITFunction.run = JITFunction.run, remember
+    try:
+        problem = make(call["shape"], Case(**call.get("case", {})), call["op"], getattr(torch, call["dtype"]))
+        if call.get("tf32"):
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        run(problem, "triton")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        JITFunction.run = run_before
+    return launched
+
+
+def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Types, constants and what is known of the arguments, as a launch would find them."""
+    import torch
+
+    types: dict[str, str] = {}
+    constants: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
+    for n, parameter in enumerate(kernel.params):
+        value = args[n] if n < len(args) else kwargs[parameter.name]
+        specialised = type(value) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialised and value == 1):
+            types[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        elif isinstance(value, torch.Tensor):
+            types[parameter.name] = TYPES[str(value.dtype).removeprefix("torch.")]
+            known[(n,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            types[parameter.name] = "i32" if value < 2**31 else "i64"
+            if specialised and value % 16 == 0:
+                known[(n,)] = [["tt.divisibility", 16]]
+        else:
+            types[parameter.name] = "fp32"
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    return types, constants, known, options
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """registers; stack: bytes of local memory per thread; spills: accesses to it in the loops over input capsules."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _cuobjdump("--dump-resource-usage", file.name)
+        code = _cuobjdump("-sass", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return {"registers": int(found[1]), "stack": int(found[2]), "spills": spills_in_loops(code)}
+
+
+def _cuobjdump(*args: str) -> str:
+    import triton
+
+    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, *args], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loops(code: str) -> int:
+    """Loads and stores of local memory in the innermost loops of a disassembly."""
+    instructions = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)]
+    jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in instructions]
+    loops = [(int(target[1], 16), at) for at, target in jumps if target and int(target[1], 16) < at]
+    inner = [(lo, hi) for lo, hi in loops if not any(lo <= a and b < hi for a, b in loops)]
+    local = [at for at, text in instructions if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(lo <= at <= hi for at in local for lo, hi in inner)
+
+
+def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, args, kwargs = launched
+    types, constants, known, options = signature(kernel, args, kwargs)
+    source = ASTSource(kernel, types, constants, known)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    return {
+        "kernel": kernel.fn.__name__,
+        "capability": capability,
+        "mode": kwargs.get("MODE", ""),
+        "warps": options.get("num_warps", 4),
+        "shared": compiled.metadata.shared,
+        "mma": sorted(set(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma)\.sync[\w.]*|tcgen05\.mma[\w.]*", ptx))),
+        "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
+        **resources(compiled.asm["cubin"]),
+    }
+
+
+def main() -> None:
+    capabilities = [int(text) for text in sys.argv[1].split(",")]
+    found = []
+    for call in json.load(sys.stdin):
+        seen = set()
+        for launched in record(call):
+            key = (launched[0].fn.__name__, str(signature(*launched)))
+            if key in seen:
+                continue
+            seen.add(key)
+            found += [call | compile_for(capability, launched) for capability in capabilities]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    from capsfast import toolchain
+
+    os.environ.pop("TRITON_INTERPRET", None)
+    # Calls go to Triton as if its interpreter ran; nothing is launched.
+    toolchain.interpreting = lambda: True
+    main()

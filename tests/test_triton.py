@@ -1,0 +1,230 @@
+"""What is Triton's own: tiles, TF32, offsets beyond 32 bits, the tuned table, what is said where it is absent."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import capsfast
+from capsfast import backend as choice
+from capsfast import toolchain
+
+from .support.accuracy import relative_l2
+from .support.problems import PLAIN, Case, make, run
+
+pytestmark = pytest.mark.skipif(
+    bool(toolchain.why_no_triton()) or not toolchain.interpreting(), reason="runs with Triton's interpreter"
+)
+
+if not toolchain.why_no_triton():
+    from capsfast.triton import config, tune
+    from capsfast.triton.config import Choice, Layer
+    from capsfast.triton.launch import Call
+
+
+LAYERS = [(10, 16, 8), (10, 17, 3), (1, 1, 1), (1000, 16, 8), (5, 8, 4), (4, 300, 64), (3, 4096, 8), (257, 1, 33)]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("shape", LAYERS, ids=str)
+def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: int) -> None:
+    J, D, _ = shape
+    for kernel, given in config.TABLE.items():
+        cut = config.tiles(kernel, Layer(*shape, itemsize), given)
+        assert 16 * cut.warps <= cut.JT * cut.DP
+        assert cut.DP >= D
+        assert cut.groups * cut.NT * cut.JT >= J
+        assert (cut.groups - 1) * cut.NT * cut.JT < J
+        assert cut.warps <= given.warps
+        assert cut.KP * itemsize >= 32
+        if given.columns * cut.warps >= cut.DP * cut.JT:
+            assert given.columns * cut.warps >= cut.NT * cut.JT * cut.DP
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of the interpreter lose what TF32 operands lose: all but 10 bits after the leading one."""
+    from triton.runtime import interpreter
+
+    plain = interpreter.interpreter_builder.create_dot
+
+    def rounded(handle: Any) -> Any:
+        data = handle.data
+        if data.dtype == np.float32:
+            data = (data.view(np.int32) & np.int32(-8192)).view(np.float32)
+        return interpreter.TensorHandle(data, handle.dtype)
+
+    def create_dot(a: Any, b: Any, *rest: Any) -> Any:
+        return plain(rounded(a), rounded(b), *rest)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", create_dot)
+
+
+def errors(problem: Any, backend: str) -> dict[str, float]:
+    truth = run(problem.to(torch.float64), "reference")
+    return {name: relative_l2(value.double(), truth[name]) for name, value in run(problem, backend).items()}
+
+
+def test_three_tf32_products_are_as_exact_as_float32(tensor_cores: None) -> None:
+    problem = make((17, 9, 3, 16, 8), PLAIN, dtype=torch.float32)
+    plain = errors(problem, "reference")
+    for name, error in errors(problem, "triton").items():
+        assert error < 2 * plain[name] + 5e-7, name
+
+
+@pytest.fixture
+def tf32_allowed() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_one_tf32_product_only_where_torch_is_told_so(tensor_cores: None, tf32_allowed: None) -> None:
+    problem = make((17, 9, 3, 16, 8), PLAIN, dtype=torch.float32)
+    found = errors(problem, "triton")
+    for name in ("v", "du", "dweight"):
+        assert 1e-5 < found[name] < 1e-2, (name, found[name])
+
+
+def far_apart(size: tuple[int, ...], stride: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+    """The values in a tensor of these strides; memory between them is never touched."""
+    reach = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    room = torch.from_numpy(np.empty(reach, np.float32))
+    return room.as_strided(size, stride).copy_(values)
+
+
+@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
+def test_offsets_beyond_32_bits(op: str) -> None:
+    problem = make((2, 2, 2, 4, 3), Case(coupling=False), op, torch.float32)
+    wanted = run(problem, "triton")
+    name = "votes" if op == "route_votes" else "u"
+    values = problem.inputs[name]
+    far = 2**31 + 16
+    for stride in ((far, *values.stride()[1:]), (values.stride(0), far, *values.stride()[2:])):
+        problem.inputs[name] = far_apart(values.shape, stride, values)
+        got = run(problem, "triton")
+        for key, value in wanted.items():
+            assert torch.equal(got[key], value), (stride, key)
+
+
+def test_offsets_beyond_32_bits_within_a_weight() -> None:
+    problem = make((2, 2, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
+    wanted, weight = run(problem, "triton"), problem.inputs["weight"]
+    problem.inputs["weight"] = far_apart(weight.shape, (12, 2**31 + 16, 3, 1), weight)
+    got = run(problem, "triton")
+    for key, value in wanted.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("I", [1, 7, 1152, 1_000_000])
+@pytest.mark.parametrize("B", [1, 128, 4096])
+@pytest.mark.parametrize("shared", [False, True])
+def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Call, "wanted_programs", lambda self, kernel: 528)  # 132 multiprocessors
+    u = torch.empty(1, 1, 8).expand(B, I, 8)
+    weight = torch.empty(1, 10, 16, 8).expand(1 if shared else I, -1, -1, -1)
+    call = Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
+    for kernel in ("accumulate", "accumulate_gradient", "sweep", "coupling"):
+        splits, chunk = call.split(kernel)
+        assert (splits - 1) * chunk < I <= splits * chunk
+        assert splits <= 528
+    chunks, chunk, splits, each = call.split_gradient()
+    batch_tiles = -(-B // 16)
+    assert (chunks - 1) * chunk < I <= chunks * chunk
+    assert (splits - 1) * each < batch_tiles <= splits * each
+    # Partial dW: at most a few times the weight, or what the device has programs for.
+    assert chunks * splits <= 2 * 528 if shared else splits * I <= max(4 * I, 2 * 528 * 8)
+
+
+def test_tune_keeps_what_was_fastest_and_its_table_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = {"accumulate": Choice(64, 4, 16), "accumulate_gradient": Choice(64, 8, 8), "gradient": Choice(40, 8, 16, 4)}
+
+    def timer(function: Any) -> float:
+        if config.TABLE["accumulate"].columns == 96:
+            raise RuntimeError("out of resource: shared memory")
+        pairs = [zip(config.TABLE[kernel], wanted, strict=True) for kernel, wanted in best.items()]
+        return 1.0 + sum(one != other for pair in pairs for one, other in pair)
+
+    u, weight = torch.randn(2, 9, 8), torch.randn(9, 3, 16, 8)
+    defaults = dict(config.TABLE)
+    rows = tune.tune(u, weight, PLAIN.options, timer)
+    assert defaults == config.TABLE
+    assert {row["kernel"]: row["choice"] for row in rows} == best
+    assert "accumulate Choice(columns=96, warps=8, resident=16, chunk=0): RuntimeError" in capsys.readouterr().out
+
+    path = tmp_path / "table.json"
+    tune.write(path, rows)
+    tune.write(path, rows)
+    assert len(json.loads(path.read_text())["rows"]) == len(rows)
+    monkeypatch.setenv("CAPSFAST_TRITON_TABLE", str(path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "interpreter")
+    layer, device = Layer(3, 16, 8, 4), torch.device("cuda")
+    assert config.choice("gradient", layer, device) == best["gradient"]
+    assert config.choice("sweep", layer, device) == defaults["sweep"]
+    assert config.choice("gradient", layer._replace(J=4), device) == defaults["gradient"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
+    assert config.choice("gradient", layer, device) == defaults["gradient"]
+
+
+def test_the_tuned_tile_sizes_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make((17, 5, 6, 8, 4), Case(logits="IJ"), dtype=torch.float32)
+    wanted = run(problem, "triton")
+    for kernel, given in (
+        ("accumulate", Choice(16, 2)),
+        ("accumulate_gradient", Choice(16, 1)),
+        ("gradient", Choice(16, 2, 16, 2)),
+    ):
+        monkeypatch.setitem(config.TABLE, kernel, given)
+    for name, value in run(problem, "triton").items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"rows": [{"device": "interpreter"}]}'])
+def test_a_broken_table_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"CAPSFAST_TRITON_TABLE: .*table\.json is no table of tile sizes"):
+        config.tuned(str(path), "interpreter")
+    with pytest.raises(ValueError, match=r"CAPSFAST_TRITON_TABLE: .*missing is no table"):
+        config.tuned(str(tmp_path / "missing"), "interpreter")
+
+
+def test_absence_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    state = capsfast.backends()["triton"]
+    assert not state.available
+    assert "there is no CUDA device" in state.reason
+    assert state.devices == ("cuda",)
+    monkeypatch.setattr(toolchain, "_why_not_installed", lambda: "the package triton is not installed")
+    assert capsfast.backends()["triton"].reason == "the package triton is not installed"
+
+
+def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    device = torch.device("cuda", 93)
+    with pytest.raises(
+        RuntimeError, match=r"'triton' cannot serve this call: .* capability 8\.0 or newer, .* has 7\.5"
+    ):
+        choice.select("capsfast.dynamic_routing", device, "triton")
+    assert choice.select("capsfast.dynamic_routing", device, None) == "reference"
+
+
+def test_the_interpreter_serves_only_who_asks() -> None:
+    assert choice.select("capsfast.dynamic_routing", torch.device("cpu"), None) in ("cpp", "reference")
+
+
+def test_too_many_components_are_refused() -> None:
+    votes = torch.zeros(1, 1, 1, 4097)
+    with pytest.raises(RuntimeError, match=r"'triton' cannot serve this call: .* D up to 4096, got 4097"):
+        capsfast.route_votes(votes, backend="triton")
+    capsfast.route_votes(votes)

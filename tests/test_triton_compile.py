@@ -1,0 +1,123 @@
+"""Every Triton kernel compiled for sm_80, sm_90 and sm_100: tensor cores, registers, shared memory, no atomics."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import capsfast
+from capsfast import toolchain
+
+if toolchain._why_not_installed():
+    pytest.skip(toolchain._why_not_installed(), allow_module_level=True)
+
+Row = dict[str, Any]
+CAPABILITIES = (80, 90, 100)
+# What a program may have at most: 163 KiB on sm_80, 227 KiB on the others.
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+ALL = {"logits": "BIJ", "mask": True, "out_mask": True, "leaky": True, "bias": True}
+# Layers people train (B and I are not compiled in), one with every option, and both softmaxes.
+CALLS: dict[str, Row] = {
+    "float32": {"shape": [32, 64, 10, 16, 8], "dtype": "float32"},
+    "bfloat16": {"shape": [32, 64, 10, 16, 8], "dtype": "bfloat16", "case": {"coupling": False}},
+    "votes": {"shape": [32, 64, 10, 16, 1], "dtype": "float32", "op": "route_votes"},
+}
+MORE_CALLS: dict[str, Row] = {
+    "tf32": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"coupling": False}, "tf32": True},
+    "float16": {"shape": [32, 64, 10, 16, 16], "dtype": "float16", "case": {"coupling": False}},
+    "shared weight": {"shape": [32, 64, 4, 64, 64], "dtype": "float32", "case": {"shared": True, "coupling": False}},
+    "J=32": {"shape": [32, 64, 32, 16, 16], "dtype": "float32", "case": {"coupling": False}},
+    "J=1000": {"shape": [16, 32, 1000, 16, 8], "dtype": "float32"},
+    "softmax in": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"softmax": "in", **ALL}},
+    "all options": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {**ALL, "logits": "IJ"}},
+}
+MAKES_VOTES = ("accumulate_kernel", "accumulate_gradient_kernel", "gradient_kernel", "sweep_kernel", "coupling_kernel")
+
+
+def start(calls: dict[str, Row], capabilities: tuple[int, ...]) -> "subprocess.Popen[str]":
+    root = Path(capsfast.__file__).parent.parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    listed = [{"op": "dynamic_routing", **call, "name": name} for name, call in calls.items()]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.triton_compile", ",".join(map(str, capabilities))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env=environment | {"PYTHONPATH": str(root)},
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(listed))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    """One row per kernel, call and capability."""
+    found = []
+    for process in (start(CALLS, CAPABILITIES), start(MORE_CALLS, (90,))):  # both run at once
+        out, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, errors[-3000:]
+        found += json.loads(out)
+    return found
+
+
+def text(row: Row) -> str:
+    return f"{row['kernel']} {row['mode']} of {row['name']} for sm_{row['capability']}: {row}"
+
+
+def test_every_kernel_is_compiled_for_every_gpu(rows: list[Row]) -> None:
+    kernels = {*MAKES_VOTES, "finish_kernel", "restore_kernel", "finish_gradient_kernel"}
+    assert {row["kernel"] for row in rows} == kernels
+    for capability in CAPABILITIES:
+        assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - {"sweep_kernel"}
+
+
+def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:
+    for row in rows:
+        if row["kernel"] not in MAKES_VOTES:
+            continue
+        if row["op"] == "route_votes":
+            assert not row["mma"], text(row)
+            continue
+        operands = {"bfloat16": "bf16.bf16", "float16": "f16.f16"}.get(row["dtype"], "tf32.tf32")
+        shape = "m16n8k8" if operands.startswith("tf32") else "m16n8k16"
+        assert f"mma.sync.aligned.{shape}.row.col.f32.{operands}.f32" in row["mma"], text(row)
+
+
+def test_only_small_matrix_instructions(rows: list[Row]) -> None:
+    """Those of four warps together (wgmma, tcgen05) wait for each other and take operands from shared memory."""
+    for row in rows:
+        assert all(name.startswith("mma.sync") for name in row["mma"]), text(row)
+
+
+def test_no_register_spills(rows: list[Row]) -> None:
+    for row in rows:
+        # All options with softmax "in" carry twice the numbers per pair. Else a few addresses, outside of the loops.
+        everything = row["name"] == "softmax in"
+        assert row["spills"] <= (40 if everything else 0), text(row)
+        assert row["stack"] <= (256 if everything else 64), text(row)
+
+
+def test_shared_memory_within_the_device(rows: list[Row]) -> None:
+    for row in rows:
+        assert row["shared"] <= SHARED[row["capability"]], text(row)
+
+
+def test_no_atomics(rows: list[Row]) -> None:
+    for row in rows:
+        assert not row["atomics"], text(row)
+
+
+def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:
+    """Forward and backward without the coupling: two passes and a finish each, and the last pass."""
+    for name in ("bfloat16", "tf32", "float16", "shared weight"):
+        kernels = [row["kernel"] for row in rows if row["name"] == name and row["capability"] == 90]
+        assert len(kernels) <= 10, kernels
