@@ -79,15 +79,17 @@ def _bind_triton(name: str) -> None:
 
 
 def _transformable(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``capsfast::name``, also under torch.func: ops registered in torch.library have no rule for its grad.
+    """``capsfast::name`` in the way that is right, and quick, for who calls.
 
-    Outside of torch.func transforms this is the op itself; inside, the same glue as an autograd.Function.
+    A compiler and autocast see the op itself. torch.func has no rule for the grad of ops registered in torch.library,
+    and their autograd costs an eager call some 50 µs: there the same glue runs as an autograd.Function.
     """
+    op = _overload(f"capsfast::{name}")
 
     class Transformed(torch.autograd.Function):
         @staticmethod
         def forward(*inputs: Any) -> Any:
-            return _overload(f"capsfast::{name}")(*inputs)
+            return op(*inputs)
 
         setup_context = staticmethod(save)
 
@@ -95,12 +97,26 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
         def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
             return _vmap(Transformed.apply)(info, in_dims, *inputs)
 
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = op(*inputs)
+            save(ctx, inputs, output)
+            return output
+
     Transformed.backward = staticmethod(backward)  # type: ignore[assignment]
+    Eager.backward = staticmethod(backward)  # type: ignore[assignment]
 
     def call(*inputs: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(inputs[0].device.type):
+            return op(*inputs)
+        if torch._C._are_functorch_transforms_active():
             return Transformed.apply(*inputs)
-        return _overload(f"capsfast::{name}")(*inputs)
+        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+            return Eager.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
 
     return call
 
