@@ -229,6 +229,8 @@ def gradient_kernel(
                                     dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, inside, i, k0, I, first + n, K,
                                     KP, WIDE
                                 )
+                            # The next tile adds to what this one stored, perhaps in other threads.
+                            tl.debug_barrier()
                         if dw_ptr is not None and keep_dw:
                             dx_each = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
                             more_dw = more_dw + (product(dx_each, u_each, dw[n], BACK_DOT),)
