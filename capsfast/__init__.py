@@ -1,8 +1,9 @@
 """Fused capsule-network routing for PyTorch."""
 
-from . import nn
+from . import models, nn
 from ._version import __version__
 from .backend import backends, use_backend
+from .diagnostics import diagnose
 from .functional import dynamic_routing, route_votes, squash
 from .nn import DynamicRouting
 
@@ -10,7 +11,9 @@ __all__ = [
     "DynamicRouting",
     "__version__",
     "backends",
+    "diagnose",
     "dynamic_routing",
+    "models",
     "nn",
     "route_votes",
     "squash",

@@ -1,5 +1,5 @@
-// Op schemas and registration through the LibTorch stable ABI, and a pybind11 module for what is no
-// tensor op: build information and launch plans.
+// Registers the kernels through the LibTorch stable ABI (schemas: capsfast/ops/_register.py), and a pybind11
+// module for what is no tensor op: build information and launch plans.
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/library.h>
 
@@ -14,27 +14,6 @@
 #include "ops/cpu/bindings.h"
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
-
-STABLE_TORCH_LIBRARY(capsfast, m) {
-  m.def(
-      "dynamic_routing(Tensor u, Tensor weight, Tensor? logits, Tensor? bias, Tensor? mask, Tensor? out_mask, "
-      "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, bool return_coupling) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "dynamic_routing_backward(Tensor dv, Tensor? dcoupling, Tensor u, Tensor weight, Tensor? logits, Tensor? bias, "
-      "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor norm, "
-      "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, "
-      "bool need_u, bool need_weight, bool need_logits, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "route_votes(Tensor votes, Tensor? logits, Tensor? bias, Tensor? mask, Tensor? out_mask, "
-      "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, bool return_coupling) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "route_votes_backward(Tensor dv, Tensor? dcoupling, Tensor votes, Tensor? logits, Tensor? bias, "
-      "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor norm, "
-      "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, "
-      "bool need_votes, bool need_logits, bool need_bias) -> (Tensor, Tensor, Tensor)");
-}
 
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
   m.impl("dynamic_routing", TORCH_BOX(&capsfast::dynamic_routing_cpu));

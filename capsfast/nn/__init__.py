@@ -1,5 +1,30 @@
 """Modules: thin shells that own parameters."""
 
-from .dynamic_routing import DynamicRouting
+from .conv_caps import ConvCaps2d
+from .coupling_entropy import CouplingEntropy
+from .decoder import ConvDecoder, Decoder
+from .dynamic_routing import ClassCaps, DigitCaps, DynamicRouting
+from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, SpreadLoss
+from .primary_caps import FlattenCaps, PrimaryCaps
+from .readout import Length, Mask
+from .routing_by_agreement import RoutingByAgreement
 
-__all__ = ["DynamicRouting"]
+__all__ = [
+    "CapsNetLoss",
+    "ClassCaps",
+    "ConvCaps2d",
+    "ConvDecoder",
+    "CouplingEntropy",
+    "Decoder",
+    "DigitCaps",
+    "DynamicRouting",
+    "FlattenCaps",
+    "Length",
+    "LossParts",
+    "MarginLoss",
+    "Mask",
+    "PrimaryCaps",
+    "ReconstructionLoss",
+    "RoutingByAgreement",
+    "SpreadLoss",
+]

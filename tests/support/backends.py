@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import capsfast
+from capsfast import toolchain
 
 ALL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -33,8 +34,8 @@ class Shape(NamedTuple):
 class Backend:
     """name: as in capsfast.backends(). device: where its inputs live. dtypes: what it serves.
 
-    fused: it runs the ops of torch.ops.capsfast. max_work: the largest Shape.work the tests give it,
-    so that an emulated backend runs the same tests on their smaller shapes.
+    fused: it runs the ops of torch.ops.capsfast, whose names have this prefix. max_work: the largest
+    Shape.work the tests give it, so that an emulated backend runs the same tests on their smaller shapes.
     """
 
     name: str
@@ -42,14 +43,27 @@ class Backend:
     dtypes: tuple[torch.dtype, ...]
     fused: bool
     max_work: int = 10**9
+    prefix: str = ""
+
+    @property
+    def emulated(self) -> bool:
+        """Far slower than the device its kernels are for."""
+        return self.max_work < 10**9
+
+    def op(self, name: str) -> Any:
+        return getattr(torch.ops.capsfast, self.prefix + name).default
 
     def __str__(self) -> str:
         return self.name
 
 
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = (
     Backend("reference", "cpu", ALL_DTYPES, fused=False),
     Backend("cpp", "cpu", ALL_DTYPES, fused=True),
+    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=20_000, prefix="triton_")
+    if toolchain.interpreting()
+    else Backend("triton", "cuda", TRITON_DTYPES, fused=True, prefix="triton_"),
 )
 
 
@@ -89,6 +103,7 @@ def assert_path(backend: Backend, op: str, ops: list[str], backward: bool = True
     if not backend.fused:
         assert not fused, f"backend {backend} ran {fused}"
         return
-    assert fused == {f"capsfast::{op}"} | ({f"capsfast::{op}_backward"} if backward else set())
+    name = f"capsfast::{backend.prefix}{op}"
+    assert fused == {name} | ({f"{name}_backward"} if backward else set())
     products = {"aten::bmm", "aten::mm", "aten::einsum", "aten::matmul", "aten::_softmax"} & set(ops)
     assert not products, f"backend {backend} also ran {products}"

@@ -1,0 +1,231 @@
+"""What a routing layer does with its inputs, and in words what is wrong."""
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .nn import ConvCaps2d, CouplingEntropy, DynamicRouting, MarginLoss, RoutingByAgreement
+
+__all__ = ["Diagnosis", "Finding", "diagnose"]
+
+# The derivative of the paper's squash with respect to |s| is 2 |s| / (1 + |s|^2)^2: 0.006 where the length is
+# LONG, 0.06 where it is SHORT.
+LONG = 0.98
+SHORT = 1e-3
+# A capsule that stays so far below the longest, or below an equal share of the coupling, takes no part.
+DEAD_SHARE = 0.01
+COLLAPSED = 0.95
+BOUNDED = ("paper", "half", "eps_outside", "exp")
+
+
+class Finding(NamedTuple):
+    """name: one of "not finite", "saturated", "faded", "dead outputs", "dead inputs", "collapsed", "no gradient"."""
+
+    name: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`diagnose` measured; ``print`` it.
+
+    layer: its text. lengths: of the output capsules, ``[B, J]``. coupling_entropy: in the mean, for each iteration, 1
+    for equal coupling. saturation: share of output capsules longer than 0.98. dead_outputs, dead_inputs: indices of
+    capsules that take no part in any sample. margin_loss, gradient_norms: of that loss with respect to the input and
+    the parameters, by name. findings: what is wrong, empty if nothing is.
+    """
+
+    layer: str
+    lengths: Tensor
+    coupling_entropy: tuple[float, ...]
+    saturation: float
+    dead_outputs: tuple[int, ...]
+    dead_inputs: tuple[int, ...]
+    margin_loss: float
+    gradient_norms: dict[str, float]
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        norms = ", ".join(f"{name} {norm:.1e}" for name, norm in self.gradient_norms.items())
+        low, high = self.lengths.aminmax()
+        lines = [
+            self.layer,
+            f"  lengths           {low:.3g} to {high:.3g}, mean {self.lengths.mean():.3g}",
+            f"  coupling entropy  {', '.join(f'{entropy:.3f}' for entropy in self.coupling_entropy)} (equal: 1)",
+            f"  saturated         {self.saturation:.0%} of the output capsules",
+            f"  dead              output capsules {_some(self.dead_outputs)}; input capsules {_some(self.dead_inputs)}",
+            f"  margin loss       {self.margin_loss:.3g}; gradient norms: {norms}",
+        ]
+        if not self.findings:
+            return "\n".join([*lines, "Nothing is wrong."])
+        return "\n".join([*lines, *(f"{name}: {what} Remedy: {remedy}" for name, what, remedy in self.findings)])
+
+
+def diagnose(
+    layer: DynamicRouting | ConvCaps2d | RoutingByAgreement, u: Tensor, labels: Tensor | None = None, **given: Tensor
+) -> Diagnosis:
+    """Runs the layer forward and backward on ``u`` and says what is wrong with it.
+
+    Found are: numbers that are not finite; saturation, in which the squash makes every capsule about 1 long
+    and the gradient vanishes (``torch.randn`` weights); capsules that are all too short to learn; output capsules that
+    are never long or never coupled; input capsules that are zero; coupling that goes to one output
+    whatever the sample; a gradient that is zero. The layer, its gradients included, stays as it was.
+
+    Args:
+        layer: a routing layer.
+        u: what its forward takes: ``[B, I, K]``, an image of capsules for ConvCaps2d, votes for RoutingByAgreement.
+            Some dozen samples of all classes are needed to tell a dead capsule from an absent class.
+        labels: int64, one for each row of the output, for the margin loss whose gradients are measured; by default
+            0 … J-1 in turn.
+        given: logits, mask and so on, as in the layer's forward.
+
+    Raises:
+        TypeError: not a routing layer.
+        ValueError: no sample, or what the layer itself raises.
+    """
+    op = "capsfast.diagnose"
+    if not isinstance(layer, (DynamicRouting, ConvCaps2d, RoutingByAgreement)):
+        raise TypeError(
+            f"{op}: layer must be a DynamicRouting, ConvCaps2d or RoutingByAgreement, got {type(layer).__name__}; "
+            f"of a model, take its part .routing"
+        )
+    if not isinstance(u, Tensor):
+        raise TypeError(f"{op}: u must be a torch.Tensor, got {type(u).__name__}")
+    text = f"{type(layer).__name__}({layer.extra_repr()})"
+    if isinstance(layer, ConvCaps2d):
+        windows, inside = layer.unfold(u), layer.inside(u)
+        u, layer = windows, layer.routing
+        given = given if inside is None else {"mask": inside, **given}
+    with torch.enable_grad():
+        leaf = u.detach().requires_grad_()
+        v = layer(leaf, **given)
+        if v.numel() == 0:
+            raise ValueError(f"{op}: u must hold at least one sample, got {checks.shape_of(u)}")
+        if labels is None:
+            labels = torch.arange(v.shape[0], device=v.device) % v.shape[1]
+        loss = MarginLoss()(v, labels)
+        leaves = {"votes" if isinstance(layer, RoutingByAgreement) else "u": leaf} | {
+            name: value for name, value in layer.named_parameters() if value.requires_grad
+        }
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+    couplings = _couplings(layer, u.detach(), given)
+    lengths = torch.linalg.vector_norm(v.detach().float(), dim=-1)
+    entropy = CouplingEntropy(layer.softmax)
+    dead_outputs, dead_inputs = _dead(layer, u, lengths, couplings[-1].float(), given)
+    measured = Diagnosis(
+        text,
+        lengths,
+        tuple(entropy(c.flatten(0, 1)).item() for c in couplings),
+        (lengths > LONG).float().mean().item() if layer.squash in BOUNDED else 0.0,
+        dead_outputs,
+        dead_inputs,
+        loss.item(),
+        {name: torch.linalg.vector_norm(g.float()).item() for name, g in zip(leaves, gradients, strict=True)},
+        (),
+    )
+    if not lengths.isfinite().all():
+        return replace(measured, findings=(_not_finite(layer, u),))
+    # What training has to move: W, or the votes where the layer has none.
+    flat = gradients[list(leaves).index("W") if "W" in leaves else 0].float().square().mean().sqrt().item()
+    load = couplings[-1].float().mean((0, 2)) if layer.softmax == "out" else None
+    return replace(measured, findings=tuple(_findings(measured, flat, load)))
+
+
+def _couplings(layer: DynamicRouting | RoutingByAgreement, u: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
+    """The coupling of each iteration, ``[B, groups, I / groups, J / groups]``."""
+    probe, couplings = copy.copy(layer), []
+    for t in range(layer.num_iterations):
+        probe.num_iterations = t + 1
+        with torch.no_grad():
+            _, c = probe(u, return_coupling=True, **given)
+        couplings.append(c.unflatten(1, (getattr(layer, "groups", 1), -1)))
+    return couplings
+
+
+def _findings(measured: Diagnosis, gradient_rms: float, load: Tensor | None) -> Iterator[Finding]:
+    """``load [groups, J / groups]``: the mean share of the coupling of each output capsule."""
+    longest = measured.lengths.amax().item()
+    if measured.saturation > 0.5:
+        yield Finding(
+            "saturated",
+            f"{measured.saturation:.0%} of the output capsules are longer than {LONG}, where the squash is flat: the "
+            f"margin loss is {measured.margin_loss:.3f} and the root mean square of its gradient {gradient_rms:.0e}, "
+            f"so that training stands still.",
+            "smaller weights (init_std from 0.01 to 0.1; torch.randn is 1), or shorter input capsules.",
+        )
+    if longest < SHORT:
+        yield Finding(
+            "faded",
+            f"no output capsule is longer than {longest:.1e}; the squash is flat at 0 too.",
+            'a larger init_std, longer input capsules, or squash="half" or "exp".',
+        )
+    elif measured.dead_outputs:
+        yield Finding(
+            "dead outputs",
+            f"the output capsules {_some(measured.dead_outputs)} stay below {DEAD_SHARE:.0%} of the longest or of an "
+            f"equal share of the coupling in every sample.",
+            "samples of all classes; if they stay dead, draw their weights anew and lower the learning rate.",
+        )
+    if measured.dead_inputs:
+        yield Finding(
+            "dead inputs",
+            f"the input capsules {_some(measured.dead_inputs)} are zero in every sample.",
+            "look at what makes them, such as a ReLU before the capsules that lets nothing through.",
+        )
+    if load is not None and load.shape[1] > 1 and load.amax().item() > COLLAPSED:
+        yield Finding(
+            "collapsed",
+            f"{load.amax().item():.0%} of the coupling goes to output capsule {int(load.argmax())} in the mean of "
+            f"all samples.",
+            "fewer iterations, smaller weights or logits, or a term that rewards capsfast.nn.CouplingEntropy.",
+        )
+    without = [name for name, norm in measured.gradient_norms.items() if not 0 < norm < math.inf]
+    if measured.margin_loss > 0 and without:
+        yield Finding(
+            "no gradient",
+            f"the gradient of the margin loss is 0 or not finite for {', '.join(without)}.",
+            "look for weights, inputs or masks that take everything out.",
+        )
+
+
+def _dead(
+    layer: DynamicRouting | RoutingByAgreement, u: Tensor, lengths: Tensor, c: Tensor, given: dict[str, Tensor]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Output and input capsules that take no part in any sample, and were not taken out."""
+    longest = lengths.amax(0)
+    dead = longest < DEAD_SHARE * longest.amax()
+    if layer.softmax == "out":
+        dead = dead | (c.amax((0, 2)) < DEAD_SHARE / c.shape[3]).flatten()
+    if "out_mask" in given:
+        dead = dead & given["out_mask"].any(0)
+    absent = ~u.flatten(2).any(2).any(0)
+    if "mask" in given:
+        absent = absent & given["mask"].any(0)
+    return tuple(dead.nonzero().flatten().tolist()), tuple(absent.nonzero().flatten().tolist())
+
+
+def _not_finite(layer: DynamicRouting | RoutingByAgreement, u: Tensor) -> Finding:
+    places = [name for name, value in layer.named_parameters() if not value.isfinite().all()]
+    if not u.isfinite().all():
+        places.append("the input")
+    where = f"so are entries of {', '.join(places)}" if places else "though input and parameters are: sums overflow"
+    return Finding(
+        "not finite",
+        f"output capsules hold NaN or infinity, {where}.",
+        "find the step that made them (torch.autograd.detect_anomaly), lower the learning rate, clip gradients.",
+    )
+
+
+def _some(indices: tuple[int, ...]) -> str:
+    """The first few of many."""
+    if not indices:
+        return "none"
+    text = ", ".join(map(str, indices[:8]))
+    return text if len(indices) <= 8 else f"{text}, … ({len(indices)} in all)"

@@ -1,0 +1,8 @@
+"""Whole networks of capsules. Each returns a :class:`CapsNetOutput`."""
+
+from .autoencoder import CapsAutoEncoder
+from .capsnet import CapsNet
+from .deepcaps import DeepCaps
+from .output import CapsNetOutput
+
+__all__ = ["CapsAutoEncoder", "CapsNet", "CapsNetOutput", "DeepCaps"]

@@ -1,0 +1,62 @@
+"""Convolution, primary capsules, routing: what CapsNet and the auto-encoder share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..nn import DynamicRouting, Length, PrimaryCaps, _arguments
+from ._images import check_images, image_shape
+
+
+def fitting_kernel(height: int, width: int) -> int:
+    """9 as in the paper; for small images the largest odd kernel whose primary capsules are at least 2 x 2 places."""
+    return max(1, min(9, (min(height, width) - 1) // 2 - 1 | 1))
+
+
+class CapsuleEncoder(nn.Module):
+    """Images to capsules (Sabour, Frosst, Hinton 2017, figure 1): ``conv``, ``primary`` and ``routing``."""
+
+    _op: str
+
+    def __init__(
+        self,
+        in_channels: int,
+        image_size: int | Sequence[int],
+        num_caps: int,
+        caps_dim: int,
+        names: tuple[str, str],
+        conv_channels: int,
+        primary_groups: int,
+        primary_dim: int,
+        kernel_size: int | None,
+        num_iterations: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        routing_options: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        op = self._op
+        self.image_shape = image_shape(op, in_channels, image_size)
+        # What the capsules are called differs, and so do the messages.
+        _arguments.integers(op, **dict(zip(names, (num_caps, caps_dim), strict=True)))
+        _arguments.integers(op, conv_channels=conv_channels, primary_groups=primary_groups, primary_dim=primary_dim)
+        size = self.image_shape[1:]
+        kernel = fitting_kernel(*size) if kernel_size is None else kernel_size
+        _arguments.integer(op, "kernel_size", kernel)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, **made)
+        self.primary = PrimaryCaps(conv_channels, primary_groups, primary_dim, kernel, stride=2, **made)
+        features = _arguments.window_grid(op, size, (kernel, kernel), (1, 1), (0, 0), (1, 1))
+        height, width = self.primary.grid(features)
+        self.routing = DynamicRouting(
+            primary_groups * height * width, num_caps, primary_dim, caps_dim, num_iterations, **made, **routing_options
+        )
+        self.length = Length()
+
+    def encode(self, images: Tensor) -> Tensor:
+        """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
+        check_images(self._op, images, self.image_shape)
+        return self.primary(F.relu(self.conv(images)))  # type: ignore[no-any-return]

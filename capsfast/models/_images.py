@@ -1,0 +1,21 @@
+"""What every model is told about its images."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .. import checks
+from ..nn import _arguments
+
+
+def image_shape(op: str, in_channels: int, image_size: int | Sequence[int]) -> tuple[int, int, int]:
+    """(channels, height, width)."""
+    _arguments.integer(op, "in_channels", in_channels)
+    return in_channels, *_arguments.pair(op, "image_size", image_size)
+
+
+def check_images(op: str, images: Tensor, shape: tuple[int, int, int]) -> None:
+    _arguments.floats(op, "images", images, "[B, C, H, W]")
+    if tuple(images.shape[1:]) != shape:
+        C, H, W = shape
+        raise ValueError(f"{op}: images must be [B, {C}, {H}, {W}], got {checks.shape_of(images)}")

@@ -1,0 +1,66 @@
+"""Capsules that are learned from images alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nn import Decoder
+from ._encoder import CapsuleEncoder
+from .output import CapsNetOutput
+
+
+class CapsAutoEncoder(CapsuleEncoder):
+    """The encoder of :class:`CapsNet`, and a decoder that sees all capsules: no labels, no classes.
+
+    Parts: ``conv``, ``primary``, ``routing``, ``decoder``. Trained with
+    :class:`capsfast.nn.ReconstructionLoss` on the third entry of its output.
+
+    Args:
+        num_caps, caps_dim: number and size of the capsules the image is rebuilt from.
+        all others: as in CapsNet, as are shapes and errors. There are no labels.
+    """
+
+    _op = "capsfast.models.CapsAutoEncoder"
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        image_size: int | Sequence[int] = 28,
+        num_caps: int = 10,
+        caps_dim: int = 16,
+        *,
+        conv_channels: int = 256,
+        primary_groups: int = 32,
+        primary_dim: int = 8,
+        num_iterations: int = 3,
+        kernel_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **routing_options: Any,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            image_size,
+            num_caps,
+            caps_dim,
+            ("num_caps", "caps_dim"),
+            conv_channels,
+            primary_groups,
+            primary_dim,
+            kernel_size,
+            num_iterations,
+            device,
+            dtype,
+            routing_options,
+        )
+        self.decoder = Decoder(num_caps, caps_dim, self.image_shape, masked=False, device=device, dtype=dtype)
+
+    def reconstruct(self, capsules: Tensor) -> Tensor:
+        """``capsules [B, J, D]`` to images ``[B, C, H, W]``."""
+        return self.decoder(capsules)  # type: ignore[no-any-return]
+
+    def forward(self, images: Tensor) -> CapsNetOutput:
+        capsules: Tensor = self.routing(self.encode(images))
+        return CapsNetOutput(self.length(capsules), capsules, self.reconstruct(capsules))

@@ -1,0 +1,88 @@
+"""The capsule network of Sabour, Frosst, Hinton (2017)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..nn import Decoder
+from ._encoder import CapsuleEncoder
+from .output import CapsNetOutput
+
+
+class CapsNet(CapsuleEncoder):
+    """Convolution, primary capsules, class capsules, and a decoder (Sabour, Frosst, Hinton 2017, figures 1 and 2).
+
+    For 28 x 28 images the defaults are the paper's: 8 215 568 parameters, 6 804 224 without the decoder.
+
+    Parts: ``conv``, ``primary`` (:class:`capsfast.nn.PrimaryCaps`), ``routing``
+    (:class:`capsfast.DynamicRouting`), ``decoder`` (:class:`capsfast.nn.Decoder` or None).
+
+    Args:
+        in_channels, image_size: of the images; an int or (height, width). The number of primary capsules follows.
+        num_classes: J.
+        conv_channels: of the first convolution.
+        primary_groups, primary_dim: types and size of the primary capsules.
+        digit_dim: size of the class capsules.
+        num_iterations: of the routing.
+        reconstruction: whether there is a decoder.
+        kernel_size: of both convolutions; by default 9, on images below 19 pixels smaller.
+        backend, device, dtype, routing_options: all others of :class:`capsfast.DynamicRouting`.
+
+    Shapes: images ``[B, C, H, W]`` with values in [0, 1] and labels int64 ``[B]`` to :class:`CapsNetOutput`.
+
+    Raises:
+        ValueError, TypeError: a size, an option or an input that does not fit.
+    """
+
+    _op = "capsfast.models.CapsNet"
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        image_size: int | Sequence[int] = 28,
+        num_classes: int = 10,
+        *,
+        conv_channels: int = 256,
+        primary_groups: int = 32,
+        primary_dim: int = 8,
+        digit_dim: int = 16,
+        num_iterations: int = 3,
+        reconstruction: bool = True,
+        kernel_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **routing_options: Any,
+    ) -> None:
+        checks.boolean(self._op, "reconstruction", reconstruction)
+        super().__init__(
+            in_channels,
+            image_size,
+            num_classes,
+            digit_dim,
+            ("num_classes", "digit_dim"),
+            conv_channels,
+            primary_groups,
+            primary_dim,
+            kernel_size,
+            num_iterations,
+            device,
+            dtype,
+            routing_options,
+        )
+        self.decoder = (
+            Decoder(num_classes, digit_dim, self.image_shape, device=device, dtype=dtype) if reconstruction else None
+        )
+
+    def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest."""
+        if self.decoder is None:
+            raise RuntimeError(f"{self._op}: there is no decoder; build the model with reconstruction=True")
+        return self.decoder(capsules, labels)  # type: ignore[no-any-return]
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
+        capsules: Tensor = self.routing(self.encode(images))
+        images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
+        return CapsNetOutput(self.length(capsules), capsules, images_again)

@@ -1,0 +1,80 @@
+"""Checks of what layers and models are made from, worded as in capsfast/checks.py."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .. import checks
+from ..backend import ORDER
+
+REDUCTION = ("mean", "sum", "none")
+
+
+def integer(op: str, name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+
+
+def integers(op: str, **values: object) -> None:
+    for name, value in values.items():
+        integer(op, name, value)
+
+
+def positive(op: str, name: str, value: object, zero: bool = False) -> None:
+    """A finite number above 0, or with ``zero`` from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    if not (0 < value < math.inf or (zero and value == 0)):
+        raise ValueError(f"{op}: {name} must be {'0 or ' if zero else ''}positive and finite, got {value}")
+
+
+def backend(op: str, name: str | None) -> None:
+    if name is not None and name not in ORDER:
+        raise ValueError(f"{op}: backend must be one of {', '.join(map(repr, ORDER))}, got {name!r}")
+
+
+def pair(op: str, name: str, value: int | Sequence[int], least: int = 1) -> tuple[int, int]:
+    """An int for both axes, or (vertical, horizontal)."""
+    if isinstance(value, Sequence) and len(value) == 2:
+        for entry in value:
+            integer(op, name, entry, least)
+        return value[0], value[1]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int or two of them, got {value!r}")
+    integer(op, name, value, least)
+    return value, value
+
+
+def divides(op: str, name: str, value: int, groups: int) -> None:
+    if value % groups:
+        raise ValueError(f"{op}: groups must divide {name}, got groups={groups} and {name}={value}")
+
+
+def window_grid(
+    op: str,
+    size: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[int, int]:
+    """How many windows of a convolution fit into ``size`` (height, width)."""
+    grid = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(size, kernel_size, stride, padding, dilation, strict=True)
+    ]
+    if min(grid) < 1:
+        raise ValueError(
+            f"{op}: a window of {kernel_size[0]} x {kernel_size[1]} (dilation {dilation[0]} x {dilation[1]}) must fit "
+            f"into the input with its padding, got {size[0]} x {size[1]} with padding {padding[0]} x {padding[1]}; "
+            f"use a smaller kernel_size"
+        )
+    return grid[0], grid[1]
+
+
+def floats(op: str, name: str, value: Tensor, shape: str) -> None:
+    checks.tensor(op, name, value, shape)
+    checks.floating(op, name, value)

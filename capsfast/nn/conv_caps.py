@@ -1,0 +1,159 @@
+"""Convolutional capsules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import checks
+from . import _arguments
+from .dynamic_routing import DynamicRouting
+
+
+class ConvCaps2d(nn.Module):
+    """Capsules whose inputs are the capsules of a window, routed at every place with the same weight.
+
+    One routing of ``B·H'·W'`` samples with ``I = in_types·kh·kw`` input capsules in the order
+    (type, y, x). The poses are unfolded, the votes are not: beyond the input it needs the poses once
+    for every window they are in.
+
+    Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`.
+
+    Capsules of the padding are not there: they have no coupling and no vote.
+
+    Args:
+        in_types, out_types: capsules at each place, before and after.
+        in_dim, out_dim: sizes of a capsule, K and D.
+        kernel_size, stride, padding, dilation: of the window; an int or two of them (vertical, horizontal).
+        num_iterations: weighted sums formed, at least 1. One iteration is a convolution of the poses, squashed.
+        groups: input and output types are cut into as many runs; each run of inputs is routed to its run
+            of outputs alone.
+        init_std: as in DynamicRouting. By default such that the weighted sum of equal coupling starts about as long
+            as the input capsules, with one iteration twice as long. In a deep stack ``squash="exp"`` keeps their
+            length then, while ``"paper"``, quadratic for short vectors, lets them fade.
+        device, dtype: of the parameters.
+        options: all others of :class:`capsfast.DynamicRouting` (shared_weight, learned_logits, bias, rank,
+            top_k, softmax, gradient, leaky, squash, eps, backend; share_batch_logits averages over places too).
+
+    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``.
+
+    Source: Hinton, Sabour, Frosst (2018), section 4, for the windows; Sabour, Frosst, Hinton (2017) for the routing.
+
+    Raises:
+        ValueError, TypeError: a size, an option or an input that does not fit.
+    """
+
+    def __init__(
+        self,
+        in_types: int,
+        out_types: int,
+        in_dim: int,
+        out_dim: int,
+        kernel_size: int | Sequence[int] = 3,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        num_iterations: int = 3,
+        *,
+        groups: int = 1,
+        init_std: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        op = "capsfast.nn.ConvCaps2d"
+        _arguments.integers(op, in_types=in_types, out_types=out_types, in_dim=in_dim, out_dim=out_dim, groups=groups)
+        _arguments.divides(op, "in_types", in_types, groups)
+        _arguments.divides(op, "out_types", out_types, groups)
+        self.in_types = in_types
+        self.out_types = out_types
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self.kernel_size = _arguments.pair(op, "kernel_size", kernel_size)
+        self.stride = _arguments.pair(op, "stride", stride)
+        self.padding = _arguments.pair(op, "padding", padding, least=0)
+        self.dilation = _arguments.pair(op, "dilation", dilation)
+        in_caps = in_types * self.kernel_size[0] * self.kernel_size[1]
+        if init_std is None:
+            # Equal coupling c and independent weights: |s|^2 = I c^2 std^2 D |u|^2. Further iterations lengthen s.
+            routed = in_caps // groups
+            shares = routed if options.get("softmax") == "in" else out_types // groups
+            init_std = (2 if num_iterations == 1 else 1) * shares / (routed * out_dim) ** 0.5
+        self.routing = DynamicRouting(
+            in_caps,
+            out_types,
+            in_dim,
+            out_dim,
+            num_iterations,
+            groups=groups,
+            init_std=init_std,
+            device=device,
+            dtype=dtype,
+            **options,
+        )
+
+    def grid(self, size: Sequence[int]) -> tuple[int, int]:
+        """(H', W') for an input of ``size`` (H, W)."""
+        return _arguments.window_grid(
+            "capsfast.nn.ConvCaps2d", size, self.kernel_size, self.stride, self.padding, self.dilation
+        )
+
+    def unfold(self, poses: Tensor) -> Tensor:
+        """``[B, in_types, in_dim, H, W]`` to the input capsules of every window, ``u [B·H'·W', I, K]``."""
+        op = "capsfast.nn.ConvCaps2d"
+        _arguments.floats(op, "poses", poses, "[B, in_types, in_dim, H, W]")
+        if poses.shape[1] != self.in_types or poses.shape[2] != self.in_dim:
+            raise ValueError(
+                f"{op}: poses must be [B, in_types={self.in_types}, in_dim={self.in_dim}, H, W], "
+                f"got {checks.shape_of(poses)}"
+            )
+        self.grid(poses.shape[3:])
+        windows = _windows(poses, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, K, H', W', h, w]
+        return windows.permute(0, 3, 4, 1, 5, 6, 2).flatten(3, 5).flatten(0, 2)
+
+    def inside(self, poses: Tensor) -> Tensor | None:
+        """Which capsules of the windows are not padding, bool ``[B·H'·W', I]``; None where all are."""
+        if self.padding == (0, 0):
+            return None
+        ones = torch.ones((1, 1, 1, *poses.shape[3:]), dtype=torch.bool, device=poses.device)
+        windows = _windows(ones, self.kernel_size, self.stride, self.padding, self.dilation)
+        at_place = windows.flatten(5, 6).flatten(0, 4)  # [H'·W', h·w]
+        return at_place.repeat(poses.shape[0], self.in_types)
+
+    def forward(self, poses: Tensor, *, return_coupling: bool = False) -> Any:
+        """With ``return_coupling`` also the last ``c [B, H', W', I, out_types / groups]``."""
+        u = self.unfold(poses)
+        places = (poses.shape[0], *self.grid(poses.shape[3:]))
+        # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
+        seen = return_coupling or self.routing.softmax == "in"
+        mask = self.inside(poses) if seen else None
+        result = self.routing(u, mask=mask, return_coupling=return_coupling)
+        v, c = result if return_coupling else (result, None)
+        out = v.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
+        return out if c is None else (out, c.unflatten(0, places))
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_types}, {self.out_types}, {self.in_dim}, {self.out_dim}, kernel_size={self.kernel_size}"
+        for name, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        return text
+
+
+def _windows(
+    image: Tensor,
+    kernel_size: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+) -> Tensor:
+    """The windows of the last two axes as a view of the padded image: ``[..., H, W]`` to ``[..., H', W', kh, kw]``."""
+    if padding != (0, 0):
+        image = F.pad(image, (padding[1], padding[1], padding[0], padding[0]))
+    for size, step, gap in zip(kernel_size, stride, dilation, strict=True):
+        # Appends the axis of the window, which brings the next axis of the image to -2.
+        image = image.unfold(-2, gap * (size - 1) + 1, step)
+    return image[..., :: dilation[0], :: dilation[1]]

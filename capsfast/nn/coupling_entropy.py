@@ -1,0 +1,49 @@
+"""How undecided the coupling is."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..options import SOFTMAX
+from . import _arguments
+
+
+class CouplingEntropy(nn.Module):
+    """Entropy ``-sum c log c`` of the coupling coefficients, in the mean: 0 where every softmax has chosen.
+
+    Added to a loss it makes each capsule vote for fewer outputs (compare Renzulli, Tartaglione, Grangetto 2022).
+    Softmaxes that are empty (masked capsules) count for nothing, in the sum and in the mean.
+
+    Args:
+        softmax: ``"out"`` or ``"in"``, as in the routing that made the coupling.
+        normalize: divide by the entropy of equal coupling, ``log J`` or ``log I``, so that the largest value is 1.
+
+    Shapes: ``coupling [B, I, J]`` to ``[]``; formed in float32 for 16-bit inputs.
+
+    Raises:
+        ValueError, TypeError: an option or an input that does not fit.
+    """
+
+    def __init__(self, softmax: str = "out", normalize: bool = True) -> None:
+        super().__init__()
+        op = "capsfast.nn.CouplingEntropy"
+        checks.choice(op, "softmax", softmax, SOFTMAX)
+        checks.boolean(op, "normalize", normalize)
+        self.softmax = softmax
+        self.normalize = normalize
+
+    def forward(self, coupling: Tensor) -> Tensor:
+        _arguments.floats("capsfast.nn.CouplingEntropy", "coupling", coupling, "[B, I, J]")
+        dim = 2 if self.softmax == "out" else 1
+        c = coupling.float() if coupling.dtype in (torch.float16, torch.bfloat16) else coupling
+        # log 1 in the place of log 0: c log c is 0 there, and its derivative is to be finite.
+        entropy = -(c * torch.where(c > 0, c, 1).log()).sum(dim)
+        filled = (coupling.detach() > 0).any(dim)
+        size = c.shape[dim]
+        most = math.log(size) if self.normalize and size > 1 else 1.0
+        return entropy.sum() / filled.sum().clamp(min=1) / most
+
+    def extra_repr(self) -> str:
+        return f"softmax={self.softmax!r}, normalize={self.normalize}"

@@ -1,0 +1,154 @@
+"""Images from capsules."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import checks
+from . import _arguments
+from .readout import Mask
+
+
+class _MaskedDecoder(nn.Module):
+    """Chooses the numbers an image is made from."""
+
+    _op: str
+
+    def __init__(
+        self, num_caps: int, dim: int, image_shape: Sequence[int], masked: bool, class_independent: bool
+    ) -> None:
+        super().__init__()
+        _arguments.integers(self._op, num_caps=num_caps, dim=dim)
+        if not isinstance(image_shape, Sequence) or len(image_shape) != 3:
+            raise ValueError(f"{self._op}: image_shape must be (channels, height, width), got {image_shape!r}")
+        for size in image_shape:
+            _arguments.integer(self._op, "image_shape", size)
+        checks.boolean(self._op, "masked", masked)
+        checks.boolean(self._op, "class_independent", class_independent)
+        if class_independent and not masked:
+            raise ValueError(f"{self._op}: class_independent needs masked=True, got masked=False")
+        self.num_caps = num_caps
+        self.dim = dim
+        self.image_shape = tuple(image_shape)
+        self.class_independent = class_independent
+        self.mask = Mask() if masked else None
+        self.in_features = dim if class_independent else num_caps * dim
+
+    def _chosen(self, capsules: Tensor, labels: Tensor | None) -> Tensor:
+        """``[B, num_caps, dim]`` to ``[B, in_features]``."""
+        _arguments.floats(self._op, "capsules", capsules, "[B, num_caps, dim]")
+        if capsules.shape[1] != self.num_caps or capsules.shape[2] != self.dim:
+            raise ValueError(
+                f"{self._op}: capsules must be [B, num_caps={self.num_caps}, dim={self.dim}], "
+                f"got {checks.shape_of(capsules)}"
+            )
+        if self.mask is None:
+            if labels is not None:
+                raise ValueError(f"{self._op}: labels need masked=True, which keeps the capsule they name")
+            return capsules.flatten(1)
+        kept: Tensor = self.mask(capsules, labels)
+        return kept.sum(1) if self.class_independent else kept.flatten(1)
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_caps}, {self.dim}, image_shape={self.image_shape}"
+        return f"{text}, class_independent=True" if self.class_independent else text
+
+
+class Decoder(_MaskedDecoder):
+    """Three fully connected layers from capsules to an image (Sabour, Frosst, Hinton 2017, section 4.1).
+
+    Parameters: ``layers``, linear layers with ReLU between them and a sigmoid at the end.
+
+    Args:
+        num_caps, dim: number and size of the capsules, J and D.
+        image_shape: (channels, height, width).
+        hidden: widths of the hidden layers.
+        masked: all capsules but that of the label (without labels the longest) are set to 0 first.
+        class_independent: only the numbers of the capsule that is kept are decoded, whichever it is.
+        device, dtype: of the parameters.
+
+    Shapes: ``capsules [B, num_caps, dim]``, ``labels`` int64 ``[B]`` to images in [0, 1] of
+    ``[B, channels, height, width]``.
+
+    Raises:
+        ValueError, TypeError: a size, an option or an input that does not fit.
+    """
+
+    _op = "capsfast.nn.Decoder"
+
+    def __init__(
+        self,
+        num_caps: int,
+        dim: int,
+        image_shape: Sequence[int] = (1, 28, 28),
+        hidden: Sequence[int] = (512, 1024),
+        *,
+        masked: bool = True,
+        class_independent: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_caps, dim, image_shape, masked, class_independent)
+        for width in hidden:
+            _arguments.integer(self._op, "hidden", width)
+        C, H, W = self.image_shape
+        widths = [self.in_features, *hidden, C * H * W]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after, device=device, dtype=dtype), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1], nn.Sigmoid())
+
+    def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.layers(self._chosen(capsules, labels)).unflatten(1, self.image_shape)  # type: ignore[no-any-return]
+
+
+class ConvDecoder(_MaskedDecoder):
+    """A linear layer to feature maps of a quarter of the image's size, then convolutions that double it twice.
+
+    The upsampling repeats pixels before each convolution; transposed convolutions leave a checkered pattern
+    (Odena, Dumoulin, Olah 2016). ``class_independent=True`` is the decoder of Rajasegaran et al. (2019).
+
+    Parameters: ``start`` (linear), ``convs`` (three convolutions of 3 x 3).
+
+    Args:
+        channels: of the feature maps at a quarter and at half of the size.
+        num_caps, dim, image_shape, masked, class_independent, device, dtype: as in :class:`Decoder`, as are shapes
+            and errors.
+    """
+
+    _op = "capsfast.nn.ConvDecoder"
+
+    def __init__(
+        self,
+        num_caps: int,
+        dim: int,
+        image_shape: Sequence[int] = (1, 28, 28),
+        channels: Sequence[int] = (64, 32),
+        *,
+        masked: bool = True,
+        class_independent: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_caps, dim, image_shape, masked, class_independent)
+        first, second = _arguments.pair(self._op, "channels", channels)
+        C, H, W = self.image_shape
+        half = ((H + 1) // 2, (W + 1) // 2)
+        self.sizes = (((half[0] + 1) // 2, (half[1] + 1) // 2), half, (H, W))
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.start = nn.Linear(self.in_features, first * self.sizes[0][0] * self.sizes[0][1], **made)
+        self.convs = nn.ModuleList(
+            nn.Conv2d(before, after, 3, padding=1, **made)
+            for before, after in ((first, first), (first, second), (second, C))
+        )
+
+    def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
+        features = self.start(self._chosen(capsules, labels))
+        image: Tensor = features.unflatten(1, (-1, *self.sizes[0]))
+        for size, conv in zip(self.sizes, self.convs, strict=True):
+            image = conv(F.interpolate(F.relu(image), size=size))
+        return torch.sigmoid(image)

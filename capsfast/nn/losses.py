@@ -1,0 +1,233 @@
+"""Losses of capsule networks. Sums are formed in float32 for 16-bit inputs."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import checks
+from . import _arguments
+from .readout import class_indices, one_hot
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _reduced(per_sample: Tensor, reduction: str) -> Tensor:
+    if reduction == "mean":
+        return per_sample.mean()
+    return per_sample.sum() if reduction == "sum" else per_sample
+
+
+def _lengths(op: str, name: str, given: Tensor) -> Tensor:
+    """``[B, J]``, or the lengths of ``[B, J, D]``."""
+    if isinstance(given, Tensor) and given.dim() == 3:
+        _arguments.floats(op, name, given, "[B, J, D]")
+        return torch.linalg.vector_norm(_wide(given), dim=-1)  # type: ignore[no-any-return]
+    _arguments.floats(op, name, given, "[B, J]")
+    return _wide(given)
+
+
+class MarginLoss(nn.Module):
+    """Sum over the classes of ``T max(0, m_plus - |v|)^2 + lam (1 - T) max(0, |v| - m_minus)^2``
+    (Sabour, Frosst, Hinton 2017, eq. 4).
+
+    Args:
+        m_plus, m_minus, lam: margins and the weight of absent classes.
+        squared: False leaves out the squares.
+        reduction: of the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
+
+    Shapes: lengths ``[B, J]`` or capsules ``[B, J, D]``, and targets: int64 ``[B]`` (one class each) or
+    ``[B, J]`` (1 or True for each class that is there). Result ``[]``, or ``[B]`` without reduction.
+
+    Raises:
+        ValueError, TypeError: an argument or a target that does not fit.
+    """
+
+    def __init__(
+        self,
+        m_plus: float = 0.9,
+        m_minus: float = 0.1,
+        lam: float = 0.5,
+        *,
+        squared: bool = True,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        op = "capsfast.nn.MarginLoss"
+        for name, value in (("m_plus", m_plus), ("m_minus", m_minus), ("lam", lam)):
+            _arguments.positive(op, name, value, zero=True)
+        checks.boolean(op, "squared", squared)
+        checks.choice(op, "reduction", reduction, _arguments.REDUCTION)
+        self.m_plus = m_plus
+        self.m_minus = m_minus
+        self.lam = lam
+        self.squared = squared
+        self.reduction = reduction
+
+    def forward(self, lengths: Tensor, targets: Tensor) -> Tensor:
+        op = "capsfast.nn.MarginLoss"
+        lengths = _lengths(op, "lengths", lengths)
+        present = self._present(op, lengths, targets)
+        too_short, too_long = F.relu(self.m_plus - lengths), F.relu(lengths - self.m_minus)
+        if self.squared:
+            too_short, too_long = too_short.square(), too_long.square()
+        per_class = present * too_short + self.lam * (1 - present) * too_long
+        return _reduced(per_class.sum(1), self.reduction)
+
+    def _present(self, op: str, lengths: Tensor, targets: Tensor) -> Tensor:
+        if isinstance(targets, Tensor) and targets.dim() == 2:
+            if targets.shape != lengths.shape:
+                raise ValueError(
+                    f"{op}: targets must be [B] or [B, J] = {checks.shape_of(lengths)}, got {checks.shape_of(targets)}"
+                )
+            checks.same_device(op, "lengths", lengths, "targets", targets)
+            return targets.to(lengths.dtype)
+        class_indices(op, targets, lengths, "targets")
+        return one_hot(targets, lengths.shape[1], lengths.dtype)
+
+    def extra_repr(self) -> str:
+        text = f"m_plus={self.m_plus}, m_minus={self.m_minus}, lam={self.lam}, reduction={self.reduction!r}"
+        return text if self.squared else f"{text}, squared=False"
+
+
+class ReconstructionLoss(nn.Module):
+    """Squared error, summed over all numbers of an image (Sabour, Frosst, Hinton 2017, section 4.1).
+
+    Args:
+        reduction: of the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
+
+    Shapes: reconstruction and images ``[B, ...]`` alike. Result ``[]``, or ``[B]`` without reduction.
+
+    Raises:
+        ValueError, TypeError: unknown reduction, shapes that differ.
+    """
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        checks.choice("capsfast.nn.ReconstructionLoss", "reduction", reduction, _arguments.REDUCTION)
+        self.reduction = reduction
+
+    def forward(self, reconstruction: Tensor, images: Tensor) -> Tensor:
+        op = "capsfast.nn.ReconstructionLoss"
+        for name, value in (("reconstruction", reconstruction), ("images", images)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+            checks.floating(op, name, value)
+        if reconstruction.shape != images.shape or images.dim() < 2:
+            raise ValueError(
+                f"{op}: reconstruction and images must have one shape [B, ...], got "
+                f"{checks.shape_of(reconstruction)} and {checks.shape_of(images)}"
+            )
+        checks.same_device(op, "reconstruction", reconstruction, "images", images)
+        error = _wide(reconstruction) - _wide(images)
+        return _reduced(error.square().flatten(1).sum(1), self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}"
+
+
+class LossParts(NamedTuple):
+    """``total = margin + reconstruction_weight · reconstruction``, tensors all three."""
+
+    total: Tensor
+    margin: Tensor
+    reconstruction: Tensor
+
+
+class CapsNetLoss(nn.Module):
+    """Margin loss and ``reconstruction_weight`` times the summed squared error (Sabour et al. 2017, section 4.1).
+
+    Nothing here waits for a device: take ``.item()`` of a part when you need the number.
+
+    Args:
+        reconstruction_weight: times the error summed over an image: 0.0005 of the paper is 0.392 times
+            the mean error of 28 x 28 numbers.
+        m_plus, m_minus, lam, squared: see :class:`MarginLoss`.
+        reduction: of the batch, in both parts.
+
+    Shapes: ``output`` = (lengths ``[B, J]``, capsules, reconstruction ``[B, C, H, W]`` or None), such as
+    a :class:`capsfast.models.CapsNetOutput`; images ``[B, C, H, W]``; labels as in :class:`MarginLoss`.
+    Without a reconstruction that part is 0.
+
+    Raises:
+        ValueError, TypeError: as the two losses.
+    """
+
+    def __init__(
+        self,
+        reconstruction_weight: float = 0.0005,
+        m_plus: float = 0.9,
+        m_minus: float = 0.1,
+        lam: float = 0.5,
+        *,
+        squared: bool = True,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        _arguments.positive("capsfast.nn.CapsNetLoss", "reconstruction_weight", reconstruction_weight, zero=True)
+        self.reconstruction_weight = reconstruction_weight
+        self.margin = MarginLoss(m_plus, m_minus, lam, squared=squared, reduction=reduction)
+        self.reconstruction = ReconstructionLoss(reduction)
+
+    def forward(self, output: tuple[Tensor, Tensor, Tensor | None], images: Tensor, labels: Tensor) -> LossParts:
+        lengths, _, reconstruction = output
+        margin: Tensor = self.margin(lengths, labels)
+        if reconstruction is None:
+            return LossParts(margin, margin, torch.zeros_like(margin))
+        error: Tensor = self.reconstruction(reconstruction, images)
+        return LossParts(margin + self.reconstruction_weight * error, margin, error)
+
+    def extra_repr(self) -> str:
+        return f"reconstruction_weight={self.reconstruction_weight}"
+
+
+class SpreadLoss(nn.Module):
+    """Sum over the wrong classes of ``max(0, m - (a_target - a_j))^2`` (Hinton, Sabour, Frosst 2018, eq. 3).
+
+    The margin m grows linearly from ``start`` to ``end`` over ``steps`` calls of an optimizer, of which the caller
+    keeps count: the loss has no state, and what resumes from a checkpoint needs no more than its step.
+
+    Args:
+        start, end: margins at step 0 and from ``steps`` on.
+        steps: length of the growth.
+        reduction: of the batch: ``"mean"``, ``"sum"`` or ``"none"``, a number for each sample.
+
+    Shapes: activations ``[B, J]`` (or capsules ``[B, J, D]``, whose lengths count), targets int64 ``[B]``, step an
+    int or a tensor ``[]``. Result ``[]``, or ``[B]`` without reduction.
+
+    Raises:
+        ValueError, TypeError: an argument or a target that does not fit.
+    """
+
+    def __init__(self, start: float = 0.2, end: float = 0.9, steps: int = 10_000, *, reduction: str = "mean") -> None:
+        super().__init__()
+        op = "capsfast.nn.SpreadLoss"
+        _arguments.positive(op, "start", start, zero=True)
+        _arguments.positive(op, "end", end, zero=True)
+        _arguments.integer(op, "steps", steps)
+        checks.choice(op, "reduction", reduction, _arguments.REDUCTION)
+        self.start = start
+        self.end = end
+        self.steps = steps
+        self.reduction = reduction
+
+    def margin(self, step: int | Tensor) -> float | Tensor:
+        """m at a step."""
+        if isinstance(step, Tensor):
+            return self.start + (self.end - self.start) * (step / self.steps).clamp(0, 1)
+        return self.start + (self.end - self.start) * min(max(step / self.steps, 0.0), 1.0)
+
+    def forward(self, activations: Tensor, targets: Tensor, step: int | Tensor) -> Tensor:
+        op = "capsfast.nn.SpreadLoss"
+        activations = _lengths(op, "activations", activations)
+        class_indices(op, targets, activations, "targets")
+        of_target = activations.gather(1, targets[:, None])
+        per_class = F.relu(self.margin(step) - (of_target - activations)).square()
+        wrong = ~one_hot(targets, activations.shape[1], torch.bool)
+        return _reduced((per_class * wrong).sum(1), self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"start={self.start}, end={self.end}, steps={self.steps}, reduction={self.reduction!r}"

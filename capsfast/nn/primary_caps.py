@@ -1,0 +1,180 @@
+"""From feature maps to capsules, and from images of capsules to a list of them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..functional import squash
+from ..options import SQUASH
+from . import _arguments
+
+EACH = ("type", "component")
+
+
+class FlattenCaps(nn.Module):
+    """An image of capsules ``[B, C, K, H, W]`` to a list ``u [B, C·H·W, K]``, in the order (type, y, x)."""
+
+    def forward(self, poses: Tensor) -> Tensor:
+        _arguments.floats("capsfast.nn.FlattenCaps", "poses", poses, "[B, C, K, H, W]")
+        return poses.movedim(2, -1).flatten(1, 3)
+
+
+class PrimaryCaps(nn.Module):
+    """One convolution whose channels are cut into capsules and squashed (Sabour, Frosst, Hinton 2017, section 4).
+
+    Parameters: ``conv.weight [types·dim, in_channels, *kernel_size]`` and ``conv.bias [types·dim]``.
+    Channel ``t·dim + k`` is component k of capsule type t.
+
+    A state dict of a list of convolutions is taken too (keys ``<any name>.<n>.weight`` and ``.bias``), whose
+    entries each make one capsule type (``types`` entries of ``dim`` channels) or one pose component (``dim``
+    entries of ``types`` channels). With ``types == dim`` the two can't be told apart: use :meth:`from_list`.
+
+    Args:
+        in_channels: of the feature maps.
+        types: capsules at each place, C.
+        dim: size of a capsule, K.
+        kernel_size, stride, padding, dilation: of the convolution; an int or two of them.
+        bias: of the convolution.
+        squash, eps: see :func:`capsfast.squash`.
+        flatten: a list of capsules, or False for an image of them, as :class:`ConvCaps2d` takes it.
+        device, dtype: of the parameters.
+
+    Shapes: ``[B, in_channels, H, W]`` to ``u [B, types·H'·W', dim]`` with the capsules in the order
+    (type, y, x); without ``flatten`` to ``[B, types, dim, H', W']``.
+
+    Raises:
+        ValueError, TypeError: a size, an option or an input that does not fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        types: int,
+        dim: int,
+        kernel_size: int | Sequence[int] = 9,
+        stride: int | Sequence[int] = 2,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        *,
+        bias: bool = True,
+        squash: str = "paper",
+        eps: float = 1e-8,
+        flatten: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = "capsfast.nn.PrimaryCaps"
+        _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
+        checks.boolean(op, "flatten", flatten)
+        checks.choice(op, "squash", squash, SQUASH)
+        checks.positive_eps(op, eps)
+        self.in_channels = in_channels
+        self.types = types
+        self.dim = dim
+        self.squash = squash
+        self.eps = eps
+        self.flatten = FlattenCaps() if flatten else nn.Identity()
+        self.conv = nn.Conv2d(
+            in_channels,
+            types * dim,
+            _arguments.pair(op, "kernel_size", kernel_size),
+            _arguments.pair(op, "stride", stride),
+            _arguments.pair(op, "padding", padding, least=0),
+            _arguments.pair(op, "dilation", dilation),
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+
+    def grid(self, size: Sequence[int]) -> tuple[int, int]:
+        """(H', W') for feature maps of ``size`` (H, W)."""
+        conv = self.conv
+        return _arguments.window_grid(
+            "capsfast.nn.PrimaryCaps",
+            size,
+            conv.kernel_size,
+            conv.stride,
+            conv.padding,  # type: ignore[arg-type]
+            conv.dilation,
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        op = "capsfast.nn.PrimaryCaps"
+        _arguments.floats(op, "features", features, "[B, in_channels, H, W]")
+        if features.shape[1] != self.in_channels:
+            raise ValueError(
+                f"{op}: features must be [B, in_channels={self.in_channels}, H, W], got {checks.shape_of(features)}"
+            )
+        self.grid(features.shape[2:])
+        poses = self.conv(features).unflatten(1, (self.types, self.dim))
+        return self.flatten(squash(poses, 2, self.eps, self.squash))  # type: ignore[no-any-return]
+
+    def from_list(self, state: Mapping[str, Tensor], each: str) -> "PrimaryCaps":
+        """Loads the weights of a list of convolutions: ``state`` has the keys ``<n>.weight`` and ``<n>.bias``.
+
+        Args:
+            state: the state dict of the ``ModuleList``.
+            each: what one convolution makes, a capsule ``"type"`` or a pose ``"component"``.
+
+        Returns:
+            This module.
+
+        Raises:
+            ValueError: shapes, entries or their number that do not fit.
+        """
+        self.conv.load_state_dict(self._stacked(state, each))
+        return self
+
+    def _list_sizes(self, each: str) -> tuple[int, int]:
+        """How many convolutions make this layer, and how many channels each has."""
+        return (self.types, self.dim) if each == "type" else (self.dim, self.types)
+
+    def _stacked(self, state: Mapping[str, Tensor], each: str) -> dict[str, Tensor]:
+        op = "capsfast.nn.PrimaryCaps.from_list"
+        checks.choice(op, "each", each, EACH)
+        count, channels = self._list_sizes(each)
+        names = ("weight",) if self.conv.bias is None else ("weight", "bias")
+        wanted = {f"{n}.{name}" for n in range(count) for name in names}
+        if wanted != set(state):
+            raise ValueError(
+                f"{op}: state must hold {' and '.join(names)} of {count} convolutions, "
+                f"missing {sorted(wanted - set(state))}, too many {sorted(set(state) - wanted)}"
+            )
+        stacked = {}
+        for name in names:
+            shape = (channels, *self.conv.weight.shape[1:]) if name == "weight" else (channels,)
+            parts = [state[f"{n}.{name}"] for n in range(count)]
+            for n, part in enumerate(parts):
+                if part.shape != shape:
+                    raise ValueError(f"{op}: {n}.{name} must be {list(shape)}, got {checks.shape_of(part)}")
+            stacked[name] = torch.stack(parts, 0 if each == "type" else 1).flatten(0, 1)
+        return stacked
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        entry = re.compile(re.escape(prefix) + r"(\w+)\.(\d+\.(?:weight|bias))")
+        found = {key: match for key in state_dict if (match := entry.fullmatch(key))}
+        if len({match[1] for match in found.values()}) == 1:
+            _, _, error_msgs = lists
+            convs = {match[2]: state_dict.pop(key) for key, match in found.items()}
+            first = convs.get("0.weight")
+            sizes = (sum(key.endswith("weight") for key in convs), 0 if first is None else len(first))
+            fitting = [each for each in EACH if self._list_sizes(each) == sizes]
+            try:
+                if len(fitting) != 1:
+                    raise ValueError(
+                        f"capsfast.nn.PrimaryCaps: a list of convolutions must have types={self.types} entries of "
+                        f"dim={self.dim} channels or dim entries of types channels, and types and dim must differ, "
+                        f"got {sizes[0]} entries of {sizes[1]} channels; where they are equal call from_list"
+                    )
+                joined = self._stacked(convs, fitting[0])
+                state_dict.update({f"{prefix}conv.{name}": value for name, value in joined.items()})
+            except ValueError as error:
+                error_msgs.append(str(error))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)

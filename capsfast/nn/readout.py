@@ -1,0 +1,68 @@
+"""What is read from the output capsules: their lengths, and the capsule of a class."""
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from . import _arguments
+
+
+def class_indices(op: str, given: Tensor, anchor: Tensor, name: str = "labels") -> None:
+    """int64 [B] for an anchor [B, J, ...]. The range is checked where that does not wait for a device."""
+    checks.tensor(op, name, given, "[B]")
+    B, J = anchor.shape[:2]
+    if given.dtype != torch.int64:
+        raise TypeError(f"{op}: {name} must be int64, got {checks.dtype_of(given)}; convert with {name}.long()")
+    if given.shape[0] != B:
+        raise ValueError(f"{op}: {name} must be [B] = [{B}], got {checks.shape_of(given)}")
+    if given.device != anchor.device:
+        raise ValueError(f"{op}: {name} must be on {anchor.device}, got {given.device}; move with {name}.to()")
+    # Nor can a fake tensor or one inside of vmap be looked into.
+    plain = type(given) is Tensor and not torch._C._are_functorch_transforms_active()
+    if plain and given.device.type == "cpu" and not torch.compiler.is_compiling() and given.numel():
+        low, high = int(given.min()), int(given.max())
+        if low < 0 or high >= J:
+            raise ValueError(f"{op}: {name} must be in [0, {J - 1}], got {low if low < 0 else high}")
+
+
+def one_hot(labels: Tensor, J: int, dtype: torch.dtype) -> Tensor:
+    """int64 ``[B]`` to ``[B, J]``; on a device an index out of range fails there."""
+    hot = torch.zeros((labels.shape[0], J), dtype=dtype, device=labels.device)
+    # A bool gets a bool: torch 2.10 compiles the number 1 into an int64 mask.
+    return hot.scatter(1, labels[:, None], True if dtype == torch.bool else 1)
+
+
+class Length(nn.Module):
+    """Lengths of capsules, ``[..., D]`` to ``[...]`` (Sabour, Frosst, Hinton 2017, section 3).
+
+    A zero capsule has length 0 and gradient 0.
+    """
+
+    def forward(self, capsules: Tensor) -> Tensor:
+        if not isinstance(capsules, Tensor):
+            raise TypeError(f"capsfast.nn.Length: capsules must be a torch.Tensor, got {type(capsules).__name__}")
+        checks.floating("capsfast.nn.Length", "capsules", capsules)
+        return torch.linalg.vector_norm(capsules, dim=-1)  # type: ignore[no-any-return]
+
+
+class Mask(nn.Module):
+    """All capsules but one set to 0, ``[B, J, D]`` to ``[B, J, D]`` (Sabour, Frosst, Hinton 2017, section 4.1).
+
+    What stays is the capsule of the label, without labels the longest.
+    """
+
+    def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``labels``: int64 ``[B]``.
+
+        Raises:
+            TypeError, ValueError: capsules or labels of another type or shape; on the CPU a label out of range.
+        """
+        op = "capsfast.nn.Mask"
+        _arguments.floats(op, "capsules", capsules, "[B, J, D]")
+        if labels is None:
+            labels = torch.linalg.vector_norm(capsules.detach(), dim=-1).argmax(1)
+        else:
+            class_indices(op, labels, capsules)
+        # By a choice and not by a product: what the other capsules hold does not matter, not even NaN.
+        chosen = one_hot(labels, capsules.shape[1], torch.bool)
+        return torch.where(chosen[:, :, None], capsules, 0)

@@ -1,0 +1,56 @@
+"""Routing by agreement in a few lines of torch, for the layers and models to be compared with, gradients included."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from .backends import available
+
+# The layers above the kernels, in float64 on the CPU: no matter for backends that are emulated, or of other devices.
+on_cpu = pytest.mark.parametrize(
+    "by", [backend for backend in available() if backend.device == "cpu" and torch.float64 in backend.dtypes], ids=str
+)
+
+
+def squash(s: Tensor, kind: str = "paper") -> Tensor:
+    n = s.square().sum(-1, keepdim=True)
+    if kind == "exp":
+        return (1 - torch.exp(-torch.sqrt(n + 1e-8))) / torch.sqrt(n + 1e-8) * s
+    assert kind == "paper"
+    return n / (1 + n) / torch.sqrt(n + 1e-8) * s
+
+
+def couple(b: Tensor, softmax: str = "out") -> Tensor:
+    """Softmax of ``b [B, I, J]``; 0 where no logit is finite."""
+    dim = 2 if softmax == "out" else 1
+    e = (b - b.amax(dim, keepdim=True).nan_to_num(neginf=0.0)).exp()
+    total = e.sum(dim, keepdim=True)
+    return e / torch.where(total > 0, total, 1)
+
+
+def route(
+    votes: Tensor,
+    num_iterations: int = 3,
+    logits: Tensor | None = None,
+    bias: Tensor | None = None,
+    softmax: str = "out",
+    kind: str = "paper",
+) -> tuple[Tensor, Tensor]:
+    """``votes [B, I, J, D]`` to ``(v, c)``. A logit of -inf takes the pair out."""
+    b = torch.zeros_like(votes[..., 0]) if logits is None else logits.expand(votes.shape[:3])
+    for _ in range(num_iterations):
+        c = couple(b, softmax)
+        s = (c[..., None] * votes).sum(1)
+        v = squash(s if bias is None else s + bias, kind)
+        b = b + (votes * v[:, None]).sum(-1)
+    return v, c
+
+
+def votes(u: Tensor, weight: Tensor) -> Tensor:
+    """``u [B, I, K]``, ``weight [I or 1, J, D, K]`` to ``[B, I, J, D]``."""
+    return (weight * u[:, :, None, None, :]).sum(-1)
+
+
+def assert_same(got: object, wanted: object, tolerance: float = 1e-9) -> None:
+    """Float64 results of two ways to compute one thing."""
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,227 @@
+"""capsfast.diagnose: what it measures against plain routing, and what it finds."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import capsfast
+from capsfast.diagnostics import Diagnosis
+from capsfast.nn import ConvCaps2d, DynamicRouting, MarginLoss, RoutingByAgreement
+
+from .support import plain
+from .support.backends import Backend
+from .support.plain import assert_same, on_cpu
+
+B, I, J, D, K = 12, 30, 4, 6, 5
+
+
+def layer_of(**options: Any) -> DynamicRouting:
+    return DynamicRouting(I, J, K, D, init_std=0.3, **options)
+
+
+def capsules(count: int = B) -> Tensor:
+    return capsfast.squash(torch.randn(count, I, K))
+
+
+def found(diagnosis: Diagnosis) -> list[str]:
+    return [finding.name for finding in diagnosis.findings]
+
+
+@on_cpu
+def test_what_is_measured(by: Backend) -> None:
+    layer = layer_of(backend=by.name, dtype=torch.float64, learned_logits=True)
+    u = capsules().double()
+    labels = torch.randint(J, (B,))
+    diagnosis = capsfast.diagnose(layer, u, labels)
+
+    leaf = u.clone().requires_grad_()
+    votes = plain.votes(leaf, layer.W)
+    v, _ = plain.route(votes, 3, layer.logits)
+    lengths = v.square().sum(2).sqrt()
+    target = torch.nn.functional.one_hot(labels, J)
+    loss = target * (0.9 - lengths).relu() ** 2 + 0.5 * (1 - target) * (lengths - 0.1).relu() ** 2
+    loss = loss.sum(1).mean()
+    loss.backward()
+    assert_same(diagnosis.lengths, lengths.float(), 1e-6)
+    assert diagnosis.margin_loss == pytest.approx(loss.item())
+    tensors = {"u": leaf, "W": layer.W, "logits": layer.logits}
+    assert diagnosis.gradient_norms == pytest.approx(
+        {name: value.grad.norm().item() for name, value in tensors.items()}
+    )
+
+    entropies = []
+    for t in (1, 2, 3):
+        c = plain.route(votes, t)[1].tolist()
+        rows = [-sum(x * math.log(x) for x in row) / math.log(J) for sample in c for row in sample]
+        entropies.append(sum(rows) / len(rows))
+    assert diagnosis.coupling_entropy == pytest.approx(entropies)
+    assert diagnosis.saturation == 0
+    assert diagnosis.dead_outputs == diagnosis.dead_inputs == ()
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softmax": "in"}, {"groups": 2}, {"rank": 3}, {"top_k": 2}, {"shared_weight": True}, {"leaky": True}],
+    ids=str,
+)
+def test_a_good_layer_has_no_findings(by: Backend, options: dict[str, Any]) -> None:
+    if options.get("softmax") == "in":  # sums of I couplings that are 1 in all
+        options = {**options, "squash": "exp"}
+    diagnosis = capsfast.diagnose(layer_of(backend=by.name, **options), capsules())
+    assert found(diagnosis) == []
+    assert str(diagnosis).endswith("Nothing is wrong.")
+    assert len(diagnosis.coupling_entropy) == 3
+
+
+def test_randn_weights_are_called_saturated() -> None:
+    layer = DynamicRouting(1152, 10, 8, 16)
+    u = capsfast.squash(torch.randn(20, 1152, 8))
+    assert found(capsfast.diagnose(layer, u)) == []
+    torch.nn.init.normal_(layer.W)
+    diagnosis = capsfast.diagnose(layer, u)
+    assert found(diagnosis) == ["saturated"]
+    assert diagnosis.saturation == 1
+    assert diagnosis.margin_loss == pytest.approx(9 * 0.405, abs=0.01)
+    assert diagnosis.gradient_norms["W"] / math.sqrt(layer.W.numel()) < 1e-7
+    for part in ("saturated: 100%", "stands still", "init_std", "torch.randn"):
+        assert part in str(diagnosis)
+    # Normalised to length 1, no capsule is saturated.
+    layer.squash = "unit"
+    assert found(capsfast.diagnose(layer, u)) == []
+
+
+def test_an_output_capsule_without_weights_is_dead() -> None:
+    layer = layer_of()
+    with torch.no_grad():
+        layer.W[:, 2] = 0
+    diagnosis = capsfast.diagnose(layer, capsules())
+    assert found(diagnosis) == ["dead outputs"]
+    assert diagnosis.dead_outputs == (2,)
+    assert "output capsules 2 stay below 1%" in str(diagnosis)
+    out_mask = torch.ones(B, J, dtype=torch.bool)
+    out_mask[:, 2] = False
+    assert found(capsfast.diagnose(layer, capsules(), torch.zeros(B, dtype=torch.int64), out_mask=out_mask)) == []
+
+
+def test_an_output_capsule_that_is_never_coupled_is_dead() -> None:
+    logits = torch.zeros(I, J // 2)
+    logits[:, 1] = -20
+    # The bias alone makes it long.
+    diagnosis = capsfast.diagnose(layer_of(bias=True, groups=2), capsules(), logits=logits)
+    assert diagnosis.dead_outputs == (1, 3)
+    assert found(diagnosis) == ["dead outputs", "collapsed"]
+
+
+def test_input_capsules_that_are_zero() -> None:
+    u = capsules()
+    u[:, 3:13] = 0
+    diagnosis = capsfast.diagnose(layer_of(), u)
+    assert found(diagnosis) == ["dead inputs"]
+    assert diagnosis.dead_inputs == tuple(range(3, 13))
+    assert "input capsules 3, 4, 5, 6, 7, 8, 9, 10, … (10 in all) are zero in every sample" in str(diagnosis)
+    mask = torch.ones(B, I, dtype=torch.bool)
+    mask[:, 3:13] = False
+    assert found(capsfast.diagnose(layer_of(), u, mask=mask)) == []
+
+
+def test_capsules_that_are_all_short() -> None:
+    diagnosis = capsfast.diagnose(layer_of(), 0.01 * capsules())
+    assert found(diagnosis) == ["faded"]
+    assert "no output capsule is longer than" in str(diagnosis)
+
+
+def test_coupling_that_collapsed() -> None:
+    logits = torch.zeros(I, J)
+    logits[:, 1] = 12
+    diagnosis = capsfast.diagnose(layer_of(), capsules(), logits=logits)
+    assert "collapsed" in found(diagnosis)
+    assert "of the coupling goes to output capsule 1" in str(diagnosis)
+    assert max(diagnosis.coupling_entropy) < 0.01
+
+
+@pytest.mark.parametrize("where", ["W", "the input"])
+def test_numbers_that_are_not_finite(where: str) -> None:
+    layer, u = layer_of(), capsules()
+    with torch.no_grad():
+        (layer.W if where == "W" else u)[0, 0] = float("nan")
+    diagnosis = capsfast.diagnose(layer, u)
+    assert found(diagnosis) == ["not finite"]
+    assert f"so are entries of {where}" in str(diagnosis)
+
+
+def test_a_gradient_that_is_zero() -> None:
+    layer = layer_of(bias=True)
+    torch.nn.init.zeros_(layer.W)
+    diagnosis = capsfast.diagnose(layer, capsules())
+    assert found(diagnosis) == ["no gradient"]
+    assert "of the margin loss is 0 or not finite for u" in str(diagnosis)
+
+
+@on_cpu
+@pytest.mark.parametrize("softmax", ["out", "in"])
+def test_convolutional_capsules_are_diagnosed_window_by_window(by: Backend, softmax: str) -> None:
+    layer = ConvCaps2d(3, J, K, D, padding=1, softmax=softmax, backend=by.name)
+    poses = capsfast.squash(torch.randn(2, 3, K, 5, 4), dim=2)
+    diagnosis = capsfast.diagnose(layer, poses)
+    assert diagnosis.lengths.shape == (2 * 5 * 4, J)
+    torch.testing.assert_close(diagnosis.lengths, layer(poses).norm(dim=2).permute(0, 2, 3, 1).flatten(0, 2))
+    assert found(diagnosis) == []
+    assert "ConvCaps2d(3, 4, 5, 6, kernel_size=(3, 3), padding=(1, 1))" in str(diagnosis)
+    poses[:, 1] = 0
+    assert capsfast.diagnose(layer, poses).dead_inputs == tuple(range(9, 18))
+
+
+@on_cpu
+def test_votes_are_diagnosed_too(by: Backend) -> None:
+    votes = 0.1 * torch.randn(B, I, J, D)
+    diagnosis = capsfast.diagnose(RoutingByAgreement(2, backend=by.name), votes)
+    assert found(diagnosis) == []
+    assert list(diagnosis.gradient_norms) == ["votes"]
+    assert len(diagnosis.coupling_entropy) == 2
+    votes[:, 5], votes[:, :, 1] = 0, 0
+    diagnosis = capsfast.diagnose(RoutingByAgreement(), votes)
+    assert (diagnosis.dead_inputs, diagnosis.dead_outputs) == ((5,), (1,))
+    assert "saturated" in found(capsfast.diagnose(RoutingByAgreement(), 100 * torch.randn(B, I, J, D)))
+
+
+def test_the_layer_stays_as_it_was() -> None:
+    layer, u = layer_of(num_iterations=4), capsules()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    with torch.no_grad():
+        wanted = layer(u)
+        diagnosis = capsfast.diagnose(layer, u)
+    assert len(diagnosis.coupling_entropy) == layer.num_iterations == 4
+    assert layer.W.grad is None
+    assert u.grad is None and not u.requires_grad
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert torch.equal(layer(u), wanted)
+    layer.W.requires_grad_(False)
+    assert list(capsfast.diagnose(layer, u).gradient_norms) == ["u"]
+
+
+def test_the_default_labels_are_the_classes_in_turn() -> None:
+    layer, u = layer_of(), capsules()
+    loss = MarginLoss()(layer(u), torch.arange(B) % J).item()
+    assert capsfast.diagnose(layer, u).margin_loss == pytest.approx(loss)
+
+
+def test_wrong_arguments() -> None:
+    layer = layer_of()
+    with pytest.raises(TypeError, match=r"layer must be .* got Linear; of a model, take its part \.routing"):
+        capsfast.diagnose(torch.nn.Linear(3, 3), capsules())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"capsfast\.diagnose: u must hold at least one sample, got \[0, 30, 5\]"):
+        capsfast.diagnose(layer, capsules(0))
+    with pytest.raises(ValueError, match=r"targets must be in \[0, 3\], got 4"):
+        capsfast.diagnose(layer, capsules(1), torch.tensor([4]))
+    with pytest.raises(TypeError, match=r"layer must be .* got int"):
+        capsfast.diagnose(3, capsules())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"u must be a torch\.Tensor, got list"):
+        capsfast.diagnose(layer, [1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"poses must have shape \[B, in_types, in_dim, H, W\]"):
+        capsfast.diagnose(ConvCaps2d(3, J, K, D, padding=1), capsules())
+    with pytest.raises(ValueError, match="u must be"):
+        capsfast.diagnose(layer, capsules()[:, 1:])

@@ -1,0 +1,408 @@
+"""CapsNet, DeepCaps and CapsAutoEncoder against plain networks, and as modules."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import capsfast
+from capsfast.models import CapsAutoEncoder, CapsNet, CapsNetOutput, DeepCaps
+from capsfast.nn import CapsNetLoss, ReconstructionLoss
+
+from .support import plain
+from .support.backends import Backend, recorded_ops
+from .support.plain import assert_same, on_cpu
+
+B = 4
+# image, kernel, places of the primary capsules
+SIZES = [
+    (28, 9, (6, 6)),
+    (32, 9, (8, 8)),
+    ((40, 19), 9, (12, 2)),
+    (18, 7, (3, 3)),
+    (8, 3, (2, 2)),
+    (1, 1, (1, 1)),
+]
+SMALL: dict[str, Any] = {"conv_channels": 6, "primary_groups": 3, "primary_dim": 4}
+DEEP: dict[str, Any] = {"conv_channels": 6, "types": 3, "dims": (2, 3, 4, 4)}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "CapsNet": lambda **more: CapsNet(2, (12, 10), 5, digit_dim=6, **SMALL, **more),
+    "DeepCaps": lambda **more: DeepCaps(2, (12, 10), 5, digit_dim=6, **DEEP, **more),
+    "CapsAutoEncoder": lambda **more: CapsAutoEncoder(2, (12, 10), 5, 6, **SMALL, **more),
+}
+
+
+def images(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.rand(B, 2, 12, 10, dtype=dtype)
+
+
+def parameters_of(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
+
+
+def plain_capsnet(model: CapsNet | CapsAutoEncoder, x: Tensor, labels: Tensor | None) -> CapsNetOutput:
+    """Sabour et al. 2017, figures 1 and 2, from the model's parameters."""
+    p = dict(model.named_parameters())
+    x = F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"]))
+    x = F.conv2d(x, p["primary.conv.weight"], p["primary.conv.bias"], stride=2)
+    K, H, W = p["routing.W"].shape[3], *x.shape[2:]
+    places = [(t, row, column) for t in range(x.shape[1] // K) for row in range(H) for column in range(W)]
+    u = torch.stack([x[:, t * K : (t + 1) * K, row, column] for t, row, column in places], 1)
+    v, _ = plain.route(plain.votes(plain.squash(u), p["routing.W"]), model.routing.num_iterations)
+    lengths = v.square().sum(2).sqrt()
+    kept = v
+    if isinstance(model, CapsNet):
+        chosen = lengths.argmax(1) if labels is None else labels
+        kept = v * F.one_hot(chosen, v.shape[1])[:, :, None]
+    x = kept.flatten(1)
+    for n in (0, 2, 4):
+        x = F.linear(x, p[f"decoder.layers.{n}.weight"], p[f"decoder.layers.{n}.bias"])
+        x = x.sigmoid() if n == 4 else x.relu()
+    return CapsNetOutput(lengths, v, x.view(len(x), *model.image_shape))
+
+
+def plain_conv_caps(poses: Tensor, W: Tensor, stride: int, num_iterations: int) -> Tensor:
+    """[B, C, K, H, W] with windows of 3 x 3 and a padding of 1; votes of padding are 0."""
+    B, C, K, height, width = poses.shape
+    windows = F.unfold(poses.flatten(1, 2), 3, padding=1, stride=stride).view(B, C, K, 9, -1)
+    u = windows.permute(0, 4, 1, 3, 2).reshape(-1, C * 9, K)
+    v, _ = plain.route(plain.votes(u, W), num_iterations, kind="exp")
+    return v.view(B, (height - 1) // stride + 1, (width - 1) // stride + 1, *v.shape[1:]).permute(0, 3, 4, 1, 2)
+
+
+def plain_deepcaps(model: DeepCaps, x: Tensor) -> CapsNetOutput:
+    p = dict(model.named_parameters())
+    x = F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
+    x = F.conv2d(x, p["primary.conv.weight"], p["primary.conv.bias"], padding=1)
+    types = 3
+    poses = plain.squash(x.view(B, types, -1, *x.shape[2:]).movedim(2, -1), "exp").movedim(-1, 2)
+    flat = []
+    for n in range(len(model.cells)):
+        weights = [p[f"cells.{n}.{name}.routing.W"] for name in ("down", "first", "second", "skip")]
+        halved = plain_conv_caps(poses, weights[0], 2, 1)
+        deep = plain_conv_caps(plain_conv_caps(halved, weights[1], 1, 1), weights[2], 1, 1)
+        poses = deep + plain_conv_caps(halved, weights[3], 1, 3 if n == len(model.cells) - 1 else 1)
+        flat.append(poses.movedim(2, -1).reshape(B, -1, poses.shape[2]))
+    v, _ = plain.route(plain.votes(torch.cat(flat[-2:], 1), p["routing.W"]), 3)
+    return CapsNetOutput(v.square().sum(2).sqrt(), v, torch.empty(0))
+
+
+def loss_of(output: CapsNetOutput) -> Tensor:
+    return sum(
+        (part * torch.linspace(-1, 1, part.numel(), dtype=part.dtype).view_as(part)).sum()
+        for part in output
+        if part is not None
+    )  # type: ignore[return-value]
+
+
+@on_cpu
+@pytest.mark.parametrize("labels", [torch.tensor([0, 4, 2, 2]), None], ids=["labels", "longest"])
+def test_capsnet_is_the_papers_network(by: Backend, labels: Tensor | None) -> None:
+    model = MODELS["CapsNet"](backend=by.name, dtype=torch.float64, num_iterations=2, init_std=0.5)
+    x = images(torch.float64)
+    found, wanted = model(x, labels), plain_capsnet(model, x, labels)  # type: ignore[arg-type]
+    assert isinstance(found, CapsNetOutput)
+    for one, other in zip(found, wanted, strict=True):
+        assert_same(one, other)
+    leaves = list(model.parameters())
+    for one, other in zip(
+        torch.autograd.grad(loss_of(found), leaves), torch.autograd.grad(loss_of(wanted), leaves), strict=True
+    ):
+        assert_same(one, other)
+
+
+@on_cpu
+def test_autoencoder_decodes_all_capsules(by: Backend) -> None:
+    model = MODELS["CapsAutoEncoder"](backend=by.name, dtype=torch.float64, init_std=0.5)
+    x = images(torch.float64)
+    found, wanted = model(x), plain_capsnet(model, x, None)  # type: ignore[arg-type]
+    for one, other in zip(found, wanted, strict=True):
+        assert_same(one, other)
+    gradients = torch.autograd.grad(loss_of(found), list(model.parameters()))
+    for one, other in zip(gradients, torch.autograd.grad(loss_of(wanted), list(model.parameters())), strict=True):
+        assert_same(one, other)
+    changed = found.capsules.detach().clone()
+    changed[:, 3] = 0
+    assert not torch.allclose(model.reconstruct(changed), model.reconstruct(found.capsules))
+
+
+@on_cpu
+def test_deepcaps_is_cells_with_skip_connections(by: Backend) -> None:
+    model = MODELS["DeepCaps"](backend=by.name, dtype=torch.float64, reconstruction=False)
+    x = images(torch.float64)
+    found, wanted = model(x), plain_deepcaps(model, x)  # type: ignore[arg-type]
+    assert_same(found[:2], wanted[:2])
+    leaves = list(model.parameters())
+    for one, other in zip(
+        torch.autograd.grad(loss_of(found), leaves), torch.autograd.grad(loss_of(wanted), leaves), strict=True
+    ):
+        assert_same(one, other)
+
+
+def test_capsnet_has_the_papers_parameters() -> None:
+    """8.2 million with the decoder, 6.8 million without (Sabour et al. 2017, section 5)."""
+    model = CapsNet(device="meta")
+    assert parameters_of(model.conv) == 9 * 9 * 256 + 256 == 20_992
+    assert parameters_of(model.primary) == 9 * 9 * 256 * (32 * 8) + 32 * 8 == 5_308_672
+    assert parameters_of(model.routing) == 32 * 6 * 6 * 10 * 16 * 8 == 1_474_560
+    decoder = 160 * 512 + 512 + 512 * 1024 + 1024 + 1024 * 784 + 784
+    assert parameters_of(model.decoder) == decoder == 1_411_344
+    assert parameters_of(model) == 20_992 + 5_308_672 + 1_474_560 + 1_411_344 == 8_215_568
+    assert parameters_of(CapsNet(device="meta", reconstruction=False)) == 6_804_224
+
+
+def test_deepcaps_parameters() -> None:
+    model = DeepCaps(device="meta")
+    assert parameters_of(model.conv) == 9 * 128 + 128
+    assert parameters_of(model.primary) == 9 * 128 * 32 * 4 + 32 * 4
+    windows = 9 * 32 * 32
+    cells = [windows * (4 * 4 + 3 * 4 * 4), windows * (4 * 8 + 3 * 8 * 8), windows * 4 * 8 * 8, windows * 4 * 8 * 8]
+    assert [parameters_of(cell) for cell in model.cells] == cells
+    places = 4 * 4 + 2 * 2  # 28 -> 14 -> 7 -> 4 -> 2
+    assert parameters_of(model.routing) == 32 * places * 10 * 16 * 8
+    decoder = (16 * 64 * 7 * 7 + 64 * 7 * 7) + (9 * 64 * 64 + 64) + (9 * 64 * 32 + 32) + (9 * 32 + 1)
+    assert parameters_of(model.decoder) == decoder
+
+
+@pytest.mark.parametrize(("size", "kernel", "grid"), SIZES)
+def test_primary_capsules_follow_from_the_image(size: Any, kernel: int, grid: tuple[int, int]) -> None:
+    model = CapsNet(3, size, 7, **SMALL)
+    assert model.conv.kernel_size == model.primary.conv.kernel_size == (kernel, kernel)
+    x = torch.rand(2, *model.image_shape)
+    u = model.encode(x)
+    assert u.shape == (2, 3 * grid[0] * grid[1], 4)
+    lengths, capsules, reconstruction = model(x)
+    assert lengths.shape == (2, 7) and capsules.shape == (2, 7, 16)
+    assert reconstruction.shape == x.shape
+    assert reconstruction.min() > 0 and reconstruction.max() < 1
+
+
+def test_kernel_size_is_an_option() -> None:
+    assert CapsNet(1, 28, kernel_size=5, **SMALL).routing.in_caps == 3 * 10 * 10
+    with pytest.raises(ValueError, match=r"a window of 9 x 9 .* must fit .* got 8 x 8"):
+        CapsNet(1, 8, kernel_size=9, **SMALL)
+
+
+@pytest.mark.parametrize("size", [8, (28, 20), (5, 1)])
+def test_deepcaps_takes_any_image_size(size: Any) -> None:
+    model = DeepCaps(3, size, 4, **DEEP)
+    x = torch.rand(2, *model.image_shape)
+    output = model(x, torch.tensor([3, 0]))
+    assert output.lengths.shape == (2, 4)
+    assert output.reconstruction.shape == x.shape
+
+
+@pytest.mark.parametrize(("size", "cells"), [(28, 4), (17, 4), (16, 3), (9, 3), (8, 2), ((64, 8), 2), (1, 2)])
+def test_small_images_have_fewer_cells(size: Any, cells: int) -> None:
+    model = DeepCaps(1, size, device="meta")
+    assert len(model.cells) == cells
+    if size != 1:
+        last = [n / 2**cells for n in model.image_shape[1:]]
+        assert 1 < min(last) <= 2
+
+
+@on_cpu
+@pytest.mark.parametrize("name", MODELS)
+def test_the_parts_make_the_whole(by: Backend, name: str) -> None:
+    model = MODELS[name](backend=by.name)
+    x = images()
+    with recorded_ops() as ops:
+        output = model(x)
+    assert ("capsfast::dynamic_routing" in ops) == by.fused
+    v = model.routing(model.encode(x))
+    assert torch.equal(output.capsules, v)
+    torch.testing.assert_close(output.lengths, v.norm(dim=2))
+    assert torch.equal(output.reconstruction, model.reconstruct(v))
+    if name != "CapsAutoEncoder":
+        labels = torch.tensor([0, 4, 2, 2])
+        assert torch.equal(model(x, labels).reconstruction, model.reconstruct(v, labels))
+        assert torch.equal(model(x, output.lengths.argmax(1)).reconstruction, output.reconstruction)
+
+
+@pytest.mark.parametrize("kind", [CapsNet, DeepCaps])
+def test_without_a_decoder(kind: Any) -> None:
+    model = kind(image_size=8, reconstruction=False, **(SMALL if kind is CapsNet else DEEP))
+    output = model(torch.rand(2, 1, 8, 8), torch.tensor([1, 2]))
+    assert model.decoder is None and output.reconstruction is None
+    with pytest.raises(RuntimeError, match="there is no decoder; build the model with reconstruction=True"):
+        model.reconstruct(output.capsules)
+
+
+def test_routing_options_reach_the_layer() -> None:
+    model = CapsNet(image_size=8, top_k=2, softmax="in", shared_weight=True, bias=True, **SMALL)
+    assert model.routing.top_k == 2 and model.routing.softmax == "in"
+    assert model.routing.W.shape[0] == 1
+    assert model(torch.rand(2, 1, 8, 8)).lengths.shape == (2, 10)
+    with pytest.raises(TypeError, match="learned_logit"):
+        CapsNet(image_size=8, learned_logit=True)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", MODELS)
+def test_a_few_steps_of_training(by: Backend, name: str) -> None:
+    model = MODELS[name](backend=by.name)
+    x, labels = images(), torch.tensor([0, 4, 2, 1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        if name == "CapsAutoEncoder":
+            loss = ReconstructionLoss()(model(x).reconstruction, x)
+        else:
+            loss = CapsNetLoss(0.005)(model(x, labels), x, labels).total
+        loss.backward()
+        assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < (0.9 if name == "CapsAutoEncoder" else 0.5) * losses[0], losses
+    if name != "CapsAutoEncoder":
+        assert torch.equal(model(x).lengths.argmax(1), labels)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies(name: str) -> None:
+    model = MODELS[name]()
+    x = images()
+    wanted = model(x)
+    loaded = MODELS[name]()
+    loaded.load_state_dict(model.state_dict())
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded, torch.load(saved, weights_only=False)]
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(other(x), wanted, strict=True))
+    assert repr(others[0]) == repr(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graph_of_one_piece(name: str) -> None:
+    model = MODELS[name]()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    arguments = [] if name == "CapsAutoEncoder" else [torch.tensor([0, 4, 2, 1])]
+    x = images()
+    results = []
+    for each in (model, compiled):
+        model.zero_grad()
+        output = each(x, *arguments)
+        loss_of(output).backward()
+        results.append([part.detach() for part in output] + [parameter.grad for parameter in model.parameters()])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_by_inductor() -> None:
+    model = MODELS["CapsNet"]()
+    x, labels = images(), torch.tensor([0, 4, 2, 1])
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, labels: CapsNetLoss()(model(x, labels), x, labels), fullgraph=True)
+    parts, wanted = compiled(x, labels), CapsNetLoss()(model(x, labels), x, labels)
+    torch.testing.assert_close(parts, wanted)
+    parts.total.backward()
+    got = model.conv.weight.grad.clone()
+    model.zero_grad()
+    wanted.total.backward()
+    torch.testing.assert_close(got, model.conv.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_any_batch_size(strict: bool) -> None:
+    model, batch = CapsNet(2, (12, 10), 5, **SMALL), torch.export.Dim("B")
+    x, labels = images(), torch.tensor([0, 4, 2, 1])
+    shapes = {"images": {0: batch}, "labels": {0: batch}}
+    program = torch.export.export(model, (x, labels), dynamic_shapes=shapes, strict=strict)
+    for rows in (2, 3):
+        torch.testing.assert_close(program.module()(x[:rows], labels[:rows]), model(x[:rows], labels[:rows]))
+
+
+def test_gradients_of_single_samples() -> None:
+    model, loss = MODELS["CapsNet"](dtype=torch.float64), CapsNetLoss(reduction="none")
+    x, labels = images(torch.float64), torch.tensor([0, 4, 2, 1])
+
+    def loss_of_one(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        image, label = image[None], label[None]
+        return loss(torch.func.functional_call(model, parameters, (image, label)), image, label).total[0]
+
+    per_sample = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))
+    found = per_sample(dict(model.named_parameters()), x, labels)
+    for b in range(B):
+        wanted = torch.autograd.grad(loss(model(x, labels), x, labels).total[b], list(model.parameters()))
+        assert_same([found[name][b] for name, _ in model.named_parameters()], list(wanted))
+
+
+@on_cpu
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_and_dtypes(by: Backend, name: str) -> None:
+    model = MODELS[name](backend=by.name)
+    x = images()
+    wanted = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+        assert output.capsules.dtype == torch.bfloat16
+        loss_of(output).backward()
+    torch.testing.assert_close(output.lengths.float(), wanted.lengths, rtol=0.1, atol=0.02)
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    half = model.bfloat16()(x.bfloat16())
+    assert {part.dtype for part in half} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_meta_device(name: str) -> None:
+    with torch.device("meta"):
+        model = MODELS[name]()
+        output = model(torch.empty(B, 2, 12, 10))
+    assert output.reconstruction.is_meta
+    assert output.lengths.shape == (B, 5)
+    assert all(parameter.is_meta for parameter in MODELS[name](device="meta").parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_wrong_inputs(name: str) -> None:
+    model = MODELS[name]()
+    with pytest.raises(ValueError, match=rf"models\.{name}: images must be \[B, 2, 12, 10\], got \[4, 2, 10, 12\]"):
+        model(torch.rand(B, 2, 10, 12))
+    with pytest.raises(ValueError, match=rf"models\.{name}: images must have shape \[B, C, H, W\], got \[2, 12, 10\]"):
+        model(torch.rand(2, 12, 10))
+    with pytest.raises(TypeError, match=r"images must be float32, .* got uint8; convert it with images\.float"):
+        model(torch.zeros(B, 2, 12, 10, dtype=torch.uint8))
+    if name != "CapsAutoEncoder":
+        with pytest.raises(ValueError, match=r"labels must be in \[0, 4\], got 5"):
+            model(images(), torch.tensor([0, 5, 0, 0]))
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "channels": (lambda: CapsNet(0), ValueError, "models.CapsNet: in_channels must be at least 1, got 0"),
+    "size": (lambda: CapsNet(1, (28, 28, 1)), TypeError, "models.CapsNet: image_size must be an int or two of them"),
+    "classes": (lambda: CapsNet(1, 8, 0), ValueError, "models.CapsNet: num_classes must be at least 1, got 0"),
+    "digit_dim": (
+        lambda: CapsNet(1, 8, digit_dim=0),
+        ValueError,
+        "CapsNet: digit_dim must be at least 1, got 0",
+    ),
+    "groups": (lambda: CapsNet(1, 8, primary_groups=1.5), TypeError, "CapsNet: primary_groups must be an int, got 1.5"),
+    "reconstruction": (lambda: CapsNet(1, 8, reconstruction=1), TypeError, "reconstruction must be True or False"),
+    "dims": (lambda: DeepCaps(dims=(4, 4, 8)), ValueError, "dims must hold at least 3 sizes, the last two alike"),
+    "few dims": (lambda: DeepCaps(dims=(4, 4)), ValueError, "dims must hold at least 3 sizes"),
+    "types": (lambda: DeepCaps(types=0), ValueError, "models.DeepCaps: types must be at least 1, got 0"),
+    "deep classes": (lambda: DeepCaps(num_classes=0), ValueError, "DeepCaps: num_classes must be at least 1, got 0"),
+    "caps": (lambda: CapsAutoEncoder(num_caps=0), ValueError, "CapsAutoEncoder: num_caps must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_diagnosis_of_a_fresh_capsnet_is_clean() -> None:
+    model = CapsNet(conv_channels=32, primary_groups=8)
+    assert not capsfast.diagnose(model.routing, model.encode(torch.rand(20, 1, 28, 28))).findings

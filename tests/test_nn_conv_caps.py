@@ -1,0 +1,230 @@
+"""ConvCaps2d against a direct loop over places, windows and capsules."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from capsfast.nn import ConvCaps2d, FlattenCaps, PrimaryCaps
+
+from .support import plain
+from .support.backends import Backend, assert_path, recorded_ops
+from .support.plain import assert_same, on_cpu
+
+B, C, J, K, D = 2, 4, 6, 3, 5
+SIZE = (5, 6)
+
+
+def looped(layer: ConvCaps2d, poses: Tensor) -> Tensor:
+    """At every place the capsules that are inside of the image, group by group."""
+    routing = layer.routing
+    groups, (kh, kw) = routing.groups, layer.kernel_size
+    H, W = layer.grid(poses.shape[3:])
+    out = poses.new_zeros(B, J, D, H, W)
+    for y in range(H):
+        for x in range(W):
+            for g in range(groups):
+                capsules, weights, logits = [], [], []
+                for c in range(g * C // groups, (g + 1) * C // groups):
+                    for dy in range(kh):
+                        for dx in range(kw):
+                            row = y * layer.stride[0] + dy * layer.dilation[0] - layer.padding[0]
+                            column = x * layer.stride[1] + dx * layer.dilation[1] - layer.padding[1]
+                            if not (0 <= row < poses.shape[3] and 0 <= column < poses.shape[4]):
+                                continue
+                            n = (c * kh + dy) * kw + dx
+                            capsules.append(poses[:, c, :, row, column])
+                            weights.append(routing.W[n])
+                            if routing.logits is not None:
+                                logits.append(routing.logits[n])
+                outputs = slice(g * J // groups, (g + 1) * J // groups)
+                if not capsules:
+                    continue
+                v, _ = plain.route(
+                    plain.votes(torch.stack(capsules, 1), torch.stack(weights)),
+                    routing.num_iterations,
+                    torch.stack(logits) if logits else None,
+                    None if routing.bias is None else routing.bias[outputs],
+                    routing.softmax,
+                )
+                out[:, outputs, :, y, x] = v
+    return out
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "3x3": {},
+    "2x3": {"kernel_size": (2, 3)},
+    "1x1": {"kernel_size": 1},
+    "stride": {"stride": (2, 1)},
+    "padding": {"padding": (1, 2)},
+    "dilation": {"kernel_size": (2, 3), "dilation": (3, 2)},
+    "groups": {"groups": 2},
+    "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3), "groups": 2},
+}
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "in": {"softmax": "in", "num_iterations": 2},
+    "learned": {"learned_logits": True},
+}
+
+
+def layer_of(by: Backend, **options: Any) -> ConvCaps2d:
+    layer = ConvCaps2d(C, J, K, D, **options, backend=by.name, dtype=torch.float64)
+    if layer.routing.logits is not None:
+        nn.init.normal_(layer.routing.logits)
+    return layer
+
+
+@on_cpu
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_is_a_loop_over_places(by: Backend, windows: str, routing: str) -> None:
+    layer = layer_of(by, **WINDOWS[windows], **ROUTINGS[routing])
+    poses = torch.randn(B, C, K, *SIZE, dtype=torch.float64, requires_grad=True)
+    leaves = [poses, *layer.parameters()]
+    results = []
+    for v in (layer(poses), looped(layer, poses)):
+        weights = torch.linspace(-1, 1, v.numel(), dtype=v.dtype).view_as(v)
+        results.append((v, torch.autograd.grad((v * weights).sum(), leaves)))
+    (got, got_gradients), (wanted, gradients) = results
+    assert_same(got, wanted)
+    for one, other in zip(got_gradients, gradients, strict=True):
+        assert_same(one, other)
+
+
+@on_cpu
+@pytest.mark.parametrize("softmax", ["out", "in"])
+def test_padding_takes_no_part(by: Backend, softmax: str) -> None:
+    layer = layer_of(by, padding=2, softmax=softmax, bias=True)
+    poses = torch.randn(B, C, K, *SIZE, dtype=torch.float64)
+    v, c = layer(poses, return_coupling=True)
+    assert_same(v, layer(poses))
+    inside = F.pad(torch.ones(SIZE), (2, 2, 2, 2)).unfold(0, 3, 1).unfold(1, 3, 1).flatten(2).bool()  # [H', W', 9]
+    inside = inside.repeat(1, 1, C)
+    assert c.shape == (B, *layer.grid(SIZE), C * 9, J)
+    assert not c[:, ~inside].any()
+    assert c[:, inside].min() > 0
+    if softmax == "out":
+        assert_same(c.sum(4)[:, inside], torch.ones(B, int(inside.sum()), dtype=torch.float64))
+
+
+@on_cpu
+def test_one_iteration_is_a_convolution(by: Backend) -> None:
+    layer = layer_of(by, kernel_size=(3, 2), padding=1, stride=2, num_iterations=1)
+    poses = torch.randn(B, C, K, *SIZE, dtype=torch.float64)
+    kernel = layer.routing.W.view(C, 3, 2, J, D, K).permute(3, 4, 0, 5, 1, 2).reshape(J * D, C * K, 3, 2)
+    s = F.conv2d(poses.flatten(1, 2), kernel, padding=1, stride=2) / J
+    wanted = plain.squash(s.unflatten(1, (J, D)).movedim(2, -1)).movedim(-1, 2)
+    assert_same(layer(poses), wanted)
+
+
+@on_cpu
+def test_a_window_as_large_as_the_image_is_a_fully_connected_layer(by: Backend) -> None:
+    layer = layer_of(by, kernel_size=SIZE)
+    poses = torch.randn(B, C, K, *SIZE, dtype=torch.float64)
+    assert_same(layer(poses)[..., 0, 0], layer.routing(FlattenCaps()(poses)))
+
+
+@on_cpu
+def test_the_votes_are_not_unfolded(by: Backend) -> None:
+    layer = ConvCaps2d(C, J, K, D, padding=1, backend=by.name)
+    poses = torch.randn(20, C, K, *SIZE, requires_grad=True)
+    with recorded_ops() as ops:
+        layer(poses).sum().backward()
+    assert_path(by, "dynamic_routing", ops)
+    unfolded = layer.unfold(poses)
+    assert unfolded.shape == (20 * 5 * 6, C * 9, K)
+    assert layer.routing.W.shape == (C * 9, J, D, K)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "options", [{"rank": 2}, {"top_k": 2}, {"shared_weight": True}, {"groups": 2, "top_k": 1, "rank": 2}], ids=str
+)
+def test_the_variants_of_routing_are_options_here_too(by: Backend, options: dict[str, Any]) -> None:
+    layer = layer_of(by, padding=1, **options)
+    poses = torch.randn(B, C, K, *SIZE, dtype=torch.float64, requires_grad=True)
+    v = layer(poses)
+    assert v.shape == (B, J, D, *SIZE)
+    window = F.pad(poses, (1, 1, 1, 1))[..., 2:5, 3:6]
+    assert_same(v[..., 2, 3], layer.routing(FlattenCaps()(window)))
+    v.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_the_initial_deviation_keeps_the_length() -> None:
+    """The weighted sum of equal coupling is as long as the input capsules, with one iteration twice as long."""
+    poses = torch.randn(16, 8, 6, 7, 7)
+    for num_iterations, wanted in ((1, 2), (3, 1)):
+        for options in ({}, {"softmax": "in"}, {"groups": 4}, {"rank": 8}):
+            layer = ConvCaps2d(8, 12, 6, 10, 3, num_iterations=num_iterations, squash="identity", **options)
+            layer.routing.num_iterations = 1
+            gain = layer(poses).norm(dim=2).square().mean().sqrt() / poses.norm(dim=2).square().mean().sqrt()
+            assert gain.item() == pytest.approx(0.88 * wanted, rel=0.1)  # 0.88: W is cut at two deviations
+
+
+def test_a_deep_stack_neither_fades_nor_saturates() -> None:
+    stack = nn.Sequential(
+        PrimaryCaps(1, 8, 4, 3, 1, 1, squash="exp", flatten=False),
+        *(ConvCaps2d(8, 8, 4, 4, padding=1, num_iterations=1, squash="exp") for _ in range(12)),
+    )
+    lengths = stack(torch.rand(4, 1, 8, 8)).norm(dim=2)
+    assert 0.2 < lengths.mean().item() < 0.9
+
+
+@on_cpu
+@pytest.mark.parametrize("options", [{}, {"padding": 1, "softmax": "in"}, {"groups": 2, "dilation": 2}], ids=str)
+def test_compilation_copies_dtypes(by: Backend, options: dict[str, Any]) -> None:
+    layer = ConvCaps2d(C, J, K, D, backend=by.name, **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    for batch in (2, 3):
+        poses = 0.3 * torch.randn(batch, C, K, *SIZE)
+        torch.testing.assert_close(compiled(poses), layer(poses))
+    wanted = layer(poses)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(poses), wanted)
+        assert repr(other) == repr(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(poses).float(), wanted, rtol=0.1, atol=0.03)
+    assert layer.bfloat16()(poses.bfloat16()).dtype == torch.bfloat16
+
+
+def test_meta_device() -> None:
+    layer = ConvCaps2d(C, J, K, D, padding=1, device="meta")
+    assert layer(torch.empty(B, C, K, *SIZE, device="meta")).shape == (B, J, D, *SIZE)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "in_types": ({"in_types": 0}, ValueError, "in_types must be at least 1, got 0"),
+    "out_dim": ({"out_dim": 1.5}, TypeError, "out_dim must be an int, got 1.5"),
+    "groups in": ({"groups": 3}, ValueError, "groups must divide in_types, got groups=3 and in_types=4"),
+    "groups out": ({"groups": 4}, ValueError, "groups must divide out_types, got groups=4 and out_types=6"),
+    "kernel": ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1, got 0"),
+    "padding": ({"padding": (0, -1)}, ValueError, "padding must be at least 0, got -1"),
+    "dilation": ({"dilation": None}, TypeError, "dilation must be an int or two of them, got None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    options, error, message = WRONG[case]
+    with pytest.raises(error, match=message) as caught:
+        ConvCaps2d(**{"in_types": C, "out_types": J, "in_dim": K, "out_dim": D, **options})
+    assert str(caught.value).startswith("capsfast.nn.ConvCaps2d: ")
+
+
+def test_wrong_inputs() -> None:
+    layer = ConvCaps2d(C, J, K, D)
+    with pytest.raises(ValueError, match=r"poses must be \[B, in_types=4, in_dim=3, H, W\], got \[2, 3, 4, 5, 6\]"):
+        layer(torch.randn(2, K, C, *SIZE))
+    with pytest.raises(ValueError, match=r"poses must have shape \[B, in_types, in_dim, H, W\], got \[2, 12, 5, 6\]"):
+        layer(torch.randn(2, C * K, *SIZE))
+    with pytest.raises(ValueError, match=r"a window of 3 x 3 .* .* got 2 x 6 with padding 0 x 0"):
+        layer(torch.randn(2, C, K, 2, 6))
+    with pytest.raises(TypeError, match="poses must be float32"):
+        layer(torch.zeros(2, C, K, *SIZE, dtype=torch.int32))

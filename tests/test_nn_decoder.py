@@ -1,0 +1,196 @@
+"""Length, Mask and the decoders against their definitions."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from capsfast.nn import ConvDecoder, Decoder, Length, Mask
+
+B, J, D = 5, 4, 6
+LABELS = torch.tensor([3, 0, 0, 2, 1])
+
+
+def capsules() -> Tensor:
+    return torch.randn(B, J, D, dtype=torch.float64)
+
+
+def test_length_is_the_root_of_the_sum_of_squares() -> None:
+    v = capsules()
+    wanted = torch.tensor([[sum(x * x for x in capsule) ** 0.5 for capsule in row] for row in v.tolist()])
+    torch.testing.assert_close(Length()(v), wanted.double())
+    assert Length()(v[0, 0]).shape == ()
+    assert torch.autograd.gradcheck(Length(), (v.requires_grad_(),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_length_of_a_zero_capsule_has_gradient_zero(dtype: torch.dtype, compiled: bool) -> None:
+    length = torch.compile(Length(), fullgraph=True, backend="aot_eager") if compiled else Length()
+    v = torch.zeros(2, 3, dtype=dtype)
+    v[1] = torch.tensor([3.0, 0.0, 4.0])
+    v.requires_grad_()
+    found = length(v)
+    assert found.tolist() == [0, 5]
+    found.sum().backward()
+    torch.testing.assert_close(v.grad, torch.tensor([[0, 0, 0], [0.6, 0, 0.8]], dtype=dtype))
+
+
+def test_mask_keeps_the_capsule_of_the_label() -> None:
+    v = capsules().requires_grad_()
+    kept = Mask()(v, LABELS)
+    wanted = torch.zeros(B, J, D, dtype=torch.float64)
+    for b, label in enumerate(LABELS.tolist()):
+        wanted[b, label] = v[b, label].detach()
+    assert torch.equal(kept, wanted)
+    kept.sum().backward()
+    assert v.grad is not None
+    assert torch.equal(v.grad, (wanted != 0).double())
+
+
+def test_mask_without_labels_keeps_the_longest() -> None:
+    v = capsules()
+    lengths = [[sum(x * x for x in capsule) for capsule in row] for row in v.tolist()]
+    longest = torch.tensor([row.index(max(row)) for row in lengths])
+    assert torch.equal(Mask()(v), Mask()(v, longest))
+
+
+def test_what_other_capsules_hold_does_not_matter() -> None:
+    v = capsules()
+    v[0, 1] = float("nan")
+    v.requires_grad_()
+    kept = Mask()(v, LABELS)
+    assert kept.isfinite().all()
+    kept.square().sum().backward()
+    assert v.grad is not None
+    assert v.grad.isfinite().all()
+
+
+def image_of(decoder: Decoder, numbers: list[float]) -> Tensor:
+    """A multilayer perceptron, number by number."""
+    linears = [layer for layer in decoder.layers if isinstance(layer, nn.Linear)]
+    for n, layer in enumerate(linears):
+        sums = [
+            sum(w * x for w, x in zip(row, numbers, strict=True)) + bias
+            for row, bias in zip(layer.weight.tolist(), layer.bias.tolist(), strict=True)
+        ]
+        last = n == len(linears) - 1
+        numbers = [torch.tensor(s, dtype=torch.float64).sigmoid().item() if last else max(s, 0.0) for s in sums]
+    return torch.tensor(numbers, dtype=torch.float64).view(decoder.image_shape)
+
+
+@pytest.mark.parametrize("options", [{}, {"class_independent": True}, {"masked": False}], ids=str)
+def test_decoder_is_a_perceptron_of_the_chosen_capsule(options: dict[str, Any]) -> None:
+    decoder = Decoder(J, D, (2, 3, 4), hidden=(7, 5), dtype=torch.float64, **options)
+    v = capsules()
+    masked = options.get("masked", True)
+    images = decoder(v, LABELS) if masked else decoder(v)
+    assert images.shape == (B, 2, 3, 4)
+    for b, label in enumerate(LABELS.tolist()):
+        if "class_independent" in options:
+            numbers = v[b, label]
+        else:
+            numbers = v[b] * (torch.arange(J) == label)[:, None] if masked else v[b]
+        torch.testing.assert_close(images[b], image_of(decoder, numbers.flatten().tolist()))
+
+
+def test_decoder_of_the_paper() -> None:
+    decoder = Decoder(10, 16)
+    shapes = [tuple(parameter.shape) for parameter in decoder.parameters()]
+    assert shapes == [(512, 160), (512,), (1024, 512), (1024,), (784, 1024), (784,)]
+    kinds = [type(layer).__name__ for layer in decoder.layers]
+    assert kinds == ["Linear", "ReLU", "Linear", "ReLU", "Linear", "Sigmoid"]
+
+
+@pytest.mark.parametrize("size", [(8, 8), (28, 28), (5, 11), (1, 2)])
+def test_conv_decoder_doubles_feature_maps(size: tuple[int, int]) -> None:
+    decoder = ConvDecoder(J, D, (3, *size), channels=(4, 2), dtype=torch.float64)
+    v = capsules()
+    images = decoder(v, LABELS)
+    assert images.shape == (B, 3, *size)
+    assert images.min() > 0 and images.max() < 1
+
+    half = [(n + 1) // 2 for n in size]
+    quarter = [(n + 1) // 2 for n in half]
+    x = decoder.start((v * F.one_hot(LABELS, J)[..., None]).flatten(1)).relu().view(B, 4, *quarter)
+    x = F.conv2d(x, decoder.convs[0].weight, decoder.convs[0].bias, padding=1)
+    for conv, wanted in ((decoder.convs[1], half), (decoder.convs[2], size)):
+        before = x.shape[2:]
+        rows = torch.arange(wanted[0]) * before[0] // wanted[0]
+        columns = torch.arange(wanted[1]) * before[1] // wanted[1]
+        x = F.conv2d(x[:, :, rows][..., columns].relu(), conv.weight, conv.bias, padding=1)
+    torch.testing.assert_close(images, x.sigmoid())
+
+
+@pytest.mark.parametrize("kind", [Decoder, ConvDecoder])
+@pytest.mark.parametrize("options", [{}, {"class_independent": True}], ids=str)
+def test_labels_and_longest_agree_and_gradients_reach_everything(kind: Any, options: dict[str, Any]) -> None:
+    decoder = kind(J, D, (1, 6, 6), **options)
+    v = capsules().float().requires_grad_()
+    longest = v.norm(dim=2).argmax(1)
+    assert torch.equal(decoder(v), decoder(v, longest))
+    (decoder(v, LABELS) - 0.3).square().sum().backward()
+    assert v.grad is not None
+    assert torch.equal(v.grad.any(2), F.one_hot(LABELS, J).bool())
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in decoder.parameters())
+    compiled = torch.compile(decoder, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(v, LABELS), decoder(v, LABELS))
+    for other in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+        assert torch.equal(other(v), decoder(v))
+        assert repr(other) == repr(decoder)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert decoder(v, LABELS).dtype == torch.bfloat16
+
+
+def test_class_independent_decoders_do_not_see_the_class() -> None:
+    v = capsules().float()
+    v[:, 1] = v[:, 0]
+    zeros, ones = torch.zeros(B, dtype=torch.int64), torch.ones(B, dtype=torch.int64)
+    for kind in (Decoder, ConvDecoder):
+        blind, seeing = kind(J, D, (1, 6, 6), class_independent=True), kind(J, D, (1, 6, 6))
+        torch.testing.assert_close(blind(v, zeros), blind(v, ones))
+        assert not torch.allclose(seeing(v, zeros), seeing(v, ones))
+
+
+def test_wrong_arguments() -> None:
+    for kind in (Decoder, ConvDecoder):
+        name = rf"capsfast\.nn\.{kind.__name__}: "
+        with pytest.raises(ValueError, match=name + "num_caps must be at least 1, got 0"):
+            kind(0, D)
+        with pytest.raises(ValueError, match=name + r"image_shape must be \(channels, height, width\), got \(28, 28\)"):
+            kind(J, D, (28, 28))
+        with pytest.raises(TypeError, match=name + "image_shape must be an int, got 2.5"):
+            kind(J, D, (1, 2.5, 3))
+        with pytest.raises(ValueError, match=name + "class_independent needs masked=True"):
+            kind(J, D, masked=False, class_independent=True)
+        with pytest.raises(ValueError, match=name + r"capsules must be \[B, num_caps=4, dim=6\], got \[5, 6, 4\]"):
+            kind(J, D)(torch.randn(B, D, J))
+        with pytest.raises(ValueError, match=name + "labels need masked=True"):
+            kind(J, D, masked=False)(torch.randn(B, J, D), LABELS)
+    with pytest.raises(ValueError, match="hidden must be at least 1, got 0"):
+        Decoder(J, D, hidden=(0,))
+
+
+def test_wrong_labels() -> None:
+    v = capsules()
+    for labels, error, message in (
+        (LABELS.int(), TypeError, "labels must be int64, got int32"),
+        (LABELS[:3], ValueError, r"labels must be \[B\] = \[5\], got \[3\]"),
+        (LABELS[:, None], ValueError, r"labels must have shape \[B\], got \[5, 1\]"),
+        (LABELS + 1, ValueError, r"labels must be in \[0, 3\], got 4"),
+        (LABELS - 1, ValueError, r"labels must be in \[0, 3\], got -1"),
+        (LABELS.to("meta"), ValueError, "labels must be on cpu, got meta"),
+        ([0] * B, TypeError, "labels must be a torch.Tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            Mask()(v, labels)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"capsules must have shape \[B, J, D\]"):
+        Mask()(v[0])
+    with pytest.raises(TypeError, match="capsules must be float32"):
+        Length()(LABELS)
+    with pytest.raises(TypeError, match=r"capsules must be a torch\.Tensor, got int"):
+        Length()(3)

@@ -1,0 +1,196 @@
+"""PrimaryCaps against loops over places, and the weights of lists of convolutions."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from capsfast.nn import FlattenCaps, PrimaryCaps
+
+from .support import plain
+from .support.plain import assert_same
+
+B, C, TYPES, DIM = 2, 3, 4, 5
+SIZE = (9, 7)
+
+
+class OneConvOfEachType(nn.Module):
+    """A convolution makes the K numbers of one capsule type."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Conv2d(C, DIM, 3, 2, bias=bias) for _ in range(TYPES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = torch.stack([unit(x) for unit in self.units], 1)  # [B, types, dim, H, W]
+        return plain.squash(u.flatten(3).transpose(2, 3).flatten(1, 2))
+
+
+class OneConvOfEachComponent(nn.Module):
+    """A convolution makes one of the K numbers of all capsules."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.capsules = nn.ModuleList(nn.Conv2d(C, TYPES, 3, 2, bias=bias) for _ in range(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return plain.squash(torch.cat([capsule(x).view(len(x), -1, 1) for capsule in self.capsules], -1))
+
+
+def images() -> Tensor:
+    return torch.randn(B, C, *SIZE, dtype=torch.float64)
+
+
+def test_capsules_are_ordered_by_type_row_and_column() -> None:
+    layer = PrimaryCaps(C, TYPES, DIM, kernel_size=(3, 2), stride=(2, 1), dtype=torch.float64)
+    x = images()
+    u = layer(x)
+    H, W = layer.grid(SIZE)
+    assert u.shape == (B, TYPES * H * W, DIM)
+    weight, bias = layer.conv.weight.unflatten(0, (TYPES, DIM)), layer.conv.bias.unflatten(0, (TYPES, DIM))
+    for t in range(TYPES):
+        for row in range(H):
+            for column in range(W):
+                window = x[:, :, 2 * row : 2 * row + 3, column : column + 2]
+                pose = (weight[t] * window[:, None]).sum((2, 3, 4)) + bias[t]
+                assert_same(u[:, (t * H + row) * W + column], plain.squash(pose))
+
+
+def test_an_image_of_capsules_is_the_list_before_flattening() -> None:
+    flat = PrimaryCaps(C, TYPES, DIM, 3, padding=1, dilation=2, dtype=torch.float64)
+    image = PrimaryCaps(C, TYPES, DIM, 3, padding=1, dilation=2, flatten=False, dtype=torch.float64)
+    image.load_state_dict(flat.state_dict())
+    x = images()
+    poses = image(x)
+    assert poses.shape == (B, TYPES, DIM, *image.grid(SIZE))
+    u = flat(x)
+    assert torch.equal(FlattenCaps()(poses), u)
+    H, W = image.grid(SIZE)
+    assert torch.equal(u[:, 1 * H * W + 1 * W + 0], poses[:, 1, :, 1, 0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [OneConvOfEachType, OneConvOfEachComponent])
+@pytest.mark.parametrize("assign", [False, True])
+def test_takes_the_weights_of_a_list_of_convolutions(kind: Any, bias: bool, assign: bool) -> None:
+    old = nn.Sequential(kind(bias)).double()
+    new = nn.Sequential(PrimaryCaps(C, TYPES, DIM, 3, 2, bias=bias)).double()
+    state = old.state_dict()
+    before = copy.deepcopy(state)
+    assert str(new.load_state_dict(state, assign=assign)) == "<All keys matched successfully>"
+    assert state.keys() == before.keys()
+
+    x = images().requires_grad_()
+    dv = torch.randn(B, TYPES * 4 * 3, DIM, dtype=torch.float64)
+    results = []
+    for network in (old, new):
+        u = network(x)
+        (dx,) = torch.autograd.grad(u, x, dv)
+        results.append((u, dx))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(("kind", "each"), [(OneConvOfEachType, "type"), (OneConvOfEachComponent, "component")])
+def test_from_list_says_what_one_convolution_makes(kind: Any, each: str) -> None:
+    old = kind().double()
+    (convs,) = old.children()
+    new = PrimaryCaps(C, TYPES, DIM, 3, 2).double().from_list(convs.state_dict(), each)
+    x = images()
+    assert_same(new(x), old(x))
+
+
+def test_a_list_that_can_be_read_in_two_ways_is_not_guessed() -> None:
+    convs = nn.ModuleList(nn.Conv2d(C, 4, 3) for _ in range(4))
+    layer = PrimaryCaps(C, 4, 4, 3)
+    state = {f"units.{name}": value for name, value in convs.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"must differ, got 4 entries of 4 channels; .* call from_list"):
+        layer.load_state_dict(state)
+    by_type = layer.from_list(convs.state_dict(), "type").conv.weight.clone()
+    by_component = layer.from_list(convs.state_dict(), "component").conv.weight.clone()
+    assert torch.equal(by_type[5], convs[1].weight[1])
+    assert torch.equal(by_component[6], convs[2].weight[1])
+    assert not torch.equal(by_type, by_component)
+
+
+def test_lists_that_do_not_fit() -> None:
+    layer = PrimaryCaps(C, TYPES, DIM, 3)
+    convs = OneConvOfEachType().units.state_dict()
+    del convs["2.bias"]
+    with pytest.raises(ValueError, match=r"weight and bias of 4 convolutions, missing \['2.bias'\], too many \[\]"):
+        layer.from_list(convs, "type")
+    with pytest.raises(RuntimeError, match=r"missing \['2.bias'\]"):
+        layer.load_state_dict({f"units.{name}": value for name, value in convs.items()})
+    with pytest.raises(ValueError, match=r"missing \['4.bias'.*too many \[\]"):
+        layer.from_list(OneConvOfEachType().units.state_dict(), "component")
+    wide = nn.ModuleList(nn.Conv2d(C, DIM, 5) for _ in range(TYPES)).state_dict()
+    with pytest.raises(ValueError, match=r"0.weight must be \[5, 3, 3, 3\], got \[5, 3, 5, 5\]"):
+        layer.from_list(wide, "type")
+    with pytest.raises(ValueError, match="each must be one of 'type', 'component', got 'capsule'"):
+        layer.from_list(wide, "capsule")
+    few = {f"units.{name}": value for name, value in nn.ModuleList([nn.Conv2d(C, DIM, 3)]).state_dict().items()}
+    with pytest.raises(RuntimeError, match="got 1 entries of 5 channels"):
+        layer.load_state_dict(few)
+
+
+def test_its_own_state_dict_and_strictness_are_as_usual() -> None:
+    layer = PrimaryCaps(C, TYPES, DIM, 3)
+    assert list(layer.state_dict()) == ["conv.weight", "conv.bias"]
+    other = PrimaryCaps(C, TYPES, DIM, 3)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.conv.weight, layer.conv.weight)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        layer.load_state_dict(layer.state_dict() | {"more": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict({})
+
+
+def test_squash_kinds_and_dtypes() -> None:
+    x = images().float()
+    layer = PrimaryCaps(C, TYPES, DIM, 3, squash="exp")
+    poses = layer.conv(x).unflatten(1, (TYPES, DIM)).flatten(3).transpose(2, 3).flatten(1, 2)
+    torch.testing.assert_close(layer(x), plain.squash(poses, "exp"))
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    with torch.device("meta"):
+        layer = PrimaryCaps(C, TYPES, DIM, 3)
+    assert layer(torch.empty(B, C, *SIZE, device="meta")).shape == (B, TYPES * 4 * 3, DIM)
+
+
+def test_gradcheck() -> None:
+    layer = PrimaryCaps(2, 2, 3, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(layer, (torch.randn(1, 2, 4, 4, dtype=torch.float64, requires_grad=True),))
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "types": ({"types": 0}, ValueError, "types must be at least 1, got 0"),
+    "dim": ({"dim": 8.0}, TypeError, "dim must be an int, got 8.0"),
+    "kernel": ({"kernel_size": "3"}, TypeError, "kernel_size must be an int or two of them, got '3'"),
+    "kernel three": ({"kernel_size": (3, 3, 3)}, TypeError, r"kernel_size must be an int or two of them"),
+    "kernel entry": ({"kernel_size": (3, 0)}, ValueError, "kernel_size must be at least 1, got 0"),
+    "stride": ({"stride": 0}, ValueError, "stride must be at least 1, got 0"),
+    "padding": ({"padding": -1}, ValueError, "padding must be at least 0, got -1"),
+    "squash": ({"squash": "tanh"}, ValueError, "squash must be one of"),
+    "eps": ({"eps": 0}, ValueError, "eps must be positive"),
+    "flatten": ({"flatten": 1}, TypeError, "flatten must be True or False, got 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    options, error, message = WRONG[case]
+    with pytest.raises(error, match=message) as caught:
+        PrimaryCaps(**{"in_channels": C, "types": TYPES, "dim": DIM, **options})
+    assert str(caught.value).startswith("capsfast.nn.PrimaryCaps: ")
+
+
+def test_wrong_inputs() -> None:
+    layer = PrimaryCaps(C, TYPES, DIM)
+    with pytest.raises(ValueError, match=r"features must be \[B, in_channels=3, H, W\], got \[2, 4, 9, 9\]"):
+        layer(torch.randn(2, 4, 9, 9))
+    with pytest.raises(ValueError, match=r"a window of 9 x 9 .* must fit into the input with its padding, got 9 x 7"):
+        layer(torch.randn(2, C, *SIZE))
+    with pytest.raises(ValueError, match=r"poses must have shape \[B, C, K, H, W\], got \[2, 3, 4\]"):
+        FlattenCaps()(torch.randn(2, 3, 4))
+    with pytest.raises(TypeError, match="features must be float32"):
+        layer(torch.zeros(2, C, 9, 9, dtype=torch.int64))
