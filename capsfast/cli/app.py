@@ -1,4 +1,4 @@
-"""The commands: arguments here, work in :mod:`capsfast.bench`."""
+"""The application, and the commands for :mod:`capsfast.bench`: arguments here, work there."""
 
 import importlib.util
 from pathlib import Path
@@ -15,9 +15,14 @@ from ..bench.contenders import contenders
 from ..bench.measure import Row, run
 from ..bench.report import describe
 from ..bench.results import Results
+from .inspection import evaluate, perturb, reconstruct, routing
 from .tables import backends_table, build_table, case_table, reasons, versions_table
+from .training import train
+from .tuning import tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused capsule-network routing for PyTorch.")
+for command in (train, evaluate, reconstruct, perturb, routing, tune):
+    app.command()(command)
 
 
 @app.command()

@@ -1,0 +1,77 @@
+"""What the commands for networks share: errors in one line, checkpoints, pictures."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..data import Sets
+    from ..train import Learner
+
+NEEDED = ("lightning", "matplotlib")
+
+Checkpoint = Annotated[Path, typer.Argument(help="A file that train wrote, such as last.ckpt.", show_default=False)]
+Out = Annotated[Path, typer.Option(help="Folder of the pictures.")]
+Data = Annotated[str | None, typer.Option(help="Other data than it was trained on.", show_default=False)]
+DataDir = Annotated[str | None, typer.Option(help="Folder of the IDX files.", show_default=False)]
+Accelerator = Annotated[str, typer.Option(help="auto, cpu, gpu, ... of Lightning.")]
+
+
+def stop(message: str) -> typer.Exit:
+    """Says on the error stream why a command ends."""
+    Console(stderr=True, soft_wrap=True).print(message, markup=False, highlight=False)
+    return typer.Exit(1)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """One line for what the package rejects, and for an extra that is missing; other errors keep their traceback."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise stop(f'capsfast: this command needs {" and ".join(missing)}: pip install "capsfast[train]"')
+    try:
+        yield
+    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, RuntimeError) as error:
+        if not str(error).startswith("capsfast"):
+            raise
+        raise stop(str(error)) from None
+
+
+def say(text: str) -> None:
+    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+def opened(checkpoint: Path, data: str | None, data_dir: str | None) -> "tuple[Learner, Sets]":
+    """The network and the data sets of a checkpoint, the network on the device that Lightning would take."""
+    from ..train import open_checkpoint
+
+    learner, images = open_checkpoint(checkpoint, data=data, data_dir=data_dir)
+    return learner, images.sets
+
+
+def to_accelerator(learner: "Learner", accelerator: str) -> None:
+    """Moves it to the first device of a Lightning accelerator."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Trainer
+
+    from ..train.run import quiet
+
+    try:
+        with quiet():
+            trainer = Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
+    except (ValueError, MisconfigurationException) as error:
+        raise stop(f"capsfast: --accelerator {accelerator}: {error}") from None
+    learner.to(trainer.strategy.root_device)
+
+
+def write(figure: "Figure", path: Path) -> None:
+    from ..train.pictures import save
+
+    say(f"wrote {save(figure, path)}")

@@ -1,0 +1,145 @@
+"""The commands that look at a trained network: arguments here, work in :mod:`capsfast.train`."""
+
+import json as json_format
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .common import (
+    Accelerator,
+    Checkpoint,
+    Data,
+    DataDir,
+    Out,
+    opened,
+    plain_errors,
+    say,
+    to_accelerator,
+    write,
+)
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    out: Out = Path("out/evaluate"),
+    data: Data = None,
+    data_dir: DataDir = None,
+    fgsm: Annotated[list[float], typer.Option(help="Also under FGSM of this eps; repeat.")] = [],  # noqa: B006
+    pgd: Annotated[list[float], typer.Option(help="Also under PGD of this eps; repeat.")] = [],  # noqa: B006
+    pgd_steps: Annotated[int, typer.Option(min=1, help="Steps of PGD.")] = 10,
+    attacked: Annotated[int | None, typer.Option(min=1, help="Attack the first so many images only.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the numbers there.")] = None,
+    accelerator: Accelerator = "auto",
+) -> None:
+    """Accuracy on the test images and the confusion matrix, and accuracy on images that an attack has changed."""
+    with plain_errors():
+        from .. import train
+        from ..data.seeds import generator
+        from ..train import pictures
+
+        learner, sets = opened(checkpoint, data, data_dir)
+        to_accelerator(learner, accelerator)
+        attacks: dict[str, train.Attack | None] = {"test images": None}
+        for eps in fgsm:
+            attacks[f"FGSM, eps {eps:g}"] = partial(train.fgsm, eps=eps)
+        for eps in pgd:
+            draw = generator(0, "attack")
+            attacks[f"PGD, eps {eps:g}, {pgd_steps} steps"] = partial(
+                train.pgd, eps=eps, steps=pgd_steps, generator=draw
+            )
+        found = {}
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            for name, attack in attacks.items():
+                limit = None if attack is None else attacked
+                task = progress.add_task(name, total=min(limit or len(sets.test), len(sets.test)))
+                found[name] = train.evaluate(
+                    learner,
+                    sets.test,
+                    attack=attack,
+                    limit=limit,
+                    on_step=partial(progress.advance, task),
+                )
+        for name, each in found.items():
+            say(f"{name}: {each.accuracy:.2%} of {each.images} right")
+        plain = found["test images"]
+        if plain.confusion is not None:
+            write(pictures.confusion(plain.confusion, f"{plain.accuracy:.2%} of {plain.images}"), out / "confusion.png")
+        if json is not None:
+            content = {name: {"images": each.images, "right": each.right} for name, each in found.items()}
+            json.write_text(json_format.dumps(content, indent=1) + "\n")
+            say(f"wrote {json}")
+
+
+def reconstruct(
+    checkpoint: Checkpoint, out: Out = Path("out/reconstruct"), data: Data = None, data_dir: DataDir = None
+) -> None:
+    """Test images, one of each class, and what the decoder makes of their class capsules: reconstructions.png."""
+    with plain_errors():
+        from .. import train
+        from ..train import pictures
+
+        learner, sets = opened(checkpoint, data, data_dir)
+        batch = sets.test.batch(train.one_of_each_class(sets.test, sets.num_classes))
+        again = train.reconstructions(learner, batch)
+        if batch.parts is None or not learner.has_classes:
+            rows = {"input": batch.images, "reconstruction": again}
+            columns = [", ".join(map(str, labels)) for labels in batch.labels.view(len(again), -1).tolist()]
+        else:
+            rows = {
+                "input": batch.images,
+                "its parts": pictures.overlap_colours(batch.parts),
+                "reconstructions": pictures.overlap_colours(again),
+            }
+            columns = [f"{red}, {green}" for red, green in batch.labels.tolist()]
+        write(pictures.image_grid(rows, columns), out / "reconstructions.png")
+
+
+def perturb(
+    checkpoint: Checkpoint,
+    label: Annotated[list[int], typer.Option(help="Class to vary; repeat. Default all.", show_default=False)] = [],  # noqa: B006
+    out: Out = Path("out/perturb"),
+    data: Data = None,
+    data_dir: DataDir = None,
+) -> None:
+    """What each number of a class capsule means: it is varied from -0.25 to 0.25 in steps of 0.05; a PNG a class."""
+    with plain_errors():
+        from .. import train
+        from ..train import pictures
+
+        learner, sets = opened(checkpoint, data, data_dir)
+        first = train.one_of_each_class(sets.test, sets.num_classes)
+        rows = dict(zip(sets.test.source.labels[first].tolist(), first, strict=True))
+        for each in label:
+            if each not in rows:
+                raise ValueError(f"capsfast perturb: label must be one of {', '.join(map(str, rows))}, got {each}")
+        for each in label or rows:
+            image = sets.test.batch(rows[each][None]).images[0]
+            images = train.perturbations(learner, image, each)
+            write(pictures.perturbation(images, str(each)), out / f"perturb-{each}.png")
+
+
+def routing(
+    checkpoint: Checkpoint,
+    out: Out = Path("out/routing"),
+    data: Data = None,
+    data_dir: DataDir = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Look at the first so many images.")] = None,
+    accelerator: Accelerator = "auto",
+) -> None:
+    """Capsule lengths and coupling entropy by class, iteration by iteration: routing.png."""
+    with plain_errors():
+        from .. import train
+        from ..train import pictures
+
+        learner, sets = opened(checkpoint, data, data_dir)
+        to_accelerator(learner, accelerator)
+        found = train.routing_statistics(learner, sets.test, limit=limit)
+        write(pictures.routing(found, "routing to the class capsules"), out / "routing.png")
+        for t, values in enumerate(found.entropy, 1):
+            say(f"iteration {t}: coupling entropy {torch.nanmean(values):.4f} of log J, mean of the classes")

@@ -1,0 +1,232 @@
+"""The command ``train``: arguments here, work in :mod:`capsfast.train`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+from ..bench import record
+from .common import DataDir, plain_errors, say, stop
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from ..train import ImageData, Learner
+
+# Options by where they go; a resumed run takes all of them from its checkpoint.
+MODEL = ("conv_channels", "primary_groups", "primary_dim", "digit_dim", "types", "num_caps", "caps_dim")
+ROUTING = ("num_iterations", "backend")
+LEARNING = ("lr", "warmup_steps", "decay_rate", "decay_steps", "clip", "reconstruction_weight", "seed")
+IMAGES = ("data", "batch_size", "image_size", "shift", "rotation", "scale", "seed", "workers")
+FIXED = frozenset(("model", "reconstruction", *MODEL, *ROUTING, *LEARNING, *IMAGES))
+TRAINER = (
+    "epochs",
+    "max_steps",
+    "log",
+    "checkpoint_every",
+    "test_every",
+    "accelerator",
+    "devices",
+    "num_nodes",
+    "strategy",
+    "precision",
+    "deterministic",
+    "limit_train_batches",
+    "limit_val_batches",
+    "progress",
+)
+
+Size = Annotated[int | None, typer.Option(min=1, show_default="the model's", rich_help_panel="Model")]
+Options = dict[str, Any]
+
+
+def train(
+    context: typer.Context,
+    data: Annotated[
+        str, typer.Option(help="digits, mnist, fashion-mnist, a folder of IDX files; multi:NAME or affine:NAME of one.")
+    ] = "digits",
+    data_dir: DataDir = None,
+    model: Annotated[str, typer.Option(help="capsnet, deepcaps or autoencoder.")] = "capsnet",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images a step, of each process.")] = 128,
+    out: Annotated[Path, typer.Option(help="Folder of checkpoints, logs and pictures.")] = Path("out/train"),
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on from this checkpoint, with its model, data and learning rate.")
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Measure routing's share of a step instead; profile.json.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, order and augmentation.")] = 0,
+    conv_channels: Size = None,
+    primary_groups: Size = None,
+    primary_dim: Size = None,
+    digit_dim: Size = None,
+    types: Size = None,
+    num_caps: Size = None,
+    caps_dim: Size = None,
+    num_iterations: Size = None,
+    reconstruction: Annotated[bool, typer.Option(help="Whether there is a decoder.", rich_help_panel="Model")] = True,
+    backend: Annotated[str | None, typer.Option(help="Of the routing.", rich_help_panel="Model")] = None,
+    lr: Annotated[float, typer.Option(help="Of Adam, after the warm-up.", rich_help_panel="Learning")] = 1e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0, rich_help_panel="Learning")] = 0,
+    decay_rate: Annotated[
+        float, typer.Option(help="Factor on lr every decay-steps.", rich_help_panel="Learning")
+    ] = 0.96,
+    decay_steps: Annotated[int, typer.Option(min=1, rich_help_panel="Learning")] = 2000,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm.", rich_help_panel="Learning")] = None,
+    reconstruction_weight: Annotated[float, typer.Option(min=0, rich_help_panel="Learning")] = 0.0005,
+    image_size: Annotated[int | None, typer.Option(min=1, help="Resize to.", rich_help_panel="Images")] = None,
+    shift: Annotated[
+        int | None, typer.Option(min=0, help="Pixels; default 2 of 28.", rich_help_panel="Images", show_default=False)
+    ] = None,
+    rotation: Annotated[float, typer.Option(min=0, help="Degrees.", rich_help_panel="Images")] = 0.0,
+    scale: Annotated[float, typer.Option(min=0, help="Fraction.", rich_help_panel="Images")] = 0.0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that make batches.", rich_help_panel="Images")] = 0,
+    log: Annotated[list[str], typer.Option(help="csv, tensorboard; repeat.", rich_help_panel="Run")] = ["csv"],  # noqa: B006
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints step.ckpt.", rich_help_panel="Run")
+    ] = None,
+    test_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between tests; default an epoch.", rich_help_panel="Run")
+    ] = None,
+    max_steps: Annotated[int, typer.Option(help="End after so many steps; -1 never.", rich_help_panel="Run")] = -1,
+    limit_train_batches: Annotated[int | None, typer.Option(min=1, rich_help_panel="Run")] = None,
+    limit_val_batches: Annotated[int | None, typer.Option(min=0, rich_help_panel="Run")] = None,
+    progress: Annotated[bool, typer.Option(help="A progress bar.", rich_help_panel="Run")] = True,
+    accelerator: Annotated[str, typer.Option(help="Of Lightning, as all below.", rich_help_panel="Devices")] = "auto",
+    devices: Annotated[str, typer.Option(rich_help_panel="Devices")] = "1",
+    num_nodes: Annotated[int, typer.Option(min=1, rich_help_panel="Devices")] = 1,
+    strategy: Annotated[str, typer.Option(rich_help_panel="Devices")] = "auto",
+    precision: Annotated[str, typer.Option(rich_help_panel="Devices")] = "32-true",
+    deterministic: Annotated[bool, typer.Option("--deterministic", rich_help_panel="Devices")] = False,
+) -> None:
+    """Trains a capsule network, tests it after every epoch, and writes last.ckpt, record.json and curve.png."""
+    given: Options = dict(context.params)
+    with plain_errors():
+        learner, images = _resumed(context, resume, data_dir) if resume is not None else _new(given)
+        if profile:
+            _profile(learner, images, accelerator, out)
+            return
+        # Given as False, it would switch off what the caller has switched on.
+        trainer = _trainer(out, {name: given[name] for name in TRAINER} | {"deterministic": deterministic or None})
+        _check_test_every(given, trainer, images)
+        _fit(trainer, learner, images, resume, out)
+
+
+def _new(given: Options) -> "tuple[Learner, ImageData]":
+    from ..train import ImageData, Learner
+
+    images = ImageData(data_dir=given["data_dir"], **{name: given[name] for name in IMAGES})
+    images.setup()
+    options = {name: given[name] for name in (*MODEL, *ROUTING) if given[name] is not None}
+    if not given["reconstruction"]:
+        options["reconstruction"] = False
+    sizes = images.sets[2:]
+    return Learner(given["model"], *sizes, options=options, **{name: given[name] for name in LEARNING}), images
+
+
+def _resumed(context: typer.Context, checkpoint: Path, data_dir: str | None) -> "tuple[Learner, ImageData]":
+    from ..train import open_checkpoint
+
+    named = [name for name in sorted(FIXED) if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    if named:
+        options = ", ".join("--" + name.replace("_", "-") for name in named)
+        raise stop(f"capsfast train: --resume takes {options} from the checkpoint; leave out what it fixes")
+    learner, images = open_checkpoint(checkpoint, data_dir=data_dir)
+    learner.train()
+    return learner, images
+
+
+def _trainer(out: Path, options: Options) -> "Trainer":
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from ..train import make_trainer
+    from ..train.run import quiet
+
+    options["devices"] = int(options["devices"]) if options["devices"].lstrip("-").isdigit() else options["devices"]
+    try:
+        with quiet():
+            return make_trainer(out, **options)
+    except (ValueError, MisconfigurationException) as error:
+        raise stop(f"capsfast train: {str(error).removeprefix('capsfast.train: ')}") from None
+
+
+def _check_test_every(given: Options, trainer: "Trainer", images: "ImageData") -> None:
+    from ..data import BatchOrder
+
+    order = BatchOrder(
+        len(images.sets.train), images.options["batch_size"], shuffle=True, world_size=trainer.world_size
+    )
+    steps = min(len(order), given["limit_train_batches"] or len(order))
+    if given["test_every"] is not None and given["test_every"] > steps:
+        raise stop(f"capsfast train: --test-every must be at most {steps}, an epoch, got {given['test_every']}")
+
+
+def _fit(trainer: "Trainer", learner: "Learner", images: "ImageData", resume: Path | None, out: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    from ..train import fit
+    from ..train.pictures import curve, read_metrics, save
+
+    start = time.perf_counter()
+    fit(trainer, learner, images, resume)
+    seconds = time.perf_counter() - start
+    if not trainer.is_global_zero:
+        return
+    csv = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+    went_on = resume is not None and resume.resolve().parent == out.resolve()
+    metrics = read_metrics(csv[0], went_on) if csv else {}
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
+    if metrics:
+        save(curve(metrics), out / "curve.png")
+    content = {
+        **_run(learner, images),
+        "processes": trainer.world_size,
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "seconds": round(seconds, 1),
+        "results": found,
+        "curve": {name: [(step, float(f"{value:.5g}")) for step, value in points] for name, points in metrics.items()},
+    }
+    _write(out / "record.json", content)
+    shown = ", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in found.items())
+    say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if shown else ''}{shown}")
+    say(f"wrote {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))} in {out}")
+
+
+def _run(learner: "Learner", images: "ImageData") -> dict[str, Any]:
+    """What a record says of network, data and machine."""
+    return {
+        "command": " ".join(["python -m capsfast", *sys.argv[1:]]),
+        "environment": record.environment(learner.device),
+        "parameters": sum(each.numel() for each in learner.parameters()),
+        "model": dict(learner.hparams),
+        "images": {**images.hparams, "data_dir": None},
+    }
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    # A line for each entry: short for git, and readable.
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{{\n{lines}\n}}\n")
+
+
+def _profile(learner: "Learner", images: "ImageData", accelerator: str, out: Path) -> None:
+    from ..train import routing_share
+    from .common import to_accelerator
+
+    to_accelerator(learner, accelerator)
+    rows = torch.arange(min(images.options["batch_size"], len(images.sets.train)))
+    batch = images.sets.train.batch(rows).to(learner.device)
+    measured = {}
+    for name, backend in (("fastest backend", None), ("einsum", "reference")):
+        found = routing_share(learner, batch, backend=backend)
+        measured[name] = {"step_s": found.step, "routing_s": found.routing}
+        say(f"{name}: step {1e3 * found.step:.1f} ms, routing {1e3 * found.routing:.1f} ms, {found.share:.1%}")
+    _write(out / "profile.json", {**_run(learner, images), "measured": measured})
+    say(f"wrote {out / 'profile.json'}")

@@ -1,0 +1,104 @@
+"""Which images make a batch: a function of seed, epoch and step, the same for any number of processes."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .seeds import generator
+
+
+class Draw(NamedTuple):
+    """The rows of a batch, and the epoch whose random draws it takes."""
+
+    epoch: int
+    rows: Tensor
+
+
+class BatchOrder(Sampler[Draw]):
+    """The batches of one process among ``world_size``.
+
+    Training (``shuffle``): all processes together see the batches that one process with ``batch_size *
+    world_size`` would. A last batch that is smaller is split evenly; the fewer than ``world_size`` images
+    that this leaves over sit out the epoch. Otherwise every image is seen once, in order.
+
+    Args:
+        size: of the data set.
+        batch_size: of this process.
+        shuffle: another order in every epoch.
+        seed: of the order.
+        rank, world_size: this process among all.
+
+    Raises:
+        ValueError: a batch size below 1, or fewer images than processes.
+    """
+
+    def __init__(
+        self, size: int, batch_size: int, *, shuffle: bool, seed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"capsfast.data.BatchOrder: batch_size must be at least 1, got {batch_size}")
+        if size < world_size:
+            raise ValueError(f"capsfast.data.BatchOrder: {world_size} processes need as many images, got {size}")
+        self.size = size
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._batches(torch.arange(self.size)))
+
+    def __iter__(self) -> Iterator[Draw]:
+        rows = torch.arange(self.size)
+        if self.shuffle:
+            rows = torch.randperm(self.size, generator=generator(self.seed, "order", self.epoch))
+        for batch in self._batches(rows)[self.start :]:
+            yield Draw(self.epoch, batch)
+
+    def _batches(self, rows: Tensor) -> list[Tensor]:
+        if not self.shuffle:
+            return list(rows[self.rank :: self.world_size].split(self.batch_size))
+        shares = []
+        for together in rows.split(self.batch_size * self.world_size):
+            each = len(together) // self.world_size
+            if each:
+                shares.append(together[self.rank * each : (self.rank + 1) * each])
+        return shares
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class ResumableLoader(DataLoader[Any]):
+    """Batches of a data set that takes a :class:`Draw`; ``state_dict`` says how far into the epoch it is."""
+
+    def __init__(self, dataset: Dataset[Any], order: BatchOrder, **options: Any) -> None:
+        super().__init__(dataset, batch_size=None, sampler=order, collate_fn=_as_is, **options)
+        self.order = order
+        self._done = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # A generator: the order is made at the first batch, after the trainer has set the epoch.
+        self._done = self.order.start
+        for batch in super().__iter__():
+            self._done += 1
+            # For the next epoch, and here: a trainer that counts never asks for more than the last batch.
+            self.order.start = 0
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        # All batches done is the start of the next epoch.
+        return {"batches": self._done % len(self.order)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.order.start = state["batches"]

@@ -1,0 +1,38 @@
+"""Training and inspection of capsule networks, on Lightning: the extra ``train``."""
+
+from importlib.util import find_spec
+
+if find_spec("lightning") is None:
+    raise ModuleNotFoundError('capsfast.train needs lightning: pip install "capsfast[train]"')
+
+from .attacks import fgsm, pgd
+from .checkpoint import open_checkpoint
+from .evaluate import Attack, Evaluation, evaluate
+from .images import ImageData
+from .inspect import RoutingStatistics, one_of_each_class, perturbations, reconstructions, routing_statistics
+from .learner import Learner
+from .networks import NETWORKS, build
+from .profile import StepShare, routing_share
+from .run import fit, make_trainer
+
+__all__ = [
+    "NETWORKS",
+    "Attack",
+    "Evaluation",
+    "ImageData",
+    "Learner",
+    "RoutingStatistics",
+    "StepShare",
+    "build",
+    "evaluate",
+    "fgsm",
+    "fit",
+    "make_trainer",
+    "one_of_each_class",
+    "open_checkpoint",
+    "perturbations",
+    "pgd",
+    "reconstructions",
+    "routing_share",
+    "routing_statistics",
+]

@@ -1,0 +1,112 @@
+"""What a trained network has learnt: reconstructions, the meaning of capsule dimensions, how its routing decides."""
+
+import copy
+from math import log
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..data.sets import DrawnSet
+from .evaluate import batches
+from .learner import Learner, multi_hot
+
+# The range of Sabour, Frosst, Hinton (2017), figure 4.
+DELTAS = tuple(0.05 * n for n in range(-5, 6))
+
+
+def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:
+    """The first image of every class that occurs, as rows ``[n]``."""
+    labels = dataset.source.labels
+    return torch.stack([(labels == each).nonzero()[0, 0] for each in range(num_classes) if (labels == each).any()])
+
+
+@torch.no_grad()
+def reconstructions(learner: Learner, batch: Batch) -> Tensor:
+    """What the decoder makes of the capsule of each label, or that of an auto-encoder of all its capsules.
+
+    Returns:
+        ``[B, C, H, W]``, or ``[B, 2, C, H, W]`` for overlapping images and a network with classes.
+
+    Raises:
+        ValueError: the network has no decoder.
+    """
+    images, labels, _ = batch.to(learner.device)
+    found: Tensor
+    if not learner.has_classes:
+        found = learner.model(images).reconstruction
+        return found
+    learner.check_decoder("reconstructions")
+    if labels.dim() == 1:
+        found = learner.model(images, labels).reconstruction
+        return found
+    capsules = learner.model(images, labels[:, 0]).capsules
+    return torch.stack([learner.model.reconstruct(capsules, labels[:, n]) for n in (0, 1)], 1)
+
+
+@torch.no_grad()
+def perturbations(learner: Learner, image: Tensor, label: int, deltas: tuple[float, ...] = DELTAS) -> Tensor:
+    """Reconstructions with one number of the class capsule changed (Sabour, Frosst, Hinton 2017, figure 4).
+
+    Args:
+        learner: a network with a decoder.
+        image: ``[C, H, W]`` in [0, 1].
+        label: the capsule that is varied.
+        deltas: what is added, n values.
+
+    Returns:
+        ``[D, n, C, H, W]``, a row for each dimension of the capsule.
+
+    Raises:
+        ValueError: the network has no decoder.
+    """
+    learner.check_decoder("perturbations")
+    labels = torch.tensor([label], device=learner.device)
+    capsules = learner.model(image[None].to(learner.device), labels).capsules  # [1, J, D]
+    D, n = capsules.shape[2], len(deltas)
+    changed = capsules.repeat(D * n, 1, 1)
+    step = torch.eye(D, device=learner.device)[:, None, :] * torch.tensor(deltas, device=learner.device)[:, None]
+    changed[:, label] += step.flatten(0, 1)  # [D, n, D]
+    found: Tensor = learner.model.reconstruct(changed, labels.expand(D * n))
+    images: Tensor = found.unflatten(0, (D, n))
+    return images
+
+
+class RoutingStatistics(NamedTuple):
+    """lengths: ``[J, J]``, of capsule (column) on images of a class (row), the mean. entropy: ``[r, J]``, of an
+    input capsule's coupling in each iteration on images of a class, the mean; 1 is no preference at all.
+    NaN where no image has the class."""
+
+    lengths: Tensor
+    entropy: Tensor
+
+
+@torch.no_grad()
+def routing_statistics(
+    learner: Learner, dataset: DrawnSet, *, limit: int | None = None, batch_size: int = 128
+) -> RoutingStatistics:
+    """Capsule lengths and coupling entropy by class, over the first ``limit`` images.
+
+    Raises:
+        ValueError: the network has no classes, or its last routing can't be looked at.
+    """
+    op = "capsfast.train.routing_statistics"
+    if not learner.has_classes or not hasattr(learner.model, "encode"):
+        raise ValueError(f"{op}: a network with encode() and classes is needed, got {learner.hparams['model']}")
+    learner.eval()
+    routing = learner.model.routing
+    J, r = learner.sizes["num_classes"], routing.num_iterations
+    lengths, entropy, count = torch.zeros(J, J), torch.zeros(r, J), torch.zeros(J)
+    for batch in batches(dataset, batch_size, limit):
+        classes = multi_hot(batch.labels, J)  # [B, J]
+        u = learner.model.encode(batch.images.to(learner.device))
+        for t in range(1, r + 1):
+            part = copy.copy(routing)
+            part.num_iterations = t
+            v, coupling = part(u, return_coupling=True)
+            of_sample = torch.special.entr(coupling).sum(2).mean(1).cpu() / log(J)
+            entropy[t - 1] += classes.T @ of_sample
+        lengths += classes.T @ v.norm(dim=2).cpu()
+        count += classes.sum(0)
+    return RoutingStatistics(lengths / count[:, None], entropy / count)
