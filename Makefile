@@ -30,11 +30,11 @@ STAMPS := build/make/$(shell printf %s '$(PREFIX)' | cksum | cut -d ' ' -f 1)
 BORN := $(wildcard $(PREFIX)/pyvenv.cfg)
 EXTENSION := $(if $(filter 0,$(CAPSFAST_BUILD)),,$(STAMPS)/extension)
 
-.PHONY: help demo test build lint format bench clean force
+.PHONY: help demo test build lint format wheel bench gpu-check clean force
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 	@echo
 	@sed -n '3,/^$$/s/^# \{0,1\}/  /p' Makefile
 
@@ -56,9 +56,17 @@ format: $(STAMPS)/test ## sort imports, format
 	$(PY) -m ruff check --select I --fix .
 	$(PY) -m ruff format .
 
+wheel: $(STAMPS)/torch ## build a wheel in dist/, check it, say where it is
+	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist
+	-$(PIP) install --quiet torch-abi-audit
+	$(PY) .ci/wheel.py $$(ls -t dist/capsfast-*.whl | head -n 1)
+
 bench: $(STAMPS)/examples $(EXTENSION) ## all benchmarks: the record of this machine, docs/benchmarks.md
 	$(PY) benchmarks/sweep.py $(ARGS)
 	$(PY) benchmarks/report.py
+
+gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, tests, sanitizers, benchmarks
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove what was built, leaving .venv
 	rm -rf build dist out *.egg-info capsfast/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,22 +1,32 @@
 """capsfast.bench: sweeps, the gate, timing, memory, records and the report."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from capsfast.bench import memory, record, report
+from capsfast.bench import measure as measuring
+from capsfast.bench import memory, overhead, record, report
 from capsfast.bench.cases import AXES, CANONICAL, OPS, SWEEPS, Case, sweep
-from capsfast.bench.contenders import BROADCAST, COMPILED, EAGER, OURS, Contender, contender, contenders
+from capsfast.bench.contenders import BROADCAST, COMPILED, EAGER, OURS, TUNED, Contender, contender, contenders
+from capsfast.bench.deadline import deadline
+from capsfast.bench.floors import floor
 from capsfast.bench.gate import Gate
-from capsfast.bench.inputs import ROTATED_BYTES, input_set, input_sets
+from capsfast.bench.graphs import LEAST_CALLS, Replay
+from capsfast.bench.inputs import ROTATED_BYTES, input_set, input_sets, rotated_bytes
+from capsfast.bench.limits import limits
 from capsfast.bench.measure import Row, measure, without_paths
 from capsfast.bench.plots import bars
 from capsfast.bench.results import Results, shares
+from capsfast.bench.targets import BOTH, TARGETS, WIDE, Evidence, findings
 from capsfast.bench.timing import Timing, interleave
 
 CPU = torch.device("cpu")
@@ -228,6 +238,223 @@ def test_report_and_plots(tmp_path: Path) -> None:
     assert all(f"(images/{name})" in page for name in images)
     bars(Results(_rows()), tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 0
+
+
+CUDA = torch.device("cuda")
+GPU_LIMITS = {
+    "copy_bytes_per_second": 4e12,
+    "matmul_flops_per_second": 6e13,
+    "tf32_flops_per_second": 45e13,
+    "bf16_flops_per_second": 75e13,
+}
+
+
+class FakeGPU:
+    """A clock in the place of a device: its steps take their time, graphs what was captured, the host none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.captured: list[float] | None = None
+        self.allocated = self.peak = 1000
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = gpu.now
+
+            def elapsed_time(self, other: "Event") -> float:
+                return (other.at - self.at) * 1e3
+
+        class CUDAGraph:
+            def replay(self) -> None:
+                gpu.now += sum(self.work)
+
+        @contextlib.contextmanager
+        def graph(into: CUDAGraph, stream: object) -> Iterator[None]:
+            assert stream == "stream"
+            gpu.captured = []
+            try:
+                yield
+            finally:
+                into.work, gpu.captured = gpu.captured, None
+
+        fakes = {
+            "Event": Event,
+            "CUDAGraph": CUDAGraph,
+            "graph": graph,
+            "synchronize": lambda device=None: None,
+            "current_stream": lambda device: "stream",
+            "memory_allocated": lambda device: self.allocated,
+            "reset_peak_memory_stats": lambda device: None,
+            "max_memory_allocated": lambda device: self.peak,
+            "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=50 * 2**20),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def step(self, cost: Callable[[int], float], growth: int = 0) -> Callable[[int], object]:
+        def call(n: int) -> object:
+            self.peak = self.allocated + growth
+            if self.captured is None:
+                self.now += cost(n)
+            else:
+                self.captured.append(cost(n))
+            return None
+
+        return call
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
+    return FakeGPU(monkeypatch)
+
+
+@pytest.mark.parametrize("sets", [1, 3, 64])
+def test_replays_time_every_input_set_alike(gpu: FakeGPU, sets: int) -> None:
+    replay = Replay(gpu.step(lambda n: 1e-6 * (1 + n % sets)), sets, CUDA)
+    assert replay.calls >= LEAST_CALLS and replay.calls % sets == 0
+    seconds = replay(0, 2 * replay.calls + 1)
+    assert len(seconds) == 3
+    assert seconds == pytest.approx([1e-6 * (sets + 1) / 2] * 3)
+
+
+def test_gpu_rows_hold_graph_event_and_memory(gpu: FakeGPU) -> None:
+    def uncapturable(n: int) -> object:
+        if gpu.captured is not None:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        gpu.now += 5e-5
+        return None
+
+    def fails(n: int) -> object:
+        raise RuntimeError("out of memory")
+
+    steps = {"fused": gpu.step(lambda n: 2e-5, growth=700), "odd": uncapturable, "large": fails}
+    rows = {name: Row(TINY, name, "ok") for name in steps}
+    found = measuring._time_on_gpu(TINY, rows, steps, 4, CUDA, seconds=0.01, with_memory=True)
+    assert (found["fused"].clock, found["odd"].clock) == ("graph", "events")
+    assert found["fused"].seconds["median"] == pytest.approx(2e-5)
+    assert found["fused"].event_seconds["median"] == pytest.approx(2e-5)
+    assert found["fused"].memory_bytes == 700
+    assert found["odd"].seconds["median"] == pytest.approx(5e-5)
+    assert found["odd"].event_seconds == {} and found["odd"].reason.startswith("no graph: RuntimeError: operation not")
+    assert (found["large"].status, found["large"].reason) == ("failed", "RuntimeError: out of memory")
+
+
+def test_gpu_memory_is_less_the_gradients(gpu: FakeGPU) -> None:
+    call = gpu.step(lambda n: 0.0, growth=TINY_BOTH.gradient_bytes + 12)
+    assert memory.cuda_growth(TINY_BOTH, call, CUDA) == 12
+
+
+def test_inputs_outgrow_the_cache_of_a_gpu(gpu: FakeGPU) -> None:
+    assert rotated_bytes(CUDA) == 200 * 2**20
+    assert rotated_bytes(CPU) == ROTATED_BYTES
+
+
+def test_limits_count_what_a_copy_and_a_product_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def interleaved(steps: dict[str, Callable[[int], object]], *rest: object, **more: object) -> dict[str, Timing]:
+        seen.update(steps)
+        return {name: Timing.of([0.5]) for name in steps}
+
+    monkeypatch.setattr("capsfast.bench.limits.sizes", lambda device: (4096, 16))
+    monkeypatch.setattr("capsfast.bench.limits.interleave", interleaved)
+    assert limits(CPU) == {"copy_bytes_per_second": 2 * 4096 / 0.5, "matmul_flops_per_second": 2 * 16**3 / 0.5}
+    assert set(seen) == {"copy", "matmul"}
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_floor_of_the_canonical_layer() -> None:
+    forward, both = floor(CANONICAL, GPU_LIMITS), floor(BOTH, GPU_LIMITS)
+    assert forward is not None and both is not None
+    pairs = 128 * 1152 * 10 * 16
+    assert forward.copy == pytest.approx(4 * (128 * 1152 * 8 + 1152 * 1280 + 128 * 160) / 4e12)
+    # Three evaluations of the votes, each three TF32 products; three weighted sums and two agreements.
+    assert forward.tensor == pytest.approx(3 * 2 * pairs * 8 * 3 / 45e13)
+    assert forward.vector == pytest.approx(5 * 2 * pairs / 6e13)
+    assert forward.limiting == "tensor" and forward.seconds == forward.tensor
+    # Three more evaluations, du and dW; G twice with two dot products each, five terms and four dot products at last.
+    assert both.tensor == pytest.approx(8 * 2 * pairs * 8 * 3 / 45e13)
+    assert both.vector == pytest.approx((5 + 15) * 2 * pairs / 6e13)
+    half = floor(dataclasses.replace(CANONICAL, dtype="bfloat16"), GPU_LIMITS)
+    assert half is not None and half.tensor == pytest.approx(3 * 2 * pairs * 8 / 75e13)
+    votes = floor(TINY_VOTES, GPU_LIMITS)
+    assert votes is not None and votes.tensor == 0
+    assert floor(CANONICAL, {"copy_bytes_per_second": 1.0, "matmul_flops_per_second": 1.0}) is None
+    assert floor(dataclasses.replace(CANONICAL, dtype="float64"), GPU_LIMITS) is None
+
+
+def _evidence(microseconds: float) -> Evidence:
+    def row(case: Case, name: str, us: float, growth: int) -> Row:
+        return Row(case, name, "ok", "", dataclasses.asdict(Timing.of([us * 1e-6])), {}, growth)
+
+    rows = [
+        row(CANONICAL, OURS + "triton", microseconds, 10),
+        row(CANONICAL, TUNED, 200.0, 100),
+        row(BOTH, OURS + "triton", 100.0, 60),
+        row(BOTH, EAGER, 2000.0, 1000),
+        row(WIDE, OURS + "triton", 1000.0, 10),
+    ]
+    host = {"forward": {OURS + "triton": 30e-6, overhead.MATMUL: 10e-6}}
+    return Evidence(Results(rows), GPU_LIMITS, host)
+
+
+def test_targets_are_met_missed_or_not_measured() -> None:
+    found = {each.target.text: each for each in findings(_evidence(40.0))}
+    assert len(found) == len(TARGETS["triton"])
+    assert found["B=128 forward"].met is True
+    assert found["B=128 forward, faster than max-autotune"].value == pytest.approx(5.0)
+    assert found["B=128 forward, faster than max-autotune"].met is True
+    assert found["B=128 forward, faster than eager einsum"].met is None
+    assert found["B=128 forward+backward, faster than eager einsum"].met is True
+    assert found["B=128 forward+backward, peak memory of eager einsum's"].value == pytest.approx(6.0)
+    assert found["B=128 forward+backward, peak memory of eager einsum's"].met is False
+    assert found["forward, host time of torch.matmul's"].met is False
+    wide = floor(WIDE, GPU_LIMITS)
+    assert wide is not None
+    assert found["B=64 I=18432 J=32 forward, of the limiting rate"].value == pytest.approx(100 * wide.seconds / 1e-3)
+    slower = {each.target.text: each for each in findings(_evidence(40.1))}
+    assert slower["B=128 forward"].met is False
+    assert slower["B=128 forward, faster than max-autotune"].met is False
+
+
+def test_deadline_stops_what_takes_longer() -> None:
+    with pytest.raises(TimeoutError, match="the first call took more than 0 s"), deadline(0.05, "the first call"):
+        time.sleep(5)
+    with deadline(0.05, "nothing"):
+        pass
+    time.sleep(0.1)
+    with deadline(None, "nothing"):
+        pass
+
+
+def test_a_contender_that_compiles_for_too_long_has_failed() -> None:
+    def slow(*tensors: Tensor) -> Tensor:
+        time.sleep(5)
+        raise AssertionError
+
+    stuck = Contender("slow", lambda case: slow, lambda case: 0)
+    rows = measure(TINY, [stuck, contender(EAGER)], CPU, seconds=0.0, with_memory=False, first_call_seconds=0.3)
+    assert [row.status for row in rows] == ["failed", "ok"]
+    assert rows[0].reason == "TimeoutError: the first call took more than 0 s"
+
+
+def test_tuned_contender_is_found_by_name() -> None:
+    assert contender(TUNED).name == TUNED
+    assert TUNED not in [each.name for each in contenders()]
+
+
+def test_report_of_a_gpu_names_clock_and_floor(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [dataclasses.replace(row, clock="graph") for row in _rows()]
+    surroundings = record.environment(CPU) | {"limits": GPU_LIMITS}
+    record.save(tmp_path / "record.json", surroundings, rows)
+    page = report.write([tmp_path / "record.json"], tmp_path / "docs").read_text()
+    assert "CUDA graphs" in page and "of the floor's rate" in page and "TF32 matmul" in page
+    assert "of matmul rate" not in page
 
 
 def test_import_of_capsfast_loads_nothing_of_this() -> None:

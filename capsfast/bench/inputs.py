@@ -46,9 +46,15 @@ def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
     return InputSet(tensors, normal((case.B, case.J, case.D), 1.0))
 
 
+def rotated_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return ROTATED_BYTES
+    return max(ROTATED_BYTES, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
+
+
 def input_sets(case: Case, device: torch.device) -> list[InputSet]:
     """As many sets as it takes to outgrow the caches, at least one."""
-    count = min(MOST_SETS, math.ceil(ROTATED_BYTES / max(case.input_bytes, 1)))
+    count = min(MOST_SETS, math.ceil(rotated_bytes(device) / max(case.input_bytes, 1)))
     return [input_set(case, device, seed) for seed in range(count)]
 
 

@@ -4,7 +4,7 @@ On the CPU the peak is that of the resident set of a fresh process. A process of
 allocator of a process that has run other contenders holds freed pages, which would hide the growth;
 and inside it the kernel's high-water mark is reset just before the call (5 to clear_refs, see
 proc(5)), because without the reset it would still show the peak of importing, compiling and filling
-the inputs. On CUDA torch's own allocator counts, in the process that asks.
+the inputs. On CUDA torch's own allocator counts, in the process that times.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import torch
 
 from .cases import Case
 from .contenders import COMPILED, Contender, contender
-from .inputs import input_set, step
+from .inputs import Step, input_set, step
 
 CHILD_SECONDS = 600
 
@@ -62,15 +62,16 @@ def _measure_here(case: Case, name: str) -> int:
     return max(0, growth - case.gradient_bytes)
 
 
-def _cuda_peak(case: Case, chosen: Contender, device: torch.device) -> int:
-    call = step(chosen.make(case), case, [input_set(case, device)])
-    call(0)
+def cuda_growth(case: Case, call: Step, device: torch.device) -> int:
+    """Bytes that torch's allocator hands out at the peak of a call, less the gradients. One call went before."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    call(0)
+    result = call(0)
     torch.cuda.synchronize(device)
-    return max(0, torch.cuda.max_memory_allocated(device) - before - case.gradient_bytes)
+    growth = torch.cuda.max_memory_allocated(device) - before
+    del result
+    return max(0, growth - case.gradient_bytes)
 
 
 def why_not() -> str:
@@ -83,7 +84,9 @@ def why_not() -> str:
 def peak_growth(case: Case, chosen: Contender, device: torch.device) -> tuple[int | None, str]:
     """Bytes one call takes at its peak beyond inputs and gradients, or None and the reason."""
     if device.type == "cuda":
-        return _cuda_peak(case, chosen, device), ""
+        call = step(chosen.make(case), case, [input_set(case, device)])
+        call(0)
+        return cuda_growth(case, call, device), ""
     reason = why_not()
     if reason:
         return None, reason

@@ -8,6 +8,7 @@ from typing import Any
 from . import plots
 from .cases import CANONICAL, Case
 from .contenders import COMPILED, EAGER
+from .floors import floor
 from .record import load, machine_name
 from .results import Results, shares
 
@@ -61,6 +62,8 @@ def _table(results: Results, cases: list[Case], label: Callable[[Case], str], li
     header += [f"speed-up over {name}" for name in baselines]
     header += [f"{name}, MiB" for name in remembered]
     header += ["of matmul rate", "of copy rate"] if with_shares else []
+    with_floors = any(floor(case, limits) is not None for case in shared)
+    header += ["of the floor's rate"] if with_floors else []
     lines = []
     for case in cases:
         line = [label(case), *(_cell(results, case, name) for name in results.contenders)]
@@ -71,8 +74,19 @@ def _table(results: Results, cases: list[Case], label: Callable[[Case], str], li
         if with_shares:
             share = shared.get(case)
             line += ["-", "-"] if share is None else [f"{100 * each:.0f} %" for each in share]
+        if with_floors:
+            line.append(_floor_share(results, case, limits))
         lines.append(line)
     return markdown_table(header, lines)
+
+
+def _floor_share(results: Results, case: Case, limits: dict[str, float]) -> str:
+    ours = results.ours(case)
+    seconds = None if ours is None else results.seconds(case, ours)
+    least = floor(case, limits)
+    if seconds is None or least is None:
+        return "-"
+    return f"{100 * least.seconds / seconds:.0f} % ({least.limiting})"
 
 
 def _unmeasured(results: Results) -> str:
@@ -104,6 +118,9 @@ def describe(surroundings: dict[str, Any]) -> str:
             f". Measured limits: {limits['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s (float32 matmul), "
             f"{limits['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy, read and written)"
         )
+        for key, name in (("tf32", "TF32"), ("bf16", "bfloat16")):
+            if f"{key}_flops_per_second" in limits:
+                text += f", {limits[f'{key}_flops_per_second'] / 1e9:.0f} GFLOP/s ({name} matmul)"
     return text + "."
 
 
@@ -113,6 +130,8 @@ def _section(path: Path, images: Path, docs: Path) -> str:
     limits = surroundings.get("limits") or {}
     title = machine_name(surroundings["machine"])
     parts = [f"## {title}", describe(surroundings)]
+    if any(row.clock == "graph" for row in rows):
+        parts.append("Times are those of CUDA graphs of many calls, which leave the host out.")
     axes = results.axes()
     for op in dict.fromkeys(axis.op for axis in axes):
         parts.append(f"### {op}")

@@ -78,8 +78,8 @@ def shares(case: Case, seconds: float, limits: dict[str, float]) -> tuple[float,
 
     Counted are the least FLOPs and bytes the result needs, not those a contender chose to spend.
     """
-    if case.backward or case.dtype != "float32" or not limits:
-        return None
+    if case.backward or case.dtype != "float32" or not limits or "tf32_flops_per_second" in limits:
+        return None  # on a GPU floors.py says more
     flops = case.forward_flops / seconds / limits["matmul_flops_per_second"]
     moved = (case.input_bytes + case.output_bytes) / seconds / limits["copy_bytes_per_second"]
     return flops, moved

@@ -2,8 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,6 +13,9 @@ from .inputs import Step
 # A contender's turn: long enough that the caches and threads are its own, short enough to interleave.
 TURN_SECONDS = 0.02
 MOST_CALLS_A_TURN = 50
+
+# From the number of the first call and how many to make, to the seconds of each.
+Turn = Callable[[int, int], list[float]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ def _cuda_turn(step: Step, first: int, calls: int) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
+def turn_of(step: Step, device: torch.device) -> Turn:
+    """Calls of ``step``, each timed by itself."""
+    return partial(_cuda_turn if device.type == "cuda" else _cpu_turn, step)
+
+
 def interleave(
     steps: Mapping[str, Step],
     device: torch.device,
@@ -58,25 +67,35 @@ def interleave(
     least_rounds: int = 5,
     most_rounds: int = 200,
 ) -> dict[str, Timing]:
-    """Times ``steps`` in turns until ``seconds`` have passed and each had ``least_rounds`` turns.
+    """:func:`take_turns` of the calls of each step."""
+    turns = {name: turn_of(step, device) for name, step in steps.items()}
+    return take_turns(turns, seconds, least_rounds, most_rounds)
+
+
+def take_turns(
+    turns: Mapping[str, Turn],
+    seconds: float = 2.0,
+    least_rounds: int = 5,
+    most_rounds: int = 200,
+) -> dict[str, Timing]:
+    """Times in turns until ``seconds`` have passed and each had ``least_rounds`` turns.
 
     A turn is several calls when they are short; its first call is then not counted, because the
     contender before left the caches and the threads in its own state. One call of each goes before all
     turns; compiling is the caller's business.
     """
-    turn = _cuda_turn if device.type == "cuda" else _cpu_turn
-    warm = {name: turn(step, 0, 1)[0] for name, step in steps.items()}
-    calls = {name: max(1, min(MOST_CALLS_A_TURN, int(TURN_SECONDS / max(warm[name], 1e-7)))) for name in steps}
-    seen: dict[str, list[float]] = {name: [] for name in steps}
+    warm = {name: turn(0, 1)[0] for name, turn in turns.items()}
+    calls = {name: max(1, min(MOST_CALLS_A_TURN, int(TURN_SECONDS / max(warm[name], 1e-7)))) for name in turns}
+    seen: dict[str, list[float]] = {name: [] for name in turns}
     # Every turn goes on in the rotation of the input sets where the last one of the same step ended.
-    position = dict.fromkeys(steps, 1)
-    order = list(steps)
+    position = dict.fromkeys(turns, 1)
+    order = list(turns)
     begin = time.perf_counter()
     for done in range(most_rounds):
         if done >= least_rounds and time.perf_counter() - begin > seconds:
             break
         for name in order:
-            spent = turn(steps[name], position[name], calls[name])
+            spent = turns[name](position[name], calls[name])
             position[name] += calls[name]
             seen[name] += spent[1:] if len(spent) > 1 else spent
         # Nobody always follows the same neighbour.

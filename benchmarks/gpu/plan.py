@@ -1,0 +1,164 @@
+"""Which steps there are, in which order, and what each may cost."""
+
+import glob
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from .reports import judged_pytest, judged_sanitizer
+from .runner import OK, Runner, Step, python
+
+ROOT = Path(__file__).resolve().parents[2]
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TEST_SECONDS = 120.0
+MOST_SHARDS = 6
+# compute-sanitizer's own status when it found something.
+FOUND_ERRORS = 9
+NCU_SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "WarpStateStats")
+
+
+def tool(name: str, *places: str) -> str | None:
+    """Where a program of the CUDA toolkit is."""
+    found = shutil.which(name)
+    if found:
+        return found
+    homes = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)] + ["/usr/local/cuda"]
+    for pattern in [*(f"{home}/bin/{name}" for home in homes), *places]:
+        for path in sorted(glob.glob(pattern), reverse=True):
+            if os.access(path, os.X_OK):
+                return path
+    return None
+
+
+def missing_module(*names: str) -> str:
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"{sys.executable.rpartition('/')[2]} has no {' and no '.join(absent)}" if absent else ""
+
+
+def own_environment() -> dict[str, str]:
+    """For the steps of this folder: the checkout goes before an installed capsfast."""
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "CAPSFAST_BACKEND": "", "TRITON_INTERPRET": "0"}
+
+
+class Plan:
+    """device: "cuda", or "cpu" for a rehearsal, which runs the same steps on small layers. out: the folder OUT."""
+
+    def __init__(self, runner: Runner, out: Path, device: str, profile: bool) -> None:
+        self.runner, self.out, self.device, self.profile = runner, out, device, profile
+        self.rehearse = device == "cpu"
+
+    def module(self, name: str, *words: str) -> list[str]:
+        return python("-m", f"gpu.{name}", *words)
+
+    def measuring(self, name: str, *words: str) -> list[str]:
+        return self.module(name, "--device", self.device, *words, *["--rehearse"] * self.rehearse)
+
+    def groups(self) -> Iterator[list[Step]]:
+        """The most telling first. Nothing runs beside what is timed."""
+        environment = own_environment()
+        machine = self.module("machine", "--device", self.device)
+        yield [Step("machine", machine, 60, environment, why_not=missing_module("torch"))]
+        if self.status("machine") != OK:
+            return
+        # The compiler takes the host, the limits the device.
+        yield [Step("limits", [*machine, "--limits"], 60, environment), self.build(environment)]
+        yield [Step("backends", self.module("backends", "--device", self.device), 60, environment)]
+        fused = self.runner.result("backends").get("fused", [])
+        none = "" if fused else f"no fused backend for {self.device}"
+        yield [self.sweep("sweep", "targets", 160, environment, none)]
+        yield [Step("host", self.measuring("host"), 40, environment, why_not=none)]
+        yield [*self.tests(fused), *self.sanitizers(environment, none)]
+        yield [Step("first-call", self.measuring("first_call"), 60, environment, why_not=none)]
+        if self.profile:
+            yield [self.profiler(environment, none)]
+        yield [self.sweep("sweep-rest", "rest", 600, environment, none)]
+
+    def status(self, name: str) -> str:
+        return next((each.status for each in self.runner.outcomes if each.name == name), "")
+
+    def build(self, environment: dict[str, str]) -> Step:
+        why_not = missing_module("setuptools")
+        if self.rehearse:
+            why_not = "a rehearsal takes the extension as it is"
+        elif os.environ.get("CAPSFAST_BUILD") == "0":
+            why_not = "CAPSFAST_BUILD=0"
+        return Step("build", self.module("build"), 200, environment, echo=False, why_not=why_not)
+
+    def sweep(self, name: str, cases: str, seconds: float, environment: dict[str, str], why_not: str) -> Step:
+        words = ["--cases", cases, "--out", str(self.out)]
+        return Step(name, self.measuring("sweep", *words), seconds, environment, why_not=why_not)
+
+    def tests(self, fused: list[str]) -> list[Step]:
+        """The tests marked gpu, and for each backend those of the shared suite that take a backend."""
+        environment = {
+            **own_environment(),
+            # The tests ask torch for determinism, for which cuBLAS wants this.
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            # Many processes share the cores.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+        }
+        folder = ROOT / "tests"
+        texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.glob("test_*.py"))}
+        marked = [str(path.relative_to(ROOT)) for path, text in texts.items() if "mark.gpu" in text]
+        shared = [str(path.relative_to(ROOT)) for path, text in texts.items() if "backend: Backend" in text]
+        own_conftest = [] if not missing_module("hypothesis") else ["--noconftest"]
+        words = [*marked, "-m", "gpu", *own_conftest]
+        steps = [self.pytest("tests", words, environment, missing_module("pytest"))]
+        # Most of the suite's time is Triton compiling. Beside it run the tests above and the sanitizers.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        shards = max(1, min(MOST_SHARDS, (cores - len(SANITIZERS) - 1) // max(len(fused), 1)))
+        for name in fused:
+            words = [*shared, "--backends", name, "-k", name, "-m", "not slow and not gpu", "-p", "gpu.shard"]
+            why_not = missing_module("pytest", "hypothesis")
+            for part in range(shards):
+                shard = {**environment, "SHARD": f"{part}/{shards}"}
+                steps.append(self.pytest(f"suite-{name}-{part + 1}", words, shard, why_not))
+        return steps
+
+    def pytest(self, name: str, words: list[str], environment: dict[str, str], why_not: str) -> Step:
+        if self.rehearse:
+            why_not = "a rehearsal runs no tests"
+        path = self.out / "gpu-check" / f"{name}.xml"
+        quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore:TensorFloat32 tensor cores:UserWarning"]
+        command = python("-m", "pytest", *words, *quiet, "--rootdir", str(ROOT), f"--junitxml={path}")
+        judge = partial(lambda code, text, path: judged_pytest(code, path), path=path)
+        return Step(name, command, TEST_SECONDS, environment, echo=False, why_not=why_not, judge=judge)
+
+    def sanitizers(self, environment: dict[str, str], none: str) -> list[Step]:
+        program = tool("compute-sanitizer", "/usr/local/cuda*/bin/compute-sanitizer")
+        why_not = none or ("" if program else "compute-sanitizer is not installed")
+        if self.rehearse:
+            why_not = "a rehearsal has no device to watch"
+        # Every tensor an allocation of its own, so that what lies behind it is nobody's.
+        environment = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        steps = []
+        for name in SANITIZERS:
+            words = ["--tool", name, "--error-exitcode", str(FOUND_ERRORS), "--print-limit", "20"]
+            words += ["--target-processes", "application-only"]
+            if name == "memcheck":
+                words += ["--report-api-errors", "no"]  # torch asks for what a driver may not have
+            if name != "initcheck":
+                # torch's kernels; initcheck has to see what they write.
+                words += ["--kernel-name-exclude", "kns=at6native,kns=cub"]
+            watched = self.module(
+                "exercise", "--device", self.device, *([] if name == "memcheck" else ["--shapes", "2"])
+            )
+            command = [program or "compute-sanitizer", *words, *watched]
+            steps.append(Step(name, command, TEST_SECONDS, environment, False, why_not, judged_sanitizer))
+        return steps
+
+    def profiler(self, environment: dict[str, str], none: str) -> Step:
+        program = tool("ncu", "/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+        why_not = none or ("" if program else "ncu is not installed")
+        sections = [word for name in NCU_SECTIONS for word in ("--section", name)]
+        words = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "application-only"]
+        words += ["--log-file", str(self.out / "gpu-check" / "profile.txt"), *sections]
+        command = [program or "ncu", *words, *self.module("exercise", "--device", self.device, "--profile")]
+        if self.rehearse:
+            why_not = "a rehearsal has no device to watch"
+        return Step("profile", command, 60, environment, echo=False, why_not=why_not)

@@ -1,0 +1,353 @@
+"""What only a GPU can show of the fused GPU backends: streams, graphs, devices, precision, sizes, memory.
+
+The shared suite runs on them as on every backend; here is what has no counterpart on the CPU.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+
+import capsfast
+from capsfast.bench.cases import CANONICAL
+from capsfast.bench.contenders import EAGER, OURS, contender
+from capsfast.bench.memory import peak_growth
+
+from .support.accuracy import assert_accurate, cosine_to, plain_results, relative_l2, ulps
+from .support.backends import Backend, Shape, assert_path, available, recorded_ops
+from .support.problems import LOADED, LOADED_OUT, Case, Problem, make, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+OPS = ("dynamic_routing", "route_votes")
+QUIET = Case(coupling=False)
+CASES = (QUIET, LOADED, LOADED_OUT)
+LAYER = Shape(128, 1152, 10, 16, 8)
+SMALL = Shape(33, 63, 10, 16, 8)
+GIB = 2**30
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(params=[backend for backend in available() if backend.device == "cuda"], ids=str)
+def gpu(request: pytest.FixtureRequest) -> Backend:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def tensors_of(problem: Problem) -> list[Tensor]:
+    return [*problem.inputs.values(), *problem.masks.values(), problem.dv, problem.dc]
+
+
+def copied(problem: Problem) -> Problem:
+    """The same values in memory of its own."""
+    return replace(
+        problem,
+        inputs={name: value.clone() for name, value in problem.inputs.items()},
+        masks={name: value.clone() for name, value in problem.masks.items()},
+        dv=problem.dv.clone(),
+        dc=problem.dc.clone(),
+    )
+
+
+def overwrite(problem: Problem, other: Problem) -> None:
+    for target, source in zip(tensors_of(problem), tensors_of(other), strict=True):
+        target.copy_(source)
+
+
+def assert_same_bits(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in got.items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def drawn(shape: Shape, dtype: torch.dtype = torch.float32, op: str = "dynamic_routing") -> Problem:
+    """A problem drawn on the GPU, for sizes that take long to draw on the CPU. s is of order one."""
+    B, I, J, D, K = shape
+    where = {"device": "cuda", "dtype": dtype}
+    if op == "dynamic_routing":
+        inputs = {
+            "u": torch.randn(B, I, K, **where),
+            "weight": torch.empty(I, J, D, K, **where).normal_(0, 2 * J / (I * K) ** 0.5),
+        }
+    else:
+        inputs = {"votes": torch.empty(B, I, J, D, **where).normal_(0, 2 * J / I**0.5)}
+    return Problem(op, QUIET, inputs, {}, torch.randn(B, J, D, **where), torch.empty(0, **where))
+
+
+def assert_as_accurate_as_einsum(problem: Problem, backend: Backend) -> None:
+    """By relative L2 error against float64, all on the GPU."""
+    got, plain = run(problem, backend.name), run(problem, "reference")
+    truth = run(problem.to(torch.float64, "cuda"), "reference")
+    for name, value in got.items():
+        assert bool(value.isfinite().all()), name
+        allowed = 2 * relative_l2(plain[name].double(), truth[name]) + ulps(value.dtype)
+        assert relative_l2(value.double(), truth[name]) <= allowed, name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_backend_named_picks_a_fused_one(op: str) -> None:
+    problem = make(SMALL, QUIET, op, torch.float32, "cuda")
+    with recorded_ops() as ops:
+        run(problem, None)
+    fused = {name for name in ops if name.startswith("capsfast::")}
+    assert any(name.endswith("_backward") for name in fused)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_a_graph_replays_on_new_inputs(gpu: Backend, op: str, case: Case, backward: bool) -> None:
+    problems = [make(SMALL, case, op, torch.float32, "cuda", seed=seed) for seed in range(3)]
+    need = None if backward else ()
+    wanted = [run(problem, gpu.name, need) for problem in problems]
+    static = copied(problems[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run(static, gpu.name, need)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = run(static, gpu.name, need)
+    for problem, want in zip(problems[::-1], wanted[::-1], strict=True):
+        overwrite(static, problem)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(outputs, want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_work_goes_to_the_current_stream(gpu: Backend, op: str, case: Case) -> None:
+    problem = make(SMALL, case, op, torch.float32, "cuda")
+    wanted = run(problem, gpu.name)
+    late = copied(problem)
+    for value in tensors_of(late):
+        value.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        # A tenth of a second: a kernel on another stream finds the zeros.
+        torch.cuda._sleep(2 * 10**8)
+        overwrite(late, problem)
+        got = run(late, gpu.name)
+    torch.cuda.synchronize()
+    assert_same_bits(got, wanted)
+
+
+@NEEDS_TWO
+@pytest.mark.parametrize("op", OPS)
+def test_work_goes_to_the_device_of_the_tensors(gpu: Backend, op: str) -> None:
+    problem = make(SMALL, LOADED, op, torch.float32, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    got = run(problem, gpu.name)
+    assert {value.device for value in got.values()} == {torch.device("cuda:1")}
+    assert torch.cuda.current_device() == 0
+    wanted = run(problem.to(torch.float32, "cuda:0"), gpu.name)
+    assert_same_bits({name: value.to("cuda:0") for name, value in got.items()}, wanted)
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.filterwarnings("default")  # the compiler's advice
+def test_compiled_with_cuda_graphs(gpu: Backend) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.utils.counters.clear()
+    layer = capsfast.DynamicRouting(63, 10, 8, 16, learned_logits=True, bias=True, backend=gpu.name).cuda()
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for _ in range(6):
+        u = torch.randn(33, 63, 8, device="cuda")
+        found = []
+        for function in (layer, compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            leaf = u.clone().requires_grad_()
+            v = function(leaf)
+            gradients = torch.autograd.grad(v.square().sum(), [leaf, *layer.parameters()])
+            found.append([v.detach().clone(), *(gradient.clone() for gradient in gradients)])
+        for eager, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-6)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_autocast(gpu: Backend, dtype: torch.dtype) -> None:
+    problem = make(SMALL, QUIET, dtype=torch.float32, device="cuda")
+    leaves = {name: value.clone().requires_grad_() for name, value in problem.inputs.items()}
+    with torch.autocast("cuda", dtype), recorded_ops() as ops:
+        v = capsfast.dynamic_routing(**leaves, backend=gpu.name)
+    assert_path(gpu, "dynamic_routing", ops, backward=False)
+    assert v.dtype == dtype
+    v.backward(problem.dv.to(dtype))
+    truth = run(problem.to(torch.float64, "cuda"), "reference")
+    assert relative_l2(v.double(), truth["v"]) < 0.02
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None and leaf.grad.dtype == torch.float32
+        assert cosine_to(truth[f"d{name}"], leaf.grad.double()) > 0.999, name
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_accuracy_of_the_canonical_layer(gpu: Backend, dtype: torch.dtype, op: str) -> None:
+    problem = make(LAYER, QUIET, op, dtype, "cuda")
+    got, plain = run(problem, gpu.name), plain_results(problem)
+    truth = run(problem.to(torch.float64, "cuda"), "reference")
+    for name, value in got.items():
+        assert_accurate(name, value, truth[name].cpu(), *(results[name] for results in plain))
+
+
+def test_tf32_only_where_torch_allows_it(gpu: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make(LAYER, QUIET, dtype=torch.float32, device="cuda")
+    truth = run(problem.to(torch.float64, "cuda"), "reference")
+    errors = []
+    for allowed in (False, True, False):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        got = run(problem, gpu.name)
+        errors.append({name: relative_l2(value.double(), truth[name]) for name, value in got.items()})
+    exact, rounded, again = errors
+    assert exact == again
+    for name, error in exact.items():
+        assert error < 1e-5, name
+        assert 5 * error < rounded[name] < 1e-2, name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_hundred_runs_give_the_same_bits(gpu: Backend, op: str) -> None:
+    problem = make(LAYER, Case(), op, torch.float32, "cuda")
+    first = run(problem, gpu.name)
+    for _ in range(99):
+        assert_same_bits(run(problem, gpu.name), first)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(4096, 64, 10, 16, 8), Shape(8, 64, 1000, 16, 8), Shape(1, 9216, 10, 16, 8), Shape(2, 10**6, 2, 16, 8)],
+    ids=str,
+)
+def test_accuracy_at_the_ends_of_the_range(gpu: Backend, shape: Shape) -> None:
+    assert_as_accurate_as_einsum(drawn(shape), gpu)
+
+
+def needs_free(count: int) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    if free < count:
+        pytest.skip(f"needs {count / GIB:.0f} GiB, {free / GIB:.0f} are free")
+
+
+def test_votes_beyond_two_to_the_31_elements(gpu: Backend) -> None:
+    needs_free(40 * GIB)
+    problem = drawn(Shape(3, 700_000, 64, 16, 0), torch.bfloat16, "route_votes")
+    votes = problem.inputs["votes"]
+    assert votes.numel() > 2**31
+    got = run(problem, gpu.name)
+    last = slice(2, 3)
+    alone = run(replace(problem, inputs={"votes": votes[last].clone()}, dv=problem.dv[last]), gpu.name)
+    assert bool(got["dvotes"].isfinite().all())
+    for name in ("v", "dvotes"):
+        assert relative_l2(got[name][last].float(), alone[name].float()) < 0.02, name
+
+
+def test_a_weight_beyond_two_to_the_31_elements(gpu: Backend) -> None:
+    needs_free(80 * GIB)
+    problem = drawn(Shape(2, 10**6, 17, 16, 8), torch.bfloat16)
+    assert problem.inputs["weight"].numel() > 2**31
+    got = run(problem, gpu.name)
+    wanted = run(problem.to(torch.float32, "cuda"), "reference")
+    for name, value in got.items():
+        assert relative_l2(value.float(), wanted[name]) < 0.03, name
+        # The far end, which wrapped addresses would miss.
+        end = value.shape[1] * 9 // 10 if name == "du" else value.shape[0] * 9 // 10
+        part = (slice(None), slice(end, None)) if name == "du" else slice(end, None)
+        assert relative_l2(value[part].float(), wanted[name][part]) < 0.03, name
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_the_host_never_waits(gpu: Backend, op: str, case: Case) -> None:
+    problem = make(SMALL, case, op, torch.float32, "cuda")
+    run(problem, gpu.name)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(problem, gpu.name)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+def test_peak_memory_is_far_below_the_votes(gpu: Backend, direction: str) -> None:
+    case = replace(CANONICAL, direction=direction)
+    ours, einsum = (peak_growth(case, contender(name), torch.device("cuda"))[0] for name in (OURS + gpu.name, EAGER))
+    assert ours is not None and einsum is not None
+    assert einsum > case.votes_bytes
+    assert ours <= 0.05 * einsum
+
+
+def test_training_steps_equal_those_of_the_cpu(gpu: Backend) -> None:
+    settings = {"learned_logits": True, "bias": True}
+    layers = [capsfast.DynamicRouting(63, 10, 8, 16, **settings, backend=name) for name in ("reference", gpu.name)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[1].cuda()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in layers]
+    for _ in range(5):
+        u = torch.randn(33, 63, 8)
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            optimizer.zero_grad()
+            v = layer(u.to(layer.W.device))
+            (0.9 - v.norm(dim=-1)).square().sum().backward()
+            optimizer.step()
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-5)
+
+
+def _ddp_worker(rank: int, name: str, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=name).cuda()
+    u = torch.randn(6, 7, 6)[3 * rank : 3 * rank + 3].cuda()
+    parallel = nn.parallel.DistributedDataParallel(layer, device_ids=[rank])
+    parallel(u).square().sum().backward()
+    torch.save({key: value.grad.cpu() for key, value in layer.named_parameters()}, f"{folder}/gradients{rank}.pt")
+    torch.distributed.destroy_process_group()
+    os._exit(0)
+
+
+@NEEDS_TWO
+def test_distributed_data_parallel_with_nccl(gpu: Backend, tmp_path: Path) -> None:
+    workers = torch.multiprocessing.spawn(_ddp_worker, (gpu.name, str(tmp_path)), nprocs=2, join=False)
+    try:
+        deadline = time.monotonic() + 120
+        while not workers.join(timeout=5):
+            assert time.monotonic() < deadline, "the processes hang"
+    finally:
+        for process in workers.processes:
+            process.kill()
+    torch.manual_seed(0)
+    layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend="reference")
+    layer(torch.randn(6, 7, 6)).square().sum().backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"gradients{rank}.pt")
+        for key, value in layer.named_parameters():
+            assert value.grad is not None
+            torch.testing.assert_close(2 * found[key], value.grad, rtol=1e-4, atol=1e-6)
