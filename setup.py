@@ -2,12 +2,18 @@
 
 CAPSFAST_BUILD=0 installs without the extension (the reference backend remains). Otherwise a missing
 compiler is an error that names the way out.
+
+CAPSFAST_CUDA=auto (default) adds the CUDA kernels where there is a toolkit, 1 demands them, 0 leaves them
+out. TORCH_CUDA_ARCH_LIST says for which GPUs ("8.0 9.0+PTX"), MAX_JOBS how many compilers run at a time.
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import setup
 
@@ -15,6 +21,11 @@ ROOT = Path(__file__).parent
 # One binary for every torch from here on: the LibTorch stable ABI.
 TORCH_TARGET = "2.10"
 TORCH_TARGET_VERSION = "0x020a000000000000"
+# Ampere to Blackwell: what has bfloat16 and TF32 tensor cores. The newest is also kept as PTX, for what follows it.
+ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+MINIMUM_CUDA = (12, 0)
+# What a compiler of CUDA sources takes for the architectures above.
+GIGABYTES_PER_JOB = 1.5
 
 
 def compiler() -> str | None:
@@ -31,35 +42,165 @@ def version() -> str:
     return scope["__version__"]
 
 
-def extension():
+class Toolkit(NamedTuple):
+    home: Path
+    version: tuple[int, int]
+    known: frozenset[str]  # architectures its compiler knows, "9.0"
+
+    @property
+    def nvcc(self) -> str:
+        return str(self.home / "bin" / "nvcc")
+
+
+def output_of(*command: str) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True)
+    return ran.stdout + ran.stderr
+
+
+def toolkit_folders() -> list[Path]:
+    """Where a toolkit may be, the best guess first. A folder that was named is not guessed around."""
+    named = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    if named:
+        return named
+    found = []
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        # It may be a script that calls the real one elsewhere, which says where it is.
+        top = re.search(r"#\$ TOP=(.+)", output_of(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull))
+        found += [Path(top[1].strip())] if top else []
+        found.append(Path(nvcc).resolve().parent.parent)
+    return [*found, Path("/usr/local/cuda")]
+
+
+def toolkit() -> Toolkit | str:
+    """The CUDA toolkit, or why there is none."""
+    for folder in toolkit_folders():
+        home = folder.resolve()
+        if not ((home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists()):
+            continue
+        nvcc = str(home / "bin" / "nvcc")
+        release = re.search(r"release (\d+)\.(\d+)", output_of(nvcc, "--version"))
+        if release is None:
+            return f"{nvcc} --version does not say which release it is"
+        number = (int(release[1]), int(release[2]))
+        if number < MINIMUM_CUDA:
+            wanted = ".".join(map(str, MINIMUM_CUDA))
+            return f"the CUDA toolkit in {home} is {number[0]}.{number[1]}, the kernels need {wanted} or newer"
+        known = re.findall(r"compute_(\d+)(\d)\b", output_of(nvcc, "--list-gpu-arch"))
+        return Toolkit(home, number, frozenset(f"{major}.{minor}" for major, minor in known))
+    tried = ", ".join(dict.fromkeys(map(str, toolkit_folders())))
+    return f"no CUDA toolkit with bin/nvcc and include/cuda_runtime.h in {tried} (CUDA_HOME names the folder)"
+
+
+def wanted_toolkit() -> Toolkit | None:
+    wish = os.environ.get("CAPSFAST_CUDA", "auto")
+    if wish not in ("0", "1", "auto"):
+        raise SystemExit(f"capsfast: CAPSFAST_CUDA must be 0, 1 or auto, got {wish!r}")
+    if wish == "0":
+        return None
+    found = toolkit()
+    if isinstance(found, str):
+        if wish == "1":
+            raise SystemExit(f"capsfast: CAPSFAST_CUDA=1, but {found}")
+        print(f"capsfast: building without CUDA kernels: {found}")
+        return None
+    return found
+
+
+def architectures(found: Toolkit) -> list[str]:
+    """TORCH_CUDA_ARCH_LIST, or all of ours that the toolkit knows; "+PTX" behind those kept as PTX too."""
+    asked = re.split(r"[;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip())
+    if asked == [""]:
+        names = [name for name in ARCHITECTURES if name in found.known]
+        return [*names[:-1], f"{names[-1]}+PTX"]
+    for name in asked:
+        if not re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", name):
+            raise SystemExit(
+                f"capsfast: TORCH_CUDA_ARCH_LIST must list compute capabilities such as '8.0 9.0+PTX', got {name!r}"
+            )
+        number = name.removesuffix("+PTX").rstrip("af")
+        if number not in found.known:
+            raise SystemExit(
+                f"capsfast: TORCH_CUDA_ARCH_LIST asks for {number}, which the CUDA toolkit {found.version[0]}."
+                f"{found.version[1]} in {found.home} does not know ({', '.join(sorted(found.known))})"
+            )
+        if tuple(map(int, number.split("."))) < (8, 0):
+            raise SystemExit(f"capsfast: the CUDA kernels need compute capability 8.0 or newer, got {number}")
+    return asked
+
+
+def gencode(names: list[str]) -> list[str]:
+    flags = []
+    for name in names:
+        number = name.removesuffix("+PTX").replace(".", "")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if name.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def jobs() -> int:
+    """Compilers at a time: as many as there are cores and memory for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        free = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        free = None
+    return cores if free is None else max(1, min(cores, int(int(free[1]) / 2**20 / GIGABYTES_PER_JOB)))
+
+
+def extension(found: Toolkit | None):
     import pybind11
     import torch
-    from torch.utils.cpp_extension import CppExtension
+    from torch.utils import cpp_extension
 
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+    suffixes = ("*.cpp", "*.cu") if found else ("*.cpp",)
+    sources = sorted(str(path.relative_to(ROOT)) for suffix in suffixes for path in (ROOT / "csrc").rglob(suffix))
     headers = [path for suffix in ("*.h", "*.inl") for path in (ROOT / "csrc").rglob(suffix)]
-    return CppExtension(
+    hidden = [f"{ROOT.resolve()}/=", f"{Path(torch.__file__).parent}/="]
+    macros = [
+        ("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION),
+        ("CAPSFAST_TORCH_TARGET", f'"{TORCH_TARGET}"'),
+        ("CAPSFAST_BUILD_TORCH", f'"{torch.__version__}"'),
+        ("CAPSFAST_VERSION", f'"{version()}"'),
+    ]
+    # Checks put __FILE__ into their messages: keep the builder's folders out of the binary.
+    cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
+    cxx += [f"-fmacro-prefix-map={folder}" for folder in hidden]
+    more = {"include_dirs": [pybind11.get_include()]}  # pip's pybind11 goes first: torch ships an older one.
+    nvcc = []
+    if found:
+        # A CPU-only torch has the headers, but takes no toolkit for one.
+        cpp_extension.CUDA_HOME = str(found.home)
+        names = architectures(found)
+        print(f"capsfast: CUDA {found.version[0]}.{found.version[1]} in {found.home}, for {' '.join(names)}")
+        theirs = torch.version.cuda
+        if theirs and int(theirs.split(".")[0]) < found.version[0]:
+            print(
+                f"capsfast: torch was built with CUDA {theirs}, the kernels will be with {found.version[0]}."
+                f"{found.version[1]}: they need a driver for the newer one"
+            )
+        macros += [
+            ("CAPSFAST_CUDA", "1"),
+            ("CAPSFAST_CUDA_VERSION", f'"{found.version[0]}.{found.version[1]}"'),
+            ("CAPSFAST_CUDA_ARCHITECTURES", f'"{" ".join(names)}"'),
+        ]
+        nvcc = ["-O3", "-std=c++17", *gencode(names), "-Xcompiler", "-fvisibility=hidden"]
+        nvcc += [word for folder in hidden for word in ("-Xcompiler", f"-fmacro-prefix-map={folder}")]
+        folders = [found.home / "lib64", found.home / "targets" / "x86_64-linux" / "lib"]
+        more["include_dirs"].append(str(found.home / "include"))
+        more["library_dirs"] = [str(folder) for folder in folders if folder.is_dir()]
+        # Static: the process may hold another runtime, torch's. libtorch is where CUDA's stream comes from, by a
+        # weak symbol that no linker would keep a library for.
+        more["libraries"] = ["cudart_static", "rt", "dl", "pthread"]
+        more["extra_link_args"] = ["-Wl,--no-as-needed", "-ltorch"]
+    return cpp_extension.CppExtension(
         "capsfast._C",
         sources,
-        # pip's pybind11 goes first: torch ships an older one.
-        include_dirs=[pybind11.get_include()],
         depends=[str(path.relative_to(ROOT)) for path in headers],
-        define_macros=[
-            ("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION),
-            ("CAPSFAST_TORCH_TARGET", f'"{TORCH_TARGET}"'),
-            ("CAPSFAST_BUILD_TORCH", f'"{torch.__version__}"'),
-            ("CAPSFAST_VERSION", f'"{version()}"'),
-        ],
-        extra_compile_args=[
-            "-O3",
-            "-std=c++17",
-            "-fvisibility=hidden",
-            "-g0",
-            # Checks put __FILE__ into their messages: keep the builder's folders out of the binary.
-            f"-fmacro-prefix-map={ROOT.resolve()}/=",
-            f"-fmacro-prefix-map={Path(torch.__file__).parent}/=",
-            "-Wno-psabi",
-        ],
+        define_macros=macros,
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+        **more,
     )
 
 
@@ -79,14 +220,25 @@ def build():
             "Run: pip install torch ninja pybind11, then pip install --no-build-isolation ."
         ) from error
 
+    os.environ.setdefault("MAX_JOBS", str(jobs()))
+
     class Build(BuildExtension):
         def build_extensions(self):
             for ext in self.extensions:
                 # The stable ABI does without torch's Python and C++ libraries.
                 ext.libraries = [name for name in ext.libraries if name not in ("torch_python", "c10")]
+                self.forget_stale(ext)
             super().build_extensions()
 
-    return {"ext_modules": [extension()], "cmdclass": {"build_ext": Build}}
+        def forget_stale(self, ext):
+            """ninja does not know which headers a .cu file reads: compile it again when any of them is newer."""
+            newest = max(Path(name).stat().st_mtime for name in ext.depends)
+            for name in ext.sources:
+                compiled = Path(self.build_temp, name).with_suffix(".o")
+                if name.endswith(".cu") and compiled.exists() and compiled.stat().st_mtime < newest:
+                    compiled.unlink()
+
+    return {"ext_modules": [extension(wanted_toolkit())], "cmdclass": {"build_ext": Build}}
 
 
 setup(**build())

@@ -9,9 +9,10 @@ import torch
 
 from . import native, toolchain
 
-# In the order in which backend=None tries them; "reference" serves everything.
-ORDER = ("cpp", "triton", "reference")
-DEVICES = {"cpp": ("cpu",), "triton": ("cuda",), "reference": ("any",)}
+# In the order in which backend=None tries them; "reference" serves everything. "cuda" comes behind "triton" until
+# a record under benchmarks/results says for which shapes it is faster.
+ORDER = ("cpp", "triton", "cuda", "reference")
+DEVICES = {"cpp": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",), "reference": ("any",)}
 
 
 class BackendStatus(NamedTuple):
@@ -23,6 +24,8 @@ class BackendStatus(NamedTuple):
 
 
 def _absence(name: str) -> str:
+    if name == "cuda":
+        return native.why_no_cuda()
     if name == "cpp":
         return native.why_absent
     return toolchain.why_no_triton() if name == "triton" else ""
@@ -120,8 +123,8 @@ def _refusal(name: str, device: torch.device, cannot: Mapping[str, Callable[[], 
     # Meta tensors take the path of the device they stand for: the fake of the CPU op.
     if "any" not in devices and device.type not in (*devices, "meta"):
         return f"it runs on {' and '.join(devices)} tensors, got a tensor on {device}"
-    if name == "triton" and device.type == "cuda":
-        reason = toolchain.too_old_for_triton(device)
+    if device.type == "cuda" and name in ("triton", "cuda") and not _absence(name):
+        reason = toolchain.too_old_for_triton(device) if name == "triton" else native.why_not_on(device)
         if reason:
             return reason
     if cannot is not None and name in cannot:

@@ -1,5 +1,6 @@
 """Loads the compiled extension ``capsfast._C`` and says why when it can't."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -10,6 +11,7 @@ from types import ModuleType
 import torch
 
 from ._version import __version__
+from .toolchain import constant_while_tracing
 
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
@@ -58,3 +60,46 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 extension, why_absent = _load()
+
+
+@constant_while_tracing
+def why_no_cuda() -> str:
+    """Why the CUDA kernels of the extension can't run here, "" if they can."""
+    if extension is None:
+        return why_absent
+    if not extension.build_info().get("cuda"):
+        return f"the extension was built without CUDA kernels; install a CUDA toolkit (CUDA_HOME) and {_REMEDY}"
+    return "" if torch.cuda.is_available() else "there is no CUDA device that this torch can use"
+
+
+def serves_gpu(architectures: str, capability: tuple[int, int]) -> bool:
+    """Whether kernels built for ``architectures``, "8.0 9.0+PTX", run on a GPU of this compute capability.
+
+    Machine code runs on its major version, from its minor version on; PTX on everything from its own version on.
+    """
+    for name in architectures.split():
+        major, minor = map(int, name.removesuffix("+PTX").rstrip("af").split("."))
+        if major == capability[0] and minor <= capability[1]:
+            return True
+        if name.endswith("+PTX") and (major, minor) <= capability:
+            return True
+    return False
+
+
+@constant_while_tracing
+def why_not_on(device: torch.device) -> str:
+    """Why the CUDA kernels can't run on this GPU, "" if they can; only where ``why_no_cuda()`` is ""."""
+    return _why_not_on(device)
+
+
+@functools.cache
+def _why_not_on(device: torch.device) -> str:
+    assert extension is not None
+    built, capability = extension.build_info()["cuda_architectures"], torch.cuda.get_device_capability(device)
+    if serves_gpu(built, capability):
+        return ""
+    number = ".".join(map(str, capability))
+    return (
+        f"the CUDA kernels were built for compute capability {built}, {device} has {number}; "
+        f"TORCH_CUDA_ARCH_LIST={number} and {_REMEDY}"
+    )

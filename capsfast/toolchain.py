@@ -5,6 +5,8 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -16,11 +18,20 @@ MINIMUM_CAPABILITY = (8, 0)
 LARGEST_D = 4096
 
 
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def constant_while_tracing(function: F) -> F:
+    """torch.compile calls the function instead of tracing it, and keeps what it returns."""
+    return torch.compiler.assume_constant_result(function)  # type: ignore[no-any-return]
+
+
 def interpreting() -> bool:
     """Triton's interpreter runs the kernels, on CPU tensors. Triton reads the variable when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes")
 
 
+@constant_while_tracing
 def why_no_triton() -> str:
     """Why the Triton kernels can't run here, "" if they can."""
     return _why_not_installed() or ("" if interpreting() or torch.cuda.is_available() else _NO_DEVICE)
@@ -43,9 +54,14 @@ def _why_not_installed() -> str:
     return ""
 
 
-@functools.cache
+@constant_while_tracing
 def too_old_for_triton(device: torch.device) -> str:
     """Why the GPU can't run the kernels, "" if it can."""
+    return _too_old(device)
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < MINIMUM_CAPABILITY:
         return f"it needs a GPU of compute capability 8.0 or newer, {device} has {major}.{minor}"

@@ -11,16 +11,17 @@
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "ops/cpu/bindings.h"
+#include "ops/bindings.h"
+#include "ops/cpu/engine.h"
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
+#include "ops/cuda/engine.h"
 
-STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
-  m.impl("dynamic_routing", TORCH_BOX(&capsfast::dynamic_routing_cpu));
-  m.impl("dynamic_routing_backward", TORCH_BOX(&capsfast::dynamic_routing_backward_cpu));
-  m.impl("route_votes", TORCH_BOX(&capsfast::route_votes_cpu));
-  m.impl("route_votes_backward", TORCH_BOX(&capsfast::route_votes_backward_cpu));
-}
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) { capsfast::register_ops<capsfast::CpuEngine>(m); }
+
+#if CAPSFAST_CUDA
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CUDA, m) { capsfast::register_ops<capsfast::cuda::Engine>(m); }
+#endif
 
 namespace {
 
@@ -44,6 +45,13 @@ py::dict build_info() {
   info["compiler"] = std::string("g++ ") + __VERSION__;
 #endif
   info["torch_target"] = CAPSFAST_TORCH_TARGET;
+#if CAPSFAST_CUDA
+  info["cuda"] = CAPSFAST_CUDA_VERSION;                      // of the toolkit
+  info["cuda_architectures"] = CAPSFAST_CUDA_ARCHITECTURES;  // "8.0 9.0+PTX"
+#else
+  info["cuda"] = "";
+  info["cuda_architectures"] = "";
+#endif
   py::list available;
   for (const Isa which : {Isa::portable, Isa::avx2, Isa::avx512}) {
     if (CAPSFAST_X86 || which == Isa::portable) available.append(isa_name(which));

@@ -6,14 +6,22 @@ python -m pytest tests --backends cpp       only these; one that is missing is a
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Without a GPU the Triton kernels are interpreted. Triton reads this when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import capsfast
 
-from .support.backends import Backend, Shape, available
+from .support.backends import EMULATED, Backend, Shape, available
+from .support.interpreter import quicken
+
+quicken()
 
 # The same examples everywhere and in every run; "search" looks for new ones: --hypothesis-profile=search
 _common = {
@@ -30,10 +38,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backends", help="comma-separated backends to test; default: all that are available")
 
 
+MARKERS = (
+    "shapes(*shapes): run with backend and shape, for the shapes that the backend is meant for",
+    "fused: only for backends with ops of their own",
+    "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
+    "kernels: of what kernels compute, also for those that only the tests can run",
+    "emulated(**values): an emulated backend runs only these values of the parameters",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "shapes(*shapes): run with backend and shape, for the shapes that the backend is meant for"
-    )
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
 
 
 def _chosen(config: pytest.Config) -> list[Backend]:
@@ -63,6 +79,43 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if shape.work <= backend.max_work
     ]
     metafunc.parametrize(("backend", "shape"), pairs)
+
+
+def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> bool:
+    """The backend serves what the test asks for, and has the time for its parameters."""
+    if not isinstance(backend, Backend):
+        return False  # pytest's mark of a test without a shape that fits
+    if item.get_closest_marker("fused") and not backend.fused:
+        return False
+    if backend == EMULATED and not item.get_closest_marker("kernels"):
+        return False
+    needed = {parameters["dtype"]} if "dtype" in parameters else set()
+    for marker in item.iter_markers("needs"):
+        needed |= set(marker.args)
+    if not needed <= set(backend.dtypes):
+        return False
+    few = [marker.kwargs for marker in item.iter_markers("emulated") if backend.emulated]
+    return all(parameters[name] in values for kwargs in few for name, values in kwargs.items())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept, left_out = [], []
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        fits = "backend" not in parameters or _is_for(item, parameters["backend"], parameters)
+        (kept if fits else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+    if not config.option.collectonly and any(_backend_of(item) == EMULATED for item in kept):
+        from .emulator.backend import install
+
+        install()
+
+
+def _backend_of(item: pytest.Item) -> object:
+    return (
+        item.callspec.params.get("backend") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -5,15 +5,16 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import capsfast
 from capsfast import backend as choice
-from capsfast import native
+from capsfast import native, ops, toolchain
 
-from .support.backends import Backend, Shape, assert_path, recorded_ops
+from .support.backends import ALL_DTYPES, Backend, Shape, assert_path, named, recorded_ops
 from .support.problems import Case, call, make
 
 SHAPE = Shape(2, 3, 4, 5, 6)
@@ -32,8 +33,9 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> str:
     return "no compiler was found"
 
 
-def routed(backend: str | None = None) -> torch.Tensor:
-    problem = make(SHAPE, Case(coupling=False))
+def routed(backend: str | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """On the device of that backend."""
+    problem = make(SHAPE, Case(coupling=False), dtype=dtype, device=named(backend).device if backend else "cpu")
     return call(problem, problem.inputs, backend)
 
 
@@ -59,26 +61,35 @@ def test_backends_names_the_reason_of_an_absence(no_extension: str) -> None:
 
 
 def test_the_fastest_available_is_the_default() -> None:
-    fastest = next(name for name, state in capsfast.backends().items() if state.available)
-    fused = any(name.startswith("capsfast::") for name in ops_of())
-    assert fused == (fastest != "reference")
+    # An interpreter of GPU kernels is not what serves the CPU.
+    fused = {name for name in ops_of() if name.startswith("capsfast::")}
+    assert fused == ({"capsfast::dynamic_routing"} if capsfast.backends()["cpp"].available else set())
 
 
 def test_backend_argument(backend: Backend) -> None:
     assert_path(backend, "dynamic_routing", ops_of(backend.name), backward=False)
 
 
+def forced_ops(backend: Backend) -> list[str]:
+    """What runs where no call names a backend."""
+    problem = make(SHAPE, Case(coupling=False), dtype=torch.float32, device=backend.device)
+    with recorded_ops() as ops:
+        call(problem, problem.inputs, None)
+    return ops
+
+
 def test_use_backend_as_a_function(backend: Backend) -> None:
+    before = ops_of()
     capsfast.use_backend(backend.name)
-    assert_path(backend, "dynamic_routing", ops_of(), backward=False)
+    assert_path(backend, "dynamic_routing", forced_ops(backend), backward=False)
     capsfast.use_backend(None)
-    assert ops_of() == ops_of(next(name for name, state in capsfast.backends().items() if state.available))
+    assert ops_of() == before
 
 
 def test_use_backend_as_a_context(backend: Backend) -> None:
     with capsfast.use_backend("reference"):
         with capsfast.use_backend(backend.name):
-            assert_path(backend, "dynamic_routing", ops_of(), backward=False)
+            assert_path(backend, "dynamic_routing", forced_ops(backend), backward=False)
         assert choice._forced == "reference"
     assert choice._forced is None
 
@@ -95,7 +106,7 @@ def test_an_argument_goes_before_use_backend(backend: Backend) -> None:
 
 
 def test_a_module_passes_its_backend_on(backend: Backend) -> None:
-    layer = capsfast.DynamicRouting(3, 4, 6, 5, backend=backend.name)
+    layer = capsfast.DynamicRouting(3, 4, 6, 5, backend=backend.name).to(backend.device)
     with recorded_ops() as ops:
         layer(torch.randn(2, 3, 6, device=backend.device))
     assert_path(backend, "dynamic_routing", ops, backward=False)
@@ -117,6 +128,34 @@ def test_use_backend_rejects_an_absent_backend(no_extension: str) -> None:
 def test_a_demanded_backend_that_is_absent_is_an_error(no_extension: str) -> None:
     with pytest.raises(RuntimeError, match=rf"dynamic_routing: backend 'cpp' cannot serve this call: {no_extension}"):
         routed("cpp")
+
+
+@pytest.mark.parametrize("asked", ALL_DTYPES, ids=str)
+def test_a_dtype_is_served_or_refused(backend: Backend, asked: torch.dtype) -> None:
+    if asked in backend.dtypes:
+        assert routed(backend.name, asked).dtype == asked
+        return
+    served = r"float32, bfloat16 and float16, got float64"
+    with pytest.raises(RuntimeError, match=f"backend '{backend}' cannot serve this call: it serves {served}"):
+        routed(backend.name, asked)
+
+
+def test_float64_on_a_gpu_is_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one, new enough for Triton."""
+    monkeypatch.setattr(toolchain, "interpreting", lambda: False)
+    monkeypatch.setattr(toolchain, "why_no_triton", lambda: "")
+    monkeypatch.setattr(toolchain, "too_old_for_triton", lambda device: "")
+    chosen = []
+
+    def select_there(op: str, device: torch.device, *rest: Any) -> str:
+        chosen.append(choice.select(op, torch.device("cuda", 0), *rest))
+        return "reference"
+
+    monkeypatch.setattr(ops.dynamic_routing, "select", select_there)
+    for dtype in (torch.float32, torch.float64):
+        problem = make(SHAPE, Case(coupling=False), dtype=dtype)
+        call(problem, problem.inputs, None)
+    assert chosen == ["triton", "reference"]
 
 
 def test_without_extension_the_reference_warns_once(no_extension: str) -> None:
@@ -155,7 +194,7 @@ def test_share_batch_logits_runs_on_the_reference_with_a_warning(op: str) -> Non
 
 @pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
 def test_share_batch_logits_is_refused_by_fused_backends(backend: Backend, op: str) -> None:
-    problem = make(SHAPE, Case(coupling=False), op, device=backend.device)
+    problem = make(SHAPE, Case(coupling=False), op, torch.float32, backend.device)
     problem.overrides["share_batch_logits"] = True
     if not backend.fused:
         with pytest.warns(UserWarning, match="share_batch_logits"):
@@ -178,7 +217,7 @@ def test_meta_tensors_keep_their_shapes(backend: Backend) -> None:
 
 
 SCRIPT = """
-import torch, capsfast
+import sys, torch, capsfast
 from torch.utils._python_dispatch import TorchDispatchMode
 
 class Print(TorchDispatchMode):
@@ -188,19 +227,21 @@ class Print(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 with Print():
-    capsfast.dynamic_routing(torch.randn(2, 3, 4), torch.randn(3, 2, 5, 4))
+    device = sys.argv[1]
+    capsfast.dynamic_routing(torch.randn(2, 3, 4, device=device), torch.randn(3, 2, 5, 4, device=device))
 print("done")
 """
 
 
-def in_a_new_process(name: str) -> subprocess.CompletedProcess[str]:
+def in_a_new_process(name: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
     root = Path(capsfast.__file__).parent.parent
     environment = os.environ | {"CAPSFAST_BACKEND": name, "PYTHONPATH": str(root)}
-    return subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", SCRIPT, device]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_environment_variable(backend: Backend) -> None:
-    ran = in_a_new_process(backend.name)
+    ran = in_a_new_process(backend.name, backend.device)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split("\n")[:-1] == ["ran a fused op"] * backend.fused + ["done"]
 

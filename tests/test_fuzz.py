@@ -1,17 +1,21 @@
 """Arbitrary shapes, strides, options and dtypes at every backend, against the float64 reference."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import assume, given, note
+from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
 from capsfast.options import SQUASH
 
 from .support.accuracy import check
 from .support.backends import Backend, Shape
-from .support.problems import LAYOUTS, Case, make, relayout, run
+from .support.problems import LAYOUTS, Case, Problem, make, relayout, run
+
+pytestmark = pytest.mark.kernels
 
 cases = st.builds(
     Case,
@@ -31,14 +35,20 @@ cases = st.builds(
 # 16 to 18 and 31 to 33 are the sides of a tile; the rest is any size up to 20.
 size = st.one_of(st.integers(1, 20), st.sampled_from((16, 17, 31, 32, 33)))
 shapes = st.builds(Shape, B=size, I=size, J=size, D=size, K=size).filter(lambda shape: shape.work <= 400_000)
+few = st.integers(1, 4)
+small_shapes = st.builds(Shape, B=st.sampled_from((1, 3, 16, 17)), I=few, J=st.integers(1, 9), D=size, K=size)
 ops = st.sampled_from(("dynamic_routing", "route_votes"))
 seeds = st.integers(0, 1000)
 
 
+def shapes_for(backend: Backend) -> Any:
+    return small_shapes if backend.emulated else shapes
+
+
 @st.composite
-def problems(draw: Any, dtype: torch.dtype) -> Any:
+def problems(draw: Any, backend: Backend, dtype: torch.dtype) -> Any:
     """Every tensor gets strides of its own."""
-    shape, case = draw(shapes), draw(cases)
+    shape, case = draw(shapes_for(backend)), draw(cases)
     # A unit vector of one component is a sign; its gradient is what rounding leaves of 1 - 1.
     assume(shape.D > 1 or case.squash != "unit")
     problem = make(shape, case, draw(ops), dtype, seed=draw(seeds))
@@ -52,44 +62,57 @@ def problems(draw: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def explain(problem: Any) -> None:
+def explain(problem: Problem) -> None:
     tensors = problem.inputs | problem.masks | {"dv": problem.dv, "dc": problem.dc}
     described = [f"{name} {tuple(value.shape)} strides {value.stride()}" for name, value in tensors.items()]
     note(f"{problem.op}, {problem.case}: " + ", ".join(described))
 
 
-@given(problem=problems(torch.float64))
-def test_float64(backend: Backend, problem: Any) -> None:
-    explain(problem)
-    check(problem.to(torch.float64, backend.device), backend, slack=16)
+def for_all(backend: Backend, *strategies: Any) -> Callable[[Callable[..., None]], None]:
+    """Calls the function that it decorates with drawn arguments, fewer times where the backend is emulated."""
+    everywhere = settings.default.max_examples
+    chosen = settings(max_examples=everywhere // 10 if backend.emulated else everywhere)
+    return lambda function: chosen(given(*strategies)(function))()
 
 
-@given(problem=problems(torch.float32))
-def test_float32(backend: Backend, problem: Any) -> None:
-    explain(problem)
-    check(problem.to(torch.float32, backend.device), backend, slack=16)
+def agree(backend: Backend, dtype: torch.dtype) -> None:
+    @for_all(backend, problems(backend, dtype))
+    def _(problem: Problem) -> None:
+        explain(problem)
+        check(problem.to(dtype, backend.device), backend, slack=16)
 
 
-@given(problem=problems(torch.bfloat16))
-def test_bfloat16(backend: Backend, problem: Any) -> None:
-    explain(problem)
-    check(problem.to(torch.bfloat16, backend.device), backend, slack=16)
+@pytest.mark.needs(torch.float64)
+def test_float64(backend: Backend) -> None:
+    agree(backend, torch.float64)
 
 
-@given(shape=shapes, case=cases, op=ops, empty=st.sets(st.sampled_from(Shape._fields), min_size=1))
-def test_empty(backend: Backend, shape: Shape, case: Case, op: str, empty: set[str]) -> None:
-    problem = make(shape._replace(**dict.fromkeys(empty, 0)), case, op, torch.float32, backend.device)
-    explain(problem)
-    got, wanted = run(problem, backend.name), run(problem.to(torch.float64), "reference")
-    assert got.keys() == wanted.keys()
-    for name, value in got.items():
-        torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
+def test_float32(backend: Backend) -> None:
+    agree(backend, torch.float32)
 
 
-@given(problem=problems(torch.float32))
-def test_bitwise_repeatable(backend: Backend, problem: Any) -> None:
-    explain(problem)
-    problem = problem.to(torch.float32, backend.device)
-    first, second = run(problem, backend.name), run(problem, backend.name)
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+def test_bfloat16(backend: Backend) -> None:
+    agree(backend, torch.bfloat16)
+
+
+def test_empty(backend: Backend) -> None:
+    sizes = st.sets(st.sampled_from(Shape._fields), min_size=1)
+
+    @for_all(backend, shapes_for(backend), cases, ops, sizes)
+    def _(shape: Shape, case: Case, op: str, empty: set[str]) -> None:
+        problem = make(shape._replace(**dict.fromkeys(empty, 0)), case, op, torch.float32, backend.device)
+        explain(problem)
+        got, wanted = run(problem, backend.name), run(problem.to(torch.float64), "reference")
+        assert got.keys() == wanted.keys()
+        for name, value in got.items():
+            torch.testing.assert_close(value.cpu().double(), wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_bitwise_repeatable(backend: Backend) -> None:
+    @for_all(backend, problems(backend, torch.float32))
+    def _(problem: Problem) -> None:
+        explain(problem)
+        moved = problem.to(torch.float32, backend.device)
+        first, second = run(moved, backend.name), run(moved, backend.name)
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), name

@@ -14,14 +14,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import capsfast
 
-from .support.accuracy import relative_l2
+from .support.accuracy import assert_close, relative_l2
 from .support.backends import Backend, Shape, assert_path, recorded_ops
+from .support.interpreter import quicken
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, call, make, run
 
 OPS = ("dynamic_routing", "route_votes")
 # Between them all tensors, both gradients and both softmaxes; a compilation costs seconds.
 COMPILED = (LOADED, Case(gradient="last", leaky=True, logits="IJ", coupling=False))
 CASES = (PLAIN, LOADED, LOADED_OUT, Case(gradient="last", coupling=False))
+
+
+def small(backend: Backend, B: int = 3) -> Shape:
+    return Shape(B, 3 if backend.emulated else 7, 4, 5, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +40,16 @@ def gradients(function: Callable[..., Any], tensors: dict[str, Tensor]) -> list[
     leaves = {name: value.clone().requires_grad_() for name, value in tensors.items()}
     found = function(**leaves)
     outputs = found if isinstance(found, tuple) else (found,)
-    loss = sum((out.square().sum() for out in outputs), torch.zeros(()))
+    loss = torch.stack([out.square().sum() for out in outputs]).sum()
     return [*outputs, *torch.autograd.grad(loss, list(leaves.values()))]
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.emulated(case=COMPILED[:1], dynamic=[None])
 def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: str, case: Case, dynamic: bool | None) -> None:
-    problems = [make(Shape(B, 7, 4, 5, 6), case, op, torch.float32, backend.device) for B in (3, 18, 5)]
+    problems = [make(small(backend, B), case, op, torch.float32, backend.device) for B in (3, 18, 5)]
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(masks: dict[str, Tensor], **tensors: Tensor) -> Any:
@@ -74,16 +80,16 @@ def test_the_compiled_graph_holds_the_fused_op(backend: Backend, op: str) -> Non
     torch.compile(lambda tensors: call(problem, tensors, backend.name), fullgraph=True, backend=remember)(
         problem.inputs
     )
-    assert any(f"capsfast.{op}" in target for target in targets) == backend.fused
+    assert any(f"capsfast.{backend.prefix}{op}" in target for target in targets) == backend.fused
     assert any("einsum" in target for target in targets) != backend.fused
 
 
 def test_compiled_by_inductor_within_a_network(backend: Backend) -> None:
     layer = capsfast.DynamicRouting(7, 4, 6, 5, backend=backend.name)
-    network = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), layer)
+    network = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), layer).to(backend.device)
     compiled = torch.compile(network, fullgraph=True)
     for B in (3, 18):
-        u = torch.randn(B, 7, 6)
+        u = torch.randn(B, 7, 6, device=backend.device)
         results = []
         for model in (network, compiled):
             network.zero_grad()
@@ -106,19 +112,22 @@ def test_share_batch_logits_compiles_too() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_any_batch_size(backend: Backend, strict: bool) -> None:
     layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, bias=True, backend=backend.name)
+    layer.to(backend.device)
     shapes = {"u": {0: torch.export.Dim("B")}}
-    program = torch.export.export(layer, (torch.randn(3, 7, 6),), dynamic_shapes=shapes, strict=strict)
+    example = torch.randn(3, 7, 6, device=backend.device)
+    program = torch.export.export(layer, (example,), dynamic_shapes=shapes, strict=strict)
     for B in (2, 3, 17):
-        u = torch.randn(B, 7, 6)
+        u = torch.randn(B, 7, 6, device=backend.device)
         torch.testing.assert_close(program.module()(u), layer(u))
     targets = {str(node.target) for node in program.graph.nodes}
-    assert ("capsfast.dynamic_routing.default" in targets) == backend.fused
+    assert (f"capsfast.{backend.prefix}dynamic_routing.default" in targets) == backend.fused
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.emulated(case=[LOADED, LOADED_OUT])
 def test_func_grad(backend: Backend, op: str, case: Case) -> None:
-    problem = make(Shape(3, 7, 4, 5, 6), case, op, device=backend.device)
+    problem = make(small(backend), case, op, backend.widest, backend.device)
 
     def loss(tensors: dict[str, Tensor]) -> Tensor:
         result = call(problem, tensors, backend.name)
@@ -128,14 +137,15 @@ def test_func_grad(backend: Backend, op: str, case: Case) -> None:
     got = torch.func.grad(loss)(problem.inputs)
     wanted = run(problem, "reference")
     for name, value in got.items():
-        torch.testing.assert_close(value, wanted[f"d{name}"], rtol=1e-10, atol=1e-12)
+        assert_close(value, wanted[f"d{name}"])
 
 
 @pytest.mark.parametrize("case", [PLAIN, LOADED], ids=str)
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.emulated(case=[LOADED])
 def test_func_vmap(backend: Backend, op: str, case: Case) -> None:
     # An ensemble: the first tensor is common to all, the others have one for each.
-    problems = [make(Shape(3, 7, 4, 5, 6), case, op, device=backend.device, seed=seed) for seed in range(3)]
+    problems = [make(small(backend), case, op, backend.widest, backend.device, seed) for seed in range(3)]
     common = next(iter(problems[0].inputs))
     for problem in problems[1:]:
         problem.inputs[common] = problems[0].inputs[common]
@@ -147,12 +157,12 @@ def test_func_vmap(backend: Backend, op: str, case: Case) -> None:
     got = torch.func.vmap(lambda tensors: call(problems[0], tensors, backend.name), in_dims=(dims,))(stacked)
     wanted = [call(problem, problem.inputs, backend.name) for problem in problems]
     for value, want in zip(got, (torch.stack(parts) for parts in zip(*wanted, strict=True)), strict=True):
-        torch.testing.assert_close(value, want, rtol=1e-11, atol=1e-13)
+        assert_close(value, want, double=1e-11)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_func_vmap_of_grad(backend: Backend, op: str) -> None:
-    problem = make(Shape(4, 7, 4, 5, 6), Case(logits="BIJ"), op, device=backend.device)
+    problem = make(small(backend, 4), Case(logits="BIJ"), op, backend.widest, backend.device)
     name = next(iter(problem.inputs))
     rest = {key: value for key, value in problem.inputs.items() if key not in (name, "logits")}
 
@@ -164,12 +174,12 @@ def test_func_vmap_of_grad(backend: Backend, op: str) -> None:
     leaf = problem.inputs[name].clone().requires_grad_()
     v, _ = call(problem, problem.inputs | {name: leaf}, backend.name)
     (wanted,) = torch.autograd.grad(v.square().sum(), leaf)
-    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+    assert_close(got, wanted, double=1e-11)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_second_derivatives(backend: Backend, op: str) -> None:
-    problem = make(Shape(2, 3, 4, 5, 6), Case(coupling=False), op, device=backend.device)
+    problem = make(Shape(2, 3, 4, 5, 6), Case(coupling=False), op, backend.widest, backend.device)
     name = next(iter(problem.inputs))
     leaf = problem.inputs[name].requires_grad_()
     v = call(problem, problem.inputs, backend.name)
@@ -188,6 +198,7 @@ MIXES = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch
 @pytest.mark.parametrize(("of_u", "of_weight"), MIXES)
 @pytest.mark.parametrize("case", [PLAIN, LOADED], ids=str)
 @pytest.mark.parametrize("B", [3, 17])
+@pytest.mark.emulated(B=[3], case=[LOADED])
 def test_autocast(backend: Backend, B: int, case: Case, of_u: torch.dtype, of_weight: torch.dtype) -> None:
     problem = make(Shape(B, 7, 4, 16, 8), case, dtype=torch.float32, device=backend.device)
     problem.inputs["u"] = problem.inputs["u"].to(of_u)
@@ -200,11 +211,11 @@ def test_autocast(backend: Backend, B: int, case: Case, of_u: torch.dtype, of_we
     v.backward(problem.dv.to(torch.bfloat16))
     problem.dc.zero_()
     wanted = run(problem.to(torch.float64), "reference")
-    assert relative_l2(v.double(), wanted["v"]) < 0.03
+    assert relative_l2(v.double().cpu(), wanted["v"]) < 0.03
     for name, leaf in leaves.items():
         assert leaf.grad is not None
         assert leaf.grad.dtype == leaf.dtype, name
-        cosine = torch.cosine_similarity(leaf.grad.double().flatten(), wanted[f"d{name}"].flatten(), dim=0)
+        cosine = torch.cosine_similarity(leaf.grad.double().cpu().flatten(), wanted[f"d{name}"].flatten(), dim=0)
         assert cosine > 0.99, name
 
 
@@ -216,6 +227,7 @@ def test_autocast_casts_votes_too(backend: Backend) -> None:
     assert relative_l2(v.float(), capsfast.route_votes(votes, backend="reference")) < 0.03
 
 
+@pytest.mark.needs(torch.float64)
 def test_autocast_leaves_float64_alone(backend: Backend) -> None:
     problem = make(Shape(3, 7, 4, 5, 6), Case(coupling=False), device=backend.device)
     with torch.autocast(backend.device, torch.bfloat16):
@@ -234,7 +246,7 @@ def test_autocast_of_a_network(backend: Backend) -> None:
 
 
 def test_inference_mode_and_no_grad(backend: Backend) -> None:
-    problem = make(Shape(3, 7, 4, 5, 6), Case(coupling=False), device=backend.device)
+    problem = make(Shape(3, 7, 4, 5, 6), Case(coupling=False), dtype=backend.widest, device=backend.device)
     problem.inputs["u"].requires_grad_()
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
@@ -242,8 +254,8 @@ def test_inference_mode_and_no_grad(backend: Backend) -> None:
 
 
 def test_checkpointing_gives_the_same_gradients(backend: Backend) -> None:
-    layer = capsfast.DynamicRouting(7, 4, 6, 5, backend=backend.name)
-    u = torch.randn(3, 7, 6)
+    layer = capsfast.DynamicRouting(7, 4, 6, 5, backend=backend.name).to(backend.device)
+    u = torch.randn(3, 7, 6, device=backend.device)
     found = []
     for function in (layer, lambda u: torch.utils.checkpoint.checkpoint(layer, u, use_reentrant=False)):
         leaf = u.clone().requires_grad_()
@@ -254,15 +266,16 @@ def test_checkpointing_gives_the_same_gradients(backend: Backend) -> None:
         assert torch.equal(one, other)
 
 
-def _ddp_worker(rank: int, name: str, folder: str) -> None:
+def _ddp_worker(rank: int, name: str, device: str, folder: str) -> None:
     torch.set_num_threads(1)
+    quicken()
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
-    layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=name)
-    u = torch.randn(6, 7, 6)
+    layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=name).to(device)
+    u = torch.randn(6, 7, 6).to(device)
     parallel = nn.parallel.DistributedDataParallel(layer)
     parallel(u[3 * rank : 3 * rank + 3]).square().sum().backward()
-    torch.save({key: value.grad for key, value in layer.named_parameters()}, f"{folder}/gradients{rank}.part")
+    torch.save({key: value.grad.cpu() for key, value in layer.named_parameters()}, f"{folder}/gradients{rank}.part")
     os.replace(f"{folder}/gradients{rank}.part", f"{folder}/gradients{rank}.pt")
     while not os.path.exists(f"{folder}/gradients{1 - rank}.pt"):
         time.sleep(0.01)
@@ -272,7 +285,9 @@ def _ddp_worker(rank: int, name: str, folder: str) -> None:
 
 def test_distributed_data_parallel(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    workers = torch.multiprocessing.spawn(_ddp_worker, (backend.name, str(tmp_path)), nprocs=2, join=False)
+    workers = torch.multiprocessing.spawn(
+        _ddp_worker, (backend.name, backend.device, str(tmp_path)), nprocs=2, join=False
+    )
     try:
         deadline = time.monotonic() + 120
         while not workers.join(timeout=5):
@@ -281,13 +296,13 @@ def test_distributed_data_parallel(backend: Backend, tmp_path: Path, monkeypatch
         for process in workers.processes:
             process.kill()
     torch.manual_seed(0)
-    layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=backend.name)
-    layer(torch.randn(6, 7, 6)).square().sum().backward()
+    layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=backend.name).to(backend.device)
+    layer(torch.randn(6, 7, 6).to(backend.device)).square().sum().backward()
     for rank in range(2):
         found = torch.load(tmp_path / f"gradients{rank}.pt")
         for key, value in layer.named_parameters():
             assert value.grad is not None
-            torch.testing.assert_close(2 * found[key], value.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(2 * found[key], value.grad.cpu(), rtol=1e-4, atol=1e-6)
 
 
 def test_autocast_does_not_mix_float64(backend: Backend) -> None:

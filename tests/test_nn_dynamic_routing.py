@@ -51,17 +51,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("num_iterations", [1, 3])
 @pytest.mark.parametrize("B", [2, 33])
+@pytest.mark.emulated(B=[2], num_iterations=[3])
 def test_replaces_a_hand_written_layer(backend: Backend, B: int, num_iterations: int) -> None:
-    old = HandWritten(I, J, K, D, num_iterations)
-    new = capsfast.DynamicRouting(I, J, K, D, num_iterations, backend=backend.name)
+    old = HandWritten(I, J, K, D, num_iterations).to(backend.device)
+    new = capsfast.DynamicRouting(I, J, K, D, num_iterations, backend=backend.name, device=backend.device)
     saved = io.BytesIO()
     torch.save(old.state_dict(), saved)
     saved.seek(0)
     assert str(new.load_state_dict(torch.load(saved))) == "<All keys matched successfully>"
     assert torch.equal(new.W, old.W)
 
-    u = torch.randn(B, I, K)
-    dv = torch.randn(B, J, D)
+    u = torch.randn(B, I, K, device=backend.device)
+    dv = torch.randn(B, J, D, device=backend.device)
     results = []
     for layer in (old, new):
         leaf = u.clone().requires_grad_()
@@ -84,14 +85,15 @@ def test_parameters_of_the_variants() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.emulated(variant=["options"])
 def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) -> None:
-    layer = layer_of(backend=backend.name, **VARIANTS[variant])
+    layer = layer_of(backend=backend.name, device=backend.device, **VARIANTS[variant])
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.3)
-    u = torch.randn(4, I, K)
-    mask, out_mask = torch.rand(4, I) > 0.3, torch.rand(4, J) > 0.3
-    logits = torch.randn(4, I, J)
+    u = torch.randn(4, I, K, device=backend.device)
+    mask, out_mask = torch.rand(4, I, device=backend.device) > 0.3, torch.rand(4, J, device=backend.device) > 0.3
+    logits = torch.randn(4, I, J, device=backend.device)
     options = {key: value for key, value in VARIANTS[variant].items() if key in ("softmax", "gradient", "leaky")}
     wanted, wanted_c = capsfast.dynamic_routing(
         u,
@@ -112,9 +114,10 @@ def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.emulated(variant=["learned"])
 def test_every_parameter_gets_a_gradient(backend: Backend, variant: str) -> None:
-    layer = layer_of(backend=backend.name, **VARIANTS[variant])
-    layer(torch.randn(4, I, K)).square().sum().backward()
+    layer = layer_of(backend=backend.name, device=backend.device, **VARIANTS[variant])
+    layer(torch.randn(4, I, K, device=backend.device)).square().sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
@@ -146,9 +149,10 @@ def test_copies_are_equal(variant: str, way: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.emulated(variant=["shared"])
 def test_other_dtypes(backend: Backend, dtype: torch.dtype, variant: str) -> None:
-    layer = layer_of(backend=backend.name, **VARIANTS[variant])
-    u = torch.randn(3, I, K)
+    layer = layer_of(backend=backend.name, device=backend.device, **VARIANTS[variant])
+    u = torch.randn(3, I, K, device=backend.device)
     wanted = layer(u)
     layer = layer.to(dtype)
     v = layer(u.to(dtype))
@@ -166,16 +170,17 @@ def test_half_and_bfloat16_methods() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.emulated(variant=["learned"])
 def test_meta_device(backend: Backend, variant: str) -> None:
     with torch.device("meta"):
         layer = layer_of(backend=backend.name, **VARIANTS[variant])
     assert layer.W.is_meta
     assert layer(torch.empty(3, I, K, device="meta")).shape == (3, J, D)
-    layer = layer.to_empty(device="cpu")
+    layer = layer.to_empty(device=backend.device)
     assert layer.W.isnan().all()  # fresh memory, see conftest.py
     layer.reset_parameters()
     assert all(parameter.isfinite().all() for parameter in layer.parameters())
-    assert layer(torch.randn(3, I, K)).isfinite().all()
+    assert layer(torch.randn(3, I, K, device=backend.device)).isfinite().all()
     assert layer_of(device="meta").W.is_meta
 
 
@@ -185,8 +190,8 @@ class Doubled(nn.Module):
 
 
 def test_parametrize(backend: Backend) -> None:
-    layer = layer_of(backend=backend.name)
-    u = torch.randn(3, I, K)
+    layer = layer_of(backend=backend.name, device=backend.device)
+    u = torch.randn(3, I, K, device=backend.device)
     wanted = capsfast.dynamic_routing(u, 2 * layer.W.detach(), backend=backend.name)
     parametrize.register_parametrization(layer, "W", Doubled())
     torch.testing.assert_close(layer(u), wanted)
@@ -198,8 +203,8 @@ def test_parametrize(backend: Backend) -> None:
 
 
 def test_weight_norm(backend: Backend) -> None:
-    layer = nn.utils.parametrizations.weight_norm(layer_of(backend=backend.name), "W")
-    u = torch.randn(3, I, K)
+    layer = nn.utils.parametrizations.weight_norm(layer_of(backend=backend.name, device=backend.device), "W")
+    u = torch.randn(3, I, K, device=backend.device)
     torch.testing.assert_close(layer(u), capsfast.dynamic_routing(u, layer.W, backend="reference"))
 
 
@@ -241,11 +246,12 @@ def margin_loss(v: Tensor, label: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("variant", "rate"), [("plain", 0.001), ("learned", 0.001), ("shared", 0.01), ("options", 0.01)]
 )
+@pytest.mark.emulated(variant=[])
 def test_the_initial_values_train(backend: Backend, variant: str, rate: float) -> None:
     # As many input capsules as the paper's network: where randn weights stand still.
-    layer = capsfast.DynamicRouting(1152, 4, 8, 8, backend=backend.name, **VARIANTS[variant])
-    label = torch.arange(16) % 4
-    u = capsfast.squash(torch.randn(4, 1152, 8)[label] + 0.3 * torch.randn(16, 1152, 8))
+    layer = capsfast.DynamicRouting(1152, 4, 8, 8, backend=backend.name, **VARIANTS[variant]).to(backend.device)
+    label = torch.arange(16, device=backend.device) % 4
+    u = capsfast.squash(torch.randn(4, 1152, 8)[label.cpu()] + 0.3 * torch.randn(16, 1152, 8)).to(backend.device)
     optimizer = torch.optim.Adam(layer.parameters(), lr=rate)
     losses = []
     for _ in range(12):
@@ -263,6 +269,6 @@ def test_input_of_wrong_sizes_names_the_module() -> None:
 
 
 def test_learned_logits_accept_given_logits_of_either_rank(backend: Backend) -> None:
-    layer = layer_of(learned_logits=True, backend=backend.name)
-    u, logits = torch.randn(3, I, K), torch.randn(I, J)
+    layer = layer_of(learned_logits=True, backend=backend.name, device=backend.device)
+    u, logits = torch.randn(3, I, K, device=backend.device), torch.randn(I, J, device=backend.device)
     torch.testing.assert_close(layer(u, logits=logits), layer(u, logits=logits.expand(3, -1, -1)))

@@ -8,23 +8,18 @@ import torch
 from torch import Tensor
 
 import capsfast
-from capsfast import native
+from capsfast.ops._register import PREFIX
 from capsfast.options import Options
 from capsfast.reference.dynamic_routing import votes as reference_votes
 
-from .support.accuracy import relative_l2
-from .support.backends import ALL_DTYPES, Shape
+from .support.accuracy import assert_close, relative_l2
+from .support.backends import ALL_DTYPES, TABLE, Backend, Shape
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, run
 
-if native.extension is None:
-    pytest.skip(f"the extension is absent: {native.why_absent}", allow_module_level=True)
+pytestmark = pytest.mark.fused
 
 OPS = ("dynamic_routing", "route_votes")
 CASES = (PLAIN, LOADED, LOADED_OUT, Case(softmax="in", logits="IJ"), Case(gradient="last", coupling=False))
-
-
-def op_of(name: str) -> Any:
-    return getattr(torch.ops.capsfast, name).default
 
 
 def arguments(problem: Problem, coupling: bool | None = None) -> list[Any]:
@@ -35,9 +30,9 @@ def arguments(problem: Problem, coupling: bool | None = None) -> list[Any]:
     return [*tensors, *masks, *problem.case.options, problem.case.coupling if coupling is None else coupling]
 
 
-def backward_arguments(problem: Problem) -> list[Any]:
+def backward_arguments(problem: Problem, backend: Backend) -> list[Any]:
     *inputs, coupling = arguments(problem)
-    _, c, s, norm = op_of(problem.op)(*inputs, coupling)
+    _, c, s, norm = backend.op(problem.op)(*inputs, coupling)
     tensors, options = inputs[: -len(Options._fields)], inputs[-len(Options._fields) :]
     first = 2 if problem.op == "dynamic_routing" else 1
     needed = [tensor is not None for tensor in tensors[: first + 2]]
@@ -81,10 +76,12 @@ def normaliser(b: Tensor, case: Case) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("B", [3, 17])
-def test_outputs(B: int, op: str, case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.emulated(B=[3], dtype=[torch.float32, torch.bfloat16])
+def test_outputs(backend: Backend, B: int, op: str, case: Case, dtype: torch.dtype) -> None:
     shape = Shape(B, 9, 4, 16, 8)
-    problem = make(shape, case, op, dtype)
-    v, c, s, norm = op_of(op)(*arguments(problem))
+    problem = make(shape, case, op, dtype, backend.device)
+    v, c, s, norm = (out.cpu() for out in backend.op(op)(*arguments(problem)))
+    problem = problem.to(dtype)
     r = case.num_iterations
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert (v.shape, v.dtype) == ((B, 4, 16), dtype)
@@ -109,22 +106,26 @@ def test_outputs(B: int, op: str, case: Case, dtype: torch.dtype) -> None:
     torch.testing.assert_close(v.to(wide), wanted_v, rtol=4 * rounding, atol=4 * rounding)
 
 
+def small(backend: Backend) -> Shape:
+    return Shape(3, 3 if backend.emulated else 9, 4, 5, 6)
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_backward_fills_only_what_is_needed(op: str) -> None:
-    problem = make(Shape(3, 9, 4, 16, 8), LOADED, op)
-    all_arguments = backward_arguments(problem)
+def test_backward_fills_only_what_is_needed(backend: Backend, op: str) -> None:
+    problem = make(small(backend), LOADED, op, backend.widest, backend.device)
+    all_arguments = backward_arguments(problem, backend)
     count = len(problem.inputs)
-    wanted = op_of(f"{op}_backward")(*all_arguments)
+    wanted = backend.op(f"{op}_backward")(*all_arguments)
     names = ("du", "dweight", "dlogits", "dbias") if op == "dynamic_routing" else ("dvotes", "dlogits", "dbias")
     truth = run(problem, "reference")
     for name, value in zip(names, wanted, strict=True):
-        torch.testing.assert_close(value, truth[name], rtol=1e-10, atol=1e-12)
+        assert_close(value, truth[name])
     for wish in range(2**count):
         needed = [bool(wish >> n & 1) for n in range(count)]
-        got = op_of(f"{op}_backward")(*all_arguments[:-count], *needed)
+        got = backend.op(f"{op}_backward")(*all_arguments[:-count], *needed)
         for value, want, need in zip(got, wanted, needed, strict=True):
             if need:
-                torch.testing.assert_close(value, want, rtol=1e-11, atol=1e-13)
+                assert_close(value, want, double=1e-11)
             else:
                 assert value.shape == (0,)
 
@@ -132,42 +133,49 @@ def test_backward_fills_only_what_is_needed(op: str) -> None:
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck_forward(op: str, case: Case, grad: bool) -> None:
-    problem = make(Shape(3, 9, 4, 5, 6), case, op, torch.float32)
+@pytest.mark.emulated(case=[LOADED])
+def test_opcheck_forward(backend: Backend, op: str, case: Case, grad: bool) -> None:
+    problem = make(small(backend), case, op, torch.float32, backend.device)
     problem.inputs = {name: value.requires_grad_(grad) for name, value in problem.inputs.items()}
-    torch.library.opcheck(op_of(op), arguments(problem))
+    torch.library.opcheck(backend.op(op), arguments(problem))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck_backward(op: str, case: Case) -> None:
-    problem = make(Shape(3, 9, 4, 5, 6), case, op, torch.float32)
-    torch.library.opcheck(op_of(f"{op}_backward"), backward_arguments(problem))
+@pytest.mark.emulated(case=[LOADED, LOADED_OUT])
+def test_opcheck_backward(backend: Backend, op: str, case: Case) -> None:
+    problem = make(small(backend), case, op, torch.float32, backend.device)
+    torch.library.opcheck(backend.op(f"{op}_backward"), backward_arguments(problem, backend))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
-def test_opcheck_other_inputs(layout: str, dtype: torch.dtype) -> None:
-    problem = make(Shape(17, 9, 4, 16, 8), Case(shared=True, softmax="in"), dtype=dtype).laid_out(layout)
-    torch.library.opcheck(op_of("dynamic_routing_backward"), backward_arguments(problem))
+@pytest.mark.emulated(layout=["transposed"])
+def test_opcheck_other_inputs(backend: Backend, layout: str, dtype: torch.dtype) -> None:
+    shape = Shape(17, 2, 3, 5, 3) if backend.emulated else Shape(17, 9, 4, 16, 8)
+    case = Case(shared=True, softmax="in")
+    problem = make(shape, case, dtype=dtype, device=backend.device).laid_out(layout)
+    torch.library.opcheck(backend.op("dynamic_routing_backward"), backward_arguments(problem, backend))
     problem.inputs["u"].requires_grad_()
-    torch.library.opcheck(op_of("dynamic_routing"), arguments(problem))
+    torch.library.opcheck(backend.op("dynamic_routing"), arguments(problem))
 
 
 def test_all_ops_are_checked_here() -> None:
     names = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "capsfast::" in name
     }
-    assert names == {name for stem in OPS for name in (stem, f"{stem}_backward")}
+    assert names == {prefix + name for prefix in PREFIX.values() for stem in OPS for name in (stem, f"{stem}_backward")}
+    assert {backend.prefix for backend in TABLE if backend.fused} <= set(PREFIX.values())
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_fakes_promise_what_the_kernels_return(op: str) -> None:
-    for case in CASES:
-        for empty in (None, *Shape._fields):
-            shape = Shape(3, 9, 4, 5, 6)
-            problem = make(shape._replace(**({empty: 0} if empty else {})), case, op, torch.bfloat16)
-            for name, values in ((op, arguments(problem)), (f"{op}_backward", backward_arguments(problem))):
-                meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in values]
-                for real, fake in zip(op_of(name)(*values), op_of(name)(*meta), strict=True):
-                    assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), name
+@pytest.mark.emulated(case=[LOADED, Case(gradient="last", coupling=False)])
+def test_fakes_promise_what_the_kernels_return(backend: Backend, op: str, case: Case) -> None:
+    for empty in (None, *Shape._fields):
+        shape = small(backend)._replace(**({empty: 0} if empty else {}))
+        problem = make(shape, case, op, torch.bfloat16, backend.device)
+        for name, values in ((op, arguments(problem)), (f"{op}_backward", backward_arguments(problem, backend))):
+            meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in values]
+            for real, fake in zip(backend.op(name)(*values), backend.op(name)(*meta), strict=True):
+                assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), name

@@ -24,7 +24,7 @@ def why_not_fused(dtype: torch.dtype, D: int, share_batch_logits: bool) -> Mappi
             return f"it serves output capsules of dimension D up to {toolchain.LARGEST_D}, got {D}"
         return cpp()
 
-    return {"cpp": cpp, "triton": triton}
+    return {"cpp": cpp, "triton": triton, "cuda": cpp}
 
 
 def run_reference(

@@ -41,8 +41,9 @@ class Contract(NamedTuple):
 
 
 def define(contract: Contract) -> dict[str, Callable[..., Any]]:
-    """The op by backend, callable also under torch.func."""
-    return {backend: _define(contract, backend) for backend in PREFIX}
+    """The op by backend, callable also under torch.func. The extension holds the kernels for CPU and CUDA tensors."""
+    ops = {backend: _define(contract, backend) for backend in PREFIX}
+    return {**ops, "cuda": ops["cpp"]}
 
 
 def _define(contract: Contract, backend: str) -> Callable[..., Any]:
@@ -109,7 +110,8 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
     Eager.backward = staticmethod(backward)  # type: ignore[assignment]
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(inputs[0].device.type):
+        device = inputs[0].device.type
+        if torch.compiler.is_compiling() or (device != "meta" and torch.is_autocast_enabled(device)):
             return op(*inputs)
         if torch._C._are_functorch_transforms_active():
             return Transformed.apply(*inputs)

@@ -5,31 +5,33 @@
 #include <cstdint>
 #include <cstring>
 
+#include "host_device.h"
+
 namespace capsfast {
 
-inline __attribute__((always_inline)) float float_of_bits(uint32_t bits) {
+CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float float_of_bits(uint32_t bits) {
   float x;
   __builtin_memcpy(&x, &bits, sizeof(x));
   return x;
 }
 
-inline __attribute__((always_inline)) uint32_t bits_of_float(float x) {
+CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) uint32_t bits_of_float(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
 
-inline __attribute__((always_inline)) float bf16_to_float(uint16_t h) {
+CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float bf16_to_float(uint16_t h) {
   return float_of_bits(static_cast<uint32_t>(h) << 16);
 }
 
-inline __attribute__((always_inline)) uint16_t float_to_bf16(float x) {
+CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) uint16_t float_to_bf16(float x) {
   const uint32_t bits = bits_of_float(x);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>(x != x ? 0x7FC0u : rounded);
 }
 
-inline __attribute__((always_inline)) float half_to_float(uint16_t h) {
+CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float half_to_float(uint16_t h) {
   const uint32_t sign = (static_cast<uint32_t>(h) & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(h) & 0x7FFFu;
   // The exponent bias differs by 112; the product also normalises subnormal numbers.
@@ -39,7 +41,7 @@ inline __attribute__((always_inline)) float half_to_float(uint16_t h) {
   return float_of_bits(sign | (magnitude >= 0x7C00u ? special : finite));
 }
 
-inline __attribute__((always_inline)) uint16_t float_to_half(float x) {
+CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) uint16_t float_to_half(float x) {
   const uint32_t bits = bits_of_float(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;

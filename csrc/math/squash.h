@@ -4,11 +4,7 @@
 
 #include <cmath>
 
-#if defined(__CUDACC__)
-#define CAPSFAST_HOST_DEVICE __host__ __device__
-#else
-#define CAPSFAST_HOST_DEVICE
-#endif
+#include "host_device.h"
 
 namespace capsfast {
 

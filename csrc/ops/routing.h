@@ -1,4 +1,4 @@
-// What dynamic_routing and route_votes compute, as plain structs: shapes, strides, options.
+// What dynamic_routing and route_votes compute, as plain structs: shapes, strides, options, inputs, outputs.
 //
 // Symbols: u [B, I, K], weight [I, J, D, K], votes [B, I, J, D], v and s [B, J, D], r iterations.
 // With V_0 = 0, V_t = V_{t-1} + squash(s_t), iteration t is one pass over the input capsules:
@@ -47,6 +47,36 @@ struct Problem {
   MaskView out_mask;         // [B, J]
 
   bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
+};
+
+// v [B, J, D] and coupling [B, I, J] in the storage of the inputs; for the backward, in the type sums are
+// formed in, s [r, B, J, D] (without bias) and, for the softmax over the input capsules, norm
+// [2, r, B, J]: the maximum m of the logits and 1 / sum_i exp(b - m). All contiguous.
+struct ForwardOutputs {
+  int64_t batch = 0;  // what B is in s and norm: a part of the batch may be worked on
+  View v;
+  View coupling;  // data null: not wanted
+  void* s = nullptr;
+  void* norm = nullptr;
+};
+
+struct BackwardInputs {
+  int64_t batch = 0;
+  View dv;         // [B, J, D]
+  View dcoupling;  // [B, I, J], data null: zero
+  View coupling;   // [B, I, J], needed beside dcoupling
+  const void* s = nullptr;
+  const void* norm = nullptr;
+};
+
+// Contiguous; data null: not wanted.
+struct BackwardOutputs {
+  View du;
+  View dweight;  // also dvotes
+  View dlogits;  // [I, J] or, if per_sample_logits, [B, I, J]
+  View dbias;
+  bool per_sample_logits = false;
+  int64_t weight_rows = 0;  // I, or 1 for a shared weight
 };
 
 }  // namespace capsfast

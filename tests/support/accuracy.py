@@ -84,6 +84,12 @@ def assert_accurate(name: str, got: Tensor, truth: Tensor, *plain: Tensor, slack
     assert bias <= slack * drift, f"{name}: signed bias {bias:.2e}, allowed {slack * drift:.2e}"
 
 
+def assert_close(got: Tensor, wanted: Tensor, double: float = DOUBLE) -> None:
+    """Two ways to one result, in the widest dtype of a backend: ``double`` says how close in float64."""
+    rtol, atol = (double, double / 100) if got.dtype == torch.float64 else (2e-4, 2e-5)
+    torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
+
+
 def plain_results(problem: Problem) -> list[dict[str, Tensor]]:
     """What the einsum reference gives in the dtype of the problem."""
     found = [run(problem, "reference")]

@@ -1,5 +1,6 @@
 """The one place that says what the tests may ask of a backend."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +51,13 @@ class Backend:
         """Far slower than the device its kernels are for."""
         return self.max_work < 10**9
 
+    @property
+    def widest(self) -> torch.dtype:
+        """For tests of exact relations, which need small rounding errors and no special dtype."""
+        return torch.float64 if torch.float64 in self.dtypes else torch.float32
+
     def op(self, name: str) -> Any:
+        """The registered op of this name, such as "route_votes_backward"."""
         return getattr(torch.ops.capsfast, self.prefix + name).default
 
     def __str__(self) -> str:
@@ -61,14 +68,17 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = (
     Backend("reference", "cpu", ALL_DTYPES, fused=False),
     Backend("cpp", "cpu", ALL_DTYPES, fused=True),
-    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=20_000, prefix="triton_")
+    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=15_000, prefix="triton_")
     if toolchain.interpreting()
     else Backend("triton", "cuda", TRITON_DTYPES, fused=True, prefix="triton_"),
+    Backend("cuda", "cuda", ALL_DTYPES, fused=True),
 )
+# The CUDA kernels run by the emulator: nobody's backend but the tests'.
+EMULATED = Backend("emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_")
 
 
 def named(name: str) -> Backend:
-    return next(backend for backend in TABLE if backend.name == name)
+    return next(backend for backend in (*TABLE, EMULATED) if backend.name == name)
 
 
 def available() -> list[Backend]:
@@ -77,7 +87,9 @@ def available() -> list[Backend]:
     forgotten = states.keys() - {backend.name for backend in TABLE}
     if forgotten:
         raise LookupError(f"tests/support/backends.py has no row for {', '.join(sorted(forgotten))}")
-    return [backend for backend in TABLE if backend.name in states and states[backend.name].available]
+    found = [backend for backend in TABLE if backend.name in states and states[backend.name].available]
+    # Where the kernels can run, and where no compiler is, they are not emulated.
+    return found if torch.cuda.is_available() or not shutil.which("c++") else [*found, EMULATED]
 
 
 class _Recorder(TorchDispatchMode):

@@ -70,7 +70,8 @@ def accumulate_kernel(
             sums = ()
             for n in tl.static_range(NT):
                 sums = sums + (add_votes(
-                    acc[n], u, x_ptr, w_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE
+                    acc[n], u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                    JT, DP, KP, VOTES, DOT, WIDE
                 ),)
             acc = sums
         else:
@@ -79,7 +80,8 @@ def accumulate_kernel(
             for n in tl.static_range(NT):
                 zero = tl.zeros([BB, JT * DP], tl.float32)
                 votes = add_votes(
-                    zero, u, x_ptr, w_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE
+                    zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                    JT, DP, KP, VOTES, DOT, WIDE
                 )
                 valid = known[n] & ok[:, None]
                 b = b + (routing_logits(
@@ -166,7 +168,7 @@ def accumulate_gradient_kernel(
         for n in tl.static_range(NT):
             zero = tl.zeros([BB, JT * DP], tl.float32)
             votes = add_votes(
-                zero, u, x_ptr, w_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE
+                zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE
             )
             here = known[n] & ok[:, None]
             V = load_vectors(state_ptr, rows, inside, first + n, J, D, JT, DP, 2 * R)

@@ -146,7 +146,8 @@ def gradient_kernel(
                 for n in tl.static_range(NT):
                     zero = tl.zeros([BB, JT * DP], tl.float32)
                     x = x + (add_votes(
-                        zero, u, x_ptr, w_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE
+                        zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                        JT, DP, KP, VOTES, DOT, WIDE
                     ),)
                     valid = valid + (known[n] & ok[:, None],)
 

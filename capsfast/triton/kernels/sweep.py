@@ -53,7 +53,10 @@ def sweep_kernel(
         inner = tl.zeros([BB], tl.float32)
         for n in range(groups * NT):
             zero = tl.zeros([BB, JT * DP], tl.float32)
-            x = add_votes(zero, u, x_ptr, w_ptr, rows, ok, i, n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE)
+            x = add_votes(
+                zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws, J, D, K,
+                JT, DP, KP, VOTES, DOT, WIDE
+            )
             valid = valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J, JT, WIDE)
             V = load_vectors(state_ptr, rows, inside, n, J, D, JT, DP, S)
             b = routing_logits(x, V, logits_ptr, rows, i, n, (l_b, l_i, l_j), valid, BB, JT, DP, WIDE)
@@ -111,7 +114,10 @@ def coupling_kernel(
         b = ()
         for n in tl.static_range(NT):
             zero = tl.zeros([BB, JT * DP], tl.float32)
-            x = add_votes(zero, u, x_ptr, w_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE)
+            x = add_votes(
+                zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                JT, DP, KP, VOTES, DOT, WIDE
+            )
             valid = valid_outputs(out_mask_ptr, rows, ok, first + n, o_b, o_j, J, JT, WIDE)
             V = load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP)
             b = b + (routing_logits(x, V, logits_ptr, rows, i, first + n, (l_b, l_i, l_j), valid, BB, JT, DP, WIDE),)

@@ -152,8 +152,25 @@ def weight_tile(
 
 
 @triton.jit
-def add_votes(
+def make_votes(
     acc, u, x_ptr, w_ptr, rows, ok, i, n, xs, ws,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    DOT: tl.constexpr, WIDE: tl.constexpr,
+):
+    """acc + W_ij u_i."""
+    w = weight_tile(w_ptr, i, n, 0, ws, J, D, K, JT, DP, KP, WIDE)
+    acc = product(u, tl.trans(w), acc, DOT)
+    if K > KP:
+        for k0 in range(KP, K, KP):
+            more = input_capsules(x_ptr, rows, ok, i, k0, xs, K, KP, WIDE)
+            w_more = weight_tile(w_ptr, i, n, k0, ws, J, D, K, JT, DP, KP, WIDE)
+            acc = product(more, tl.trans(w_more), acc, DOT)
+    return acc
+
+
+@triton.jit
+def add_votes(
+    acc, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
 ):
@@ -163,14 +180,12 @@ def add_votes(
         inside = ok[:, None] & ((j < J) & (d < D))[None, :]
         at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (j * xs[2] + d * xs[3])[None, :]
         acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    elif mask_ptr is not None:
+        # The weight of a masked input capsule may hold anything.
+        votes = make_votes(tl.zeros_like(acc), u, x_ptr, w_ptr, rows, ok, i, n, xs, ws, J, D, K, JT, DP, KP, DOT, WIDE)
+        acc += tl.where(ok[:, None], votes, 0.0)
     else:
-        w = weight_tile(w_ptr, i, n, 0, ws, J, D, K, JT, DP, KP, WIDE)
-        acc = product(u, tl.trans(w), acc, DOT)
-        if K > KP:
-            for k0 in range(KP, K, KP):
-                more = input_capsules(x_ptr, rows, ok, i, k0, xs, K, KP, WIDE)
-                w_more = weight_tile(w_ptr, i, n, k0, ws, J, D, K, JT, DP, KP, WIDE)
-                acc = product(more, tl.trans(w_more), acc, DOT)
+        acc = make_votes(acc, u, x_ptr, w_ptr, rows, ok, i, n, xs, ws, J, D, K, JT, DP, KP, DOT, WIDE)
     return acc
 
 

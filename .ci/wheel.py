@@ -1,0 +1,115 @@
+"""Checks a wheel: its ABI, the GPUs it is for, and that it works where nothing else of capsfast is.
+
+python .ci/wheel.py dist/capsfast-*.whl       beside the torch that the wheel shall run with
+"""
+
+import argparse
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+# What it may want of the libraries it finds: the C and C++ runtimes, Python, and torch's stable interface, whose
+# functions are plain C. cudart is inside.
+ALLOWED = re.compile(
+    r"^(_?_?Py|aoti_torch_|torch_|_Unwind_|__cxa_|__gxx_|__gmon_start__|_ITM_|__tls_get_addr|_ZN?K?St|_Zn|_Zd|_ZT[IVS]|_ZNK?\d+__cxxabiv1)"
+)
+USE = """
+import sys, torch, capsfast
+assert capsfast.__file__.startswith(sys.prefix), capsfast.__file__
+from capsfast import native
+assert native.extension is not None, native.why_absent
+u, weight = torch.randn(3, 7, 8), 0.1 * torch.randn(7, 5, 16, 8)
+torch.testing.assert_close(
+    capsfast.dynamic_routing(u, weight, backend="cpp"), capsfast.dynamic_routing(u, weight, backend="reference")
+)
+has_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("capsfast::dynamic_routing", "CUDA")
+info = native.extension.build_info()
+assert has_cuda == bool(info["cuda"])
+kernels = "CUDA kernels for " + info["cuda_architectures"] if has_cuda else "no CUDA kernels"
+print("torch", torch.__version__ + ",", kernels)
+"""
+
+
+def output_of(*command: str) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True)
+    if ran.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{ran.stdout}{ran.stderr}")
+    return ran.stdout
+
+
+def wanted_symbols(library: Path) -> list[str]:
+    """What the library takes from others, without what comes with a version of the C runtime."""
+    names = [line.split()[-1] for line in output_of("nm", "-D", "--undefined-only", str(library)).splitlines()]
+    return [name for name in names if "@GLIBC" not in name and "@GCC" not in name and "@CXXABI" not in name]
+
+
+def check_abi(library: Path) -> None:
+    bad = [name for name in wanted_symbols(library) if not ALLOWED.match(name)]
+    if bad:
+        raise SystemExit(f"{library.name} needs symbols beyond the stable ABI of torch: {', '.join(bad[:10])}")
+    audit = shutil.which("torch-abi-audit", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if audit is None:
+        print("ABI: only symbols of torch's stable interface (pip install torch-abi-audit for its minimum version)")
+        return
+    report = output_of(audit, "--check", "torch", str(library))
+    print("ABI:", ", ".join(line.strip() for line in report.splitlines() if "ABI:" in line or "Min torch" in line))
+
+
+def cuobjdump() -> str | None:
+    """From the toolkit, or from Triton, which brings one along."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    triton = [Path(folder, "triton/backends/nvidia/bin") for folder in site.getsitepackages()]
+    folders = [Path(home, "bin"), *triton]
+    return shutil.which("cuobjdump", path=os.pathsep.join([*map(str, folders), os.environ["PATH"]]))
+
+
+def show_architectures(library: Path) -> None:
+    tool = cuobjdump()
+    if tool is None:
+        return print("architectures inside: no cuobjdump to list them (it comes with CUDA toolkits and with Triton)")
+    found = re.findall(r"sm_\w+", output_of(tool, "--list-elf", str(library)))
+    ptx = re.findall(r"sm_\w+", output_of(tool, "--list-ptx", str(library)))
+    machine, source = (", ".join(sorted(set(names))) or "none" for names in (found, ptx))
+    print(f"architectures inside: {machine}; PTX: {source}")
+
+
+def check_use(wheel: Path, folder: Path) -> None:
+    """Installs the wheel where only torch and what torch needs can be seen beside it."""
+    home = folder / "environment"
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    output_of(str(python), "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", str(wheel))
+    theirs = output_of(str(python), "-c", "import site; print(site.getsitepackages()[0])").strip()
+    # A path in a .pth file: packages there are found, but no further .pth, such as that of an editable install.
+    Path(theirs, "torch.pth").write_text("\n".join(site.getsitepackages()))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "CAPSFAST"))}
+    ran = subprocess.run([str(python), "-c", USE], capture_output=True, text=True, cwd=folder, env=clean)
+    if ran.returncode != 0:
+        raise SystemExit(f"{wheel.name} does not work in a clean environment:\n{ran.stderr}")
+    print("in a clean environment:", ran.stdout.strip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    wheel = parser.parse_args().wheel.resolve()
+    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(wheel) as archive:
+        inside = [member for member in archive.namelist() if re.search(r"_C\..*\.so$", member)]
+        if not inside:
+            raise SystemExit(f"{wheel.name} holds no extension")
+        library = Path(archive.extract(inside[0], name))
+        check_abi(library)
+        show_architectures(library)
+        check_use(wheel, Path(name))
+    print(f"{wheel} ({wheel.stat().st_size / 2**20:.1f} MiB)")
+
+
+if __name__ == "__main__":
+    main()

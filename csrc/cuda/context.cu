@@ -1,0 +1,47 @@
+#include "context.h"
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <atomic>
+
+// In a CUDA build of torch only; the extension also loads where there is none. From torch 2.13 on
+// Stream::nativeHandle() would do.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace capsfast::gpu {
+
+namespace {
+
+constexpr int kDevices = 64;
+
+// Asking the driver at every call would take longer than a small launch.
+template <cudaDeviceAttr kAttribute>
+int attribute_of(int device) {
+  static std::atomic<int> known[kDevices];
+  int value = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (value == 0) {
+    check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
+    if (device < kDevices) known[device].store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
+}  // namespace
+
+struct Context::Guard {
+  torch::stable::accelerator::DeviceGuard guard;
+};
+
+Context::Context(const torch::stable::Tensor& tensor) : guard_(new Guard{torch::stable::accelerator::DeviceGuard(tensor.get_device_index())}) {
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "capsfast: CUDA tensors need a torch that was built with CUDA");
+  const int device = tensor.get_device_index();
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  stream_ = static_cast<cudaStream_t>(stream);
+  multiprocessors_ = attribute_of<cudaDevAttrMultiProcessorCount>(device);
+  shared_bytes_ = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
+}
+
+Context::~Context() = default;
+
+}  // namespace capsfast::gpu

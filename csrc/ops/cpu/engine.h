@@ -1,0 +1,24 @@
+// The CPU kernels behind the ops.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "routing.h"
+
+namespace capsfast {
+
+struct CpuEngine {
+  static constexpr const char* device = "CPU";
+  static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
+
+  template <class T>
+  static void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor&) {
+    routing_forward<T>(p, out);
+  }
+  template <class T>
+  static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const torch::stable::Tensor&) {
+    routing_backward<T>(p, in, out);
+  }
+};
+
+}  // namespace capsfast

@@ -1,0 +1,268 @@
+// What happens between the passes, on arrays without an axis of input capsules: sums of parts, squash and its
+// derivative. One group of lanes has one output capsule of a sample.
+#pragma once
+
+#include "coupling.h"
+#include "general_plan.h"
+
+namespace capsfast::cuda {
+
+struct Squashing {
+  Squash kind;
+  double eps;
+  Operand bias;  // [J, D]
+
+  template <class T>
+  CAPSFAST_DEVICE T biased(T s, int64_t j, int64_t d) const {
+    return bias.data ? s + bias.template read<T>(j * bias.stride[0] + d * bias.stride[1]) : s;
+  }
+};
+
+// Partial sums of the reducing pass. With max and total each split has its own maximum over its input capsules.
+template <class T>
+struct Parts {
+  int64_t splits;
+  Global<double> sum;      // [splits, B, J, D], from the general kernels
+  Global<float> sum_tile;  // the same from the tile kernels, whose sums are shorter
+  Global<T> max;           // [splits, B, J]
+  Global<double> total;
+
+  CAPSFAST_DEVICE double part(int64_t n) const { return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_tile[n]); }
+};
+
+// The output capsule of this thread's group, and the lane in it.
+struct Place {
+  int64_t b, j, row;
+  int lane, lanes;
+  bool mine;
+};
+
+CAPSFAST_DEVICE Place place(const Inputs& in) {
+  Place at;
+  at.lanes = lanes_for(in.D);
+  at.lane = gpu::thread() % at.lanes;
+  const int64_t unit = (gpu::block_x() * gpu::threads() + gpu::thread()) / at.lanes;
+  at.mine = unit < in.B * in.J;
+  at.b = at.mine ? unit / in.J : 0;
+  at.j = at.mine ? unit % in.J : 0;
+  at.row = at.b * in.J + at.j;
+  return at;
+}
+
+// c = exp(b - max) scale of one output capsule, from the parts of the splits.
+template <class T>
+struct ColumnNorm {
+  T max, scale;
+
+  static CAPSFAST_DEVICE ColumnNorm of(const Inputs& in, const Parts<T>& parts, int64_t row) {
+    const int64_t rows = in.B * in.J;
+    T max = in.leaky ? T(0) : Extreme<T>::lowest;
+    for (int64_t split = 0; split < parts.splits; ++split) max = larger<T>(max, parts.max[split * rows + row]);
+    double total = parts.splits == 0 && in.leaky ? 1.0 : 0.0;
+    for (int64_t split = 0; split < parts.splits; ++split) {
+      total += parts.total[split * rows + row] * std::exp(static_cast<double>(parts.max[split * rows + row]) - static_cast<double>(max));
+    }
+    return {max, total == 0 ? T(0) : static_cast<T>(1 / total)};
+  }
+};
+
+// s_t, its normaliser, v_t and V_t.
+template <class T>
+struct OutputArgs {
+  Inputs in;
+  Squashing squash;
+  Parts<T> parts;
+  bool unweighted, first;
+  Global<T> s;               // [B, J, D] of this iteration
+  Global<T> max, scale;      // [B, J] of this iteration, softmax over the input capsules
+  Global<T> V;               // [B, J, D]; not in the last iteration
+  Operand v;                 // [B, J, D]; in the last iteration
+};
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+output_kernel(OutputArgs<T> a) {
+  const Inputs& in = a.in;
+  const Place at = place(in);
+  const bool valid = at.mine && in.out_mask.at(at.b, at.j);
+  ColumnNorm<T> norm{T(0), T(1)};
+  if (at.mine && a.unweighted) {
+    int64_t entries = in.I;
+    if (!in.softmax_in) {
+      entries = in.J;
+      if (in.out_mask.data) {
+        entries = 0;
+        for (int64_t j = 0; j < in.J; ++j) entries += in.out_mask.at(at.b, j);
+      }
+    }
+    entries += in.leaky;
+    norm.scale = valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
+  } else if (at.mine && in.softmax_in) {
+    norm = ColumnNorm<T>::of(in, a.parts, at.row);
+  }
+  if (at.mine && at.lane == 0 && in.softmax_in) {
+    a.max[at.row] = norm.max;
+    a.scale[at.row] = norm.scale;
+  }
+  const int64_t rows = in.B * in.J;
+  T n = T(0);
+  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
+    double sum = 0;
+    for (int64_t split = 0; split < a.parts.splits; ++split) {
+      double part = a.parts.part((split * rows + at.row) * in.D + d);
+      if (in.softmax_in && !a.unweighted) part *= std::exp(static_cast<double>(a.parts.max[split * rows + at.row]) - static_cast<double>(norm.max));
+      sum += part;
+    }
+    const bool scaled = in.softmax_in || a.unweighted;
+    const T s = static_cast<T>(scaled ? sum * static_cast<double>(norm.scale) : sum);
+    a.s[at.row * in.D + d] = s;
+    const T biased = a.squash.biased(s, at.j, d);
+    n += biased * biased;
+  }
+  const T f = radial<T>(a.squash.kind, lane_sum(n, at.lanes), static_cast<T>(a.squash.eps));
+  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
+    const int64_t element = at.row * in.D + d;
+    const T v = valid ? f * a.squash.biased(static_cast<T>(a.s[element]), at.j, d) : T(0);
+    if (a.V) a.V[element] = a.first ? v : a.V[element] + v;
+    if (a.v.data) a.v.template write<T>(element, v);
+  }
+}
+
+// V_t of every iteration from the saved s: V[0] = 0.
+template <class T>
+struct RestoreArgs {
+  Inputs in;
+  Squashing squash;
+  int64_t iterations;
+  Global<const T> s;  // [r, B, J, D]
+  Global<T> V;        // [r, B, J, D]
+};
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+restore_kernel(RestoreArgs<T> a) {
+  const Inputs& in = a.in;
+  const Place at = place(in);
+  const bool valid = at.mine && in.out_mask.at(at.b, at.j);
+  const int64_t vectors = in.B * in.J * in.D, row = at.row * in.D;
+  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) a.V[row + d] = T(0);
+  for (int64_t t = 0; t + 1 < a.iterations; ++t) {
+    T n = T(0);
+    for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
+      const T s = a.squash.biased(static_cast<T>(a.s[t * vectors + row + d]), at.j, d);
+      n += s * s;
+    }
+    const T f = radial<T>(a.squash.kind, lane_sum(n, at.lanes), static_cast<T>(a.squash.eps));
+    for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
+      const T s = a.squash.biased(static_cast<T>(a.s[t * vectors + row + d]), at.j, d);
+      a.V[(t + 1) * vectors + row + d] = a.V[t * vectors + row + d] + (valid ? f * s : T(0));
+    }
+  }
+}
+
+// ds_t from dv_t: what the caller gave for the last iteration, else the sum of the reducing passes so far.
+template <class T>
+struct DifferentiateArgs {
+  Inputs in;
+  Squashing squash;
+  Operand dv;                   // [B, J, D], in the last iteration
+  Operand coupling, dcoupling;  // [B, I, J], in the last iteration
+  Parts<T> parts;
+  bool first;                   // the parts are the first ones
+  Global<T> G;                  // [B, J, D], what the passes summed up
+  Global<const T> s;            // [B, J, D] of this iteration, and below
+  Global<T> ds;
+  Global<T> mean;               // [B, J]: sum_i c dc, softmax over the input capsules
+};
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+differentiate_kernel(DifferentiateArgs<T> a) {
+  const Inputs& in = a.in;
+  const Place at = place(in);
+  const bool valid = at.mine && in.out_mask.at(at.b, at.j);
+  const int64_t vectors = in.B * in.J * in.D;
+  T n = T(0), s_dv = T(0);
+  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
+    const int64_t element = at.row * in.D + d;
+    T g;
+    if (a.dv.data) {
+      g = a.dv.template read<T>(at.b * a.dv.stride[0] + at.j * a.dv.stride[1] + d * a.dv.stride[2]);
+    } else {
+      double sum = a.first ? 0.0 : static_cast<double>(a.G[element]);
+      for (int64_t split = 0; split < a.parts.splits; ++split) sum += a.parts.part(split * vectors + element);
+      g = static_cast<T>(sum);
+    }
+    a.G[element] = g;
+    const T s = a.squash.biased(static_cast<T>(a.s[element]), at.j, d);
+    n += s * s;
+    s_dv += s * g;
+  }
+  n = lane_sum(n, at.lanes);
+  s_dv = lane_sum(s_dv, at.lanes);
+  const T eps = static_cast<T>(a.squash.eps), f = radial<T>(a.squash.kind, n, eps), slope = 2 * radial_derivative<T>(a.squash.kind, n, eps) * s_dv;
+  T mean = T(0);
+  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
+    const int64_t element = at.row * in.D + d;
+    const T s = a.s[element];
+    const T ds = valid ? f * a.G[element] + slope * a.squash.biased(s, at.j, d) : T(0);
+    a.ds[element] = ds;
+    mean += ds * s;
+  }
+  if (!in.softmax_in) return;
+  // sum_i c dc = ds . sum_i c votes, and what the gradient of the coupling adds.
+  if (a.dcoupling.data) {
+    for (int64_t i = at.lane; i < in.I && at.mine; i += at.lanes) {
+      const int64_t *c = a.coupling.stride, *dc = a.dcoupling.stride;
+      mean += a.coupling.template read<T>(at.b * c[0] + i * c[1] + at.j * c[2]) * a.dcoupling.template read<T>(at.b * dc[0] + i * dc[1] + at.j * dc[2]);
+    }
+  }
+  mean = lane_sum(mean, at.lanes);
+  if (at.mine && at.lane == 0) a.mean[at.row] = mean;
+}
+
+// dbias = sum over iterations and samples of ds. A block has some rows (j, d), each shared by kSumLanes threads.
+constexpr int kSumLanes = 8;
+
+template <class T>
+struct BiasArgs {
+  int64_t count, rows;  // iterations times samples, J times D
+  Global<const T> ds;   // [count, rows]
+  Operand dbias;
+};
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+bias_kernel(BiasArgs<T> a) {
+  constexpr int kRows = kThreads / kSumLanes;
+  const gpu::Shared<double> sums = gpu::shared<double>(0, kThreads);
+  const int64_t row = gpu::block_x() * kRows + gpu::thread() % kRows;
+  double sum = 0;
+  for (int64_t n = gpu::thread() / kRows; n < a.count && row < a.rows; n += kSumLanes) sum += static_cast<double>(a.ds[n * a.rows + row]);
+  sums[gpu::thread()] = sum;
+  gpu::barrier();
+  if (gpu::thread() >= kRows || row >= a.rows) return;
+  sum = 0;
+  for (int lane = 0; lane < kSumLanes; ++lane) sum += sums[lane * kRows + gpu::thread()];
+  a.dbias.template write<double>(row, sum);
+}
+
+// to[n] = sum over the parts, in their order.
+template <class N>
+struct JoinArgs {
+  int64_t parts, size;
+  Global<const N> from;  // [parts, size]
+  Operand to;            // contiguous
+};
+
+template <class N>
+CAPSFAST_KERNEL(kThreads, 4)
+join_kernel(JoinArgs<N> a) {
+  for (int64_t n = gpu::block_x() * gpu::threads() + gpu::thread(); n < a.size; n += gpu::blocks_x() * gpu::threads()) {
+    double sum = 0;
+    for (int64_t part = 0; part < a.parts; ++part) sum += static_cast<double>(a.from[part * a.size + n]);
+    a.to.template write<double>(n, sum);
+  }
+}
+
+}  // namespace capsfast::cuda

@@ -1,0 +1,220 @@
+// What forward and backward share: the kernel's view of a call, scratch memory, launches.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <initializer_list>
+#include <type_traits>
+#include <vector>
+
+#include "../../cuda/context.h"
+#include "between.h"
+#include "general.h"
+#include "routing.h"
+#include "tiles.h"
+
+namespace capsfast::cuda {
+
+using torch::stable::Tensor;
+
+// Elements from the first to the last of a strided tensor.
+inline int64_t extent(std::initializer_list<int64_t> sizes, const int64_t* stride) {
+  int64_t last = 0;
+  for (const int64_t size : sizes) {
+    if (size == 0) return 0;
+    last += (size - 1) * *stride++;
+  }
+  return last + 1;
+}
+
+inline int64_t element_size(Storage storage) { return storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2; }
+
+inline Operand operand(const View& view, std::initializer_list<int64_t> sizes) {
+  Operand to;
+  if (view.data == nullptr) return to;
+  to.data = {static_cast<unsigned char*>(view.data), extent(sizes, view.stride) * element_size(view.storage)};
+  to.storage = view.storage;
+  for (int axis = 0; axis < 4; ++axis) to.stride[axis] = view.stride[axis];
+  return to;
+}
+
+inline Mask mask(const MaskView& view, int64_t rows, int64_t columns) {
+  Mask to;
+  if (view.data == nullptr) return to;
+  to.data = {view.data, extent({rows, columns}, view.stride)};
+  to.stride[0] = view.stride[0];
+  to.stride[1] = view.stride[1];
+  return to;
+}
+
+inline Inputs inputs_of(const Problem& p) {
+  Inputs in{p.B, p.I, p.J, p.D, p.K, p.softmax_in, p.leaky, {}, {}, {}, {}, {}};
+  if (p.votes_given) {
+    in.matrix = operand(p.votes, {p.B, p.I, p.J, p.D});
+  } else {
+    in.u = operand(p.u, {p.B, p.I, p.K});
+    in.matrix = operand(p.weight, {p.I, p.J, p.D, p.K});
+  }
+  in.logits = operand(p.logits, {p.B, p.I, p.J});
+  in.mask = mask(p.mask, p.B, p.I);
+  in.out_mask = mask(p.out_mask, p.B, p.J);
+  return in;
+}
+
+template <class T>
+class Call {
+ public:
+  Call(const Problem& problem, const Tensor& like)
+      : p(problem),
+        context(like),
+        in(inputs_of(problem)),
+        plan(plan_general<T>(problem, context.multiprocessors())),
+        tiles(plan_tiles(problem, context.multiprocessors(), context.shared_bytes())),
+        tiled(std::is_same_v<T, float> && why_no_tiles(problem) == nullptr),
+        squash{problem.squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
+        like_(like) {}
+
+  // Fresh memory that lives as long as the call; the caching allocator knows when its stream is done with it.
+  template <class N>
+  Global<N> scratch(int64_t count) {
+    using torch::headeronly::ScalarType;
+    const ScalarType type = std::is_same_v<N, double> ? ScalarType::Double : ScalarType::Float;
+    // Never null: for a kernel that would be an absent argument.
+    memory_.push_back(torch::stable::new_empty(like_, {std::max<int64_t>(count, 1)}, type));
+    return {static_cast<N*>(memory_.back().data_ptr()), count};
+  }
+
+  const GeneralKernels<T>& kernels() const {
+    if constexpr (std::is_same_v<T, double>) {
+      return general_kernels<double>(p.votes_given);
+    } else {
+      switch (p.votes_given ? p.votes.storage : p.u.storage) {
+        case Storage::bf16:
+          return general_kernels<BFloat16>(p.votes_given);
+        case Storage::f16:
+          return general_kernels<Float16>(p.votes_given);
+        default:
+          return general_kernels<float>(p.votes_given);
+      }
+    }
+  }
+
+  // For sums alone, or also for the maxima of the softmax over the input capsules.
+  Parts<T> parts(bool with_columns) {
+    Parts<T> to{};
+    to.splits = tiled ? tiles.splits : plan.splits;
+    if (tiled) {
+      to.sum_tile = scratch<float>(to.splits * vectors());
+    } else {
+      to.sum = scratch<double>(to.splits * vectors());
+    }
+    if (with_columns) {
+      to.max = scratch<T>(to.splits * scalars());
+      to.total = scratch<double>(to.splits * scalars());
+    }
+    return to;
+  }
+
+  void reduce(const ReduceArgs<T>& args, const Parts<T>& to) const {
+    if (to.splits == 0) return;
+    if constexpr (std::is_same_v<T, float>) {
+      if (tiled) {
+        const TileArgs tile{args.in, args.scoring.V, args.scoring.ds, args.scoring.dcoupling, args.coupling, args.unweighted, to.sum_tile};
+        return tile_kernel(static_cast<bool>(args.scoring.ds))(tile, tile_threads(), {{tiles.splits, grid_rows(tiles.tiles), 1}, context.stream()});
+      }
+    }
+    ReduceArgs<T> pass = args;
+    pass.sum = to.sum;
+    reduce_coupling(pass);
+  }
+
+  // A pass that sums up nothing.
+  void reduce_coupling(const ReduceArgs<T>& args) const {
+    if (plan.splits == 0) return;
+    kernels().reduce(args, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
+  }
+
+  // f(E{}, K) for the type of u and its K, which a tile kernel is compiled for.
+  template <class F>
+  auto for_tiles(const F& f) const {
+    const auto of_type = [&](auto type) {
+      switch (p.K) {
+        case 4:
+          return f(type, std::integral_constant<int, 4>());
+        case 8:
+          return f(type, std::integral_constant<int, 8>());
+        default:
+          return f(type, std::integral_constant<int, 16>());
+      }
+    };
+    switch (p.u.storage) {
+      case Storage::bf16:
+        return of_type(BFloat16{});
+      case Storage::f16:
+        return of_type(Float16{});
+      default:
+        return of_type(float{});
+    }
+  }
+
+  TileLauncher tile_kernel(bool backward) const {
+    return for_tiles([&](auto type, auto K) { return tile_launcher<decltype(type), K>(p.D, backward, tiles.two); });
+  }
+
+  // The last pass of `terms` iterations on tensor cores; false where shared memory cannot hold them.
+  bool tile_final_fits(int64_t terms) const {
+    if (!tiled || terms > 64 || tile_threads() > 32 * TileSize::final_warps) return false;
+    const int floats = for_tiles([&](auto type, auto K) {
+      // D changes nothing of the sizes.
+      return FinalTiles<decltype(type), K, 8>::memory(static_cast<int>(p.J), tile_threads(), static_cast<int>(terms)).end;
+    });
+    return 4 * floats <= context.shared_bytes();
+  }
+
+  void tile_final(const TileFinalArgs& args) const {
+    const TileFinalLauncher launcher = for_tiles([&](auto type, auto K) { return tile_final_launcher<decltype(type), K>(p.D); });
+    launcher(args, tile_threads(), {{tiles.final_splits, tiles.final_parts, 1}, context.stream()});
+  }
+
+  // One warp for 32 columns.
+  int tile_threads() const { return static_cast<int>(32 * std::max<int64_t>(1, divide_up(p.J * p.D, TileSize::columns))); }
+
+  // The normaliser of rows too long for a tile, [B, I].
+  void rows(const RowsArgs<T>& args) const {
+    kernels().rows(args, {{divide_up(p.I, ReduceTile<T>::inputs), grid_rows(plan.tiles), 1}, context.stream()});
+  }
+
+  // A kernel with a group of lanes an output capsule.
+  template <class Args>
+  void per_output(void (*kernel)(Args), const Args& args) const {
+    int64_t lanes = 1;
+    while (lanes < p.D && lanes < 32) lanes *= 2;
+    gpu::launch(kernel, {divide_up(scalars(), kThreads / lanes), 1, 1}, kThreads, 0, context.stream(), args);
+  }
+
+  template <class N>
+  void join(const Global<N>& from, int64_t parts, int64_t size, const View& to) const {
+    // Each thread has several numbers, so that the grid stays within its limit.
+    const int64_t blocks = std::min<int64_t>(divide_up(size, kThreads), 1 << 20);
+    gpu::launch(join_kernel<N>, {blocks, 1, 1}, kThreads, 0, context.stream(), JoinArgs<N>{parts, size, from, operand(to, {size})});
+  }
+
+  int64_t vectors() const { return p.B * p.J * p.D; }
+  int64_t scalars() const { return p.B * p.J; }
+  // The y axis of a grid is short; kernels walk on.
+  static int64_t grid_rows(int64_t tiles) { return std::clamp<int64_t>(tiles, 1, 65535); }
+
+  const Problem& p;
+  const gpu::Context context;
+  const Inputs in;
+  const GeneralPlan plan;
+  const TilePlan tiles;
+  const bool tiled;  // the reducing passes run on tensor cores
+  const Squashing squash;
+
+ private:
+  const Tensor& like_;
+  std::vector<Tensor> memory_;
+};
+
+}  // namespace capsfast::cuda

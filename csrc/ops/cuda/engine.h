@@ -1,0 +1,24 @@
+// The CUDA kernels behind the ops.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include "routing.h"
+
+namespace capsfast::cuda {
+
+struct Engine {
+  static constexpr const char* device = "CUDA";
+  static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cuda(); }
+
+  template <class T>
+  static void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor& like) {
+    cuda::forward<T>(p, out, like);
+  }
+  template <class T>
+  static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const torch::stable::Tensor& like) {
+    cuda::backward<T>(p, in, out, like);
+  }
+};
+
+}  // namespace capsfast::cuda

@@ -1,0 +1,258 @@
+// The backward's last pass, all iterations at once: du, dweight or dvotes, dlogits.
+//
+// A block owns input capsules for a split of the samples. It writes their du (or dvotes, and dlogits of a sample)
+// and alone adds to dweight and dlogits of that split; those parts are added up in a fixed order afterwards. With a
+// shared weight every block has a part of its own.
+#pragma once
+
+#include "coupling.h"
+#include "general_plan.h"
+
+namespace capsfast::cuda {
+
+template <class T>
+struct FinalArgs {
+  Inputs in;
+  int64_t first, iterations;      // [first, iterations) carry gradients
+  bool gradient_last;
+  int64_t outputs, components;    // of a tile
+  Global<const T> V, ds;          // [r, B, J, D]
+  Normaliser<T> norm;             // [r, B, J] or [r, B, I]; absent where a tile holds all output capsules
+  Operand dcoupling;
+  bool shared_weight;
+  Operand du;                     // [B, I, K]
+  Operand dvotes;                 // [B, I, J, D]
+  Global<double> dweight;         // [splits, I, J, D, K], or [splits, blocks, J, D, K] of a shared weight
+  Operand dlogits_sample;         // [B, I, J]
+  Global<double> dlogits;         // [splits, I, J]
+};
+
+template <class T>
+struct FinalShared {
+  using Size = FinalTile<T>;
+  static constexpr int unit = static_cast<int>(sizeof(T));
+  static constexpr int scores = Size::pairs * Size::outputs * unit;
+  static constexpr int rows_at = 2 * scores, dlogits_at = rows_at + Size::pairs * 4 * unit;
+  static constexpr int dvotes_at = dlogits_at + scores, du_at = dvotes_at + Size::pairs * Size::rows * unit;
+  static constexpr int bytes = du_at + Size::pairs * Size::columns * unit;
+};
+
+// One part of the work of a block: a tile, components [d0, d0 + components) of its outputs, components
+// [k0, k0 + columns) of its inputs.
+struct Piece {
+  int64_t d0, k0;
+  int components, columns;
+};
+
+// dvotes += c ds_t + db V_{t-1}; each thread has rows of its own.
+template <class T>
+CAPSFAST_DEVICE void add_gradients(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t t,
+                                   const Scores<T, FinalTile<T>::samples>& scores, bool with_db, Shared<T> dvotes) {
+  using Size = FinalTile<T>;
+  const Inputs& in = a.in;
+  const int rows = tile.outputs * piece.components;
+  for (int row = gpu::thread(); row < rows; row += gpu::threads()) {
+    const int out = row / piece.components;
+    for (int n = 0; n < tile.samples; ++n) {
+      const int64_t element = (((t * in.B + tile.b0 + n) * in.J) + tile.j0 + out) * in.D + piece.d0 + row % piece.components;
+      const T ds = a.ds[element], V = with_db ? a.V[element] : T(0);
+      for (int input = 0; input < tile.inputs; ++input) {
+        const int at = scores.at(input, n, out), to = (input * Size::samples + n) * Size::rows + row;
+        T g = scores.logits[at] * ds;
+        if (with_db) g += scores.dc[at] * V;
+        dvotes[to] = t == a.first ? g : static_cast<T>(dvotes[to]) + g;
+      }
+    }
+  }
+}
+
+template <class T>
+CAPSFAST_DEVICE void add_dlogits(const FinalArgs<T>& a, const Tile& tile, int64_t t, const Scores<T, FinalTile<T>::samples>& scores, Shared<T> dlogits) {
+  const int count = tile.inputs * FinalTile<T>::samples * tile.outputs;
+  for (int n = gpu::thread(); n < count; n += gpu::threads()) {
+    const int pair = n / tile.outputs, at = pair * scores.pitch + n % tile.outputs;
+    if (pair % FinalTile<T>::samples >= tile.samples) continue;
+    dlogits[at] = t == a.first ? static_cast<T>(scores.dc[at]) : static_cast<T>(dlogits[at]) + static_cast<T>(scores.dc[at]);
+  }
+}
+
+template <class T>
+CAPSFAST_DEVICE void write_dlogits(const FinalArgs<T>& a, const Tile& tile, int64_t split, bool first, int pitch, Shared<T> dlogits) {
+  constexpr int kSamples = FinalTile<T>::samples;
+  const Inputs& in = a.in;
+  for (int n = gpu::thread(); n < tile.inputs * tile.outputs; n += gpu::threads()) {
+    const int input = n / tile.outputs, out = n % tile.outputs;
+    const int64_t i = tile.i0 + input, j = tile.j0 + out;
+    T sum = T(0);
+    for (int sample = 0; sample < tile.samples; ++sample) {
+      const T value = dlogits[(input * kSamples + sample) * pitch + out];
+      sum += value;
+      const int64_t* stride = a.dlogits_sample.stride;
+      if (a.dlogits_sample.data) a.dlogits_sample.template write<T>((tile.b0 + sample) * stride[0] + i * stride[1] + j * stride[2], value);
+    }
+    if (!a.dlogits) continue;
+    double& to = a.dlogits[(split * in.I + i) * in.J + j];
+    to = (first ? 0.0 : to) + static_cast<double>(sum);
+  }
+}
+
+template <class T>
+CAPSFAST_DEVICE void write_dvotes(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, Shared<T> dvotes) {
+  using Size = FinalTile<T>;
+  const int rows = tile.outputs * piece.components, count = tile.inputs * Size::samples * rows;
+  for (int n = gpu::thread(); n < count; n += gpu::threads()) {
+    const int row = n % rows, pair = n / rows, sample = pair % Size::samples;
+    if (sample >= tile.samples) continue;
+    const int64_t b = tile.b0 + sample, i = tile.i0 + pair / Size::samples, j = tile.j0 + row / piece.components;
+    const int64_t* stride = a.dvotes.stride;
+    const T value = a.in.mask.at(b, i) ? static_cast<T>(dvotes[pair * Size::rows + row]) : T(0);
+    a.dvotes.template write<T>(b * stride[0] + i * stride[1] + j * stride[2] + (piece.d0 + row % piece.components) * stride[3], value);
+  }
+}
+
+// du[pair][k] += sum over the rows of the tile of dvotes W.
+template <class T, class E>
+CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, bool first, Shared<T> dvotes, Shared<T> du) {
+  using Size = FinalTile<T>;
+  const Global<const E> matrix = a.in.matrix.data.template as<const E>();
+  const int64_t* stride = a.in.matrix.stride;
+  const int rows = tile.outputs * piece.components;
+  for (int n = gpu::thread(); n < tile.inputs * Size::samples * piece.columns; n += gpu::threads()) {
+    const int k = n % piece.columns, pair = n / piece.columns, sample = pair % Size::samples;
+    if (sample >= tile.samples) continue;
+    const int64_t i = tile.i0 + pair / Size::samples;
+    T sum = T(0);
+    if (a.in.mask.at(tile.b0 + sample, i)) {
+      const int64_t from = i * stride[0] + tile.j0 * stride[1] + piece.d0 * stride[2] + (piece.k0 + k) * stride[3];
+      for (int row = 0; row < rows; ++row) {
+        sum += dvotes[pair * Size::rows + row] * wide(matrix[from + row / piece.components * stride[1] + row % piece.components * stride[2]]);
+      }
+    }
+    const int to = pair * Size::columns + k;
+    du[to] = first ? sum : static_cast<T>(du[to]) + sum;
+  }
+}
+
+// dweight += sum over the samples of the tile of dvotes u.
+template <class T, class E>
+CAPSFAST_DEVICE void add_dweight(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split, bool first, Shared<T> dvotes) {
+  using Size = FinalTile<T>;
+  const Inputs& in = a.in;
+  const Global<const E> u = in.u.data.template as<const E>();
+  const int rows = tile.outputs * piece.components, units = a.shared_weight ? 1 : tile.inputs, each = a.shared_weight ? tile.inputs : 1;
+  const int64_t part = a.shared_weight ? split * gpu::blocks_x() + gpu::block_x() : split * in.I + tile.i0;
+  for (int n = gpu::thread(); n < units * rows * piece.columns; n += gpu::threads()) {
+    const int k = n % piece.columns, row = n / piece.columns % rows, unit = n / piece.columns / rows;
+    double sum = 0;
+    for (int input = unit; input < unit + each; ++input) {
+      const unsigned valid = valid_samples(in, tile, tile.i0 + input);
+      const int64_t from = tile.b0 * in.u.stride[0] + (tile.i0 + input) * in.u.stride[1] + (piece.k0 + k) * in.u.stride[2];
+      T here = T(0);
+      for (int sample = 0; sample < tile.samples; ++sample) {
+        if (valid >> sample & 1) here += dvotes[(input * Size::samples + sample) * Size::rows + row] * wide(u[from + sample * in.u.stride[0]]);
+      }
+      sum += static_cast<double>(here);
+    }
+    const int64_t j = tile.j0 + row / piece.components, d = piece.d0 + row % piece.components;
+    double& to = a.dweight[(((part + unit) * in.J + j) * in.D + d) * in.K + piece.k0 + k];
+    to = (first ? 0.0 : to) + sum;
+  }
+}
+
+template <class T>
+CAPSFAST_DEVICE void write_du(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, Shared<T> du) {
+  using Size = FinalTile<T>;
+  for (int n = gpu::thread(); n < tile.inputs * Size::samples * piece.columns; n += gpu::threads()) {
+    const int k = n % piece.columns, pair = n / piece.columns;
+    if (pair % Size::samples >= tile.samples) continue;
+    const int64_t b = tile.b0 + pair % Size::samples, i = tile.i0 + pair / Size::samples;
+    const int64_t* stride = a.du.stride;
+    a.du.template write<T>(b * stride[0] + i * stride[1] + (piece.k0 + k) * stride[2], du[pair * Size::columns + k]);
+  }
+}
+
+// What iteration t scores with, and its normaliser.
+template <class T>
+CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc, Scoring<T>* scoring, Normaliser<T>* norm) {
+  const Inputs& in = a.in;
+  const int64_t vectors = in.B * in.J * in.D, scalars = in.softmax_in ? in.B * in.J : in.B * in.I;
+  *scoring = {};
+  *norm = {};
+  if (t > 0) scoring->V = a.V.from(t * vectors, vectors);
+  if (with_dc) scoring->ds = a.ds.from(t * vectors, vectors);
+  if (with_dc && t + 1 == a.iterations) scoring->dcoupling = a.dcoupling;
+  if (!a.norm.max) return;
+  norm->max = a.norm.max.from(t * scalars, scalars);
+  norm->scale = a.norm.scale.from(t * scalars, scalars);
+  norm->mean = a.norm.mean.from(t * scalars, scalars);
+}
+
+// One piece of a tile: every iteration's coefficients, their gradients of the votes, and where those go.
+template <class T, class E, bool kVotes>
+CAPSFAST_DEVICE void finish_piece(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split, bool first_samples, bool first_dweight) {
+  using Size = FinalTile<T>;
+  using Memory = FinalShared<T>;
+  const Scores<T, Size::samples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs), gpu::shared<T>(Memory::scores, Size::pairs * Size::outputs), Size::outputs};
+  const Shared<T> rows = gpu::shared<T>(Memory::rows_at, Size::pairs * 3), dlogits = gpu::shared<T>(Memory::dlogits_at, Size::pairs * Size::outputs);
+  const Shared<T> dvotes = gpu::shared<T>(Memory::dvotes_at, Size::pairs * Size::rows), du = gpu::shared<T>(Memory::du_at, Size::pairs * Size::columns);
+  const bool logits = (a.dlogits || a.dlogits_sample.data) && piece.d0 == 0 && piece.k0 == 0;
+  for (int64_t t = a.first; t < a.iterations; ++t) {
+    const bool with_db = !a.gradient_last && t > 0, with_dc = with_db || logits;
+    Scoring<T> scoring;
+    Normaliser<T> norm;
+    at_iteration(a, t, with_dc, &scoring, &norm);
+    couple<T, E, kVotes>(a.in, tile, scoring, norm, rows, scores);
+    if (logits) add_dlogits(a, tile, t, scores, dlogits);
+    add_gradients(a, tile, piece, t, scores, with_db, dvotes);
+    gpu::barrier();
+  }
+  if (logits) write_dlogits(a, tile, split, first_samples, Size::outputs, dlogits);
+  if constexpr (kVotes) {
+    if (a.dvotes.data) write_dvotes(a, tile, piece, dvotes);
+  } else {
+    if (a.du.data) add_du<T, E>(a, tile, piece, tile.j0 == 0 && piece.d0 == 0, dvotes, du);
+    if (a.dweight) add_dweight<T, E>(a, tile, piece, split, first_dweight, dvotes);
+  }
+  gpu::barrier();
+}
+
+template <class T, class E, bool kVotes>
+CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
+final_kernel(FinalArgs<T> a) {
+  using Size = FinalTile<T>;
+  const Inputs& in = a.in;
+  const Shared<T> du = gpu::shared<T>(FinalShared<T>::du_at, Size::pairs * Size::columns);
+  const int64_t split = gpu::block_y(), tiles = (in.B + Size::samples - 1) / Size::samples;
+  const int64_t tile_begin = tiles * split / gpu::blocks_y(), tile_end = tiles * (split + 1) / gpu::blocks_y();
+  const auto least = [](int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); };
+  Tile tile;
+  Piece piece;
+  for (tile.i0 = gpu::block_x() * Size::inputs; tile.i0 < in.I; tile.i0 += gpu::blocks_x() * Size::inputs) {
+    tile.inputs = least(in.I - tile.i0, Size::inputs);
+    for (int64_t b_tile = tile_begin; b_tile < tile_end; ++b_tile) {
+      tile.b0 = b_tile * Size::samples;
+      tile.samples = least(in.B - tile.b0, Size::samples);
+      const bool first_samples = b_tile == tile_begin;
+      const bool first_dweight = first_samples && (!a.shared_weight || tile.i0 == gpu::block_x() * Size::inputs);
+      // Vectors without components still have couplings, whose logits get a gradient.
+      piece.k0 = 0;
+      do {
+        piece.columns = least(in.K - piece.k0, Size::columns);
+        for (tile.j0 = 0; tile.j0 < in.J; tile.j0 += a.outputs) {
+          tile.outputs = least(in.J - tile.j0, a.outputs);
+          piece.d0 = 0;
+          do {
+            piece.components = least(in.D - piece.d0, a.components);
+            finish_piece<T, E, kVotes>(a, tile, piece, split, first_samples, first_dweight);
+            piece.d0 += a.components;
+          } while (piece.d0 < in.D);
+        }
+        if (!kVotes && a.du.data) write_du(a, tile, piece, du);
+        gpu::barrier();
+        piece.k0 += Size::columns;
+      } while (piece.k0 < in.K && !kVotes);
+    }
+  }
+}
+
+}  // namespace capsfast::cuda

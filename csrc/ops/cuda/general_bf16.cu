@@ -1,0 +1,7 @@
+#include "general.inl"
+
+namespace capsfast::cuda {
+
+template const GeneralKernels<float>& general_kernels<BFloat16>(bool);
+
+}  // namespace capsfast::cuda

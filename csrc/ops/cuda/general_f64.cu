@@ -1,0 +1,7 @@
+#include "general.inl"
+
+namespace capsfast::cuda {
+
+template const GeneralKernels<double>& general_kernels<double>(bool);
+
+}  // namespace capsfast::cuda

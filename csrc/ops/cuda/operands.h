@@ -1,0 +1,98 @@
+// What a kernel gets of a call: tensors with their strides, sizes, options.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "../../cuda/device.h"
+#include "../../math/half.h"
+#include "../routing.h"
+
+namespace capsfast::cuda {
+
+using gpu::Global;
+
+// Elements as they are stored; sums are formed in float, in double for double.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class T>
+struct Extreme {
+  static constexpr T lowest = std::numeric_limits<T>::lowest(), infinity = std::numeric_limits<T>::infinity();
+};
+
+template <class E>
+struct WideOf {
+  using type = float;
+};
+template <>
+struct WideOf<double> {
+  using type = double;
+};
+
+CAPSFAST_DEVICE float wide(float x) { return x; }
+CAPSFAST_DEVICE double wide(double x) { return x; }
+CAPSFAST_DEVICE float wide(BFloat16 x) { return bf16_to_float(x.bits); }
+CAPSFAST_DEVICE float wide(Float16 x) { return half_to_float(x.bits); }
+
+// A tensor whose type is known at run time; strides in elements.
+struct Operand {
+  Global<unsigned char> data;
+  Storage storage = Storage::f32;
+  int64_t stride[4] = {0, 0, 0, 0};
+
+  template <class T>
+  CAPSFAST_DEVICE T read(int64_t at) const {
+    switch (storage) {
+      case Storage::f32:
+        return static_cast<T>(data.as<float>()[at]);
+      case Storage::f64:
+        return static_cast<T>(data.as<double>()[at]);
+      case Storage::bf16:
+        return static_cast<T>(wide(data.as<BFloat16>()[at]));
+      case Storage::f16:
+        return static_cast<T>(wide(data.as<Float16>()[at]));
+    }
+    return T(0);
+  }
+  template <class T>
+  CAPSFAST_DEVICE void write(int64_t at, T value) const {
+    switch (storage) {
+      case Storage::f32:
+        data.as<float>()[at] = static_cast<float>(value);
+        return;
+      case Storage::f64:
+        data.as<double>()[at] = static_cast<double>(value);
+        return;
+      case Storage::bf16:
+        data.as<BFloat16>()[at] = {float_to_bf16(static_cast<float>(value))};
+        return;
+      case Storage::f16:
+        data.as<Float16>()[at] = {float_to_half(static_cast<float>(value))};
+        return;
+    }
+  }
+};
+
+// A bool matrix; without data everything is valid.
+struct Mask {
+  Global<const uint8_t> data;
+  int64_t stride[2] = {0, 0};
+
+  CAPSFAST_DEVICE bool at(int64_t row, int64_t column) const { return !data || data[row * stride[0] + column * stride[1]] != 0; }
+};
+
+// The call. matrix: weight [I, J, D, K] with stride 0 over I if shared, or votes [B, I, J, D].
+struct Inputs {
+  int64_t B, I, J, D, K;
+  bool softmax_in, leaky;
+  Operand u, matrix;
+  Operand logits;  // [B, I, J]
+  Mask mask, out_mask;
+};
+
+}  // namespace capsfast::cuda

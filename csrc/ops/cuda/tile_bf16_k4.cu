@@ -1,0 +1,8 @@
+#include "tiles.inl"
+
+namespace capsfast::cuda {
+
+template TileLauncher tile_launcher<BFloat16, 4>(int64_t, bool, bool);
+template TileFinalLauncher tile_final_launcher<BFloat16, 4>(int64_t);
+
+}  // namespace capsfast::cuda

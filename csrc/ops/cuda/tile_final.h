@@ -1,0 +1,288 @@
+// The backward's last pass on tensor cores: du, dweight and dlogits, all iterations at once.
+//
+// A block has 16 samples and a split of the input capsules, a warp 32 columns (j, d), as in tile.h. V and ds of all
+// iterations wait in shared memory. For an input capsule: votes, their dots, the softmaxes of all iterations together,
+// then dvotes = sum_t c_t ds_t + db_t V_{t-1} in the registers that held the votes, from which two more products
+// give du = dvotes W and dweight = dvotes^T u. A block walks over tiles of samples, writes their du alone and alone adds
+// to one part of dweight, which has as many parts as there are blocks for an input capsule (blocks at all if the weight
+// is shared); the parts are added up in their order afterwards.
+#pragma once
+
+#include "tile.h"
+
+namespace capsfast::cuda {
+
+struct TileFinalArgs {
+  Inputs in;
+  int64_t first, iterations;   // [first, iterations) carry gradients
+  bool gradient_last;
+  Global<const float> V, ds;   // [r, B, J, D]
+  Operand dcoupling;
+  bool shared_weight;
+  Operand du;                  // [B, I, K]
+  Global<float> dweight;       // [parts, I, J, D, K], or [parts, splits, J, D, K] of a shared weight
+  Operand dlogits_sample;      // [B, I, J]
+  Global<double> dlogits;      // [parts, I, J]
+};
+
+template <class E, int kK, int kD>
+struct FinalTiles : Tiles<E, kK, kD, true, false> {
+  using Base = Tiles<E, kK, kD, true, false>;
+  static constexpr int inputs = 4;                     // room for V and ds of all iterations
+  static constexpr int poses = inputs * Base::samples * kK;
+  static constexpr int turn = TileSize::columns + 8;   // pitch of a warp's transposed dvotes: no two lanes meet in a bank
+  static constexpr int k_tiles = kK == 16 ? 2 : 1;
+
+  // In floats, one after the other.
+  struct Memory {
+    int V, ds, high, low, scores, dc, turned, du, end;
+  };
+  static CAPSFAST_HOST_DEVICE Memory memory(int J, int threads, int terms) {
+    Memory at;
+    const int vectors = Base::vectors(threads), warps = threads / 32;
+    at.V = 0;
+    at.ds = at.V + terms * vectors;
+    at.high = at.ds + terms * vectors;
+    at.low = at.high + (Base::parted ? poses : 0);
+    at.scores = at.low + poses;
+    at.dc = at.scores + terms * Base::scores(J);
+    at.turned = at.dc + terms * Base::scores(J);
+    at.turned += at.turned & 1;  // pairs are aligned
+    at.du = at.turned + warps * Base::samples * turn;
+    at.end = at.du + warps * Base::samples * kK;
+    return at;
+  }
+};
+
+// c += a b in float32 accuracy: `parted` says which operands are more than TF32 holds.
+template <bool kLeft, bool kRight>
+CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
+  float a_high[4], b_high[2];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) a_high[n] = kLeft ? gpu::to_tf32(a[n]) : a[n];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) b_high[n] = kRight ? gpu::to_tf32(b[n]) : b[n];
+  if constexpr (kLeft) {
+    float a_low[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) a_low[n] = gpu::to_tf32(a[n] - a_high[n]);
+    gpu::mma_tf32(c, a_low, b_high);
+  }
+  if constexpr (kRight) {
+    const float b_low[2] = {gpu::to_tf32(b[0] - b_high[0]), gpu::to_tf32(b[1] - b_high[1])};
+    gpu::mma_tf32(c, a_high, b_low);
+  }
+  gpu::mma_tf32(c, a_high, b_high);
+}
+
+// dvotes = sum_t c_t ds_t + db_t V_{t-1}, in the layout of the accumulator; 0 for what a mask takes out.
+template <class Tr>
+CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int64_t b0, int64_t i, const Lane& lane, int pitch, int size, int vectors, Shared<float> V, Shared<float> ds,
+                             Shared<float> scores, Shared<float> dc, Accumulator (&dvotes)[1][Tr::column_tiles]) {
+  const int terms = static_cast<int>(a.iterations - a.first);
+#pragma unroll
+  for (int tile = 0; tile < Tr::column_tiles; ++tile) dvotes[0][tile][0] = dvotes[0][tile][1] = dvotes[0][tile][2] = dvotes[0][tile][3] = 0.0f;
+#pragma unroll
+  for (int eight = 0; eight < 2; ++eight) {
+    const int sample = eight * 8 + lane.group;
+    if (b0 + sample >= a.in.B || !a.in.mask.at(b0 + sample, i)) continue;
+    for (int term = 0; term < terms; ++term) {
+      const bool with_db = !a.gradient_last && a.first + term > 0;
+#pragma unroll
+      for (int out = 0; out < Tr::outputs; ++out) {
+        const int j = lane.warp * Tr::outputs + out, at = term * size + sample * pitch + j;
+        if (j >= a.in.J) continue;
+        const float c = scores[at], db = with_db ? static_cast<float>(dc[at]) : 0.0f;
+#pragma unroll
+        for (int tile = out * Tr::D / 8; tile < (out + 1) * Tr::D / 8; ++tile) {
+          const int from = term * vectors + vector_at<Tr>(lane, tile, eight);
+          const gpu::Pair g = ds.pair(from);
+          dvotes[0][tile][2 * eight] += c * g.first;
+          dvotes[0][tile][2 * eight + 1] += c * g.second;
+          if (!with_db) continue;
+          const gpu::Pair v = V.pair(from);
+          dvotes[0][tile][2 * eight] += db * v.first;
+          dvotes[0][tile][2 * eight + 1] += db * v.second;
+        }
+      }
+    }
+  }
+}
+
+// The warp's part of du [16, K] = dvotes W. The columns of the product are dealt out so that the accumulator's layout
+// is the operand's: a lane's neighbouring columns are its slots `quad` and `quad + 4`.
+template <class Tr, class E>
+CAPSFAST_DEVICE void product_du(const Inputs& in, int64_t i, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> du) {
+  const Global<const E> weight = in.matrix.data.as<const E>();
+#pragma unroll
+  for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
+    const int k = k_tile * 8 + lane.group;
+    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int tile = 0; tile < Tr::column_tiles; ++tile) {
+      const int column = lane.warp * TileSize::columns + tile * 8 + 2 * lane.quad;
+      const bool there = column < in.J * Tr::D && k < Tr::K;
+      const int64_t from = i * in.matrix.stride[0] + static_cast<int64_t>(column) * Tr::K + k;
+      const float b[2] = {there ? wide(weight[from]) : 0.0f, there ? wide(weight[from + Tr::K]) : 0.0f};
+      const float g[4] = {dvotes[0][tile][0], dvotes[0][tile][2], dvotes[0][tile][1], dvotes[0][tile][3]};
+      multiply<true, Tr::parted>(c, g, b);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int sample = lane.group + n / 2 * 8, column = k_tile * 8 + 2 * lane.quad + n % 2;
+      if (column < Tr::K) du[(lane.warp * Tr::samples + sample) * Tr::K + column] = c[n];
+    }
+  }
+}
+
+// dweight [32, K] of the warp's columns += dvotes^T u, dvotes turned around in the warp's own shared memory.
+template <class Tr>
+CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> high, Shared<float> low,
+                                     Shared<float> turned, float (&dweight)[2][Tr::k_tiles][4]) {
+  const int base = lane.warp * Tr::samples * Tr::turn;
+#pragma unroll
+  for (int tile = 0; tile < Tr::column_tiles; ++tile) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) turned[base + (lane.group + n / 2 * 8) * Tr::turn + tile * 8 + 2 * lane.quad + n % 2] = dvotes[0][tile][n];
+  }
+  gpu::warp_barrier();
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    const int sample = step * 8 + lane.quad;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float g[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) g[n] = turned[base + (sample + n / 2 * 4) * Tr::turn + half * 16 + lane.group + n % 2 * 8];
+#pragma unroll
+      for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
+        const int k = k_tile * 8 + lane.group, at = (input * Tr::samples + sample) * Tr::K + k, below = at + 4 * Tr::K;
+        const bool there = k < Tr::K;
+        const float u_high[2] = {there ? static_cast<float>(high[at]) : 0.0f, there ? static_cast<float>(high[below]) : 0.0f};
+        if constexpr (Tr::parted) {
+          const float u_low[2] = {there ? static_cast<float>(low[at]) : 0.0f, there ? static_cast<float>(low[below]) : 0.0f};
+          float rounded[4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n) rounded[n] = gpu::to_tf32(g[n]);
+          gpu::mma_tf32(dweight[half][k_tile], rounded, u_low);
+        }
+        multiply<true, false>(dweight[half][k_tile], g, u_high);
+      }
+    }
+  }
+}
+
+template <class Tr>
+CAPSFAST_DEVICE void write_dweight(const TileFinalArgs& a, int64_t part, bool first, const Lane& lane, const float (&dweight)[2][Tr::k_tiles][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int column = lane.warp * TileSize::columns + half * 16 + lane.group + n / 2 * 8, k = k_tile * 8 + 2 * lane.quad + n % 2;
+        if (column >= a.in.J * Tr::D || k >= Tr::K) continue;
+        float& to = a.dweight[(part * a.in.J * Tr::D + column) * Tr::K + k];
+        to = first ? dweight[half][k_tile][n] : to + dweight[half][k_tile][n];
+      }
+    }
+  }
+}
+
+template <class Tr>
+CAPSFAST_DEVICE void write_tile_dlogits(const TileFinalArgs& a, int64_t b0, int64_t i, bool first, int pitch, int size, Shared<float> dc) {
+  const Inputs& in = a.in;
+  const int terms = static_cast<int>(a.iterations - a.first);
+  for (int j = gpu::thread(); j < in.J; j += gpu::threads()) {
+    double sum = 0;
+    for (int sample = 0; sample < Tr::samples && b0 + sample < in.B; ++sample) {
+      float value = 0.0f;
+      for (int term = 0; term < terms; ++term) value += dc[term * size + sample * pitch + j];
+      sum += static_cast<double>(value);
+      const int64_t* stride = a.dlogits_sample.stride;
+      if (a.dlogits_sample.data) a.dlogits_sample.template write<float>((b0 + sample) * stride[0] + i * stride[1] + j * stride[2], value);
+    }
+    if (!a.dlogits) continue;
+    double& to = a.dlogits[(gpu::block_y() * in.I + i) * in.J + j];
+    to = first ? sum : to + sum;
+  }
+}
+
+// du from the parts of the warps.
+template <class Tr>
+CAPSFAST_DEVICE void write_tile_du(const TileFinalArgs& a, int64_t b0, int64_t i, Shared<float> du) {
+  const int warps = gpu::threads() / 32;
+  for (int n = gpu::thread(); n < Tr::samples * Tr::K; n += gpu::threads()) {
+    const int64_t b = b0 + n / Tr::K;
+    if (b >= a.in.B) continue;
+    float sum = 0.0f;
+    for (int warp = 0; warp < warps; ++warp) sum += du[warp * Tr::samples * Tr::K + n];
+    if (!a.in.mask.at(b, i)) sum = 0.0f;
+    a.du.template write<float>(b * a.du.stride[0] + i * a.du.stride[1] + n % Tr::K * a.du.stride[2], sum);
+  }
+}
+
+template <class E, int kK, int kD>
+CAPSFAST_KERNEL(32 * TileSize::final_warps, 1)
+tile_final_kernel(TileFinalArgs a) {
+  using Tr = FinalTiles<E, kK, kD>;
+  const Inputs& in = a.in;
+  const Lane lane = this_lane();
+  const int J = static_cast<int>(in.J), pitch = Tr::pitch(J), size = Tr::scores(J), vectors = Tr::vectors(gpu::threads());
+  const int terms = static_cast<int>(a.iterations - a.first), warps = gpu::threads() / 32;
+  const typename Tr::Memory at = Tr::memory(J, gpu::threads(), terms);
+  const Shared<float> V = gpu::shared<float>(4 * at.V, terms * vectors), ds = gpu::shared<float>(4 * at.ds, terms * vectors);
+  const Shared<float> high = gpu::shared<float>(4 * at.high, Tr::poses), low = gpu::shared<float>(4 * at.low, Tr::poses);
+  const Shared<float> scores = gpu::shared<float>(4 * at.scores, terms * size), dc = gpu::shared<float>(4 * at.dc, terms * size);
+  const Shared<float> turned = gpu::shared<float>(4 * at.turned, warps * Tr::samples * Tr::turn), du = gpu::shared<float>(4 * at.du, warps * Tr::samples * Tr::K);
+  const SoftmaxSet softmax{terms, size, a.first == 0 ? 0 : -1, terms - 1, {}, a.dcoupling};
+  const int64_t split = gpu::block_x(), all = in.B * in.J * Tr::D;
+  const int64_t i_begin = in.I * split / gpu::blocks_x(), i_end = in.I * (split + 1) / gpu::blocks_x();
+  float dweight[2][Tr::k_tiles][4] = {};
+  for (int64_t b0 = gpu::block_y() * Tr::samples; b0 < in.B; b0 += gpu::blocks_y() * Tr::samples) {
+    const bool first = b0 == gpu::block_y() * Tr::samples;
+    for (int term = 0; term < terms; ++term) {
+      const int64_t t = a.first + term;
+      if (t > 0) stage_vectors<Tr>(in, a.V.from(t * all, all), b0, gpu::shared<float>(4 * (at.V + term * vectors), vectors));
+      stage_vectors<Tr>(in, a.ds.from(t * all, all), b0, gpu::shared<float>(4 * (at.ds + term * vectors), vectors));
+    }
+    for (int64_t i0 = i_begin; i0 < i_end; i0 += Tr::inputs) {
+      const int inputs = static_cast<int>(i_end - i0 < Tr::inputs ? i_end - i0 : Tr::inputs);
+      gpu::barrier();
+      stage_poses<Tr, E>(in, b0, i0, inputs, high, low);
+      gpu::barrier();
+      for (int input = 0; input < inputs; ++input) {
+        const int64_t i = i0 + input;
+        Accumulator votes[1][Tr::column_tiles];
+        {
+          float weight[Tr::column_tiles][Tr::values];
+          fetch_weight<Tr, E>(in, i, lane, weight);
+          make_votes<Tr>(weight, high, low, input, lane, votes);
+        }
+        for (int term = 0; term < terms; ++term) {
+          if (a.first + term > 0) dot<Tr>(votes, gpu::shared<float>(4 * (at.V + term * vectors), vectors), lane, J, pitch, term * size, scores);
+          dot<Tr>(votes, gpu::shared<float>(4 * (at.ds + term * vectors), vectors), lane, J, pitch, term * size, dc);
+        }
+        gpu::barrier();
+        softmax_rows<Tr, true>(in, softmax, b0, i, pitch, 0, scores, dc);
+        gpu::barrier();
+        if (a.dlogits || a.dlogits_sample.data) write_tile_dlogits<Tr>(a, b0, i, first, pitch, size, dc);
+        combine<Tr>(a, b0, i, lane, pitch, size, vectors, V, ds, scores, dc, votes);
+        if (a.du.data) product_du<Tr, E>(in, i, lane, votes, du);
+        if (a.dweight) {
+          product_dweight<Tr>(input, lane, votes, high, low, turned, dweight);
+          if (!a.shared_weight) {
+            write_dweight<Tr>(a, gpu::block_y() * in.I + i, first, lane, dweight);
+#pragma unroll
+            for (int n = 0; n < 2 * Tr::k_tiles * 4; ++n) dweight[n / (Tr::k_tiles * 4)][n / 4 % Tr::k_tiles][n % 4] = 0.0f;
+          }
+        }
+        gpu::barrier();
+        if (a.du.data) write_tile_du<Tr>(a, b0, i, du);
+      }
+    }
+  }
+  if (a.dweight && a.shared_weight) write_dweight<Tr>(a, gpu::block_y() * gpu::blocks_x() + split, true, lane, dweight);
+}
+
+}  // namespace capsfast::cuda

@@ -1,0 +1,70 @@
+// The passes on tensor cores: which calls they serve, and their tiles.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../routing.h"
+
+namespace capsfast::cuda {
+
+struct TileSize {
+  static constexpr int columns = 32;     // of votes a warp: 16 registers a row tile, and as many for their sum
+  static constexpr int outputs = 64;     // a row of the softmax stays within 16 numbers for each of its 4 lanes
+  static constexpr int inputs = 8;       // poses staged at a time: 16 KiB at most for each of their two parts
+  static constexpr int each_split = 64;  // input capsules a sum in float32 runs over, while there are splits left
+  static constexpr int splits = 1024;    // partial sums of a batch of one then fill a few MiB
+  // Row tiles of 16 samples a block. Two: a weight that was read serves both. One: half the registers, for batches
+  // that fill no second tile and for blocks of more warps than 255 registers a thread allow.
+  static constexpr int row_tiles(bool two) { return two ? 2 : 1; }
+  static constexpr int warps(bool two) { return two ? 8 : 16; }
+  static constexpr int final_warps = 12;  // three for each quarter of a multiprocessor: 168 registers a thread
+  static constexpr int final_blocks = 2;  // of the last pass a multiprocessor: its shared memory holds no more
+  static constexpr int final_parts = 4;   // of dweight, each as large as the weight: memory, against blocks to fill a device
+};
+
+// Shared memory of the reducing pass: V and ds, poses in two parts, two buffers of scores each.
+CAPSFAST_HOST_DEVICE constexpr int tile_bytes(int warps, int samples, int J, int K, bool parted, bool backward) {
+  return 4 * (warps * TileSize::columns * samples * (backward ? 2 : 1) + TileSize::inputs * samples * K * (parted ? 2 : 1) +
+              samples * (J | 1) * (backward ? 4 : 2));
+}
+
+// The word at fault, or null: the tile kernels serve the call.
+inline const char* why_no_tiles(const Problem& p) {
+  if (p.votes_given) return "votes are given";
+  if (p.softmax_in) return "the softmax runs over the input capsules";
+  if (p.u.storage == Storage::f64) return "tensor cores multiply in 32 bits at most";
+  if (p.K != 4 && p.K != 8 && p.K != 16) return "K is not 4, 8 or 16";
+  if (p.D != 8 && p.D != 16 && p.D != 32) return "D is not 8, 16 or 32";
+  if (p.J > TileSize::outputs || p.J * p.D > TileSize::columns * TileSize::warps(false)) return "J or J times D is too large";
+  const int64_t* stride = p.weight.stride;
+  const bool run = stride[3] == 1 && stride[2] == p.K && stride[1] == p.K * p.D && stride[0] % 4 == 0;
+  if (!run || reinterpret_cast<uintptr_t>(p.weight.data) % 16 != 0) return "the weight is not contiguous";
+  return nullptr;
+}
+
+struct TilePlan {
+  bool two;  // row tiles
+  int64_t tiles, splits;
+  // The last pass has one row tile a block.
+  int64_t final_parts, final_splits;
+};
+
+inline TilePlan plan_tiles(const Problem& p, int64_t multiprocessors, int64_t shared_bytes) {
+  TilePlan plan;
+  const int64_t warps = (p.J * p.D + TileSize::columns - 1) / TileSize::columns;
+  plan.two = p.B > 16 && warps <= TileSize::warps(true) &&
+             tile_bytes(static_cast<int>(warps), 32, static_cast<int>(p.J), static_cast<int>(p.K), true, true) <= shared_bytes;
+  const int64_t samples = 16 * TileSize::row_tiles(plan.two);
+  plan.tiles = (p.B + samples - 1) / samples;
+  // As many blocks as the registers of a multiprocessor hold.
+  const int64_t together = std::max<int64_t>(1, 16 / (warps * TileSize::row_tiles(plan.two) / 2 + 1));
+  const int64_t wanted = std::max(multiprocessors * together / std::max<int64_t>(1, plan.tiles), p.I / TileSize::each_split);
+  plan.splits = std::clamp<int64_t>(wanted, std::min<int64_t>(p.I, 1), std::min<int64_t>(p.I, TileSize::splits));
+
+  plan.final_parts = std::clamp<int64_t>((p.B + 15) / 16, 1, TileSize::final_parts);
+  plan.final_splits = std::clamp<int64_t>(multiprocessors * TileSize::final_blocks / plan.final_parts, std::min<int64_t>(p.I, 1), p.I);
+  return plan;
+}
+
+}  // namespace capsfast::cuda

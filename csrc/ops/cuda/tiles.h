@@ -1,0 +1,28 @@
+// The tile kernels by type, K and D.
+#pragma once
+
+#include "general.h"
+#include "tile_final.h"
+
+namespace capsfast::cuda {
+
+using TileLauncher = void (*)(const TileArgs&, int threads, const Launch&);
+
+using TileFinalLauncher = void (*)(const TileFinalArgs&, int threads, const Launch&);
+
+// One file tile_<type>_k<K>.cu each, so that they compile side by side.
+template <class E, int K>
+TileLauncher tile_launcher(int64_t D, bool backward, bool two);
+template <class E, int K>
+TileFinalLauncher tile_final_launcher(int64_t D);
+
+#define CAPSFAST_TILE_FILES(file) \
+  file(float, 4) file(float, 8) file(float, 16) file(BFloat16, 4) file(BFloat16, 8) file(BFloat16, 16) file(Float16, 4) file(Float16, 8) file(Float16, 16)
+#define CAPSFAST_TILE_FILE(E, K)                                         \
+  extern template TileLauncher tile_launcher<E, K>(int64_t, bool, bool); \
+  extern template TileFinalLauncher tile_final_launcher<E, K>(int64_t);
+CAPSFAST_TILE_FILES(CAPSFAST_TILE_FILE)
+#undef CAPSFAST_TILE_FILE
+#undef CAPSFAST_TILE_FILES
+
+}  // namespace capsfast::cuda

@@ -1,0 +1,56 @@
+"""The backend "emulated": the CUDA kernels on CPU tensors, beside those of the package, in tests only."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from capsfast import backend
+from capsfast.ops import _glue, _register, dynamic_routing, route_votes
+
+from .build import library
+
+NAME, PREFIX = "emulated", "emulated_"
+CONTRACTS = {
+    dynamic_routing: _register.Contract(
+        "dynamic_routing", ("u", "weight"), dynamic_routing._fake, dynamic_routing._fake_backward
+    ),
+    route_votes: _register.Contract("route_votes", ("votes",), route_votes._fake, route_votes._fake_backward),
+}
+
+
+def _why_not_fused(*call: Any) -> Mapping[str, Callable[[], str]]:
+    known = _glue.why_not_fused(*call)
+    return {**known, NAME: known["cpp"]}  # they serve the same calls
+
+
+def _accepting(checked: Callable[[str | None, str], str | None]) -> Callable[[str | None, str], str | None]:
+    def accept(name: str | None, source: str) -> str | None:
+        return name if name == NAME else checked(name, source)
+
+    return accept
+
+
+@functools.cache
+def install() -> None:
+    """Builds the kernels where they are not, and makes them a backend for who asks for it by name."""
+    path = library("ops")
+    # Not one of capsfast.backends(): nobody gets it who did not ask.
+    backend.DEVICES[NAME] = ("cpu",)
+    backend._checked = _accepting(backend._checked)
+    _register.PREFIX[NAME] = PREFIX
+    for op, contract in CONTRACTS.items():
+        module: Any = op
+        module._ops[NAME] = _register._define(contract, NAME)
+        module.why_not_fused = _why_not_fused
+    torch.ops.load_library(str(path))
+
+
+def take_launches() -> dict[str, int]:
+    """How often kernels were launched since the last call, by the name of their arguments such as "TileArgs"."""
+    loaded = ctypes.CDLL(str(library("ops")))
+    loaded.capsfast_take_launches.restype = ctypes.c_char_p
+    lines = loaded.capsfast_take_launches().decode().splitlines()
+    return {name.split("::")[-1]: int(count) for name, count in (line.rsplit(" ", 1) for line in lines)}

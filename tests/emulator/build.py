@@ -1,0 +1,74 @@
+"""Compiles the emulated kernels, once for each state of the sources."""
+
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+HERE = Path(__file__).parent
+RUNTIME = ("fiber.cpp", "block.cpp")
+# No fast mathematics, as the kernels' own compiler has none.
+FLAGS = ("-O2", "-g0", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-DCAPSFAST_EMULATED", "-Wno-psabi")
+TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
+
+
+def _compiler() -> str:
+    return (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
+
+
+def _state(parts: tuple[str, ...]) -> str:
+    """A hash of everything that is compiled, and with what."""
+    digest = hashlib.sha256()
+    sources = [path for folder in (ROOT / "csrc", HERE) for path in sorted(folder.rglob("*")) if path.suffix != ".py"]
+    for path in sources:
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    digest.update(repr((parts, torch.__version__, _compiler())).encode())
+    return digest.hexdigest()[:16]
+
+
+def _compile(source: Path, target: Path, flags: tuple[str, ...]) -> None:
+    ran = subprocess.run(
+        [_compiler(), *flags, "-x", "c++", "-c", str(source), "-o", str(target)], capture_output=True, text=True
+    )
+    if ran.returncode != 0:
+        raise RuntimeError(f"{source.name} does not compile for the emulator:\n{ran.stderr[-4000:]}")
+
+
+@functools.cache
+def library(name: str) -> Path:
+    """The shared object ``name``: "ops", the routing ops, or "planted", kernels with faults in them."""
+    with_torch = name == "ops"
+    flags, link = FLAGS, ()
+    sources = [HERE / part for part in (*RUNTIME, f"{name}.cpp")]
+    if with_torch:
+        torch_home = Path(torch.__file__).parent
+        flags = (*FLAGS, *TORCH_FLAGS, f"-I{torch_home / 'include'}")
+        link = (f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-ltorch")
+        sources += [HERE / "context_host.cpp"]
+        sources += sorted((ROOT / "csrc" / "ops" / "cuda").glob("*.cu"))
+    flags = (*flags, f"-I{HERE}")
+    folder = ROOT / "build" / "emulator" / _state((name, *flags, *link))
+    found = folder / f"{name}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Several pytest processes may want it at once.
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if found.exists():
+            return found
+        objects = [folder / f"{path.name}.o" for path in sources]
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
+            list(pool.map(_compile, sources, objects, [flags] * len(sources)))
+        partial = folder / f"{name}.partial"
+        subprocess.run([_compiler(), "-shared", *map(str, objects), "-o", str(partial), *link], check=True)
+        partial.rename(found)
+        for path in objects:
+            path.unlink()
+    return found

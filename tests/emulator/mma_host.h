@@ -1,0 +1,48 @@
+// Tensor-core products of a warp, by the fragment layouts of PTX (mma.m16n8k8, mma.m16n8k16).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "block.h"
+
+namespace capsfast::gpu {
+
+// The nearest number with 10 bits of mantissa, ties away from zero: cvt.rna.tf32.f32.
+inline float to_tf32(float x) {
+  if (!std::isfinite(x)) return x;
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits = (bits + 0x1000u) & 0xFFFFE000u;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// c[4] += a[16 x 8] b[8 x 8] of the warp. Bits below those of tf32 are dropped, as the tensor core does.
+inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
+  emulator::Block& block = emulator::Block::current();
+  float mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+  const unsigned char* slots = block.exchange(mine, sizeof(mine), line);
+  const auto of = [&](int lane, int n) {
+    uint32_t bits;
+    std::memcpy(&bits, slots + static_cast<size_t>(lane) * emulator::kSlot + static_cast<size_t>(n) * 4, 4);
+    bits &= 0xFFFFE000u;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  };
+  const int lane = block.thread() % emulator::kWarp, group = lane / 4, quad = lane % 4;
+  for (int n = 0; n < 4; ++n) {
+    const int row = group + (n / 2) * 8, column = quad * 2 + n % 2;
+    float sum = c[n];
+    for (int k = 0; k < 8; ++k) {
+      const float left = of(row % 8 * 4 + k % 4, row / 8 + k / 4 * 2);
+      const float right = of(column * 4 + k % 4, 4 + k / 4);
+      sum += left * right;
+    }
+    c[n] = sum;
+  }
+}
+
+}  // namespace capsfast::gpu

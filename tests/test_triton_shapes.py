@@ -1,0 +1,55 @@
+"""The shapes that the interpreter has time for reach every path of the Triton kernels."""
+
+import pytest
+import torch
+
+from capsfast import toolchain
+
+from . import test_dynamic_routing, test_route_votes
+from .support.backends import Shape
+from .support.problems import PLAIN, make
+
+if toolchain.why_no_triton():
+    pytest.skip(toolchain.why_no_triton(), allow_module_level=True)
+
+from capsfast.triton import config
+from capsfast.triton.launch import Call
+
+KERNELS = ("accumulate", "accumulate_gradient", "gradient", "coupling")
+
+
+def tiles(kernel: str, shape: Shape, itemsize: int = 4) -> config.Tiles:
+    layer = config.Layer(shape.J, shape.D, shape.K, itemsize)
+    return config.tiles(kernel, layer, config.choice(kernel, layer, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("module", [test_dynamic_routing, test_route_votes], ids=["dynamic_routing", "route_votes"])
+def test_tiles_and_groups_of_outputs(module: object, kernel: str) -> None:
+    found = [(shape, tiles(kernel, shape)) for shape in map(Shape._make, module.EMULATED)]  # type: ignore[attr-defined]
+    assert any(cut.groups == 1 and cut.NT > 1 for _, cut in found)
+    grouped = [shape for shape, cut in found if cut.groups > 1]
+    assert any(shape.I > 1 for shape in grouped), "sums over input capsules in groups of outputs"
+    assert any(shape.B > cut.BB for shape, cut in found if shape in grouped), "groups and several tiles of the batch"
+    assert any(cut.DP > shape.D > 16 for shape, cut in found)
+    assert any(cut.JT * cut.NT * cut.groups > shape.J for shape, cut in found)
+
+
+def test_steps_and_padding_of_the_input_capsules() -> None:
+    found = [(shape, tiles("accumulate", shape)) for shape in map(Shape._make, test_dynamic_routing.EMULATED)]
+    assert any(shape.K > cut.KP for shape, cut in found)
+    assert any(shape.K < cut.KP for shape, cut in found)
+
+
+def test_sixteen_bits_in_groups() -> None:
+    assert tiles("accumulate", Shape(2, 2, 300, 3, 4), itemsize=2).groups > 1
+
+
+def test_one_program_adds_up_tiles_of_the_batch_and_input_capsules() -> None:
+    cuts = []
+    for shape in test_dynamic_routing.EMULATED:
+        u, weight = make(shape).inputs.values()
+        call = Call(u.float(), weight.float(), None, None, None, None, PLAIN.options)
+        cuts.append(call.split_gradient())
+    assert any(chunk > 1 and tiles > 1 for _, chunk, _, tiles in cuts)
+    assert any(splits > 1 for _, _, splits, _ in cuts)
