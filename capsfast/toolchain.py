@@ -1,6 +1,7 @@
 """What there is of Triton, without importing it."""
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -14,8 +15,8 @@ import torch
 MINIMUM_TRITON = (3, 6)
 # The first GPUs with TF32 and bfloat16 tensor cores.
 MINIMUM_CAPABILITY = (8, 0)
-# A tile holds whole output capsules of 16 samples: longer ones don't fit the registers of a program.
-LARGEST_D = 4096
+# A tile holds whole output capsules of 16 samples: longer ones don't fit the shared memory of all these GPUs.
+LARGEST_D = 512
 
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -23,7 +24,9 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def constant_while_tracing(function: F) -> F:
     """torch.compile calls the function instead of tracing it, and keeps what it returns."""
-    return torch.compiler.assume_constant_result(function)  # type: ignore[no-any-return]
+    # What torch.compiler.assume_constant_result does, without importing the compiler for it.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def interpreting() -> bool:
@@ -47,7 +50,12 @@ _NO_DEVICE = (
 def _why_not_installed() -> str:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (it comes with the CUDA builds of torch)"
-    version = importlib.metadata.version("triton")
+    if torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs, this torch is for AMD's"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a build of Triton under another name
+        version = importlib.import_module("triton").__version__
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) < MINIMUM_TRITON:
         return f"the kernels need triton {'.'.join(map(str, MINIMUM_TRITON))} or newer, this is {version}"

@@ -11,6 +11,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 import capsfast
 
@@ -190,6 +191,32 @@ def test_second_derivatives(backend: Backend, op: str) -> None:
         return
     with pytest.raises(RuntimeError, match=rf'capsfast\.{op}: .* no second derivative; .* use backend="reference"'):
         torch.autograd.grad(first.sum(), leaf)
+
+
+def test_forward_mode_is_refused_and_not_ignored(backend: Backend) -> None:
+    u, weight = torch.randn(2, 3, 4, device=backend.device), torch.randn(3, 2, 5, 4, device=backend.device)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(u, torch.ones_like(u))
+        if not backend.fused:
+            tangent = forward_ad.unpack_dual(capsfast.dynamic_routing(dual, weight, backend=backend.name)).tangent
+            assert tangent is not None and tangent.any()
+            return
+        with pytest.raises(NotImplementedError, match="jvp"):
+            capsfast.dynamic_routing(dual, weight, backend=backend.name)
+
+
+def test_func_grad_under_autocast(backend: Backend) -> None:
+    u, weight = torch.randn(2, 3, 4, device=backend.device), torch.randn(3, 2, 5, 4, device=backend.device)
+
+    def loss(u: Tensor) -> Tensor:
+        return capsfast.dynamic_routing(u, weight, backend=backend.name).float().square().sum()
+
+    with torch.autocast(backend.device, torch.bfloat16):
+        got = torch.func.grad(loss)(u)
+        leaf = u.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(loss(leaf), leaf)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
 
 
 MIXES = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))

@@ -26,7 +26,7 @@ if not toolchain.why_no_triton():
     from capsfast.triton.launch import Call
 
 
-LAYERS = [(10, 16, 8), (10, 17, 3), (1, 1, 1), (1000, 16, 8), (5, 8, 4), (4, 300, 64), (3, 4096, 8), (257, 1, 33)]
+LAYERS = [(10, 16, 8), (10, 17, 3), (1, 1, 1), (1000, 16, 8), (5, 8, 4), (4, 300, 64), (3, 512, 8), (257, 1, 33)]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -47,7 +47,8 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
 
 @pytest.fixture
 def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of the interpreter lose what TF32 operands lose: all but 10 bits after the leading one."""
+    """Products of the interpreter lose what tensor cores lose: operands all but 10 bits after the leading one, sums
+    what is beyond float32, rounded towards zero."""
     from triton.runtime import interpreter
 
     plain = interpreter.interpreter_builder.create_dot
@@ -58,8 +59,14 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
             data = (data.view(np.int32) & np.int32(-8192)).view(np.float32)
         return interpreter.TensorHandle(data, handle.dtype)
 
-    def create_dot(a: Any, b: Any, *rest: Any) -> Any:
-        return plain(rounded(a), rounded(b), *rest)
+    def create_dot(a: Any, b: Any, acc: Any, *rest: Any) -> Any:
+        if a.data.dtype != np.float32:
+            return plain(a, b, acc, *rest)
+        a, b = rounded(a), rounded(b)
+        exact = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + acc.data
+        nearest = exact.astype(np.float32)
+        cut = np.where(np.abs(nearest) > np.abs(exact), np.nextafter(nearest, np.float32(0)), nearest)
+        return interpreter.TensorHandle(cut.astype(np.float32), acc.dtype.scalar)
 
     monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", create_dot)
 
@@ -74,6 +81,20 @@ def test_three_tf32_products_are_as_exact_as_float32(tensor_cores: None) -> None
     plain = errors(problem, "reference")
     for name, error in errors(problem, "triton").items():
         assert error < 2 * plain[name] + 5e-7, name
+
+
+def test_sums_over_many_input_capsules_do_not_drift(tensor_cores: None) -> None:
+    problem = make((1, 1200, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
+    plain = errors(problem, "reference")
+    for name, error in errors(problem, "triton").items():
+        assert error < 2 * plain[name] + 5e-7, name
+
+
+def test_no_input_capsules_and_k_in_steps() -> None:
+    problem = make((2, 0, 3, 4, 70), Case(shared=True, bias=True), dtype=torch.float32)
+    got = run(problem, "triton")
+    assert not got["dweight"].any()
+    torch.testing.assert_close(got["v"], capsfast.squash(problem.inputs["bias"]).expand(2, -1, -1))
 
 
 @pytest.fixture
@@ -224,7 +245,7 @@ def test_the_interpreter_serves_only_who_asks() -> None:
 
 
 def test_too_many_components_are_refused() -> None:
-    votes = torch.zeros(1, 1, 1, 4097)
-    with pytest.raises(RuntimeError, match=r"'triton' cannot serve this call: .* D up to 4096, got 4097"):
+    votes = torch.zeros(1, 1, 1, 513)
+    with pytest.raises(RuntimeError, match=r"'triton' cannot serve this call: .* D up to 512, got 513"):
         capsfast.route_votes(votes, backend="triton")
     capsfast.route_votes(votes)

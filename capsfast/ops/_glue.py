@@ -77,7 +77,7 @@ def fake_gradients(tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...])
     anchor = tensors[0]
     assert anchor is not None
     return tuple(
-        anchor.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape if wanted else (0,))
+        (anchor if tensor is None else tensor).new_empty(tensor.shape if wanted and tensor is not None else (0,))
         for tensor, wanted in zip(tensors, needed, strict=True)
     )
 

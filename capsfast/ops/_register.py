@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._glue import backward_by, save
 
@@ -53,7 +54,7 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
         _library.define(schema)
     if backend == "triton":
         _bind_triton(contract.name)
-    backward = backward_by(_transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name)))
+    backward = backward_by(_transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name), 0))
     torch.library.register_fake(op, contract.fake)
     torch.library.register_fake(f"{op}_backward", contract.fake_backward)
     torch.library.register_autograd(op, backward, setup_context=save)
@@ -61,8 +62,8 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
     for overload in (op, f"{op}_backward"):
         torch.library.register_vmap(overload, _vmap(_overload(overload)))
     for device in ("cpu", "cuda"):
-        _register_autocast(name, device, range(len(contract.inputs)))
-    return _transformable(name, save, backward)
+        _register_autocast(name, device, len(contract.inputs))
+    return _transformable(name, save, backward, len(contract.inputs))
 
 
 def _bind_triton(name: str) -> None:
@@ -79,11 +80,12 @@ def _bind_triton(name: str) -> None:
         _library.impl(f"triton_{name}_backward", bound("backward"), key)
 
 
-def _transformable(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
+def _transformable(name: str, save: Callable[..., None], backward: Callable[..., Any], cast: int) -> Callable[..., Any]:
     """``capsfast::name`` in the way that is right, and quick, for who calls.
 
     A compiler and autocast see the op itself. torch.func has no rule for the grad of ops registered in torch.library,
     and their autograd costs an eager call some 50 µs: there the same glue runs as an autograd.Function.
+    cast: how many tensors autocast casts.
     """
     op = _overload(f"capsfast::{name}")
 
@@ -110,17 +112,31 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
     Eager.backward = staticmethod(backward)  # type: ignore[assignment]
 
     def call(*inputs: Any) -> Any:
-        device = inputs[0].device.type
-        if torch.compiler.is_compiling() or (device != "meta" and torch.is_autocast_enabled(device)):
+        if torch.compiler.is_compiling():
             return op(*inputs)
+        device = inputs[0].device.type
+        casting = device != "meta" and torch.is_autocast_enabled(device)
         if torch._C._are_functorch_transforms_active():
-            return Transformed.apply(*inputs)
-        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+            if not casting:
+                return Transformed.apply(*inputs)
+            with torch.autocast(device, enabled=False):
+                return Transformed.apply(*_cast(inputs, torch.get_autocast_dtype(device), cast))
+        if casting:
+            return op(*inputs)
+        # A Function without a jvp says so to forward-mode differentiation; the op would drop the tangent.
+        differentiated = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in inputs)
+        if differentiated or forward_ad._current_level >= 0:
             return Eager.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
 
     return call
+
+
+def _cast(args: Sequence[Any], dtype: torch.dtype, count: int) -> list[Any]:
+    """The first tensors in the dtype of autocast. Like torch's own rules: float64 is left alone."""
+    low = (torch.float32, torch.float16, torch.bfloat16)
+    return [arg.to(dtype) if n < count and arg.dtype in low else arg for n, arg in enumerate(args)]
 
 
 def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
@@ -142,19 +158,12 @@ def _second_derivative(name: str) -> Callable[..., Any]:
     return backward
 
 
-def _register_autocast(name: str, device: str, cast: Sequence[int]) -> None:
+def _register_autocast(name: str, device: str, cast: int) -> None:
     op = _overload(f"capsfast::{name}")
 
     def kernel(*args: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
-        cast_args = list(args)
-        for position in cast:
-            tensor = args[position]
-            # Like torch's own rules: float64 is left alone.
-            if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
-                cast_args[position] = tensor.to(dtype)
         with torch.autocast(device, enabled=False):
-            return op(*cast_args)
+            return op(*_cast(args, torch.get_autocast_dtype(device), cast))
 
     _library.impl(name, kernel, "Autocast" + {"cpu": "CPU", "cuda": "CUDA"}[device])
 

@@ -17,8 +17,11 @@ import triton
 ROWS = 16
 # The K of the smallest tl.dot: Triton up to 3.8 asks for 16 whatever the dtype, later ones for 32 bytes.
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
-# Larger K is taken in steps: tiles of W for 64 of them would take 140 KiB of shared memory.
+# Larger K is taken in steps, whose tiles of W have to fit the registers.
 LARGEST_K = 32
+# Loads are pipelined where this holds the tiles that are under way: what a program of any GPU from 8.0 on may have
+# (99 KiB on 8.6, 8.9 and 12.0), less what changes of layout take.
+SHARED = 64 * 1024
 
 
 class Choice(NamedTuple):
@@ -60,6 +63,11 @@ class Tiles(NamedTuple):
     NT: int
     groups: int
     warps: int
+    stages: int
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class Layer(NamedTuple):
@@ -96,7 +104,11 @@ def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     # A sweep takes one tile after the other.
     fit = 1 if kernel == "sweep" else max(1, choice.columns * warps // columns)
     groups = -(-NT // fit)
-    return Tiles(ROWS, JT, DP, KP, -(-NT // groups), groups, warps)
+    NT = -(-NT // groups)
+    # What Triton's pipeline keeps in shared memory: u and all tiles of W twice, for two steps of K at most.
+    steps = min(2, -(-K // KP))
+    pipeline = 2 * (NT * columns + ROWS) * KP * steps * itemsize
+    return Tiles(ROWS, JT, DP, KP, NT, groups, warps, 3 if pipeline <= SHARED else 1)
 
 
 def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:
@@ -115,10 +127,11 @@ def tuned(name: str, device: str) -> dict[tuple[str, Layer], Choice]:
         ValueError: the file is missing or is no such table.
     """
     try:
-        rows = json.loads(Path(name).read_text())["rows"]
-        return {
-            (row["kernel"], Layer(*row["layer"])): Choice(*row["choice"]) for row in rows if row["device"] == device
-        }
+        rows = [row for row in json.loads(Path(name).read_text())["rows"] if row["device"] == device]
+        found = {(row["kernel"], Layer(*row["layer"])): Choice(*row["choice"]) for row in rows}
+        if any(chosen.warps not in (1, 2, 4, 8, 16) or chosen.columns < 16 for chosen in found.values()):
+            raise ValueError("warps must be a power of two up to 16, columns at least 16")
+        return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"CAPSFAST_TRITON_TABLE: {name} is no table of tile sizes ({error!r}); write one with "

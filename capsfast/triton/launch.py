@@ -98,7 +98,8 @@ class Call:
     def wide(self) -> bool:
         """Offsets within a tile of 16 samples, all outputs and all K need 64 bits."""
         B, I, J, D, K = self.sizes
-        reach = [I * max(J * D, K, J) * config.ROWS]
+        # Inputs' gradients, and V and ds of all iterations.
+        reach = [config.ROWS * I * max(J * D, K, J), config.ROWS * 2 * self.options.num_iterations * J * D]
         for tensor in self.tensors:
             if tensor is not None and tensor is not self.weight:
                 # logits [I, J] are the same for all samples.

@@ -1,4 +1,4 @@
-"""Launches of the kernels, one function each."""
+"""Launches of the kernels, one function each; on the current device, which is that of the call."""
 
 from typing import Any
 
@@ -36,12 +36,11 @@ def sweep(call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor, wit
     tiles = call.tiles("sweep")
     splits, chunk = call.split("sweep")
     B, I, *_ = call.sizes
-    with call.on_device():
-        sweep_kernel[(cdiv(B, tiles.BB), splits)](
-            *call.tensors, dcoupling, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk, tiles.groups,
-            **call.shape(tiles), **call.precision, WITH_DS=with_ds, R=call.options.num_iterations,
-            num_warps=tiles.warps,
-        )  # fmt: skip
+    sweep_kernel[(cdiv(B, tiles.BB), splits)](
+        *call.tensors, dcoupling, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk, tiles.groups,
+        **call.shape(tiles), **call.precision, WITH_DS=with_ds, R=call.options.num_iterations,
+        **tiles.launch,
+    )  # fmt: skip
 
 
 def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool) -> tuple[Tensor, Tensor | None]:
@@ -52,11 +51,10 @@ def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool)
     kind = "uniform" if uniform else mode(call, "accumulate")
     partial = call.new(splits, B, J, D)
     online = call.new(2, splits, B, J) if kind == "in" else None
-    with call.on_device():
-        accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
-            *call.tensors, V, rows, partial, online, *call.strides, B, I, chunk,
-            **call.shape(tiles), **call.precision, MODE=kind, num_warps=tiles.warps,
-        )  # fmt: skip
+    accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+        *call.tensors, V, rows, partial, online, *call.strides, B, I, chunk,
+        **call.shape(tiles), **call.precision, MODE=kind, **tiles.launch,
+    )  # fmt: skip
     return partial, online
 
 
@@ -68,12 +66,11 @@ def accumulate_gradient(
     splits, chunk = call.split("accumulate_gradient")
     B, I, J, D, _ = call.sizes
     partial = call.new(splits, B, J, D)
-    with call.on_device():
-        accumulate_gradient_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
-            *call.tensors, dcoupling, state, rows, *norm, partial, *call.strides, *pair_strides(dcoupling), B, I, chunk,
-            **call.shape(tiles), **call.precision, MODE=mode(call, "accumulate_gradient"),
-            R=call.options.num_iterations, num_warps=tiles.warps,
-        )  # fmt: skip
+    accumulate_gradient_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+        *call.tensors, dcoupling, state, rows, *norm, partial, *call.strides, *pair_strides(dcoupling), B, I, chunk,
+        **call.shape(tiles), **call.precision, MODE=mode(call, "accumulate_gradient"),
+        R=call.options.num_iterations, **tiles.launch,
+    )  # fmt: skip
     return partial
 
 
@@ -81,11 +78,10 @@ def coupling(call: Call, V: Tensor, rows: Tensor | None, norm: tuple[Tensor | No
     tiles = call.tiles("coupling")
     splits, chunk = call.split("coupling")
     B, I, *_ = call.sizes
-    with call.on_device():
-        coupling_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
-            *call.tensors, V, rows, *norm, out, *call.strides, B, I, chunk,
-            **call.shape(tiles), **call.precision, MODE=mode(call, "coupling"), num_warps=tiles.warps,
-        )  # fmt: skip
+    coupling_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+        *call.tensors, V, rows, *norm, out, *call.strides, B, I, chunk,
+        **call.shape(tiles), **call.precision, MODE=mode(call, "coupling"), **tiles.launch,
+    )  # fmt: skip
 
 
 def _finish_grid(call: Call) -> tuple[tuple[int], dict[str, Any]]:
@@ -115,12 +111,11 @@ def finish(
 ) -> None:
     """s, norm, and V of the next iteration (following) or the output v."""
     grid, shape = _finish_grid(call)
-    with call.on_device():
-        finish_kernel[grid](
-            partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
-            call.sizes[0], partial.shape[0], factor[1], call.options.eps,
-            **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
-        )  # fmt: skip
+    finish_kernel[grid](
+        partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
+        call.sizes[0], partial.shape[0], factor[1], call.options.eps,
+        **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
+    )  # fmt: skip
 
 
 def restore(call: Call, s: Tensor) -> Tensor:
@@ -128,21 +123,19 @@ def restore(call: Call, s: Tensor) -> Tensor:
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
     grid, shape = _finish_grid(call)
-    with call.on_device():
-        restore_kernel[grid](
-            s, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps, **shape, R=R, num_warps=4
-        )
+    restore_kernel[grid](
+        s, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps, **shape, R=R, num_warps=4
+    )
     return state
 
 
 def finish_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds: Tensor, delta: Tensor | None) -> None:
     grid, shape = _finish_grid(call)
     splits = 0 if partial is None else partial.shape[0]
-    with call.on_device():
-        finish_gradient_kernel[grid](
-            partial, G, call.bias, call.out_mask, s, ds, delta, *call.out_strides, call.sizes[0], splits,
-            call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
-        )  # fmt: skip
+    finish_gradient_kernel[grid](
+        partial, G, call.bias, call.out_mask, s, ds, delta, *call.out_strides, call.sizes[0], splits,
+        call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
+    )  # fmt: skip
 
 
 def gradient(
@@ -171,13 +164,12 @@ def gradient(
         dl = call.new(splits, I, J) if sum_logits else call.new(B, I, J, dtype=call.logits.dtype)
     uniform = start == 0 and call.uniform_start
     factor = uniform_factor(call) if uniform else (None, 0.0)
-    with call.on_device():
-        gradient_kernel[(chunks, splits)](
-            *call.tensors, dcoupling, state, rows, *norm, factor[0], dx, dw, dl, *call.strides,
-            *pair_strides(dcoupling), B, I, chunk, batch_tiles, tiles.groups, factor[1],
-            **call.shape(tiles), **call.precision, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
-            START=start + uniform, R=call.options.num_iterations, UNIFORM=uniform,
-            AGREEMENT=call.options.gradient == "full", SHARED=call.shared, SUM_LOGITS=sum_logits, WARPS=tiles.warps,
-            num_warps=tiles.warps,
-        )  # fmt: skip
+    gradient_kernel[(chunks, splits)](
+        *call.tensors, dcoupling, state, rows, *norm, factor[0], dx, dw, dl, *call.strides,
+        *pair_strides(dcoupling), B, I, chunk, batch_tiles, tiles.groups, factor[1],
+        **call.shape(tiles), **call.precision, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
+        START=start + uniform, R=call.options.num_iterations, UNIFORM=uniform,
+        AGREEMENT=call.options.gradient == "full", SHARED=call.shared, SUM_LOGITS=sum_logits, WARPS=tiles.warps,
+        **tiles.launch,
+    )  # fmt: skip
     return dw, dl

@@ -14,6 +14,11 @@ Nothing: tuple[None, None, None] = (None, None, None)
 
 def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(v, coupling, s, norm)`` as ops/dynamic_routing.py says."""
+    with call.on_device():
+        return _forward(call, return_coupling)
+
+
+def _forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, I, J, D, _ = call.sizes
     r, inward = call.options.num_iterations, call.options.softmax == "in"
     v = call.new(B, J, D, dtype=call.x.dtype)
@@ -59,15 +64,23 @@ def backward(
     needed: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(dx, dweight, dlogits, dbias)``, empty where not needed."""
+    with call.on_device():
+        return _backward(call, dv, dcoupling, coupling, s, norm, needed)
+
+
+def _backward(
+    call: Call,
+    dv: Tensor,
+    dcoupling: Tensor | None,
+    coupling: Tensor,
+    s: Tensor,
+    norm: Tensor,
+    needed: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, I, J, D, K = call.sizes
     r, inward = call.options.num_iterations, call.options.softmax == "in"
-    empty = call.new(0, dtype=call.x.dtype)
-    given = (call.x, call.weight, call.logits, call.bias)
     if B == 0 or J == 0:
-        return tuple(
-            torch.zeros_like(tensor, memory_format=torch.contiguous_format) if wanted and tensor is not None else empty
-            for tensor, wanted in zip(given, needed, strict=True)
-        )  # type: ignore[return-value]
+        return tuple(_zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
     state = passes.restore(call, s)
@@ -102,13 +115,31 @@ def backward(
             sweep(t - 1)
 
     need_x, need_weight, need_logits, need_bias = needed
-    dx = dweight = dlogits = dbias = empty
-    if need_x or need_weight or need_logits:
-        dx, dweight, dlogits = _last_pass(call, state, dcoupling, rows, norm_of(slice(None)), start, needed)
+    dx, dweight, dlogits, dbias = (_zeros(call, tensor, False) for tensor in _given(call))
+    if I == 0:
+        # No program of the last pass has anything to do.
+        dx, dweight, dlogits = (
+            _zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call)[:3], needed[:3], strict=True)
+        )
+    elif need_x or need_weight or need_logits:
+        found = _last_pass(call, state, dcoupling, rows, norm_of(slice(None)), start, needed)
+        dx, dweight, dlogits = (
+            new if new is not None else old for new, old in zip(found, (dx, dweight, dlogits), strict=True)
+        )
     if need_bias:
         assert call.bias is not None
         dbias = state[:, :, start:, 1].sum((0, 2)).to(call.bias.dtype)
     return dx, dweight, dlogits, dbias
+
+
+def _given(call: Call) -> tuple[Tensor | None, ...]:
+    return (call.x, call.weight, call.logits, call.bias)
+
+
+def _zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:
+    """The gradient of a tensor that nothing depends on, empty where it is not wanted."""
+    like = call.x if tensor is None else tensor
+    return like.new_zeros(like.shape if wanted and tensor is not None else (0,))
 
 
 def _last_pass(
@@ -119,9 +150,10 @@ def _last_pass(
     norm: tuple[Tensor | None, ...],
     start: int,
     needed: tuple[bool, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight and dlogits as far as they are needed."""
     need_x, need_weight, need_logits, _ = needed
-    dx = dweight = dlogits = call.new(0, dtype=call.x.dtype)
+    dx = dweight = dlogits = None
     target = None
     if need_x:
         # Groups of outputs, and tiles where K takes several steps, add to du one after the other, in float32.

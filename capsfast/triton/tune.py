@@ -5,6 +5,7 @@ Nothing is measured behind a user's back: the defaults of config.py hold until a
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def tune(
     Kernel by kernel and number by number, the others held at the best found. A candidate that does not compile or
     needs more shared memory than there is does not count.
     """
+    if os.environ.get("CAPSFAST_TRITON_TABLE"):
+        raise ValueError("tune: unset CAPSFAST_TRITON_TABLE, its choices would stand in the way of those to be tried")
     call = Call(u, weight, None, None, None, None, options)
     _, _, J, D, K = call.sizes
     layer = Layer(J, D, K, u.element_size())

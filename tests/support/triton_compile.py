@@ -57,7 +57,8 @@ def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
             constants[parameter.name] = value
         elif isinstance(value, torch.Tensor):
             types[parameter.name] = TYPES[str(value.dtype).removeprefix("torch.")]
-            known[(n,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize_on_alignment:
+                known[(n,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             types[parameter.name] = "i32" if value < 2**31 else "i64"
             if specialised and value % 16 == 0:

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from .softmax import agreement_gradient, couple, finite_or_zero
 from .tiles import (
-    add_votes,
     batch_rows,
     input_capsules,
     load_numbers,
@@ -23,10 +22,11 @@ from .tiles import (
     store_vectors,
     valid_inputs,
     valid_outputs,
+    votes_tile,
 )
 
 
-@triton.jit(do_not_specialize=["B", "I", "chunk"])
+@triton.jit(do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["rows_ptr"])
 def accumulate_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     V_ptr,  # [B, J, D] float32
@@ -69,19 +69,18 @@ def accumulate_kernel(
         if MODE == "uniform":
             sums = ()
             for n in tl.static_range(NT):
-                sums = sums + (add_votes(
-                    acc[n], u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
-                    JT, DP, KP, VOTES, DOT, WIDE
+                sums = sums + (acc[n] + votes_tile(
+                    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                    BB, JT, DP, KP, VOTES, DOT, WIDE
                 ),)
             acc = sums
         else:
             x = ()
             b = ()
             for n in tl.static_range(NT):
-                zero = tl.zeros([BB, JT * DP], tl.float32)
-                votes = add_votes(
-                    zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
-                    JT, DP, KP, VOTES, DOT, WIDE
+                votes = votes_tile(
+                    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                    BB, JT, DP, KP, VOTES, DOT, WIDE
                 )
                 valid = known[n] & ok[:, None]
                 b = b + (routing_logits(
@@ -120,7 +119,11 @@ def accumulate_kernel(
             tl.store(at + tl.cast(tl.num_programs(1), tl.int64) * B * J, total[n], mask=within)
 
 
-@triton.jit(do_not_specialize=["B", "I", "chunk"])
+# Slices of [R, ...] tensors: where they begin depends on B, and an alignment that is known would be compiled in.
+@triton.jit(
+    do_not_specialize=["B", "I", "chunk"],
+    do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr", "delta_ptr"],
+)
 def accumulate_gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
     state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
@@ -166,9 +169,8 @@ def accumulate_gradient_kernel(
         dc = ()
         valid = ()
         for n in tl.static_range(NT):
-            zero = tl.zeros([BB, JT * DP], tl.float32)
-            votes = add_votes(
-                zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K, JT, DP, KP, VOTES, DOT, WIDE
+            votes = votes_tile(
+                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K, BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             here = known[n] & ok[:, None]
             V = load_vectors(state_ptr, rows, inside, first + n, J, D, JT, DP, 2 * R)

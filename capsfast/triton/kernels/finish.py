@@ -34,7 +34,10 @@ def load_bias(bias_ptr, rows, d, within, J: tl.constexpr, D: tl.constexpr):
     return tl.load(bias_ptr + ((rows % J) * D)[:, None] + d[None, :], mask=within, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["B", "splits"])
+# Slices of [R, ...] tensors: where they begin depends on B, and an alignment that is known would be compiled in.
+@triton.jit(
+    do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr", "norm_ptr", "inverse_ptr"]
+)
 def finish_kernel(
     partial_ptr,  # [splits, B, J, D] float32
     online_ptr,  # [2, splits, B, J] float32, ONLINE
@@ -127,7 +130,7 @@ def restore_kernel(
         tl.store(state_ptr + 2 * t * D + to, V, mask=within)
 
 
-@triton.jit(do_not_specialize=["B", "splits"])
+@triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr", "delta_ptr"])
 def finish_gradient_kernel(
     partial_ptr,  # [splits, B, J, D] float32, what this pass adds to G, or None: dv is G
     G_ptr,  # [B, J, D]: G before, and with partial_ptr float32 and G after

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from .softmax import agreement_gradient, couple
 from .tiles import (
-    add_votes,
     batch_rows,
     by_warp,
     columns,
@@ -30,6 +29,7 @@ from .tiles import (
     spread,
     valid_inputs,
     valid_outputs,
+    votes_tile,
     weight_tile,
 )
 
@@ -144,10 +144,9 @@ def gradient_kernel(
                 x = ()
                 valid = ()
                 for n in tl.static_range(NT):
-                    zero = tl.zeros([BB, JT * DP], tl.float32)
-                    x = x + (add_votes(
-                        zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
-                        JT, DP, KP, VOTES, DOT, WIDE
+                    x = x + (votes_tile(
+                        u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                        BB, JT, DP, KP, VOTES, DOT, WIDE
                     ),)
                     valid = valid + (known[n] & ok[:, None],)
 
@@ -224,8 +223,8 @@ def gradient_kernel(
                                     w_ptr, i, first + n, k0, ws, J, D, K, JT, DP, KP, WIDE
                                 ).to(tl.float32)
                                 w_parts = tl.reshape(w_part, [WARPS, JT * DP // WARPS, KP])
-                                none = tl.zeros([WARPS, BB, KP], tl.float32)
-                                du_part = tl.sum(product(by_warp(dx, BB, JT * DP, WARPS), w_parts, none, BACK_DOT), 0)
+                                no_du = tl.zeros([WARPS, BB, KP], tl.float32)
+                                du_part = tl.sum(product(by_warp(dx, BB, JT * DP, WARPS), w_parts, no_du, BACK_DOT), 0)
                                 add_input_gradient(
                                     dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, inside, i, k0, I, first + n, K,
                                     KP, WIDE
@@ -234,7 +233,8 @@ def gradient_kernel(
                             tl.debug_barrier()
                         if dw_ptr is not None and keep_dw:
                             dx_each = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
-                            more_dw = more_dw + (product(dx_each, u_each, dw[n], BACK_DOT),)
+                            none = tl.zeros([WARPS, JT * DP // WARPS, KP], tl.float32)
+                            more_dw = more_dw + (dw[n] + product(dx_each, u_each, none, BACK_DOT),)
                         if dw_ptr is not None and not keep_dw:
                             owner = tl.cast(split, tl.int64) * I + i
                             stored = tile - first_tile

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from .softmax import couple, finite_or_zero, inverse
 from .tiles import (
-    add_votes,
     batch_rows,
     input_capsules,
     load_numbers,
@@ -16,10 +15,11 @@ from .tiles import (
     score,
     valid_inputs,
     valid_outputs,
+    votes_tile,
 )
 
 
-@triton.jit(do_not_specialize=["B", "I", "chunk", "groups"])
+@triton.jit(do_not_specialize=["B", "I", "chunk", "groups"], do_not_specialize_on_alignment=["rows_ptr"])
 def sweep_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
     state_ptr,  # V [B, J, D] float32, or WITH_DS V and ds of this iteration in [B, J, R, 2, D]
@@ -52,10 +52,9 @@ def sweep_kernel(
         total = tl.full([BB], 1.0 if LEAKY else 0.0, tl.float32)
         inner = tl.zeros([BB], tl.float32)
         for n in range(groups * NT):
-            zero = tl.zeros([BB, JT * DP], tl.float32)
-            x = add_votes(
-                zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws, J, D, K,
-                JT, DP, KP, VOTES, DOT, WIDE
+            x = votes_tile(
+                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws, J, D, K,
+                BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             valid = valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J, JT, WIDE)
             V = load_vectors(state_ptr, rows, inside, n, J, D, JT, DP, S)
@@ -79,7 +78,9 @@ def sweep_kernel(
             tl.store(at + 2 * plane, inner * scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["B", "I", "chunk"])
+@triton.jit(
+    do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr"]
+)
 def coupling_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     V_ptr,  # [B, J, D] float32
@@ -113,10 +114,9 @@ def coupling_kernel(
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         b = ()
         for n in tl.static_range(NT):
-            zero = tl.zeros([BB, JT * DP], tl.float32)
-            x = add_votes(
-                zero, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
-                JT, DP, KP, VOTES, DOT, WIDE
+            x = votes_tile(
+                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             valid = valid_outputs(out_mask_ptr, rows, ok, first + n, o_b, o_j, J, JT, WIDE)
             V = load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP)

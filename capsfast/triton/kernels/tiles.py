@@ -152,41 +152,33 @@ def weight_tile(
 
 
 @triton.jit
-def make_votes(
-    acc, u, x_ptr, w_ptr, rows, ok, i, n, xs, ws,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
-    DOT: tl.constexpr, WIDE: tl.constexpr,
-):
-    """acc + W_ij u_i."""
-    w = weight_tile(w_ptr, i, n, 0, ws, J, D, K, JT, DP, KP, WIDE)
-    acc = product(u, tl.trans(w), acc, DOT)
-    if K > KP:
-        for k0 in range(KP, K, KP):
-            more = input_capsules(x_ptr, rows, ok, i, k0, xs, K, KP, WIDE)
-            w_more = weight_tile(w_ptr, i, n, k0, ws, J, D, K, JT, DP, KP, WIDE)
-            acc = product(more, tl.trans(w_more), acc, DOT)
-    return acc
-
-
-@triton.jit
-def add_votes(
-    acc, u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+def votes_tile(
+    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """acc + tile n of the votes for input capsule i: read where they exist, else W_ij u_i. u: its first components."""
+    """Tile n of the votes for input capsule i: read where they exist, else W_ij u_i. u: its first components.
+
+    Sums over i are not left to tl.dot: the adders of tensor cores round towards zero, a drift that grows with I.
+    """
     if VOTES:
         j, d = columns(n, JT, DP, WIDE)
         inside = ok[:, None] & ((j < J) & (d < D))[None, :]
         at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (j * xs[2] + d * xs[3])[None, :]
-        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    elif mask_ptr is not None:
-        # The weight of a masked input capsule may hold anything.
-        votes = make_votes(tl.zeros_like(acc), u, x_ptr, w_ptr, rows, ok, i, n, xs, ws, J, D, K, JT, DP, KP, DOT, WIDE)
-        acc += tl.where(ok[:, None], votes, 0.0)
+        votes = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
-        acc = make_votes(acc, u, x_ptr, w_ptr, rows, ok, i, n, xs, ws, J, D, K, JT, DP, KP, DOT, WIDE)
-    return acc
+        w = weight_tile(w_ptr, i, n, 0, ws, J, D, K, JT, DP, KP, WIDE)
+        votes = product(u, tl.trans(w), tl.zeros([BB, JT * DP], tl.float32), DOT)
+        if K > KP:
+            for k0 in range(KP, K, KP):
+                more = input_capsules(x_ptr, rows, ok, i, k0, xs, K, KP, WIDE)
+                w_more = weight_tile(w_ptr, i, n, k0, ws, J, D, K, JT, DP, KP, WIDE)
+                votes = product(more, tl.trans(w_more), votes, DOT)
+        if mask_ptr is not None:
+            # The weight of a masked input capsule may hold anything.
+            votes = tl.where(ok[:, None], votes, 0.0)
+    return votes
 
 
 @triton.jit
