@@ -108,7 +108,9 @@ def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     # What Triton's pipeline keeps in shared memory: u and all tiles of W twice, for two steps of K at most.
     steps = min(2, -(-K // KP))
     pipeline = 2 * (NT * columns + ROWS) * KP * steps * itemsize
-    return Tiles(ROWS, JT, DP, KP, NT, groups, warps, 3 if pipeline <= SHARED else 1)
+    # The last pass would also pipeline V and ds of every iteration, through 330 KiB at J=10, D=16.
+    pipelined = pipeline <= SHARED and kernel != "gradient"
+    return Tiles(ROWS, JT, DP, KP, NT, groups, warps, 3 if pipelined else 1)
 
 
 def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:

@@ -259,8 +259,11 @@ def gradient_kernel(
                             dx_ptr, tl.where(ok[:, None], tl.sum(du, 0), 0.0), rows, inside, i, 0, I, group, K, KP,
                             WIDE
                         )
-                # What was stored is read again by whichever thread adds to it next.
-                tl.debug_barrier()
+                if SHARED and not keep_dw:
+                    # The next input capsule adds to the same dW, perhaps in other threads.
+                    tl.debug_barrier()
+            # The next tile or group adds to what was stored.
+            tl.debug_barrier()
             if keep_dw and dw_ptr is not None:
                 owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
                 for n in tl.static_range(NT):
