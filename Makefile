@@ -98,10 +98,12 @@ $(STAMPS)/package $(STAMPS)/examples $(STAMPS)/test: $(STAMPS)/torch pyproject.t
 	CAPSFAST_BUILD=0 $(PIP) install --no-build-isolation --editable '.$(subst [package],,[$(@F)])'
 	@touch $@
 
+# CUDA kernels, where there is a toolkit, for the GPUs of this machine; a wheel has them for all.
+GPUS = $(or $(strip $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u)),8.0 9.0)
 LOADS := import capsfast, sys; sys.exit(capsfast.backends()["cpp"].reason or 0)
 
 $(STAMPS)/extension: $(STAMPS)/torch setup.py $(shell find csrc -type f)
-	$(PY) setup.py build_ext --inplace
+	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$(GPUS)}" $(PY) setup.py build_ext --inplace
 	@$(PY) -c '$(LOADS)'
 	@touch $@
 

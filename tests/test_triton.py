@@ -207,6 +207,12 @@ def test_the_tuned_tile_sizes_compute_the_same(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5)
 
 
+def test_nothing_is_tuned_behind_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAPSFAST_TRITON_TABLE", "table.json")
+    with pytest.raises(ValueError, match="unset CAPSFAST_TRITON_TABLE"):
+        tune.tune(torch.randn(2, 9, 8), torch.randn(9, 3, 16, 8), PLAIN.options, lambda function: 1.0)
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"rows": [{"device": "interpreter"}]}'])
 def test_a_broken_table_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "table.json"

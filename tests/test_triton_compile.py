@@ -41,12 +41,12 @@ MORE_CALLS: dict[str, Row] = {
 MAKES_VOTES = ("accumulate_kernel", "accumulate_gradient_kernel", "gradient_kernel", "sweep_kernel", "coupling_kernel")
 
 
-def start(calls: dict[str, Row], capabilities: tuple[int, ...]) -> "subprocess.Popen[str]":
+def start(calls: dict[str, Row], what: str) -> "subprocess.Popen[str]":
     root = Path(capsfast.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     listed = [{"op": "dynamic_routing", **call, "name": name} for name, call in calls.items()]
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.triton_compile", ",".join(map(str, capabilities))],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.triton_compile", what],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -65,11 +65,15 @@ def start(calls: dict[str, Row], capabilities: tuple[int, ...]) -> "subprocess.P
 def rows() -> list[Row]:
     """One row per kernel, call and capability."""
     found = []
-    for process in (start(CALLS, CAPABILITIES), start(MORE_CALLS, (90,))):  # both run at once
-        out, errors = process.communicate(timeout=900)
-        assert process.returncode == 0, errors[-3000:]
-        found += json.loads(out)
+    for process in (start(CALLS, ",".join(map(str, CAPABILITIES))), start(MORE_CALLS, "90")):  # both run at once
+        found += result(process)
     return found
+
+
+def result(process: "subprocess.Popen[str]") -> list[Any]:
+    out, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads(out)  # type: ignore[no-any-return]
 
 
 def text(row: Row) -> str:
@@ -127,3 +131,13 @@ def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:
     for name in ("bfloat16", "tf32", "float16", "shared weight"):
         kernels = [row["kernel"] for row in rows if row["name"] == name and row["capability"] == 90]
         assert len(kernels) <= 10, kernels
+
+
+def test_the_batch_and_the_number_of_input_capsules_are_not_compiled_in() -> None:
+    base = {"op": "dynamic_routing", "dtype": "float32"}
+    for case in ({}, {"softmax": "in", **ALL}, {"logits": "IJ", "mask": True}):
+        shapes = [[B, I, 10, 16, 8] for B, I in ((1, 6), (16, 6), (33, 6), (7, 1002))]
+        # Strides that are multiples of 16 are known as such: the same I, or none of them.
+        calls = {str(shape): {**base, "case": case, "shape": shape} for shape in shapes}
+        first, *others = result(start(calls, "signatures"))
+        assert all(other == first for other in others), [set(first) ^ set(other) for other in others]

@@ -71,12 +71,13 @@ class Tiles(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a row of the table is for, beside the kernel."""
+    """What a row of the table is for, beside the kernel. K: 0 where votes are given. shared: one weight for all i."""
 
     J: int
     D: int
     K: int
     itemsize: int
+    shared: bool = False
 
 
 def power_of_two(n: int) -> int:
@@ -90,7 +91,7 @@ def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     A tile has 16 columns per warp, so that every warp owns whole outputs of all samples: what the sum over d
     needs stays in one warp, and only a maximum and a sum per row cross warps. Few warps pad few columns.
     """
-    J, D, K, itemsize = layer
+    J, D, K, itemsize, _ = layer
     DP = power_of_two(D)
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
     warps = 1

@@ -116,13 +116,16 @@ class Call:
         precision = dot_precision(self.x.dtype)
         return "tf32x2" if precision == "half" else precision
 
-    def choice(self, kernel: str) -> Choice:
+    @functools.cached_property
+    def layer(self) -> Layer:
         B, I, J, D, K = self.sizes
-        return config.choice(kernel, Layer(J, D, K, self.x.element_size()), self.x.device)
+        return Layer(J, D, 0 if self.votes_given else K, self.x.element_size(), self.shared)
+
+    def choice(self, kernel: str) -> Choice:
+        return config.choice(kernel, self.layer, self.x.device)
 
     def tiles(self, kernel: str) -> Tiles:
-        B, I, J, D, K = self.sizes
-        return config.tiles(kernel, Layer(J, D, K, self.x.element_size()), self.choice(kernel))
+        return config.tiles(kernel, self.layer, self.choice(kernel))
 
     def shape(self, tiles: Tiles) -> dict[str, int]:
         """Compile-time constants: offsets within a tile are then immediates instead of registers."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..options import Options
 from . import config, routing
-from .config import Choice, Layer
+from .config import Choice
 from .launch import Call
 
 # What is tried beside the default, by field of config.Choice.
@@ -73,8 +73,6 @@ def tune(
     if os.environ.get("CAPSFAST_TRITON_TABLE"):
         raise ValueError("tune: unset CAPSFAST_TRITON_TABLE, its choices would stand in the way of those to be tried")
     call = Call(u, weight, None, None, None, None, options)
-    _, _, J, D, K = call.sizes
-    layer = Layer(J, D, K, u.element_size())
     device = torch.cuda.get_device_name(u.device) if u.is_cuda else "interpreter"
     rows = []
     with contextlib.ExitStack() as held:
@@ -104,7 +102,7 @@ def tune(
                 {
                     "device": device,
                     "kernel": kernel,
-                    "layer": layer,
+                    "layer": call.layer,
                     "choice": best,
                     "milliseconds": least,
                     "default_milliseconds": first,

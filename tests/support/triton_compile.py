@@ -3,6 +3,7 @@
 Runs as a process of its own: the tests interpret, and Triton decides for one or the other when it is imported.
 
     python -m tests.support.triton_compile 80,90,100 < calls.json
+    python -m tests.support.triton_compile signatures < calls.json
 """
 
 import json
@@ -57,7 +58,7 @@ def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
             constants[parameter.name] = value
         elif isinstance(value, torch.Tensor):
             types[parameter.name] = TYPES[str(value.dtype).removeprefix("torch.")]
-            if not parameter.do_not_specialize_on_alignment:
+            if not parameter.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0:
                 known[(n,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             types[parameter.name] = "i32" if value < 2**31 else "i64"
@@ -120,6 +121,15 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
     }
 
 
+def signatures() -> None:
+    """What each call would compile."""
+    found = [
+        sorted({f"{launched[0].fn.__name__} {signature(*launched)}" for launched in record(call)})
+        for call in json.load(sys.stdin)
+    ]
+    json.dump(found, sys.stdout)
+
+
 def main() -> None:
     capabilities = [int(text) for text in sys.argv[1].split(",")]
     found = []
@@ -140,4 +150,4 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     # Calls go to Triton as if its interpreter ran; nothing is launched.
     toolchain.interpreting = lambda: True
-    main()
+    signatures() if sys.argv[1] == "signatures" else main()

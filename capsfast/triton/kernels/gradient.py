@@ -89,7 +89,9 @@ def store_logits_gradient(
         tl.store(at, value, mask=inside[:, None] & (j < J)[None, :])
 
 
-@triton.jit(do_not_specialize=["B", "I", "chunk", "tiles", "groups"])
+@triton.jit(
+    do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["inverse_ptr"]
+)
 def gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
     state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32: offsets between them are immediates
