@@ -126,6 +126,13 @@ def test_no_atomics(rows: list[Row]) -> None:
         assert not row["atomics"], text(row)
 
 
+def test_only_the_first_call_of_a_layer_compiles() -> None:
+    first, other_batch = result(start({}, "first-call"))
+    assert 0 < first["kernels"] <= 10
+    assert first["seconds"] < 120
+    assert other_batch["kernels"] == 0
+
+
 def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:
     """Forward and backward without the coupling: two passes and a finish each, and the last pass."""
     for name in ("bfloat16", "tf32", "float16", "shared weight"):

@@ -4,6 +4,7 @@ Runs as a process of its own: the tests interpret, and Triton decides for one or
 
     python -m tests.support.triton_compile 80,90,100 < calls.json
     python -m tests.support.triton_compile signatures < calls.json
+    python -m tests.support.triton_compile first-call
 """
 
 import json
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,52 @@ def signatures() -> None:
     json.dump(found, sys.stdout)
 
 
+class Driver:
+    """A GPU as far as a launch asks before it launches."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def first_call() -> None:
+    """Seconds and kernels of a layer's first forward and backward, and of another batch, up to the launches.
+
+    Triton's own path, with nothing in its cache: arguments bound, specialised, compiled for sm_90.
+    """
+    import torch
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from tests.support.problems import Case, make, run
+
+    launch, seconds = JITFunction.run, [0.0]
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        launch(self, *args, grid=grid, warmup=True, **kwargs)
+        seconds[0] += time.perf_counter() - start
+
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        driver.set_active(Driver())
+        JITFunction.run = warm_up
+        for B in (32, 7):
+            seconds[0] = 0.0
+            run(make((B, 64, 10, 16, 8), Case(coupling=False), dtype=torch.float32), "triton")
+            kernels = len(list(Path(cache).rglob("*.cubin"))) - sum(row["kernels"] for row in found)
+            found.append({"B": B, "kernels": kernels, "seconds": round(seconds[0], 3)})
+    json.dump(found, sys.stdout)
+
+
 def main() -> None:
     capabilities = [int(text) for text in sys.argv[1].split(",")]
     found = []
@@ -150,4 +198,4 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     # Calls go to Triton as if its interpreter ran; nothing is launched.
     toolchain.interpreting = lambda: True
-    signatures() if sys.argv[1] == "signatures" else main()
+    {"signatures": signatures, "first-call": first_call}.get(sys.argv[1], main)()
