@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 
 
+class Plan(NamedTuple):
+    """How a kernel is launched. chunk: input capsules of a split. constants: keywords of all its launches."""
+
+    tiles: Tiles
+    splits: int
+    chunk: int
+    constants: dict[str, Any]
+
+
 @dataclass
 class Call:
     """x: u [B, I, K], or votes [B, I, J, D] and no weight. Tensors may have any strides."""
@@ -46,6 +55,7 @@ class Call:
     out_mask: Tensor | None
     options: Options
     sizes: tuple[int, int, int, int, int] = field(init=False)  # B, I, J, D, K
+    _plans: dict[str, Plan] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.weight is None:
@@ -126,6 +136,15 @@ class Call:
 
     def tiles(self, kernel: str) -> Tiles:
         return config.tiles(kernel, self.layer, self.choice(kernel))
+
+    def plan(self, kernel: str) -> Plan:
+        """Made once a call: passes are launched again and again."""
+        if kernel not in self._plans:
+            tiles = self.tiles(kernel)
+            splits, chunk = self.split(kernel)
+            constants = {**self.shape(tiles), **self.precision, **tiles.launch}
+            self._plans[kernel] = Plan(tiles, splits, chunk, constants)
+        return self._plans[kernel]
 
     def shape(self, tiles: Tiles) -> dict[str, int]:
         """Compile-time constants: offsets within a tile are then immediates instead of registers."""

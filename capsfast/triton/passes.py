@@ -33,27 +33,24 @@ def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
 
 def sweep(call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor, with_ds: bool) -> None:
     """Fills rows [3, B, I]. state: V [B, J, D], or with_ds V and ds, one iteration of [B, J, R, 2, D]."""
-    tiles = call.tiles("sweep")
-    splits, chunk = call.split("sweep")
+    tiles, splits, chunk, constants = call.plan("sweep")
     B, I, *_ = call.sizes
     sweep_kernel[(cdiv(B, tiles.BB), splits)](
         *call.tensors, dcoupling, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk, tiles.groups,
-        **call.shape(tiles), **call.precision, WITH_DS=with_ds, R=call.options.num_iterations,
-        **tiles.launch,
+        **constants, WITH_DS=with_ds, R=call.options.num_iterations,
     )  # fmt: skip
 
 
 def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool) -> tuple[Tensor, Tensor | None]:
     """Partial sums [splits, B, J, D], and for an online softmax its state [2, splits, B, J]."""
-    tiles = call.tiles("accumulate")
-    splits, chunk = call.split("accumulate")
+    tiles, splits, chunk, constants = call.plan("accumulate")
     B, I, J, D, _ = call.sizes
     kind = "uniform" if uniform else mode(call, "accumulate")
     partial = call.new(splits, B, J, D)
     online = call.new(2, splits, B, J) if kind == "in" else None
     accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
         *call.tensors, V, rows, partial, online, *call.strides, B, I, chunk,
-        **call.shape(tiles), **call.precision, MODE=kind, **tiles.launch,
+        **constants, MODE=kind,
     )  # fmt: skip
     return partial, online
 
@@ -62,25 +59,22 @@ def accumulate_gradient(
     call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...]
 ) -> Tensor:
     """Partial sums [splits, B, J, D] of what the iteration adds to G. norm: maximum, 1 / sum, s . ds [B, J]."""
-    tiles = call.tiles("accumulate_gradient")
-    splits, chunk = call.split("accumulate_gradient")
+    tiles, splits, chunk, constants = call.plan("accumulate_gradient")
     B, I, J, D, _ = call.sizes
     partial = call.new(splits, B, J, D)
     accumulate_gradient_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
         *call.tensors, dcoupling, state, rows, *norm, partial, *call.strides, *pair_strides(dcoupling), B, I, chunk,
-        **call.shape(tiles), **call.precision, MODE=mode(call, "accumulate_gradient"),
-        R=call.options.num_iterations, **tiles.launch,
+        **constants, MODE=mode(call, "accumulate_gradient"), R=call.options.num_iterations,
     )  # fmt: skip
     return partial
 
 
 def coupling(call: Call, V: Tensor, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
-    tiles = call.tiles("coupling")
-    splits, chunk = call.split("coupling")
+    tiles, splits, chunk, constants = call.plan("coupling")
     B, I, *_ = call.sizes
     coupling_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
         *call.tensors, V, rows, *norm, out, *call.strides, B, I, chunk,
-        **call.shape(tiles), **call.precision, MODE=mode(call, "coupling"), **tiles.launch,
+        **constants, MODE=mode(call, "coupling"),
     )  # fmt: skip
 
 
@@ -152,7 +146,7 @@ def gradient(
 
     needed: dW, dlogits.
     """
-    tiles = call.tiles("gradient")
+    tiles, _, _, constants = call.plan("gradient")
     chunks, chunk, splits, batch_tiles = call.split_gradient()
     B, I, J, D, K = call.sizes
     dw = dl = None
@@ -167,9 +161,8 @@ def gradient(
     gradient_kernel[(chunks, splits)](
         *call.tensors, dcoupling, state, rows, *norm, factor[0], dx, dw, dl, *call.strides,
         *pair_strides(dcoupling), B, I, chunk, batch_tiles, tiles.groups, factor[1],
-        **call.shape(tiles), **call.precision, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
+        **constants, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
         START=start + uniform, R=call.options.num_iterations, UNIFORM=uniform,
         AGREEMENT=call.options.gradient == "full", SHARED=call.shared, SUM_LOGITS=sum_logits, WARPS=tiles.warps,
-        **tiles.launch,
     )  # fmt: skip
     return dw, dl
