@@ -84,7 +84,7 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
     """``capsfast::name`` in the way that is right, and quick, for who calls.
 
     A compiler and autocast see the op itself. torch.func has no rule for the grad of ops registered in torch.library,
-    and their autograd costs an eager call some 50 µs: there the same glue runs as an autograd.Function.
+    and their autograd is most of an eager call's host time: there the same glue runs as an autograd.Function.
     cast: how many tensors autocast casts.
     """
     op = _overload(f"capsfast::{name}")

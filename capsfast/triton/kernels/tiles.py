@@ -102,7 +102,7 @@ def product(a, b, acc, DOT: tl.constexpr):
     """acc + a b by tensor cores. DOT "tf32x3": float32 as three TF32 products; "tf32": one; "half": 16-bit operands;
     "tf32x2": b came from 16 bits and is exact in TF32.
 
-    The split is done here: input_precision="tf32x3" also replaces infinities, and costs 40 % more instructions.
+    The split is done here: input_precision="tf32x3" also replaces infinities, with a select for every element.
     """
     if DOT == "half":
         acc = tl.dot(a, b, acc)
