@@ -101,32 +101,40 @@ def select(
     """
     name = _checked(demanded, op) or _forced
     if name is not None:
-        reason = _absence(name) or _refusal(name, device, cannot)
+        reason = _absence(name) or _refusal(name, device, cannot) or _unsuitable(name, device)
         if reason:
             raise RuntimeError(f"{op}: backend {name!r} cannot serve this call: {reason}")
         return name
+    lacking = ""
     for name in ORDER:
         # An interpreter serves those who ask for it.
         if device.type not in (*DEVICES[name], "meta") and "any" not in DEVICES[name]:
             continue
         if _refusal(name, device, cannot):
             continue
-        if not _absence(name):
-            return name
-        _warn_once(_absence(name))
+        reason = _absence(name) or _unsuitable(name, device)
+        if reason:
+            lacking = lacking or reason
+            continue
+        if name == "reference" and lacking:
+            _warn_once(lacking)
+        return name
     raise AssertionError("the reference backend serves every call")
 
 
+def _unsuitable(name: str, device: torch.device) -> str:
+    """Why a backend that is available can't run on this very GPU, "" if it can."""
+    if device.type != "cuda" or name not in ("triton", "cuda"):
+        return ""
+    return toolchain.too_old_for_triton(device) if name == "triton" else native.why_not_on(device)
+
+
 def _refusal(name: str, device: torch.device, cannot: Mapping[str, Callable[[], str]] | None) -> str:
-    """Why an available backend can't serve a call on ``device``, "" if it can."""
+    """Why a backend can't serve a call on a ``device`` of this type, "" if it can."""
     devices = _devices(name)
     # Meta tensors take the path of the device they stand for: the fake of the CPU op.
     if "any" not in devices and device.type not in (*devices, "meta"):
         return f"it runs on {' and '.join(devices)} tensors, got a tensor on {device}"
-    if device.type == "cuda" and name in ("triton", "cuda") and not _absence(name):
-        reason = toolchain.too_old_for_triton(device) if name == "triton" else native.why_not_on(device)
-        if reason:
-            return reason
     if cannot is not None and name in cannot:
         return cannot[name]()
     return ""

@@ -167,6 +167,21 @@ def test_without_extension_the_reference_warns_once(no_extension: str) -> None:
         routed()
 
 
+def test_a_backend_that_is_absent_is_no_matter_where_another_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_warned", False)
+    monkeypatch.setattr(toolchain, "interpreting", lambda: False)
+    monkeypatch.setattr(toolchain, "why_no_triton", lambda: "triton is not installed")
+    monkeypatch.setattr(native, "why_no_cuda", lambda: "")
+    monkeypatch.setattr(native, "why_not_on", lambda device: "")
+    device = torch.device("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choice.select("capsfast.dynamic_routing", device, None) == "cuda"
+    monkeypatch.setattr(native, "why_not_on", lambda device: "no kernels for this GPU")
+    with pytest.warns(RuntimeWarning, match="slow reference backend: triton is not installed"):
+        assert choice.select("capsfast.dynamic_routing", device, None) == "reference"
+
+
 def test_the_warning_points_at_the_caller(no_extension: str) -> None:
     u, weight = torch.randn(2, 3, 6), torch.randn(3, 4, 5, 6)
     with pytest.warns(RuntimeWarning) as caught:

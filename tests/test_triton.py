@@ -243,7 +243,9 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         RuntimeError, match=r"'triton' cannot serve this call: .* capability 8\.0 or newer, .* has 7\.5"
     ):
         choice.select("capsfast.dynamic_routing", device, "triton")
-    assert choice.select("capsfast.dynamic_routing", device, None) == "reference"
+    monkeypatch.setattr(choice, "_warned", False)
+    with pytest.warns(RuntimeWarning, match=r"slow reference backend: .* capability 8\.0 or newer"):
+        assert choice.select("capsfast.dynamic_routing", device, None) == "reference"
 
 
 def test_the_interpreter_serves_only_who_asks() -> None:

@@ -1,5 +1,6 @@
 """Data sets that hand out whole batches."""
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ class Batch(NamedTuple):
         return Batch(*(each if each is None else each.to(device) for each in self))  # type: ignore[arg-type]
 
 
-class DrawnSet(Dataset[Batch]):
+class DrawnSet(Dataset[Batch], ABC):
     """A batch is a function of seed, epoch and rows alone. fresh: other draws in every epoch."""
 
     def __init__(self, source: Labelled, columns: int, seed: int, fresh: bool) -> None:
@@ -40,8 +41,9 @@ class DrawnSet(Dataset[Batch]):
     def __getitem__(self, draw: Draw) -> Batch:
         return self.batch(draw.rows, draw.epoch)
 
+    @abstractmethod
     def batch(self, rows: Tensor, epoch: int = 0) -> Batch:
-        raise NotImplementedError
+        """The images of these rows, as the epoch draws them."""
 
     def _draws(self, rows: Tensor, epoch: int) -> Tensor:
         epoch = epoch if self.fresh else 0
