@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from . import native, toolchain
+from . import measured, native, toolchain
 
-# In the order in which backend=None tries them; "reference" serves everything. "cuda" comes behind "triton" until
-# a record under benchmarks/results says for which shapes it is faster.
+# In the order in which backend=None tries them; "reference" serves everything. For the calls in measured.FASTER "cuda"
+# goes before "triton".
 ORDER = ("cpp", "triton", "cuda", "reference")
+CUDA_FIRST = ("cpp", "cuda", "triton", "reference")
 DEVICES = {"cpp": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",), "reference": ("any",)}
 
 
@@ -93,11 +94,16 @@ def _warn_once(reason: str) -> None:
 
 
 def select(
-    op: str, device: torch.device, demanded: str | None, cannot: Mapping[str, Callable[[], str]] | None = None
+    op: str,
+    device: torch.device,
+    demanded: str | None,
+    cannot: Mapping[str, Callable[[], str]] | None = None,
+    call: Callable[[], measured.Call] | None = None,
 ) -> str:
     """The backend for a call of ``op`` on ``device``.
 
-    ``cannot`` maps a backend to a function that says why it can't serve this call ("" if it can).
+    ``cannot`` maps a backend to a function that says why it can't serve this call ("" if it can). ``call`` gives what
+    the table of measured speeds knows a call by.
     """
     name = _checked(demanded, op) or _forced
     if name is not None:
@@ -106,7 +112,7 @@ def select(
             raise RuntimeError(f"{op}: backend {name!r} cannot serve this call: {reason}")
         return name
     lacking = ""
-    for name in ORDER:
+    for name in _order(device, call):
         # An interpreter serves those who ask for it.
         if device.type not in (*DEVICES[name], "meta") and "any" not in DEVICES[name]:
             continue
@@ -120,6 +126,12 @@ def select(
             _warn_once(lacking)
         return name
     raise AssertionError("the reference backend serves every call")
+
+
+def _order(device: torch.device, call: Callable[[], measured.Call] | None) -> tuple[str, ...]:
+    if not measured.FASTER or call is None or device.type != "cuda":
+        return ORDER
+    return CUDA_FIRST if measured.cuda_first(call(), device) else ORDER
 
 
 def _unsuitable(name: str, device: torch.device) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backend import select
+from ..measured import Call
 from ..options import Options
 from ..reference.dynamic_routing import dynamic_routing as reference
 from ._glue import fake_gradients, fake_outputs, run_reference, why_not_fused
@@ -37,7 +38,13 @@ def call(
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend, on arguments that were checked."""
     cannot = why_not_fused(u.dtype, weight.shape[2], share_batch_logits)
-    chosen = select("capsfast.dynamic_routing", u.device, backend, cannot)
+    chosen = select(
+        "capsfast.dynamic_routing",
+        u.device,
+        backend,
+        cannot,
+        lambda: Call("dynamic_routing", u.dtype, *u.shape[:2], *weight.shape[1:]),
+    )
     if chosen == "reference":
         return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)
     v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options, return_coupling)

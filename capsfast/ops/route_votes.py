@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backend import select
+from ..measured import Call
 from ..options import Options
 from ..reference.route_votes import route_votes as reference
 from ._glue import fake_gradients, fake_outputs, run_reference, why_not_fused
@@ -29,7 +30,9 @@ def call(
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend, on arguments that were checked."""
     cannot = why_not_fused(votes.dtype, votes.shape[3], share_batch_logits)
-    chosen = select("capsfast.route_votes", votes.device, backend, cannot)
+    chosen = select(
+        "capsfast.route_votes", votes.device, backend, cannot, lambda: Call("route_votes", votes.dtype, *votes.shape, 0)
+    )
     if chosen == "reference":
         return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits)
     v, c, _, _ = _ops[chosen](votes, logits, bias, mask, out_mask, *options, return_coupling)

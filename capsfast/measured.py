@@ -1,0 +1,53 @@
+"""For which calls ``backend=None`` takes the CUDA kernels before Triton's: where a record says they are faster."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Call(NamedTuple):
+    """What a call's speed depends on. op: "dynamic_routing", or "route_votes", whose K is 0."""
+
+    op: str
+    dtype: torch.dtype
+    B: int
+    I: int
+    J: int
+    D: int
+    K: int
+
+
+class Faster(NamedTuple):
+    """Calls of one op on one kind of GPU that the CUDA kernels serve faster, forward and backward.
+
+    record: the file under benchmarks/results that says so. It holds at least two such cases, and none among these
+    calls in which Triton is faster; tests/test_measured.py looks.
+    """
+
+    record: str
+    capability: tuple[int, int]
+    op: str
+    dtypes: tuple[torch.dtype, ...]
+    B: range
+    I: range
+    J: range
+    D: range
+    K: range
+
+    def holds(self, call: Call) -> bool:
+        # Compared by their ends: under torch.compile the sizes may be symbols.
+        return (
+            call.op == self.op
+            and call.dtype in self.dtypes
+            and all(each.start <= size < each.stop for each, size in zip(self[-len(call) + 2 :], call[2:], strict=True))
+        )
+
+
+# The table. `make gpu-check` prints the cases of a record from which a line follows.
+FASTER: tuple[Faster, ...] = ()
+
+
+def cuda_first(call: Call, device: torch.device) -> bool:
+    """Whether the CUDA kernels go before Triton's for the call."""
+    found = [each for each in FASTER if each.holds(call)]
+    return bool(found) and torch.cuda.get_device_capability(device) in [each.capability for each in found]
