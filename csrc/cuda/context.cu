@@ -17,11 +17,11 @@ constexpr int kDevices = 64;
 // Asking the driver at every call would take longer than a small launch.
 template <cudaDeviceAttr kAttribute>
 int attribute_of(int device) {
-  static std::atomic<int> known[kDevices];
-  int value = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (value == 0) {
+  static std::atomic<int> known[kDevices];  // plus one: 0 is not known yet
+  int value = device < kDevices ? known[device].load(std::memory_order_relaxed) - 1 : -1;
+  if (value < 0) {
     check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
-    if (device < kDevices) known[device].store(value, std::memory_order_relaxed);
+    if (device < kDevices) known[device].store(value + 1, std::memory_order_relaxed);
   }
   return value;
 }
@@ -40,6 +40,9 @@ Context::Context(const torch::stable::Tensor& tensor) : guard_(new Guard{torch::
   stream_ = static_cast<cudaStream_t>(stream);
   multiprocessors_ = attribute_of<cudaDevAttrMultiProcessorCount>(device);
   shared_bytes_ = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
+  shared_bytes_together_ = attribute_of<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(device);
+  clusters_ = attribute_of<cudaDevAttrClusterLaunch>(device) != 0;
+  cooperative_ = attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
 }
 
 Context::~Context() = default;

@@ -1,4 +1,4 @@
-// All that device code uses of the machine: indices, barriers, shuffles, memory, tensor cores, launches.
+// All that device code uses of the machine: indices, barriers, shuffles, memory, copies, tensor cores, launches.
 //
 // tests/emulator holds a second implementation, for the host, which checks every access: it is taken where
 // CAPSFAST_EMULATED is defined. Kernels include this header and no other of CUDA.
@@ -8,6 +8,7 @@
 #include "device_host.h"
 #else
 
+#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -36,6 +37,36 @@ CAPSFAST_DEVICE int64_t blocks_x() { return gridDim.x; }
 CAPSFAST_DEVICE int64_t blocks_y() { return gridDim.y; }
 CAPSFAST_DEVICE void barrier() { __syncthreads(); }
 CAPSFAST_DEVICE void warp_barrier() { __syncwarp(); }
+// Of all blocks of a cooperative launch; what they wrote to memory before it is there for all after it.
+CAPSFAST_DEVICE void grid_barrier() { cooperative_groups::this_grid().sync(); }
+
+// Clusters: neighbours along x that run together and can read each other's shared memory. Before architecture 9.0
+// a block is a cluster of its own.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define CAPSFAST_CLUSTERS 1
+#endif
+CAPSFAST_DEVICE int cluster_size() {
+#ifdef CAPSFAST_CLUSTERS
+  return static_cast<int>(cooperative_groups::this_cluster().num_blocks());
+#else
+  return 1;
+#endif
+}
+CAPSFAST_DEVICE int cluster_rank() {
+#ifdef CAPSFAST_CLUSTERS
+  return static_cast<int>(cooperative_groups::this_cluster().block_rank());
+#else
+  return 0;
+#endif
+}
+// Of all threads of the cluster. No block may leave while another can still read its shared memory.
+CAPSFAST_DEVICE void cluster_barrier() {
+#ifdef CAPSFAST_CLUSTERS
+  cooperative_groups::this_cluster().sync();
+#else
+  __syncthreads();
+#endif
+}
 
 template <class T>
 CAPSFAST_DEVICE T shuffle_xor(T value, int mask) {
@@ -84,6 +115,20 @@ class Shared {
   CAPSFAST_DEVICE T& operator[](int n) const { return data_[n]; }
   // Elements n and n + 1, n even.
   CAPSFAST_DEVICE Pair pair(int n) const { return *reinterpret_cast<const Pair*>(data_ + n); }
+  // As many neighbours as Vector holds, moved as one; n a multiple of their number.
+  template <class Vector>
+  CAPSFAST_DEVICE Vector vector(int n) const {
+    return *reinterpret_cast<const Vector*>(data_ + n);
+  }
+  // Element n of the same memory in block `rank` of the cluster.
+  CAPSFAST_DEVICE T read_from(int rank, int n) const {
+#ifdef CAPSFAST_CLUSTERS
+    return *cooperative_groups::this_cluster().map_shared_rank(data_ + n, rank);
+#else
+    return data_[n];
+#endif
+  }
+  CAPSFAST_DEVICE T* data() const { return data_; }
 
  private:
   T* data_;
@@ -95,6 +140,84 @@ CAPSFAST_DEVICE Shared<T> shared(int offset, int /*count*/) {
   extern __shared__ __align__(16) unsigned char capsfast_shared[];
   return Shared<T>(reinterpret_cast<T*>(capsfast_shared + offset));
 }
+
+// Runs of memory on their way into shared memory, past the registers, in up to kStages stages that are waited for one
+// by one. Each stage is used once. All threads of the block call every function.
+template <int kStages>
+class Copies {
+  static_assert(kStages >= 1 && kStages <= 4);
+
+ public:
+  static constexpr int bytes = 8 * kStages;  // of shared memory, from byte `offset` on, a multiple of 8
+
+  CAPSFAST_DEVICE explicit Copies(int offset) : arrivals_(shared<uint64_t>(offset, kStages).data()) {
+#ifdef CAPSFAST_CLUSTERS
+    if (thread() == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(arrivals_ + stage)) : "memory");
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    barrier();
+#endif
+  }
+
+  // Elements [n, n + count) of `from` to element `at` of `to`, both at a multiple of 16 bytes, as is their size, which
+  // may be 0. The stages start in their order.
+  template <class T>
+  CAPSFAST_DEVICE void start(int stage, Shared<T> to, int at, Global<const T> from, int64_t n, int count) {
+    const uint32_t size = static_cast<uint32_t>(count * static_cast<int>(sizeof(T)));
+#ifdef CAPSFAST_CLUSTERS
+    if (thread() != 0) return;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(arrivals_ + stage)), "r"(size) : "memory");
+    if (size == 0) return;
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to.data() + at)),
+                 "l"(__cvta_generic_to_global(&from[n])), "r"(size), "r"(address(arrivals_ + stage))
+                 : "memory");
+#else
+    for (uint32_t byte = 16u * static_cast<uint32_t>(thread()); byte < size; byte += 16u * static_cast<uint32_t>(threads())) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to.data() + at) + byte),
+                   "l"(__cvta_generic_to_global(reinterpret_cast<const unsigned char*>(&from[n]) + byte))
+                   : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+  }
+
+  // The stage is there for this thread; every stage has been started before. In the order of the stages.
+  CAPSFAST_DEVICE void wait(int stage) const {
+#ifdef CAPSFAST_CLUSTERS
+    uint32_t done = 0;
+    while (done == 0) {
+      asm volatile(
+          "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(address(arrivals_ + stage))
+          : "memory");
+    }
+#else
+    switch (kStages - 1 - stage) {  // groups that may still be on their way
+      case 0:
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        break;
+      case 1:
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        break;
+      case 2:
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+        break;
+      default:
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
+        break;
+    }
+    barrier();  // each thread has waited for its own part
+#endif
+  }
+
+ private:
+  static CAPSFAST_DEVICE uint32_t address(const void* where) { return static_cast<uint32_t>(__cvta_generic_to_shared(where)); }
+  uint64_t* arrivals_;
+};
 
 // The nearest number with 10 bits of mantissa, ties away from zero.
 CAPSFAST_DEVICE float to_tf32(float x) {
@@ -113,15 +236,76 @@ CAPSFAST_DEVICE void mma_tf32(float (&c)[4], const float (&a)[4], const float (&
 
 using Stream = cudaStream_t;
 
-// Checked; nothing is waited for.
+// Blocks that run at the same time: clusters of this many along x, or the whole grid.
+struct Together {
+  int cluster = 1;
+  bool grid = false;
+};
+
 template <class Args>
-void launch(void (*kernel)(Args), Grid grid, int threads, int shared_bytes, Stream stream, const Args& args) {
+using Kernel = void (*)(Args);
+
+template <class Args>
+void allow_shared(Kernel<Args> kernel, int shared_bytes) {
   if (shared_bytes > 48 * 1024) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
   }
-  const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z));
-  kernel<<<blocks, static_cast<unsigned>(threads), static_cast<size_t>(shared_bytes), stream>>>(args);
-  check(cudaGetLastError(), "a kernel launch");
+}
+
+// A launch to be, with what `together` asks of it.
+class Launching {
+ public:
+  Launching(Grid grid, int threads, int shared_bytes, Stream stream, Together together) {
+    config_.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z));
+    config_.blockDim = dim3(static_cast<unsigned>(threads));
+    config_.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config_.stream = stream;
+    config_.attrs = attributes_;
+    if (together.cluster > 1) {
+      cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {static_cast<unsigned>(together.cluster), 1, 1};
+    }
+    if (together.grid) {
+      cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
+      attribute.id = cudaLaunchAttributeCooperative;
+      attribute.val.cooperative = 1;
+    }
+  }
+  Launching(const Launching&) = delete;
+  Launching& operator=(const Launching&) = delete;
+  const cudaLaunchConfig_t& config() const { return config_; }
+
+ private:
+  cudaLaunchAttribute attributes_[2] = {};
+  cudaLaunchConfig_t config_ = {};
+};
+
+// Checked; nothing is waited for.
+template <class Args>
+void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args, Together together = {}) {
+  allow_shared(kernel, shared_bytes);
+  const Launching launching(grid, threads, shared_bytes, stream, together);
+  check(cudaLaunchKernelEx(&launching.config(), kernel, args), "a kernel launch");
+}
+
+// How many blocks of a launch one multiprocessor runs at a time.
+template <class Args>
+int64_t blocks_at_a_time(Kernel<Args> kernel, int threads, int shared_bytes) {
+  allow_shared(kernel, shared_bytes);
+  int blocks = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<size_t>(shared_bytes)), "an occupancy query");
+  return blocks;
+}
+
+// How many clusters of `size` blocks the device runs at a time.
+template <class Args>
+int64_t clusters_at_a_time(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
+  allow_shared(kernel, shared_bytes);
+  const Launching launching({size, 1, 1}, threads, shared_bytes, nullptr, {size, false});
+  int clusters = 0;
+  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &launching.config()), "an occupancy query");
+  return clusters;
 }
 
 }  // namespace capsfast::gpu

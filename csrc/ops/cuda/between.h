@@ -1,5 +1,6 @@
 // What happens between the passes, on arrays without an axis of input capsules: sums of parts, squash and its
-// derivative. One group of lanes has one output capsule of a sample.
+// derivative. One group of lanes has one output capsule of a sample. Each step is a function that all blocks of a
+// grid call, however many there are, and a kernel of its own.
 #pragma once
 
 #include "coupling.h"
@@ -30,23 +31,29 @@ struct Parts {
   CAPSFAST_DEVICE double part(int64_t n) const { return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_tile[n]); }
 };
 
-// The output capsule of this thread's group, and the lane in it.
+// An output capsule of a sample, and the lane of its group.
 struct Place {
   int64_t b, j, row;
   int lane, lanes;
   bool mine;
 };
 
-CAPSFAST_DEVICE Place place(const Inputs& in) {
+// f(place) for every output capsule, dealt out to the groups of lanes of the grid. All lanes of a warp call it
+// equally often, so that they meet in shuffles.
+template <class F>
+CAPSFAST_DEVICE void for_outputs(const Inputs& in, const F& f) {
   Place at;
   at.lanes = lanes_for(in.D);
   at.lane = gpu::thread() % at.lanes;
-  const int64_t unit = (gpu::block_x() * gpu::threads() + gpu::thread()) / at.lanes;
-  at.mine = unit < in.B * in.J;
-  at.b = at.mine ? unit / in.J : 0;
-  at.j = at.mine ? unit % in.J : 0;
-  at.row = at.b * in.J + at.j;
-  return at;
+  const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y(), groups = gpu::threads() / at.lanes;
+  const int64_t outputs = in.B * in.J, own = block * groups + gpu::thread() / at.lanes;
+  for (int64_t first = 0; first < outputs; first += gpu::blocks_x() * gpu::blocks_y() * groups) {
+    at.mine = first + own < outputs;
+    at.row = at.mine ? first + own : 0;
+    at.b = at.row / in.J;
+    at.j = at.row % in.J;
+    f(at);
+  }
 }
 
 // c = exp(b - max) scale of one output capsule, from the parts of the splits.
@@ -80,10 +87,8 @@ struct OutputArgs {
 };
 
 template <class T>
-CAPSFAST_KERNEL(kThreads, 4)
-output_kernel(OutputArgs<T> a) {
+CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
   const Inputs& in = a.in;
-  const Place at = place(in);
   const bool valid = at.mine && in.out_mask.at(at.b, at.j);
   ColumnNorm<T> norm{T(0), T(1)};
   if (at.mine && a.unweighted) {
@@ -128,6 +133,17 @@ output_kernel(OutputArgs<T> a) {
   }
 }
 
+template <class T>
+CAPSFAST_DEVICE void make_outputs(const OutputArgs<T>& a) {
+  for_outputs(a.in, [&](const Place& at) { make_output(a, at); });
+}
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+output_kernel(OutputArgs<T> a) {
+  make_outputs(a);
+}
+
 // V_t of every iteration from the saved s: V[0] = 0.
 template <class T>
 struct RestoreArgs {
@@ -139,10 +155,8 @@ struct RestoreArgs {
 };
 
 template <class T>
-CAPSFAST_KERNEL(kThreads, 4)
-restore_kernel(RestoreArgs<T> a) {
+CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const Place& at) {
   const Inputs& in = a.in;
-  const Place at = place(in);
   const bool valid = at.mine && in.out_mask.at(at.b, at.j);
   const int64_t vectors = in.B * in.J * in.D, row = at.row * in.D;
   for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) a.V[row + d] = T(0);
@@ -158,6 +172,17 @@ restore_kernel(RestoreArgs<T> a) {
       a.V[(t + 1) * vectors + row + d] = a.V[t * vectors + row + d] + (valid ? f * s : T(0));
     }
   }
+}
+
+template <class T>
+CAPSFAST_DEVICE void restore(const RestoreArgs<T>& a) {
+  for_outputs(a.in, [&](const Place& at) { restore_output(a, at); });
+}
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+restore_kernel(RestoreArgs<T> a) {
+  restore(a);
 }
 
 // ds_t from dv_t: what the caller gave for the last iteration, else the sum of the reducing passes so far.
@@ -176,10 +201,8 @@ struct DifferentiateArgs {
 };
 
 template <class T>
-CAPSFAST_KERNEL(kThreads, 4)
-differentiate_kernel(DifferentiateArgs<T> a) {
+CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const Place& at) {
   const Inputs& in = a.in;
-  const Place at = place(in);
   const bool valid = at.mine && in.out_mask.at(at.b, at.j);
   const int64_t vectors = in.B * in.J * in.D;
   T n = T(0), s_dv = T(0);
@@ -219,6 +242,17 @@ differentiate_kernel(DifferentiateArgs<T> a) {
   }
   mean = lane_sum(mean, at.lanes);
   if (at.mine && at.lane == 0) a.mean[at.row] = mean;
+}
+
+template <class T>
+CAPSFAST_DEVICE void differentiate(const DifferentiateArgs<T>& a) {
+  for_outputs(a.in, [&](const Place& at) { differentiate_output(a, at); });
+}
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+differentiate_kernel(DifferentiateArgs<T> a) {
+  differentiate(a);
 }
 
 // dbias = sum over iterations and samples of ds. A block has some rows (j, d), each shared by kSumLanes threads.
