@@ -31,7 +31,11 @@ def call(
     """``(v, c)`` from the chosen backend, on arguments that were checked."""
     cannot = why_not_fused(votes.dtype, votes.shape[3], share_batch_logits)
     chosen = select(
-        "capsfast.route_votes", votes.device, backend, cannot, lambda: Call("route_votes", votes.dtype, *votes.shape, 0)
+        "capsfast.route_votes",
+        votes.device,
+        backend,
+        cannot,
+        lambda: Call("route_votes", votes.dtype, *votes.shape),
     )
     if chosen == "reference":
         return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits)
