@@ -1,0 +1,134 @@
+// What each iteration does, as arguments: for the host, which launches a kernel a step, and for the kernels that take
+// all steps in one launch.
+#pragma once
+
+#include "../../math/host_device.h"
+#include "between.h"
+#include "reduce.h"
+
+namespace capsfast::cuda {
+
+template <class T>
+struct ForwardSteps {
+  Inputs in;
+  Squashing squash;
+  int64_t iterations;
+  Operand coupling, v;  // [B, I, J], [B, J, D], written
+  Global<T> V;          // [B, J, D]
+  Global<T> s;          // [r, B, J, D]
+  Global<T> norm;       // [2, r, B, J], softmax over the input capsules
+  Parts<T> parts;
+
+  CAPSFAST_HOST_DEVICE ReduceArgs<T> pass(int64_t t) const {
+    ReduceArgs<T> args{};
+    args.in = in;
+    if (t > 0) args.scoring.V = V;
+    if (t + 1 == iterations && !in.softmax_in) args.coupling = coupling;
+    args.unweighted = t == 0 && !in.logits.data && !args.coupling.data && !(in.softmax_in && in.mask.data);
+    args.sum = parts.sum;
+    if (in.softmax_in && !args.unweighted) {
+      args.max = parts.max;
+      args.total = parts.total;
+    }
+    return args;
+  }
+
+  // With the softmax over the input capsules the last coupling is known when its pass is over, and takes one more.
+  CAPSFAST_HOST_DEVICE bool coupling_apart() const { return coupling.data && in.softmax_in; }
+  CAPSFAST_HOST_DEVICE ReduceArgs<T> coupling_pass() const {
+    const int64_t last = iterations - 1;
+    ReduceArgs<T> args{};
+    args.in = in;
+    if (last > 0) args.scoring.V = V;
+    args.norm = {norm_of(0, last), norm_of(1, last), {}};
+    args.coupling = coupling;
+    return args;
+  }
+
+  // s_t, v_t and V_t from the sums of pass t.
+  CAPSFAST_HOST_DEVICE OutputArgs<T> output(int64_t t) const {
+    OutputArgs<T> args{};
+    args.in = in;
+    args.squash = squash;
+    args.parts = parts;
+    args.unweighted = pass(t).unweighted;
+    args.first = t == 0;
+    args.s = s.from(t * vectors(), vectors());
+    if (in.softmax_in) {
+      args.max = norm_of(0, t);
+      args.scale = norm_of(1, t);
+    }
+    // The last V is read by nobody, but for the coupling that needs the one before.
+    if (t + 1 < iterations) {
+      args.V = V;
+    } else {
+      args.v = v;
+    }
+    return args;
+  }
+
+ private:
+  CAPSFAST_HOST_DEVICE int64_t vectors() const { return in.B * in.J * in.D; }
+  CAPSFAST_HOST_DEVICE Global<T> norm_of(int64_t which, int64_t t) const {
+    return norm.from((which * iterations + t) * in.B * in.J, in.B * in.J);
+  }
+};
+
+template <class T>
+struct BackwardSteps {
+  Inputs in;
+  Squashing squash;
+  int64_t first, iterations;    // [first, iterations) carry gradients
+  Operand dv;                   // [B, J, D]
+  Operand coupling, dcoupling;  // [B, I, J]
+  Global<const T> s;            // [r, B, J, D]
+  Global<T> V, ds;              // [r, B, J, D]
+  Global<T> G;                  // [B, J, D]
+  Normaliser<T> columns;        // [r, B, J], softmax over the input capsules
+  Global<T> mean;               // what columns.mean reads
+  Parts<T> parts;
+
+  CAPSFAST_HOST_DEVICE RestoreArgs<T> restore() const { return {in, squash, iterations, s, V}; }
+
+  CAPSFAST_HOST_DEVICE Scoring<T> scoring(int64_t t) const {
+    Scoring<T> with;
+    if (t > 0) with.V = V.from(t * vectors(), vectors());
+    with.ds = ds.from(t * vectors(), vectors());
+    if (t + 1 == iterations) with.dcoupling = dcoupling;
+    return with;
+  }
+
+  CAPSFAST_HOST_DEVICE ReduceArgs<T> pass(int64_t t) const {
+    ReduceArgs<T> args{};
+    args.in = in;
+    args.scoring = scoring(t);
+    args.sum = parts.sum;
+    const int64_t count = in.B * in.J;
+    if (in.softmax_in) args.norm = {columns.max.from(t * count, count), columns.scale.from(t * count, count), columns.mean.from(t * count, count)};
+    return args;
+  }
+
+  // ds_t from dv, or from the sums of the passes down to t + 1.
+  CAPSFAST_HOST_DEVICE DifferentiateArgs<T> differentiate(int64_t t) const {
+    DifferentiateArgs<T> args{};
+    args.in = in;
+    args.squash = squash;
+    if (t + 1 == iterations) {
+      args.dv = dv;
+      args.coupling = coupling;
+      args.dcoupling = dcoupling;
+    }
+    args.parts = parts;
+    args.first = t + 2 == iterations;
+    args.G = G;
+    args.s = s.from(t * vectors(), vectors());
+    args.ds = ds.from(t * vectors(), vectors());
+    if (in.softmax_in) args.mean = mean.from(t * in.B * in.J, in.B * in.J);
+    return args;
+  }
+
+ private:
+  CAPSFAST_HOST_DEVICE int64_t vectors() const { return in.B * in.J * in.D; }
+};
+
+}  // namespace capsfast::cuda
