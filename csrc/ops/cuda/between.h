@@ -1,7 +1,9 @@
 // What happens between the passes, on arrays without an axis of input capsules: sums of parts, squash and its
-// derivative. One group of lanes has one output capsule of a sample. Each step is a function that all blocks of a
-// grid call, however many there are, and a kernel of its own.
+// derivative. A warp has an output capsule of a sample. Each step is a function that all blocks of a grid call,
+// however many there are, and a kernel of its own.
 #pragma once
+
+#include <type_traits>
 
 #include "coupling.h"
 #include "general_plan.h"
@@ -31,25 +33,24 @@ struct Parts {
   CAPSFAST_DEVICE double part(int64_t n) const { return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_tile[n]); }
 };
 
-// An output capsule of a sample, and the lane of its group.
+// An output capsule of a sample, and this lane of its warp: one of `lanes` along the components, one of `slices` along
+// what is summed up. The sums end in slice 0, which goes on with them.
 struct Place {
   int64_t b, j, row;
-  int lane, lanes;
-  bool mine;
+  int lane, lanes, slice, slices;
 };
 
-// f(place) for every output capsule, dealt out to the groups of lanes of the grid. All lanes of a warp call it
-// equally often, so that they meet in shuffles.
+// f(place) for every output capsule, dealt out to the warps of the grid. width: components of a lane.
 template <class F>
-CAPSFAST_DEVICE void for_outputs(const Inputs& in, const F& f) {
+CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
+  const int warps = gpu::threads() / 32, lane = gpu::thread() % 32;
+  const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y(), blocks = gpu::blocks_x() * gpu::blocks_y();
   Place at;
-  at.lanes = lanes_for(in.D);
-  at.lane = gpu::thread() % at.lanes;
-  const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y(), groups = gpu::threads() / at.lanes;
-  const int64_t outputs = in.B * in.J, own = block * groups + gpu::thread() / at.lanes;
-  for (int64_t first = 0; first < outputs; first += gpu::blocks_x() * gpu::blocks_y() * groups) {
-    at.mine = first + own < outputs;
-    at.row = at.mine ? first + own : 0;
+  at.lanes = lanes_for(in.D / width);
+  at.lane = lane % at.lanes;
+  at.slice = lane / at.lanes;
+  at.slices = 32 / at.lanes;
+  for (at.row = block * warps + gpu::thread() / 32; at.row < in.B * in.J; at.row += blocks * warps) {
     at.b = at.row / in.J;
     at.j = at.row % in.J;
     f(at);
@@ -62,16 +63,71 @@ struct ColumnNorm {
   T max, scale;
 
   static CAPSFAST_DEVICE ColumnNorm of(const Inputs& in, const Parts<T>& parts, int64_t row) {
-    const int64_t rows = in.B * in.J;
+    const int64_t rows = in.B * in.J, lane = gpu::thread() % 32;
     T max = in.leaky ? T(0) : Extreme<T>::lowest;
-    for (int64_t split = 0; split < parts.splits; ++split) max = larger<T>(max, parts.max[split * rows + row]);
-    double total = parts.splits == 0 && in.leaky ? 1.0 : 0.0;
-    for (int64_t split = 0; split < parts.splits; ++split) {
+    for (int64_t split = lane; split < parts.splits; split += 32) max = larger<T>(max, parts.max[split * rows + row]);
+    for (int mask = 16; mask > 0; mask /= 2) max = larger<T>(max, gpu::shuffle_xor(max, mask));
+    double total = parts.splits == 0 && in.leaky && lane == 0 ? 1.0 : 0.0;
+    for (int64_t split = lane; split < parts.splits; split += 32) {
       total += parts.total[split * rows + row] * std::exp(static_cast<double>(parts.max[split * rows + row]) - static_cast<double>(max));
     }
+    total = lane_sum(total, 32);
     return {max, total == 0 ? T(0) : static_cast<T>(1 / total)};
   }
 };
+
+// Components [d, d + kWidth) of the sum over the splits, in slice 0. Where the splits follow maxima of their own,
+// they are brought to this one.
+template <int kWidth, class T>
+CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Place& at, int64_t d, bool follows, T max, double (&sum)[kWidth]) {
+  struct alignas(4 * kWidth) Run {
+    float value[kWidth];
+  };
+  const int64_t rows = in.B * in.J;
+#pragma unroll
+  for (int n = 0; n < kWidth; ++n) sum[n] = 0;
+#pragma unroll 4
+  for (int64_t split = at.slice; split < parts.splits && d < in.D; split += at.slices) {
+    const int64_t row = split * rows + at.row, from = row * in.D + d;
+    const double factor = follows ? std::exp(static_cast<double>(parts.max[row]) - static_cast<double>(max)) : 1.0;
+    if constexpr (kWidth > 1) {
+      const Run run = parts.sum_tile.template vector<Run>(from);
+#pragma unroll
+      for (int n = 0; n < kWidth; ++n) sum[n] += factor * static_cast<double>(run.value[n]);
+    } else {
+      sum[0] += factor * parts.part(from);
+    }
+  }
+  for (int mask = at.lanes; mask < 32; mask *= 2) {
+#pragma unroll
+    for (int n = 0; n < kWidth; ++n) sum[n] += gpu::shuffle_xor(sum[n], mask);
+  }
+}
+
+// f(integral constant): components of a lane. Sums of the tile kernels are read four at a time.
+constexpr int kPartWidth = 4;
+template <class T, class F>
+CAPSFAST_DEVICE void with_width(const Parts<T>& parts, const F& f) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (parts.sum_tile) return f(std::integral_constant<int, kPartWidth>());
+  }
+  f(std::integral_constant<int, 1>());
+}
+
+// The coupling where all logits are 0 and all input capsules count, of an output capsule that is valid or not.
+template <class T>
+CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
+  int64_t entries = in.I;
+  if (!in.softmax_in) {
+    entries = in.J;
+    if (in.out_mask.data) {
+      entries = 0;
+      for (int64_t j = 0; j < in.J; ++j) entries += in.out_mask.at(b, j);
+    }
+  }
+  entries += in.leaky;
+  return valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
+}
 
 // s_t, its normaliser, v_t and V_t.
 template <class T>
@@ -86,56 +142,46 @@ struct OutputArgs {
   Operand v;                 // [B, J, D]; in the last iteration
 };
 
-template <class T>
+template <class T, int kWidth>
 CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
   const Inputs& in = a.in;
-  const bool valid = at.mine && in.out_mask.at(at.b, at.j);
+  const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = in.softmax_in && !a.unweighted;
   ColumnNorm<T> norm{T(0), T(1)};
-  if (at.mine && a.unweighted) {
-    int64_t entries = in.I;
-    if (!in.softmax_in) {
-      entries = in.J;
-      if (in.out_mask.data) {
-        entries = 0;
-        for (int64_t j = 0; j < in.J; ++j) entries += in.out_mask.at(at.b, j);
-      }
-    }
-    entries += in.leaky;
-    norm.scale = valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
-  } else if (at.mine && in.softmax_in) {
-    norm = ColumnNorm<T>::of(in, a.parts, at.row);
-  }
-  if (at.mine && at.lane == 0 && in.softmax_in) {
+  if (a.unweighted) norm.scale = uniform<T>(in, at.b, valid);
+  if (follows) norm = ColumnNorm<T>::of(in, a.parts, at.row);
+  if (first && at.lane == 0 && in.softmax_in) {
     a.max[at.row] = norm.max;
     a.scale[at.row] = norm.scale;
   }
-  const int64_t rows = in.B * in.J;
   T n = T(0);
-  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
-    double sum = 0;
-    for (int64_t split = 0; split < a.parts.splits; ++split) {
-      double part = a.parts.part((split * rows + at.row) * in.D + d);
-      if (in.softmax_in && !a.unweighted) part *= std::exp(static_cast<double>(a.parts.max[split * rows + at.row]) - static_cast<double>(norm.max));
-      sum += part;
+  for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
+    const int64_t d = d0 + at.lane * kWidth;
+    double sum[kWidth];
+    add_parts<kWidth, T>(in, a.parts, at, d, follows, norm.max, sum);
+    if (!first || d >= in.D) continue;
+#pragma unroll
+    for (int m = 0; m < kWidth; ++m) {
+      const T s = static_cast<T>(in.softmax_in || a.unweighted ? sum[m] * static_cast<double>(norm.scale) : sum[m]);
+      a.s[at.row * in.D + d + m] = s;
+      const T biased = a.squash.biased(s, at.j, d + m);
+      n += biased * biased;
     }
-    const bool scaled = in.softmax_in || a.unweighted;
-    const T s = static_cast<T>(scaled ? sum * static_cast<double>(norm.scale) : sum);
-    a.s[at.row * in.D + d] = s;
-    const T biased = a.squash.biased(s, at.j, d);
-    n += biased * biased;
   }
-  const T f = radial<T>(a.squash.kind, lane_sum(n, at.lanes), static_cast<T>(a.squash.eps));
-  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
-    const int64_t element = at.row * in.D + d;
-    const T v = valid ? f * a.squash.biased(static_cast<T>(a.s[element]), at.j, d) : T(0);
-    if (a.V) a.V[element] = a.first ? v : a.V[element] + v;
-    if (a.v.data) a.v.template write<T>(element, v);
+  const T f = radial<T>(a.squash.kind, lane_sum(n, 32), static_cast<T>(a.squash.eps));
+  for (int64_t d0 = at.lane * kWidth; d0 < in.D && first; d0 += at.lanes * kWidth) {
+#pragma unroll
+    for (int m = 0; m < kWidth; ++m) {
+      const int64_t d = d0 + m, element = at.row * in.D + d;
+      const T v = valid ? f * a.squash.biased(static_cast<T>(a.s[element]), at.j, d) : T(0);
+      if (a.V) a.V[element] = a.first ? v : a.V[element] + v;
+      if (a.v.data) a.v.template write<T>(element, v);
+    }
   }
 }
 
 template <class T>
 CAPSFAST_DEVICE void make_outputs(const OutputArgs<T>& a) {
-  for_outputs(a.in, [&](const Place& at) { make_output(a, at); });
+  with_width(a.parts, [&](auto width) { for_outputs(a.in, decltype(width)::value, [&](const Place& at) { make_output<T, decltype(width)::value>(a, at); }); });
 }
 
 template <class T>
@@ -157,17 +203,17 @@ struct RestoreArgs {
 template <class T>
 CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const Place& at) {
   const Inputs& in = a.in;
-  const bool valid = at.mine && in.out_mask.at(at.b, at.j);
-  const int64_t vectors = in.B * in.J * in.D, row = at.row * in.D;
-  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) a.V[row + d] = T(0);
+  const bool valid = in.out_mask.at(at.b, at.j);
+  const int64_t vectors = in.B * in.J * in.D, row = at.row * in.D, end = at.slice == 0 ? in.D : 0;
+  for (int64_t d = at.lane; d < end; d += at.lanes) a.V[row + d] = T(0);
   for (int64_t t = 0; t + 1 < a.iterations; ++t) {
     T n = T(0);
-    for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
+    for (int64_t d = at.lane; d < end; d += at.lanes) {
       const T s = a.squash.biased(static_cast<T>(a.s[t * vectors + row + d]), at.j, d);
       n += s * s;
     }
-    const T f = radial<T>(a.squash.kind, lane_sum(n, at.lanes), static_cast<T>(a.squash.eps));
-    for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
+    const T f = radial<T>(a.squash.kind, lane_sum(n, 32), static_cast<T>(a.squash.eps));
+    for (int64_t d = at.lane; d < end; d += at.lanes) {
       const T s = a.squash.biased(static_cast<T>(a.s[t * vectors + row + d]), at.j, d);
       a.V[(t + 1) * vectors + row + d] = a.V[t * vectors + row + d] + (valid ? f * s : T(0));
     }
@@ -176,7 +222,7 @@ CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const Place& at) {
 
 template <class T>
 CAPSFAST_DEVICE void restore(const RestoreArgs<T>& a) {
-  for_outputs(a.in, [&](const Place& at) { restore_output(a, at); });
+  for_outputs(a.in, 1, [&](const Place& at) { restore_output(a, at); });
 }
 
 template <class T>
@@ -200,53 +246,60 @@ struct DifferentiateArgs {
   Global<T> mean;               // [B, J]: sum_i c dc, softmax over the input capsules
 };
 
-template <class T>
+template <class T, int kWidth>
 CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const Place& at) {
   const Inputs& in = a.in;
-  const bool valid = at.mine && in.out_mask.at(at.b, at.j);
-  const int64_t vectors = in.B * in.J * in.D;
+  const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0;
   T n = T(0), s_dv = T(0);
-  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
-    const int64_t element = at.row * in.D + d;
-    T g;
-    if (a.dv.data) {
-      g = a.dv.template read<T>(at.b * a.dv.stride[0] + at.j * a.dv.stride[1] + d * a.dv.stride[2]);
-    } else {
-      double sum = a.first ? 0.0 : static_cast<double>(a.G[element]);
-      for (int64_t split = 0; split < a.parts.splits; ++split) sum += a.parts.part(split * vectors + element);
-      g = static_cast<T>(sum);
+  for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
+    const int64_t d = d0 + at.lane * kWidth;
+    double sum[kWidth] = {};
+    if (!a.dv.data) add_parts<kWidth, T>(in, a.parts, at, d, false, T(0), sum);
+    if (!first || d >= in.D) continue;
+#pragma unroll
+    for (int m = 0; m < kWidth; ++m) {
+      const int64_t element = at.row * in.D + d + m;
+      T g;
+      if (a.dv.data) {
+        g = a.dv.template read<T>(at.b * a.dv.stride[0] + at.j * a.dv.stride[1] + (d + m) * a.dv.stride[2]);
+      } else {
+        g = static_cast<T>(a.first ? sum[m] : static_cast<double>(a.G[element]) + sum[m]);
+      }
+      a.G[element] = g;
+      const T s = a.squash.biased(static_cast<T>(a.s[element]), at.j, d + m);
+      n += s * s;
+      s_dv += s * g;
     }
-    a.G[element] = g;
-    const T s = a.squash.biased(static_cast<T>(a.s[element]), at.j, d);
-    n += s * s;
-    s_dv += s * g;
   }
-  n = lane_sum(n, at.lanes);
-  s_dv = lane_sum(s_dv, at.lanes);
+  n = lane_sum(n, 32);
+  s_dv = lane_sum(s_dv, 32);
   const T eps = static_cast<T>(a.squash.eps), f = radial<T>(a.squash.kind, n, eps), slope = 2 * radial_derivative<T>(a.squash.kind, n, eps) * s_dv;
   T mean = T(0);
-  for (int64_t d = at.lane; d < in.D && at.mine; d += at.lanes) {
-    const int64_t element = at.row * in.D + d;
-    const T s = a.s[element];
-    const T ds = valid ? f * a.G[element] + slope * a.squash.biased(s, at.j, d) : T(0);
-    a.ds[element] = ds;
-    mean += ds * s;
+  for (int64_t d0 = at.lane * kWidth; d0 < in.D && first; d0 += at.lanes * kWidth) {
+#pragma unroll
+    for (int m = 0; m < kWidth; ++m) {
+      const int64_t d = d0 + m, element = at.row * in.D + d;
+      const T s = a.s[element];
+      const T ds = valid ? f * a.G[element] + slope * a.squash.biased(s, at.j, d) : T(0);
+      a.ds[element] = ds;
+      mean += ds * s;
+    }
   }
   if (!in.softmax_in) return;
   // sum_i c dc = ds . sum_i c votes, and what the gradient of the coupling adds.
   if (a.dcoupling.data) {
-    for (int64_t i = at.lane; i < in.I && at.mine; i += at.lanes) {
-      const int64_t *c = a.coupling.stride, *dc = a.dcoupling.stride;
+    const int64_t *c = a.coupling.stride, *dc = a.dcoupling.stride;
+    for (int64_t i = gpu::thread() % 32; i < in.I; i += 32) {
       mean += a.coupling.template read<T>(at.b * c[0] + i * c[1] + at.j * c[2]) * a.dcoupling.template read<T>(at.b * dc[0] + i * dc[1] + at.j * dc[2]);
     }
   }
-  mean = lane_sum(mean, at.lanes);
-  if (at.mine && at.lane == 0) a.mean[at.row] = mean;
+  mean = lane_sum(mean, 32);
+  if (first && at.lane == 0) a.mean[at.row] = mean;
 }
 
 template <class T>
 CAPSFAST_DEVICE void differentiate(const DifferentiateArgs<T>& a) {
-  for_outputs(a.in, [&](const Place& at) { differentiate_output(a, at); });
+  with_width(a.parts, [&](auto width) { for_outputs(a.in, decltype(width)::value, [&](const Place& at) { differentiate_output<T, decltype(width)::value>(a, at); }); });
 }
 
 template <class T>

@@ -184,12 +184,12 @@ class Call {
     kernels().rows(args, {{divide_up(p.I, ReduceTile<T>::inputs), grid_rows(plan.tiles), 1}, context.stream()});
   }
 
-  // A kernel with a group of lanes an output capsule.
+  // A kernel with a warp an output capsule.
   template <class Args>
   void per_output(void (*kernel)(Args), const Args& args) const {
-    int64_t lanes = 1;
-    while (lanes < p.D && lanes < 32) lanes *= 2;
-    gpu::launch(kernel, {divide_up(scalars(), kThreads / lanes), 1, 1}, kThreads, 0, context.stream(), args);
+    // Warps walk on, so that the grid stays within its limit.
+    const int64_t blocks = std::min<int64_t>(divide_up(scalars(), kThreads / 32), 1 << 20);
+    gpu::launch(kernel, {blocks, 1, 1}, kThreads, 0, context.stream(), args);
   }
 
   template <class N>
