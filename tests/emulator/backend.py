@@ -2,7 +2,8 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,9 +49,41 @@ def install() -> None:
     torch.ops.load_library(str(path))
 
 
-def take_launches() -> dict[str, int]:
-    """How often kernels were launched since the last call, by the name of their arguments such as "TileArgs"."""
-    loaded = ctypes.CDLL(str(library("ops")))
+def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
+    """How often kernels were launched since the last call, by the name of their arguments such as "TileArgs".
+
+    With ``ways`` launches of blocks that run together count apart: "TileArgs cluster4", "TileArgs cooperative".
+    """
+    loaded = ctypes.CDLL(str(library(kernels)))
     loaded.capsfast_take_launches.restype = ctypes.c_char_p
-    lines = loaded.capsfast_take_launches().decode().splitlines()
-    return {name.split("::")[-1]: int(count) for name, count in (line.rsplit(" ", 1) for line in lines)}
+    taken: dict[str, int] = {}
+    for line in loaded.capsfast_take_launches().decode().splitlines():
+        way, count = line.rsplit(" ", 1)
+        name = way.split("::")[-1]
+        name = name if ways else name.split(" ")[0]
+        taken[name] = taken.get(name, 0) + int(count)
+    return taken
+
+
+@contextmanager
+def device(
+    multiprocessors: int = 2,
+    shared_bytes: int = 99 * 1024,
+    shared_bytes_together: int | None = None,
+    clusters: bool = True,
+    cooperative: bool = True,
+    kernels: str = "ops",
+) -> Iterator[None]:
+    """Calls of the block run on such a device; without ``shared_bytes_together`` it holds one of the largest blocks."""
+    least = shared_bytes + 1024
+    together = least if shared_bytes_together is None else shared_bytes_together
+    if multiprocessors < 1 or shared_bytes < 0 or together < least:
+        given = f"{multiprocessors} multiprocessors with {together} bytes each, {least} of them for one block"
+        raise ValueError(f"no device has {given}")
+    exchange = ctypes.CDLL(str(library(kernels))).capsfast_exchange_device
+    settings = (ctypes.c_int64 * 5)(multiprocessors, shared_bytes, together, clusters, cooperative)
+    exchange(settings)
+    try:
+        yield
+    finally:
+        exchange(settings)

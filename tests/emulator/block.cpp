@@ -5,214 +5,197 @@
 
 namespace capsfast::emulator {
 
-namespace {
+Block* Block::running = nullptr;
 
-Block* active = nullptr;
-// Stacks are kept from launch to launch.
-Block& instance() {
-  static Block block;
-  return block;
-}
-std::map<std::string, int>& launched() {
-  static std::map<std::string, int> counts;
-  return counts;
-}
-constexpr size_t kGranule = 2;  // bytes of shared memory with a shadow of their own: the smallest element
-
-std::string at(const Dim& d) { return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")"; }
-
-}  // namespace
-
-std::map<std::string, int> Block::take_launches() {
-  std::map<std::string, int> taken;
-  taken.swap(launched());
-  return taken;
+void fault(const std::string& what) {
+  if (Block::running == nullptr) throw Fault(what);
+  const int thread = Block::running->thread();
+  throw Fault(what + " [block " + to_string(Block::running->place().index) + (thread < 0 ? "" : ", thread " + std::to_string(thread)) + "]");
 }
 
-Block& Block::current() {
-  if (active == nullptr) throw Fault("device code outside of a launch");
-  return *active;
-}
+void Block::no_launch() { fault("device code outside of a launch"); }
 
-void Block::launch(Dim grid, int threads, size_t shared_bytes, const std::function<void()>& body, const std::string& name) {
-  ++launched()[name];
-  if (threads <= 0 || threads % kWarp != 0 || threads > 1024) throw Fault("a block has whole warps, 1024 threads at most");
-  if (grid.x <= 0 || grid.y <= 0 || grid.z <= 0 || grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535) throw Fault("no grid of " + at(grid));
-  if (shared_bytes > 227 * 1024) throw Fault("more shared memory than a block can have: " + std::to_string(shared_bytes));
-  if (active != nullptr) throw Fault("a launch inside of a launch");
-  static int64_t launches = 0;
-  // The sequence of Thue and Morse: no call of several launches meets the same directions again and again.
-  const bool backwards = __builtin_popcountll(static_cast<unsigned long long>(launches++)) % 2 == 1;
-  Block& block = instance();
-  block.grid_ = grid;
-  while (block.states_.size() < static_cast<size_t>(threads)) block.states_.push_back(std::make_unique<State>());
-  block.states_.resize(static_cast<size_t>(threads));
-  block.shared_.resize(shared_bytes);
-  block.shadows_.resize(shared_bytes / kGranule + 1);
-  block.slots_.resize(2 * kSlot * static_cast<size_t>(threads));
-  active = &block;
-  try {
-    const int64_t blocks = grid.x * grid.y * grid.z;
-    for (int64_t n = 0; n < blocks; ++n) {
-      const int64_t m = backwards ? blocks - 1 - n : n;
-      block.index_ = {m % grid.x, m / grid.x % grid.y, m / grid.x / grid.y};
-      block.run_block(body, backwards);
-    }
-  } catch (...) {
-    active = nullptr;
-    throw;
-  }
-  active = nullptr;
-}
-
-void Block::run_block(const std::function<void()>& body, bool backwards) {
+void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body, const std::unique_ptr<Block>* neighbours) {
+  place_ = place;
+  count_ = threads;
   body_ = &body;
+  neighbours_ = neighbours;
   failure_ = nullptr;
-  block_epoch_ = 0;
-  warp_epoch_.assign(states_.size() / kWarp, 0);
-  // NaN in every floating type, and no valid index.
-  std::fill(shared_.begin(), shared_.end(), static_cast<unsigned char>(0xFF));
-  std::fill(shadows_.begin(), shadows_.end(), Shadow{});
-  for (auto& state : states_) {
-    state->wait = Wait::none;
-    state->exchanges = 0;
-    state->fiber.start(&Block::entry, this);
-  }
-  const int count = threads();
-  for (;;) {
-    for (int n = 0; n < count; ++n) {
-      const int thread = backwards ? count - 1 - n : n;
-      if (states_[static_cast<size_t>(thread)]->wait == Wait::none) run_thread(thread);
-      if (failure_ != nullptr) std::rethrow_exception(failure_);
-    }
-    const bool done = std::all_of(states_.begin(), states_.end(), [](const auto& s) { return s->wait == Wait::done; });
-    if (done) return;
-    if (!release()) stuck();
+  left_ = false;
+  while (states_.size() < threads) states_.push_back(std::make_unique<State>());
+  slots_.resize(2 * kSlot * threads);
+  warp_epoch_.assign(threads / kWarp, 0);
+  memory_.begin(shared_bytes);
+  copying_.begin(static_cast<int>(threads));
+  for (size_t n = 0; n < threads; ++n) {
+    states_[n]->wait = Wait::none;
+    states_[n]->exchanges = 0;
+    states_[n]->fiber.start(&Block::entry, this);
   }
 }
 
-void Block::run_thread(int thread) {
-  running_ = thread;
-  states_[static_cast<size_t>(thread)]->fiber.resume();
+// Inlined, as is the next: after a switch every return on the way is one that the processor guesses wrong.
+[[gnu::always_inline]] inline void Block::suspend(Wait wait, int line) {
+  State& mine = state();
+  mine.wait = wait;
+  mine.line = line;
+  mine.fiber.suspend();
+}
+
+[[gnu::always_inline]] inline void Block::run_thread(size_t thread) {
+  thread_ = static_cast<int>(thread);
+  running = this;
+  states_[thread]->fiber.resume();
+  if (failure_ != nullptr) std::rethrow_exception(failure_);
+}
+
+void Block::run(bool backwards) {
+  do {
+    for (size_t n = 0; n < count_; ++n) {
+      const size_t thread = backwards ? count_ - 1 - n : n;
+      if (states_[thread]->wait == Wait::none) run_thread(thread);
+    }
+  } while (release());
+  if (!left_ && waits_at(Wait::done) != 0) leave();
 }
 
 void Block::entry(void* self) {
   Block& block = *static_cast<Block*>(self);
-  const size_t thread = static_cast<size_t>(block.running_);
   try {
     (*block.body_)();
   } catch (...) {
     block.failure_ = std::current_exception();
   }
-  block.states_[thread]->wait = Wait::done;
-  block.states_[thread]->fiber.suspend();
+  block.suspend(Wait::done, 1);
 }
 
-void Block::suspend(Wait wait, int line) {
-  State& state = *states_[static_cast<size_t>(running_)];
-  state.wait = wait;
-  state.line = line;
-  state.fiber.suspend();
+void Block::leave() {
+  left_ = true;
+  copying_.check_end();
+  if (memory_.read_by_others()) fault("block " + std::to_string(place_.rank) + " of the cluster leaves while another may read its shared memory");
+}
+
+int Block::waits_at(Wait wait) const {
+  const int line = states_[0]->line;
+  for (size_t n = 0; n < count_; ++n) {
+    if (states_[n]->wait != wait || states_[n]->line != line) return 0;
+  }
+  return line;
+}
+
+void Block::go_on() {
+  running = this;
+  thread_ = -1;
+  copying_.check_even();
+  memory_.cluster_barrier();
+  for (size_t n = 0; n < count_; ++n) states_[n]->wait = Wait::none;
+}
+
+bool Block::release_together(size_t first, size_t count, Wait wait) {
+  for (size_t n = first; n < first + count; ++n) {
+    if (states_[n]->wait != wait || states_[n]->line != states_[first]->line) return false;
+  }
+  for (size_t n = first; n < first + count; ++n) states_[n]->wait = Wait::none;
+  return true;
+}
+
+// Threads that wait for a copy go on when all have started it.
+bool Block::release_copies() {
+  bool any = false;
+  for (size_t n = 0; n < count_; ++n) {
+    if (states_[n]->wait != Wait::copy || !copying_.started(states_[n]->stage)) continue;
+    states_[n]->wait = Wait::none;
+    any = true;
+  }
+  return any;
 }
 
 // Lets go whoever is complete: all lanes of a warp at one exchange, or all threads at one barrier.
 bool Block::release() {
-  const auto together = [&](size_t first, size_t count, Wait wait) {
-    for (size_t n = first; n < first + count; ++n) {
-      if (states_[n]->wait != wait || states_[n]->line != states_[first]->line) return false;
-    }
-    for (size_t n = first; n < first + count; ++n) states_[n]->wait = Wait::none;
-    return true;
-  };
-  bool any = false;
-  for (size_t warp = 0; warp < states_.size() / kWarp; ++warp) any |= together(warp * kWarp, kWarp, Wait::warp);
-  if (any) return true;
-  if (!together(0, states_.size(), Wait::barrier)) return false;
-  ++block_epoch_;
+  thread_ = -1;
+  bool any = copying_.used() && release_copies();
+  for (size_t warp = 0; warp < count_ / kWarp; ++warp) any |= release_together(warp * kWarp, kWarp, Wait::warp);
+  // Copies are made with a barrier on some devices only: it is none for the memory.
+  if (any || release_together(0, count_, Wait::making)) return true;
+  if (!release_together(0, count_, Wait::barrier)) return false;
+  copying_.check_even();
+  memory_.barrier();
   return true;
 }
 
-void Block::stuck() const {
-  std::string what = "threads wait for each other:";
-  const char* names[] = {"runs", "at the barrier", "in the exchange of its warp", "has left the kernel"};
+std::string Block::whereabouts(int most) const {
+  static const char* const names[] = {"runs",
+                                      "at the barrier",
+                                      "at the barrier of the cluster",
+                                      "at the barrier of the grid",
+                                      "in the exchange of its warp",
+                                      "makes Copies",
+                                      "waits for a copy",
+                                      "has left the kernel"};
+  std::string what;
   const State* before = nullptr;
   int told = 0;
-  for (size_t n = 0; n < states_.size() && told < 6; ++n) {
+  for (size_t n = 0; n < count_ && told < most; ++n) {
     const State& state = *states_[n];
     if (before != nullptr && before->wait == state.wait && before->line == state.line) continue;
     what += (told++ ? "; thread " : " thread ") + std::to_string(n) + " " + names[static_cast<int>(state.wait)];
     if (state.wait != Wait::done) what += " of line " + std::to_string(state.line);
     before = &state;
   }
-  fault(what);
-}
-
-void Block::fault(const std::string& what) const {
-  throw Fault(what + " [block " + at(index_) + ", thread " + std::to_string(running_) + "]");
+  return what;
 }
 
 void Block::barrier(int line) { suspend(Wait::barrier, line); }
 
+void Block::cluster_barrier(int line) { suspend(Wait::cluster, line); }
+
+void Block::grid_barrier(int line) {
+  if (!place_.cooperative) fault("a barrier of the grid in a launch that is not cooperative");
+  suspend(Wait::grid, line);
+}
+
 void Block::warp_barrier(int line) {
   // Every lane arrives before any goes on, so each may count the epoch up by its own share.
   suspend(Wait::warp, line);
-  const size_t warp = static_cast<size_t>(running_) / kWarp;
-  State& state = *states_[static_cast<size_t>(running_)];
-  warp_epoch_[warp] = std::max(warp_epoch_[warp], ++state.exchanges);
+  uint32_t& epoch = warp_epoch_[static_cast<size_t>(thread_) / kWarp];
+  epoch = std::max(epoch, ++state().exchanges);
 }
 
 const unsigned char* Block::exchange(const void* value, size_t size, int line) {
-  if (size > kSlot) fault("an exchange of more than " + std::to_string(kSlot) + " bytes");
-  State& state = *states_[static_cast<size_t>(running_)];
   // Two sets of slots in turn: no lane writes the set that others still read.
-  unsigned char* set = slots_.data() + (state.exchanges++ % 2 == 0 ? 0 : slots_.size() / 2);
-  std::memcpy(set + static_cast<size_t>(running_) * kSlot, value, size);
+  unsigned char* set = slots_.data() + (state().exchanges++ % 2 == 0 ? 0 : slots_.size() / 2);
+  std::memcpy(set + static_cast<size_t>(thread_) * kSlot, value, size);
   suspend(Wait::warp, line);
-  return set + static_cast<size_t>(running_) / kWarp * kWarp * kSlot;
+  return set + static_cast<size_t>(thread_) / kWarp * kWarp * kSlot;
 }
 
-unsigned char* Block::shared(size_t offset, size_t bytes, size_t alignment) {
-  if (offset % alignment != 0) fault("shared memory at " + std::to_string(offset) + " is not aligned");
-  if (offset + bytes > shared_.size()) {
-    fault("shared memory up to " + std::to_string(offset + bytes) + " of " + std::to_string(shared_.size()) + " bytes");
+void Block::read_from(int rank, const void* where, size_t size, void* to) {
+  if (rank < 0 || rank >= place_.cluster) fault("block " + std::to_string(rank) + " of a cluster of " + std::to_string(place_.cluster));
+  if (rank == place_.rank) {
+    reads(where, size);
+    std::memcpy(to, where, size);
+    return;
   }
-  return shared_.data() + offset;
+  Block& owner = *neighbours_[rank];
+  if (owner.left_) fault("block " + std::to_string(rank) + " of the cluster leaves while another may read its shared memory");
+  const unsigned char* there = owner.memory_.at(memory_.offset(where), size, 1);
+  owner.memory_.read_remotely(there, size, place_.rank);
+  std::memcpy(to, there, size);
 }
 
-Moment Block::now() const { return {running_, block_epoch_, warp_epoch_[static_cast<size_t>(running_) / kWarp]}; }
-
-bool Block::ordered(const Moment& before) const {
-  if (before.thread < 0 || before.thread == running_ || before.block_epoch != block_epoch_) return true;
-  const size_t warp = static_cast<size_t>(running_) / kWarp;
-  return static_cast<size_t>(before.thread) / kWarp == warp && before.warp_epoch != warp_epoch_[warp];
+size_t Block::make_copies(size_t offset, int stages, int line) {
+  const size_t set = copying_.make(offset, stages, now());
+  suspend(Wait::making, line);
+  return set;
 }
 
-Block::Shadow& Block::shadow(const void* where, size_t) {
-  return shadows_[static_cast<size_t>(static_cast<const unsigned char*>(where) - shared_.data()) / kGranule];
-}
-
-void Block::reads(const void* where, size_t size) {
-  for (size_t n = 0; n < size; n += kGranule) {
-    Shadow& here = shadow(static_cast<const unsigned char*>(where) + n, size);
-    if (!ordered(here.writer)) fault("race: read of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
-    const Moment moment = now();
-    const bool again = here.reader.thread >= 0 && here.reader.block_epoch == moment.block_epoch;
-    here.readers = again && (here.readers || here.reader.thread != running_);
-    here.reader = moment;
+void Block::wait_for_copy(const Stage& stage, int line) {
+  copying_.check_wait(stage, thread_);
+  if (!copying_.started(stage)) {
+    state().stage = stage;
+    suspend(Wait::copy, line);
   }
-}
-
-void Block::writes(const void* where, size_t size) {
-  for (size_t n = 0; n < size; n += kGranule) {
-    Shadow& here = shadow(static_cast<const unsigned char*>(where) + n, size);
-    if (!ordered(here.writer)) fault("race: write of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
-    const bool others = here.readers && here.reader.block_epoch == block_epoch_ && here.reader.warp_epoch == now().warp_epoch;
-    if (!ordered(here.reader) || others) {
-      fault("race: write of shared memory that thread " + std::to_string(here.reader.thread) + " reads");
-    }
-    here.writer = now();
-    here.readers = false;
-  }
+  copying_.arrive(stage, thread_);
 }
 
 }  // namespace capsfast::emulator

@@ -1,96 +1,106 @@
-// One block of threads at a time, each thread a fiber: barriers, exchanges within a warp, and what goes wrong there.
+// One block of threads, each a fiber: barriers, exchanges within a warp, shared memory, and what goes wrong there.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "copying.h"
 #include "fiber.h"
+#include "machine.h"
+#include "memory.h"
 
 namespace capsfast::emulator {
 
-// What a GPU would not tell: a race, an index out of bounds, a barrier that some threads never reach.
-struct Fault : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-struct Dim {
-  int64_t x = 1, y = 1, z = 1;
-};
-
-constexpr int kWarp = 32;
 constexpr size_t kSlot = 64;  // bytes a lane gives away in one exchange
 
-// When a thread touched shared memory: accesses are ordered if a barrier of the block lies between them, or one of
-// the warp they both belong to.
-struct Moment {
-  int thread = -1;
-  uint32_t block_epoch = 0, warp_epoch = 0;
+// What a thread does, or waits for.
+enum class Wait : uint8_t { none, barrier, cluster, grid, warp, making, copy, done };
+
+// Where a block is among those that run with it.
+struct Place {
+  Dim grid, index;
+  int cluster = 1, rank = 0;
+  bool cooperative = false;
 };
 
 class Block {
  public:
-  // Runs `body` as every thread of every block. Half of the launches run blocks and threads backwards, so that a
-  // result that depends on their order differs from launch to launch.
-  static void launch(Dim grid, int threads, size_t shared_bytes, const std::function<void()>& body, const std::string& name = "");
-  static Block& current();
-  // How often kernels were launched since the last call, by what they are called with.
-  static std::map<std::string, int> take_launches();
+  // The block of the thread that runs, or ran last.
+  static Block& current() {
+    if (running == nullptr) no_launch();
+    return *running;
+  }
+  static Block* running;
 
-  int thread() const { return running_; }
-  int threads() const { return static_cast<int>(states_.size()); }
-  Dim index() const { return index_; }
-  Dim grid() const { return grid_; }
+  int thread() const { return thread_; }  // -1 while none runs
+  int threads() const { return static_cast<int>(count_); }
+  const Place& place() const { return place_; }
 
   void barrier(int line);
+  void cluster_barrier(int line);
+  void grid_barrier(int line);
   void warp_barrier(int line);
   // Gives `size` bytes to the warp; returns the 32 slots, kSlot bytes each. All lanes must call it at one line.
   const unsigned char* exchange(const void* value, size_t size, int line);
 
-  unsigned char* shared(size_t offset, size_t bytes, size_t alignment);
-  void reads(const void* where, size_t size);
-  void writes(const void* where, size_t size);
+  unsigned char* shared(size_t offset, size_t bytes, size_t alignment) { return memory_.at(offset, bytes, alignment); }
+  void reads(const void* where, size_t size) { memory_.read(where, size, now()); }
+  void writes(const void* where, size_t size) { memory_.write(where, size, now()); }
+  // Reads what lies at `where` here in the memory of block `rank` of the cluster.
+  void read_from(int rank, const void* where, size_t size, void* to);
+
+  size_t make_copies(size_t offset, int stages, int line);
+  void start_copy(const Stage& stage, unsigned char* to, const unsigned char* from, size_t size) { copying_.start(stage, to, from, size, now()); }
+  void wait_for_copy(const Stage& stage, int line);
+
+  // What the team does with its blocks. Block `neighbours[rank]` is the one of that rank in the cluster.
+  void begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body, const std::unique_ptr<Block>* neighbours);
+  // Runs until all threads have left or wait for other blocks.
+  void run(bool backwards);
+  bool left() const { return left_; }
+  // The line where all threads wait at a barrier of this kind, 0 if they do not.
+  int waits_at(Wait wait) const;
+  void go_on();
+  // Where the threads are, by what they have in common, `most` places at most.
+  std::string whereabouts(int most) const;
 
  private:
-  enum class Wait { none, barrier, warp, done };
+  [[noreturn]] static void no_launch();
   struct State {
     Fiber fiber;
     Wait wait = Wait::none;
     int line = 0;
     uint32_t exchanges = 0;
-  };
-  struct Shadow {
-    Moment writer, reader;
-    bool readers = false;  // more than one thread has read since
+    Stage stage;
   };
 
-  void run_block(const std::function<void()>& body, bool backwards);
-  void run_thread(int thread);
+  State& state() { return *states_[static_cast<size_t>(thread_)]; }
+  Moment now() const { return {thread_, memory_.epoch(), warp_epoch_[static_cast<size_t>(thread_) / kWarp]}; }
+  void run_thread(size_t thread);
   bool release();
+  bool release_together(size_t first, size_t count, Wait wait);
+  bool release_copies();
+  void leave();
   void suspend(Wait wait, int line);
-  [[noreturn]] void stuck() const;
-  [[noreturn]] void fault(const std::string& what) const;
-  bool ordered(const Moment& before) const;
-  Moment now() const;
-  Shadow& shadow(const void* where, size_t size);
   static void entry(void* self);
 
-  Dim grid_, index_;
-  int running_ = 0;
-  std::vector<std::unique_ptr<State>> states_;
-  std::vector<unsigned char> shared_;
-  std::vector<Shadow> shadows_;
+  Place place_;
+  int thread_ = 0;
+  size_t count_ = 0;
+  std::vector<std::unique_ptr<State>> states_;  // more than threads where a launch before had more: stacks are kept
+  Memory memory_;
+  Copying copying_{memory_};
   std::vector<unsigned char> slots_;
-  uint32_t block_epoch_ = 0;
   std::vector<uint32_t> warp_epoch_;
   const std::function<void()>* body_ = nullptr;
+  const std::unique_ptr<Block>* neighbours_ = nullptr;
   std::exception_ptr failure_;
+  bool left_ = false;
 };
 
 }  // namespace capsfast::emulator

@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
-RUNTIME = ("fiber.cpp", "block.cpp")
+RUNTIME = ("fiber.cpp", "machine.cpp", "memory.cpp", "copying.cpp", "block.cpp", "team.cpp")
 # No fast mathematics, as the kernels' own compiler has none.
 FLAGS = ("-O2", "-g0", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-DCAPSFAST_EMULATED", "-Wno-psabi")
 TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
@@ -47,7 +47,7 @@ def library(name: str) -> Path:
     """The shared object ``name``: "ops", the routing ops, or "planted", kernels with faults in them."""
     with_torch = name == "ops"
     flags, link = FLAGS, ()
-    sources = [HERE / part for part in (*RUNTIME, f"{name}.cpp")]
+    sources = [HERE / part for part in RUNTIME] + sorted(HERE.glob(f"{name}*.cpp"))
     if with_torch:
         torch_home = Path(torch.__file__).parent
         flags = (*FLAGS, *TORCH_FLAGS, f"-I{torch_home / 'include'}")

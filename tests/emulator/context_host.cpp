@@ -1,12 +1,19 @@
-// The emulated device: few multiprocessors, so that small shapes are cut into several blocks, and as much shared
-// memory as the architectures from 8.0 on have at least.
+// The context of a call on the emulated device.
 #include "../../csrc/cuda/context.h"
+#include "machine.h"
 
 namespace capsfast::gpu {
 
 struct Context::Guard {};
 
-Context::Context(const torch::stable::Tensor&) : multiprocessors_(2), shared_bytes_(99 * 1024) {}
+Context::Context(const torch::stable::Tensor&) {
+  const emulator::Machine& machine = emulator::Machine::current();
+  multiprocessors_ = machine.multiprocessors;
+  shared_bytes_ = machine.shared_bytes;
+  shared_bytes_together_ = machine.shared_bytes_together;
+  clusters_ = machine.clusters;
+  cooperative_ = machine.cooperative;
+}
 
 Context::~Context() = default;
 

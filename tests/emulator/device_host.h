@@ -7,7 +7,7 @@
 #include <string>
 #include <type_traits>
 
-#include "block.h"
+#include "team.h"
 
 #define CAPSFAST_DEVICE inline
 #define CAPSFAST_KERNEL(threads, blocks) inline void
@@ -15,22 +15,28 @@
 namespace capsfast::gpu {
 
 using emulator::Block;
-using emulator::Fault;
+using emulator::fault;
+using emulator::Together;
 using Grid = emulator::Dim;
 
 inline int thread() { return Block::current().thread(); }
 inline int threads() { return Block::current().threads(); }
-inline int64_t block_x() { return Block::current().index().x; }
-inline int64_t block_y() { return Block::current().index().y; }
-inline int64_t block_z() { return Block::current().index().z; }
-inline int64_t blocks_x() { return Block::current().grid().x; }
-inline int64_t blocks_y() { return Block::current().grid().y; }
+inline int64_t block_x() { return Block::current().place().index.x; }
+inline int64_t block_y() { return Block::current().place().index.y; }
+inline int64_t block_z() { return Block::current().place().index.z; }
+inline int64_t blocks_x() { return Block::current().place().grid.x; }
+inline int64_t blocks_y() { return Block::current().place().grid.y; }
 inline void barrier(int line = __builtin_LINE()) { Block::current().barrier(line); }
 inline void warp_barrier(int line = __builtin_LINE()) { Block::current().warp_barrier(line); }
+inline void grid_barrier(int line = __builtin_LINE()) { Block::current().grid_barrier(line); }
+inline int cluster_size() { return Block::current().place().cluster; }
+inline int cluster_rank() { return Block::current().place().rank; }
+inline void cluster_barrier(int line = __builtin_LINE()) { Block::current().cluster_barrier(line); }
 
 template <class T>
 T shuffle_xor(T value, int mask, int line = __builtin_LINE()) {
-  if (mask < 0 || mask >= emulator::kWarp) throw Fault("shuffle_xor with mask " + std::to_string(mask));
+  static_assert(sizeof(T) <= emulator::kSlot);
+  if (mask < 0 || mask >= emulator::kWarp) fault("shuffle_xor with mask " + std::to_string(mask));
   const unsigned char* slots = Block::current().exchange(&value, sizeof(T), line);
   std::memcpy(&value, slots + static_cast<size_t>((thread() % emulator::kWarp) ^ mask) * emulator::kSlot, sizeof(T));
   return value;
@@ -38,7 +44,8 @@ T shuffle_xor(T value, int mask, int line = __builtin_LINE()) {
 
 template <class T>
 T shuffle(T value, int lane, int line = __builtin_LINE()) {
-  if (lane < 0 || lane >= emulator::kWarp) throw Fault("shuffle from lane " + std::to_string(lane));
+  static_assert(sizeof(T) <= emulator::kSlot);
+  if (lane < 0 || lane >= emulator::kWarp) fault("shuffle from lane " + std::to_string(lane));
   const unsigned char* slots = Block::current().exchange(&value, sizeof(T), line);
   std::memcpy(&value, slots + static_cast<size_t>(lane) * emulator::kSlot, sizeof(T));
   return value;
@@ -57,7 +64,7 @@ class Global {
   template <class Vector>
   Vector vector(int64_t n) const {
     check(n, static_cast<int64_t>(sizeof(Vector) / sizeof(T)));
-    if (reinterpret_cast<uintptr_t>(data_ + n) % sizeof(Vector) != 0) throw Fault("a vector access that is not aligned");
+    if (reinterpret_cast<uintptr_t>(data_ + n) % sizeof(Vector) != 0) fault("a vector access that is not aligned");
     Vector value;
     std::memcpy(&value, data_ + n, sizeof(Vector));
     return value;
@@ -70,14 +77,16 @@ class Global {
   }
   Global from(int64_t offset, int64_t count) const {
     if (data_ == nullptr) return {};
-    if (offset < 0 || count < 0 || offset + count > count_) throw Fault("a part that reaches beyond its memory");
+    if (offset < 0 || count < 0 || offset + count > count_) fault("a part that reaches beyond its memory");
     return {data_ + offset, count};
   }
   operator Global<const T>() const { return {data_, count_}; }
 
  private:
+  template <int>
+  friend class Copies;
   void check(int64_t n, int64_t size) const {
-    if (n < 0 || n + size > count_) throw Fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in memory");
+    if (n < 0 || n + size > count_) fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in memory");
   }
   T* data_ = nullptr;
   int64_t count_ = 0;
@@ -114,15 +123,33 @@ class Shared {
  public:
   Shared(T* data, int count) : data_(data), count_(count) {}
   Element<T> operator[](int n) const {
-    if (n < 0 || n >= count_) throw Fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in shared memory");
+    check(n, 1);
     return Element<T>(data_ + n);
   }
-  Pair pair(int n) const {
-    if (reinterpret_cast<uintptr_t>(data_ + n) % sizeof(Pair) != 0) throw Fault("a pair that is not aligned");
-    return {(*this)[n], (*this)[n + 1]};
+  Pair pair(int n) const { return vector<Pair>(n); }
+  template <class Vector>
+  Vector vector(int n) const {
+    check(n, static_cast<int>(sizeof(Vector) / sizeof(T)));
+    if (reinterpret_cast<uintptr_t>(data_ + n) % sizeof(Vector) != 0) fault("a vector access that is not aligned");
+    Block::current().reads(data_ + n, sizeof(Vector));
+    Vector value;
+    std::memcpy(&value, data_ + n, sizeof(Vector));
+    return value;
+  }
+  // Element n of the same memory in block `rank` of the cluster.
+  T read_from(int rank, int n) const {
+    check(n, 1);
+    T value;
+    Block::current().read_from(rank, data_ + n, sizeof(T), &value);
+    return value;
   }
 
  private:
+  template <int>
+  friend class Copies;
+  void check(int n, int size) const {
+    if (n < 0 || n + size > count_) fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in shared memory");
+  }
   T* data_;
   int count_;
 };
@@ -133,14 +160,55 @@ Shared<T> shared(int offset, int count) {
   return {reinterpret_cast<T*>(Block::current().shared(static_cast<size_t>(offset), static_cast<size_t>(count) * sizeof(T), alignof(T))), count};
 }
 
+template <int kStages>
+class Copies {
+  static_assert(kStages >= 1 && kStages <= 4);
+
+ public:
+  static constexpr int bytes = 8 * kStages;
+
+  explicit Copies(int offset, int line = __builtin_LINE()) : set_(Block::current().make_copies(static_cast<size_t>(offset), kStages, line)) {}
+
+  template <class T>
+  void start(int stage, Shared<T> to, int at, Global<const T> from, int64_t n, int count) {
+    if (count < 0) fault("a copy of " + std::to_string(count) + " elements");
+    if (count > 0) {
+      to.check(at, count);
+      from.check(n, count);
+    } else {
+      at = 0, n = 0;  // where nothing goes does not matter
+    }
+    Block::current().start_copy({set_, stage}, reinterpret_cast<unsigned char*>(to.data_ + at), reinterpret_cast<const unsigned char*>(from.data_ + n),
+                                static_cast<size_t>(count) * sizeof(T));
+  }
+
+  void wait(int stage, int line = __builtin_LINE()) const { Block::current().wait_for_copy({set_, stage}, line); }
+
+ private:
+  size_t set_;
+};
+
 struct Stream {};
 
 template <class Args>
-void launch(void (*kernel)(Args), Grid grid, int threads, int shared_bytes, Stream, const Args& args) {
+using Kernel = void (*)(Args);
+
+template <class Args>
+void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args, Together together = {}) {
   // "... [with Args = capsfast::cuda::TileArgs]"
   std::string name = __PRETTY_FUNCTION__;
   name = name.substr(name.find("Args = ") + 7);
-  Block::launch(grid, threads, static_cast<size_t>(shared_bytes), [&] { kernel(args); }, name.substr(0, name.find_first_of("<;]")));
+  emulator::Team::launch(grid, threads, static_cast<size_t>(shared_bytes), together, [&] { kernel(args); }, name.substr(0, name.find_first_of("<;]")));
+}
+
+template <class Args>
+int64_t blocks_at_a_time(Kernel<Args>, int threads, int shared_bytes) {
+  return emulator::Machine::current().blocks_at_a_time(threads, shared_bytes);
+}
+
+template <class Args>
+int64_t clusters_at_a_time(Kernel<Args>, int size, int threads, int shared_bytes) {
+  return emulator::Machine::current().clusters_at_a_time(size, threads, shared_bytes);
 }
 
 }  // namespace capsfast::gpu

@@ -23,6 +23,7 @@ inline float to_tf32(float x) {
 inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
   emulator::Block& block = emulator::Block::current();
   float mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+  static_assert(sizeof(mine) <= emulator::kSlot);
   const unsigned char* slots = block.exchange(mine, sizeof(mine), line);
   const auto of = [&](int lane, int n) {
     uint32_t bits;

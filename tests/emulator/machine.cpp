@@ -1,0 +1,58 @@
+#include "machine.h"
+
+#include <algorithm>
+
+namespace capsfast::emulator {
+
+std::string to_string(const Dim& d) { return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")"; }
+
+Machine& Machine::current() {
+  static Machine machine;
+  return machine;
+}
+
+void Machine::check_block(int threads, int64_t shared) const {
+  if (threads <= 0 || threads % kWarp != 0 || threads > kMostThreads) fault("a block has whole warps, 1024 threads at most");
+  if (shared < 0 || shared > shared_bytes) fault(std::to_string(shared) + " bytes of shared memory, a block can have " + std::to_string(shared_bytes));
+}
+
+int64_t Machine::blocks_at_a_time(int threads, int64_t shared) const {
+  check_block(threads, shared);
+  return std::min<int64_t>(2, shared_bytes_together / (shared + 1024));
+}
+
+int64_t Machine::clusters_at_a_time(int size, int threads, int64_t shared) const {
+  const int64_t blocks = blocks_at_a_time(threads, shared) * multiprocessors;
+  return clusters ? blocks / size : 0;
+}
+
+void Machine::check_launch(const Dim& grid, int threads, int64_t shared, const Together& together) const {
+  check_block(threads, shared);
+  if (grid.x <= 0 || grid.y <= 0 || grid.z <= 0 || grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535) fault("no grid of " + to_string(grid));
+  const int size = together.cluster;
+  const std::string cluster = "clusters of " + std::to_string(size) + " blocks";
+  if (size != 1 && size != 2 && size != 4 && size != 8) fault(cluster + ", 1, 2, 4 and 8 are possible");
+  if (grid.x % size != 0) fault(cluster + " do not divide a grid of " + to_string(grid));
+  if (size > 1 && !clusters) fault(cluster + " on a device without clusters");
+  if (size > 1 && clusters_at_a_time(size, threads, shared) == 0) fault(cluster + " do not fit the device");
+  if (!together.grid) return;
+  if (!cooperative) fault("a cooperative launch on a device without");
+  const int64_t most = size > 1 ? clusters_at_a_time(size, threads, shared) * size : blocks_at_a_time(threads, shared) * multiprocessors;
+  const int64_t blocks = grid.x * grid.y * grid.z;
+  if (blocks > most) fault("a cooperative launch of " + std::to_string(blocks) + " blocks, the device runs " + std::to_string(most) + " at a time");
+}
+
+}  // namespace capsfast::emulator
+
+// Exchanges the settings, in their order, for those of `values`.
+extern "C" __attribute__((visibility("default"))) void capsfast_exchange_device(int64_t* values) {
+  capsfast::emulator::Machine& now = capsfast::emulator::Machine::current();
+  const capsfast::emulator::Machine before = now;
+  now.multiprocessors = values[0];
+  now.shared_bytes = values[1];
+  now.shared_bytes_together = values[2];
+  now.clusters = values[3] != 0;
+  now.cooperative = values[4] != 0;
+  const int64_t old[] = {before.multiprocessors, before.shared_bytes, before.shared_bytes_together, before.clusters, before.cooperative};
+  std::copy(old, old + 5, values);
+}

@@ -1,0 +1,121 @@
+#include "memory.h"
+
+#include <algorithm>
+
+namespace capsfast::emulator {
+
+namespace {
+
+constexpr size_t kGranule = 2;  // bytes with a shadow of their own: the smallest element
+
+bool same_warp(const Moment& a, const Moment& b) { return a.thread / kWarp == b.thread / kWarp; }
+
+bool ordered(const Moment& before, const Moment& now) {
+  if (before.epoch != now.epoch || before.thread == now.thread) return true;
+  return same_warp(before, now) && before.warp_epoch != now.warp_epoch;
+}
+
+}  // namespace
+
+void Memory::begin(size_t bytes) {
+  bytes_.resize(bytes);
+  shadows_.resize(bytes / kGranule + 1);
+  // NaN in every floating type, and no valid index.
+  std::fill(bytes_.begin(), bytes_.end(), static_cast<unsigned char>(0xFF));
+  first_arrival_ += static_cast<uint32_t>(arrivals_.size());
+  arrivals_.clear();
+  cluster_barrier();
+}
+
+unsigned char* Memory::at(size_t offset, size_t bytes, size_t alignment) {
+  if (offset % alignment != 0) fault("shared memory at " + std::to_string(offset) + " is not aligned");
+  if (offset > bytes_.size() || bytes > bytes_.size() - offset) {  // what was negative is large
+    fault(std::to_string(bytes) + " bytes of shared memory from " + std::to_string(static_cast<int64_t>(offset)) + " on, of " + std::to_string(bytes_.size()));
+  }
+  return bytes_.data() + offset;
+}
+
+template <class Each>
+void Memory::each(const void* where, size_t size, const Each& visit) {
+  Shadow* first = shadows_.data() + offset(where) / kGranule;
+  for (Shadow* here = first; here < first + (size + kGranule - 1) / kGranule; ++here) visit(*here);
+}
+
+void Memory::check_seen(const Shadow& here, int thread, const char* access) {
+  const Arrival* coming = arrival(here);
+  if (coming != nullptr && !coming->seen[static_cast<size_t>(thread)]) {
+    fault(std::string(access) + " of shared memory that belongs to " + coming->what);
+  }
+}
+
+void Memory::check_others(const Shadow& here, const char* access) const {
+  if (here.remote_epoch != cluster_epoch_) return;
+  fault(std::string("race: ") + access + " shared memory that block " + std::to_string(here.remote_rank) + " of the cluster reads");
+}
+
+void Memory::read(const void* where, size_t size, const Moment& now) {
+  each(where, size, [&](Shadow& here) {
+    check_seen(here, now.thread, "read");
+    if (!ordered(here.writer, now)) fault("race: read of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
+    if (here.reader.epoch != now.epoch) {
+      here.readers = Readers::one;
+    } else if (!same_warp(here.reader, now)) {
+      here.readers = Readers::block;
+    } else if (here.readers != Readers::block && here.reader.warp_epoch != now.warp_epoch) {
+      here.readers = Readers::one;
+    } else if (here.readers != Readers::block && here.reader.thread != now.thread) {
+      here.readers = Readers::warp;
+    }
+    here.reader = now;
+  });
+}
+
+void Memory::write(const void* where, size_t size, const Moment& now) {
+  each(where, size, [&](Shadow& here) {
+    check_seen(here, now.thread, "write");
+    if (!ordered(here.writer, now)) fault("race: write of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
+    const bool others = here.readers == Readers::block || (here.readers == Readers::warp && here.reader.warp_epoch == now.warp_epoch);
+    if (!ordered(here.reader, now) || (here.reader.epoch == now.epoch && others)) {
+      fault("race: write of shared memory that thread " + std::to_string(here.reader.thread) + " reads");
+    }
+    check_others(here, "write of");
+    here.writer = now;
+    here.reader = Moment{};
+  });
+}
+
+void Memory::read_remotely(const void* where, size_t size, int rank) {
+  remote_epoch_ = cluster_epoch_;
+  each(where, size, [&](Shadow& here) {
+    const Arrival* coming = arrival(here);
+    if (coming != nullptr && (coming->epoch == 0 || coming->epoch >= cluster_epoch_)) {
+      fault(std::string("read of another block's shared memory that belonged to ") + coming->what + " at the last barrier of the cluster");
+    }
+    if (here.writer.epoch >= cluster_epoch_) {
+      fault("race: read of another block's shared memory that its thread " + std::to_string(here.writer.thread) + " writes");
+    }
+    here.remote_epoch = cluster_epoch_;
+    here.remote_rank = rank;
+  });
+}
+
+uint32_t Memory::expect(const void* where, size_t size, const Moment& now, uint32_t written_before, const char* what) {
+  const uint32_t name = first_arrival_ + static_cast<uint32_t>(arrivals_.size());
+  each(where, size, [&](Shadow& here) {
+    check_seen(here, now.thread, "overwriting");
+    if (here.writer.epoch >= written_before) fault("race: copy to shared memory that thread " + std::to_string(here.writer.thread) + " writes");
+    if (here.reader.epoch == now.epoch) fault("race: copy to shared memory that thread " + std::to_string(here.reader.thread) + " reads");
+    check_others(here, "copy to");
+    here.arrival = name;
+  });
+  arrivals_.push_back({what});
+  return name;
+}
+
+void Memory::seen(uint32_t name, int thread) {
+  Arrival& coming = arrivals_[name - first_arrival_];
+  coming.seen.set(static_cast<size_t>(thread));
+  if (coming.epoch == 0) coming.epoch = epoch_;
+}
+
+}  // namespace capsfast::emulator
