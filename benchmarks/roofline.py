@@ -57,7 +57,7 @@ def main(
         dv = torch.randn(B, J, D)
         with torch.no_grad():
             saved = torch.ops.capsfast.dynamic_routing(
-                u, weight, None, None, None, None, r, "out", "full", False, "paper", 1e-8, False
+                u, weight, None, None, None, None, r, "out", "full", False, "paper", 1e-8, False, False
             )
 
         def forward(n: int, u: torch.Tensor = u, weight: torch.Tensor = weight, r: int = r) -> None:
@@ -68,7 +68,7 @@ def main(
             n: int, u: torch.Tensor = u, weight: torch.Tensor = weight, r: int = r, dv: torch.Tensor = dv, saved=saved
         ) -> None:
             _, c, s, norm = saved
-            options = (r, "out", "full", False, "paper", 1e-8, True, True, False, False)
+            options = (r, "out", "full", False, "paper", 1e-8, False, True, True, False, False)
             with torch.no_grad():
                 torch.ops.capsfast.dynamic_routing_backward(
                     dv, None, u, weight, None, None, None, None, c, s, norm, *options

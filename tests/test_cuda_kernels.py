@@ -3,15 +3,20 @@
 What every backend must do is tested where the backends are; here are the sides of these kernels' tiles.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import capsfast
 
 from .emulator import backend as emulator
-from .support.accuracy import check
+from .support.accuracy import check, relative_l2
 from .support.backends import ALL_DTYPES, Backend, Shape
-from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, make, run
+from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, relayout, run
 
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
 # The options that a tile kernel treats, all at once and one by one.
@@ -22,6 +27,13 @@ TILED = (
     Case(num_iterations=1),
     Case(shared=True, mask=True),
     Case(num_iterations=2, leaky=True, out_mask=True, coupling=False),
+)
+TILED_IN = (
+    Case(softmax="in"),
+    LOADED,
+    Case(softmax="in", gradient="last", logits="IJ", coupling=False),
+    Case(softmax="in", num_iterations=1, mask=True),
+    Case(softmax="in", shared=True, leaky=True, logits="BIJ", num_iterations=2),
 )
 
 
@@ -60,19 +72,58 @@ def test_tiles(shape: Shape, case: Case) -> None:
     check(make(shape, case, dtype=torch.float32), BACKEND)
     ran = emulator.take_launches()
     assert ran["TileArgs"] == case.num_iterations + (case.num_iterations - 1 if case.gradient == "full" else 0)
-    assert "FinalArgs" not in ran
+    assert not {"ReduceArgs", "FinalArgs"} & set(ran)
     assert ran["TileFinalArgs"] == 1
 
 
+@pytest.mark.parametrize("case", TILED_IN, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    # One row tile and two, several tiles of samples, several splits, outputs that end within a warp's columns.
+    [
+        Shape(1, 5, 10, 16, 8),
+        Shape(17, 3, 5, 8, 4),
+        Shape(33, 13, 3, 32, 16),
+        Shape(16, 9, 4, 8, 8),
+        Shape(3, 17, 2, 32, 8),
+        Shape(2, 3, 12, 8, 16),
+        Shape(70, 2, 3, 8, 4),
+    ],
+    ids=str,
+)
+def test_tiles_over_the_input_capsules(shape: Shape, case: Case) -> None:
+    emulator.take_launches()
+    check(make(shape, case, dtype=torch.float32), BACKEND)
+    ran = emulator.take_launches()
+    backward = case.num_iterations - 1 if case.gradient == "full" else 0
+    assert ran["TileArgs"] == case.num_iterations + case.coupling + backward
+    assert not {"ReduceArgs", "FinalArgs"} & set(ran)
+    assert ran["TileFinalArgs"] == 1
+
+
+@pytest.mark.parametrize("B", [3, 20])
+@pytest.mark.parametrize("leaky", [False, True])
+def test_a_maximum_that_rises_along_the_input_capsules(B: int, leaky: bool) -> None:
+    # Farther apart than exp() can hold, up or down in one split: sums and totals are rescaled many times.
+    case = Case(softmax="in", logits="BIJ", leaky=leaky, num_iterations=2)
+    problem = make(Shape(B, 40, 10, 16, 8), case, dtype=torch.float32)
+    slope = torch.linspace(-55, 55, 40)[None, :, None] * torch.tensor([1.0, -1.0]).repeat(5)
+    problem.inputs["logits"] += slope
+    problem.inputs["logits"][0, :7] = -torch.inf
+    with emulator.device(multiprocessors=1):
+        got = check(problem, BACKEND, slack=4)  # which logit of a saturated softmax is off by an ulp is luck
+    assert all(value.isfinite().all() for value in got.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [PLAIN, LOADED_OUT], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, LOADED_OUT, LOADED], ids=str)
 @pytest.mark.parametrize("shape", [Shape(5, 9, 10, 16, 8), Shape(18, 3, 4, 8, 16), Shape(2, 3, 5, 32, 4)], ids=str)
 def test_tiles_in_sixteen_bits(shape: Shape, case: Case, dtype: torch.dtype) -> None:
     check(make(shape, case, dtype=dtype), BACKEND)
     assert "TileArgs" in launches(shape, case, dtype=dtype)
 
 
-@pytest.mark.parametrize("case", [PLAIN, LOADED_OUT], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, LOADED_OUT, LOADED], ids=str)
 @pytest.mark.parametrize("shape", [Shape(2, 3, 33, 8, 16), Shape(18, 2, 10, 32, 4), Shape(1, 2, 16, 32, 8)], ids=str)
 def test_wide_layers_take_the_general_last_pass_where_shared_memory_is_small(shape: Shape, case: Case) -> None:
     check(make(shape, case, dtype=torch.float32), BACKEND)
@@ -93,12 +144,106 @@ def test_votes_on_tensor_cores_are_as_exact_as_einsum() -> None:
     # Three products in TF32: with one of them alone the error would be hundreds of times larger.
     check(make(Shape(2, 200, 10, 16, 8), PLAIN, dtype=torch.float32), BACKEND, slack=1)
     check(make(Shape(20, 20, 10, 16, 16), LOADED_OUT, dtype=torch.float32), BACKEND, slack=1)
+    check(make(Shape(2, 200, 10, 16, 8), Case(softmax="in"), dtype=torch.float32), BACKEND, slack=1)
+    with emulator.device(multiprocessors=1):  # long sums
+        check(make(Shape(20, 60, 10, 16, 8), LOADED, dtype=torch.float32), BACKEND, slack=1)
+
+
+def errors(problem: Problem) -> dict[str, float]:
+    truth = run(problem.to(torch.float64), "reference")
+    return {name: relative_l2(value.double(), truth[name]) for name, value in run(problem, emulator.NAME).items()}
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(17, 9, 3, 16, 8), Shape(2, 9, 3, 16, 16)], ids=str)
+def test_one_product_where_torch_allows_tf32(shape: Shape, case: Case, request: pytest.FixtureRequest) -> None:
+    problem = make(shape, case, dtype=torch.float32)
+    exact = errors(problem)
+    request.getfixturevalue("tf32")
+    for name, error in errors(problem).items():
+        assert exact[name] < 2e-6, name
+        if name in ("v", "du", "dweight"):
+            assert 1e-5 < error < 1e-2, (name, error)
+
+
+@pytest.mark.parametrize("api", ["set_float32_matmul_precision", "fp32_precision"])
+def test_a_compiled_call_follows_the_setting(api: str) -> None:
+    problem = make(Shape(17, 9, 3, 16, 8), Case(coupling=False), dtype=torch.float32)
+    truth = run(problem.to(torch.float64), "reference")
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @partial(torch.compile, fullgraph=True, backend=counter)
+    def function(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return capsfast.dynamic_routing(u, weight, backend=emulator.NAME)
+
+    def error() -> float:
+        leaves = [problem.inputs[name].clone().requires_grad_() for name in ("u", "weight")]
+        v = function(*leaves)
+        gradients = torch.autograd.grad(v, leaves, problem.dv)
+        got = {"v": v.detach(), "du": gradients[0], "dweight": gradients[1]}
+        return max(relative_l2(value.double(), truth[name]) for name, value in got.items())
+
+    def set_to(allowed: bool) -> None:
+        if api == "fp32_precision":
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+        else:
+            torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        found = []
+        for allowed in (False, True, False, True):
+            set_to(allowed)
+            found.append(error())
+    finally:
+        set_to(False)
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert found[0] == found[2] < 2e-6
+    assert 1e-5 < found[1] == found[3] < 1e-2
+    assert counter.frame_count == 2  # each setting has its graph
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        (Shape(3, 5, 3, 16, 8), torch.bfloat16),  # exact in TF32 as they are
+        (Shape(3, 5, 3, 16, 5), torch.float32),  # general kernels have no tensor cores to save
+        (Shape(3, 5, 3, 16, 8), torch.float64),
+    ],
+    ids=str,
+)
+def test_tf32_changes_nothing_else(shape: Shape, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    problem = make(shape, LOADED_OUT, dtype=dtype)
+    before = run(problem, emulator.NAME)
+    request.getfixturevalue("tf32")
+    for name, value in run(problem, emulator.NAME).items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("K", [4, 8, 16])
+@pytest.mark.parametrize("layout", ["sliced", "transposed"])
+def test_poses_may_lie_anywhere(layout: str, K: int, dtype: torch.dtype) -> None:
+    problem = make(Shape(18, 3, 4, 16, K), LOADED_OUT, dtype=dtype)
+    wanted = run(problem, emulator.NAME)
+    problem.inputs["u"] = relayout(problem.inputs["u"], layout)
+    emulator.take_launches()
+    for name, value in run(problem, emulator.NAME).items():
+        assert torch.equal(value, wanted[name]), name
+    assert "ReduceArgs" not in emulator.take_launches()
 
 
 @pytest.mark.parametrize(
     ("shape", "case", "op", "dtype"),
     [
-        (Shape(2, 3, 4, 16, 8), LOADED, "dynamic_routing", torch.float32),  # softmax over the input capsules
         (Shape(2, 3, 4, 16, 8), PLAIN, "dynamic_routing", torch.float64),
         (Shape(2, 3, 4, 16, 5), PLAIN, "dynamic_routing", torch.float32),
         (Shape(2, 3, 4, 12, 8), PLAIN, "dynamic_routing", torch.float32),

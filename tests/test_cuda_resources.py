@@ -13,8 +13,8 @@ import pytest
 from capsfast import native
 
 TILE = "tile"
-# Registers a thread, by what the name of a kernel begins with: 65 536 of a multiprocessor at the largest block, or 255.
-MOST_REGISTERS = {"tile_final_kernel": 168, "": 255}
+# Registers a thread, by what the name of a kernel begins with: what twelve warps of a multiprocessor may have, or 255.
+MOST_REGISTERS = {"tile": 168, "": 255}
 STATIC_SHARED = 48 * 1024
 
 

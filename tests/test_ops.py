@@ -9,7 +9,6 @@ from torch import Tensor
 
 import capsfast
 from capsfast.ops._register import PREFIX
-from capsfast.options import Options
 from capsfast.reference.dynamic_routing import votes as reference_votes
 
 from .support.accuracy import assert_close, relative_l2
@@ -27,14 +26,15 @@ def arguments(problem: Problem, coupling: bool | None = None) -> list[Any]:
     tensors = [problem.inputs[name] for name in first]
     tensors += [problem.inputs.get("logits"), problem.inputs.get("bias")]  # type: ignore[list-item]
     masks = [problem.masks.get("mask"), problem.masks.get("out_mask")]
-    return [*tensors, *masks, *problem.case.options, problem.case.coupling if coupling is None else coupling]
+    flags = [False] if problem.op == "dynamic_routing" else []  # tf32
+    return [*tensors, *masks, *problem.case.options, *flags, problem.case.coupling if coupling is None else coupling]
 
 
 def backward_arguments(problem: Problem, backend: Backend) -> list[Any]:
     *inputs, coupling = arguments(problem)
     _, c, s, norm = backend.op(problem.op)(*inputs, coupling)
-    tensors, options = inputs[: -len(Options._fields)], inputs[-len(Options._fields) :]
     first = 2 if problem.op == "dynamic_routing" else 1
+    tensors, options = inputs[: first + 4], inputs[first + 4 :]
     needed = [tensor is not None for tensor in tensors[: first + 2]]
     return [problem.dv, problem.dc if coupling else None, *tensors, c, s, norm, *options, *needed]
 

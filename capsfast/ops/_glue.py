@@ -82,15 +82,17 @@ def fake_gradients(tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...])
     )
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """setup_context: tensor arguments come first, then the six options and return_coupling."""
-    *arguments, _ = inputs
-    tensors, options = arguments[: -len(Options._fields)], arguments[-len(Options._fields) :]
-    _, coupling, s, norm = output
-    ctx.save_for_backward(*tensors, coupling, s, norm)
-    ctx.options = options
-    ctx.mark_non_differentiable(s, norm)
-    ctx.set_materialize_grads(False)
+def saving(tensors: int) -> Callable[..., None]:
+    """setup_context of an op with so many tensor arguments; behind them stand the options and return_coupling."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, coupling, s, norm = output
+        ctx.save_for_backward(*inputs[:tensors], coupling, s, norm)
+        ctx.options = inputs[tensors:-1]
+        ctx.mark_non_differentiable(s, norm)
+        ctx.set_materialize_grads(False)
+
+    return save
 
 
 def backward_by(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._glue import backward_by, save
+from ._glue import backward_by, saving
 
 PREFIX = {"cpp": "", "triton": "triton_"}
 
@@ -22,21 +22,31 @@ _library = torch.library.Library("capsfast", "FRAGMENT")
 
 
 class Contract(NamedTuple):
-    """name: of the op. inputs: its first tensors. fake, fake_backward: shapes and dtypes of the results."""
+    """name: of the op. inputs: its first tensors. fake, fake_backward: shapes and dtypes of the results.
+
+    flags: bools behind the options.
+    """
 
     name: str
     inputs: tuple[str, ...]
     fake: Callable[..., Any]
     fake_backward: Callable[..., Any]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> int:
+        """How many arguments of the forward are tensors, some of which may be absent: its first ones."""
+        return len(self.inputs) + _PARAMETERS.count(",") + 1
 
     def schemas(self, prefix: str) -> tuple[str, str]:
         inputs = ", ".join(f"Tensor {name}" for name in self.inputs)
+        options = ", ".join((_OPTIONS, *(f"bool {flag}" for flag in self.flags)))
         needed = (*self.inputs, "logits", "bias")
         return (
-            f"{prefix}{self.name}({inputs}, {_PARAMETERS}, {_OPTIONS}, bool return_coupling) "
+            f"{prefix}{self.name}({inputs}, {_PARAMETERS}, {options}, bool return_coupling) "
             f"-> (Tensor, Tensor, Tensor, Tensor)",
             f"{prefix}{self.name}_backward(Tensor dv, Tensor? dcoupling, {inputs}, {_PARAMETERS}, "
-            f"Tensor coupling, Tensor s, Tensor norm, {_OPTIONS}, {', '.join(f'bool need_{name}' for name in needed)}) "
+            f"Tensor coupling, Tensor s, Tensor norm, {options}, {', '.join(f'bool need_{name}' for name in needed)}) "
             f"-> ({', '.join('Tensor' for _ in needed)})",
         )
 
@@ -55,6 +65,7 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
     if backend == "triton":
         _bind_triton(contract.name)
     backward = backward_by(_transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name), 0))
+    save = saving(contract.tensors)
     torch.library.register_fake(op, contract.fake)
     torch.library.register_fake(f"{op}_backward", contract.fake_backward)
     torch.library.register_autograd(op, backward, setup_context=save)

@@ -3,12 +3,12 @@
 ``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], norm [2, r, B, J])``:
 the output capsules and the last coupling (empty without return_coupling) in the dtype of u, and what
 the backward needs in the dtype sums are formed in: every iteration's weighted sum (without the bias),
-and with softmax "in" the normaliser over the input capsules: the largest logit m and
-``1 / sum_i exp(b - m)`` (else empty). The votes, the coupling and the logits of earlier iterations are
-not kept: V_t is the sum of the squashed s up to t.
+and with softmax "in" the normaliser over the input capsules: a number m that the largest logit
+exceeds by 8 at most and ``1 / sum_i exp(b - m)`` (else empty). The votes, the coupling and the logits of
+earlier iterations are not kept: V_t is the sum of the squashed s up to t.
 
 ``capsfast::dynamic_routing_backward`` returns ``(du, dweight, dlogits, dbias)``, empty where the
-need_ flag is false.
+need_ flag is false. tf32: products of float32 may be rounded to TF32; without effect on the CPU.
 """
 
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..backend import select
 from ..measured import Call
 from ..options import Options
+from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
 from ._glue import fake_gradients, fake_outputs, run_reference, why_not_fused
 from ._register import Contract, define
@@ -47,7 +48,8 @@ def call(
     )
     if chosen == "reference":
         return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)
-    v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options, return_coupling)
+    tf32 = chosen != "cpp" and tf32_allowed()
+    v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options, tf32, return_coupling)
     return v, c
 
 
@@ -79,4 +81,5 @@ def _fake_backward(
     return fake_gradients((u, weight, logits, bias), rest[-4:])
 
 
-_ops = define(Contract("dynamic_routing", ("u", "weight"), _fake, _fake_backward))
+CONTRACT = Contract("dynamic_routing", ("u", "weight"), _fake, _fake_backward, flags=("tf32",))
+_ops = define(CONTRACT)

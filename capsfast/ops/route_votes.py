@@ -65,4 +65,5 @@ def _fake_backward(
     return fake_gradients((votes, logits, bias), rest[-3:])
 
 
-_ops = define(Contract("route_votes", ("votes",), _fake, _fake_backward))
+CONTRACT = Contract("route_votes", ("votes",), _fake, _fake_backward)
+_ops = define(CONTRACT)

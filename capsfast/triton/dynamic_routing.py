@@ -10,11 +10,11 @@ from .launch import Call
 
 
 def forward(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits, bias, mask, out_mask, *options, return_coupling = rest
-    return routing.forward(Call(u, weight, logits, bias, mask, out_mask, Options(*options)), return_coupling)
+    logits, bias, mask, out_mask, *options, tf32, return_coupling = rest
+    return routing.forward(Call(u, weight, logits, bias, mask, out_mask, Options(*options), tf32), return_coupling)
 
 
 def backward(dv: Tensor, dcoupling: Tensor | None, u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits, bias, mask, out_mask, coupling, s, norm, *options = rest[:-4]
-    call = Call(u, weight, logits, bias, mask, out_mask, Options(*options))
+    logits, bias, mask, out_mask, coupling, s, norm, *options, tf32 = rest[:-4]
+    call = Call(u, weight, logits, bias, mask, out_mask, Options(*options), tf32)
     return routing.backward(call, dv, dcoupling, coupling, s, norm, rest[-4:])

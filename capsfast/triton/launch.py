@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..options import Options
-from ..precision import tf32_allowed
 from . import config
 from .config import Choice, Layer, Tiles
 
@@ -19,11 +18,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """How votes are multiplied: 16-bit operands, one TF32 product where torch is told to, else three."""
+def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
+    """How votes are multiplied: 16-bit operands, one TF32 product where that is allowed, else three."""
     if dtype != torch.float32:
         return "half"
-    return "tf32" if tf32_allowed() else "tf32x3"
+    return "tf32" if tf32 else "tf32x3"
 
 
 def cdiv(a: int, b: int) -> int:
@@ -45,7 +44,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Call:
-    """x: u [B, I, K], or votes [B, I, J, D] and no weight. Tensors may have any strides."""
+    """x: u [B, I, K], or votes [B, I, J, D] and no weight. Tensors may have any strides. tf32: it is allowed."""
 
     x: Tensor
     weight: Tensor | None
@@ -54,6 +53,7 @@ class Call:
     mask: Tensor | None
     out_mask: Tensor | None
     options: Options
+    tf32: bool = False
     sizes: tuple[int, int, int, int, int] = field(init=False)  # B, I, J, D, K
     _plans: dict[str, Plan] = field(init=False, default_factory=dict)
 
@@ -99,7 +99,7 @@ class Call:
     def precision(self) -> dict[str, Any]:
         return {
             "VOTES": self.votes_given,
-            "DOT": dot_precision(self.x.dtype),
+            "DOT": dot_precision(self.x.dtype, self.tf32),
             "WIDE": self.wide,
             "LEAKY": self.options.leaky,
         }
@@ -123,7 +123,7 @@ class Call:
     @property
     def back_dot(self) -> str:
         """For products with dvotes, which are float32 whatever the inputs: 16-bit operands are exact in TF32."""
-        precision = dot_precision(self.x.dtype)
+        precision = dot_precision(self.x.dtype, self.tf32)
         return "tf32x2" if precision == "half" else precision
 
     @functools.cached_property

@@ -120,6 +120,10 @@ class Shared {
   CAPSFAST_DEVICE Vector vector(int n) const {
     return *reinterpret_cast<const Vector*>(data_ + n);
   }
+  template <class Vector>
+  CAPSFAST_DEVICE void write(int n, const Vector& value) const {
+    *reinterpret_cast<Vector*>(data_ + n) = value;
+  }
   // Element n of the same memory in block `rank` of the cluster.
   CAPSFAST_DEVICE T read_from(int rank, int n) const {
 #ifdef CAPSFAST_CLUSTERS

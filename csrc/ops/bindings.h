@@ -93,8 +93,9 @@ class Ops {
       OptionalTensor mask,      // [B, I]
       OptionalTensor out_mask,  // [B, J]
       int64_t num_iterations, std::string softmax, std::string gradient, bool leaky, std::string squash, double eps,
-      bool return_coupling) {
+      bool tf32, bool return_coupling) {
     Problem p = problem_of(u, weight);
+    p.tf32 = tf32;
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
     return forward(p, u, return_coupling);
   }
@@ -107,9 +108,10 @@ class Ops {
       Tensor s,         // [r, B, J, D]
       Tensor norm,      // [2, r, B, J], or empty
       int64_t num_iterations,
-      std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool need_u,
+      std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool tf32, bool need_u,
       bool need_weight, bool need_logits, bool need_bias) {
     Problem p = problem_of(u, weight);
+    p.tf32 = tf32;
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
     BackwardOutputs out;
     Tensor du = gradient_like(u, need_u, p.empty(), &out.du);

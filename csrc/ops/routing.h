@@ -35,6 +35,7 @@ struct Problem {
   bool leaky = false;
   Squash squash = Squash::paper;
   double eps = 1e-8;
+  bool tf32 = false;           // float32 products may be rounded to TF32
 
   bool votes_given = false;    // route_votes: votes instead of u and weight, K = 1
   bool shared_weight = false;  // one weight row for all input capsules: dweight is summed over them
@@ -51,7 +52,7 @@ struct Problem {
 
 // v [B, J, D] and coupling [B, I, J] in the storage of the inputs; for the backward, in the type sums are
 // formed in, s [r, B, J, D] (without bias) and, for the softmax over the input capsules, norm
-// [2, r, B, J]: the maximum m of the logits and 1 / sum_i exp(b - m). All contiguous.
+// [2, r, B, J]: m, which the largest logit exceeds by 8 at most, and 1 / sum_i exp(b - m). All contiguous.
 struct ForwardOutputs {
   int64_t batch = 0;  // what B is in s and norm: a part of the batch may be worked on
   View v;

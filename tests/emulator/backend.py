@@ -14,12 +14,7 @@ from capsfast.ops import _glue, _register, dynamic_routing, route_votes
 from .build import library
 
 NAME, PREFIX = "emulated", "emulated_"
-CONTRACTS = {
-    dynamic_routing: _register.Contract(
-        "dynamic_routing", ("u", "weight"), dynamic_routing._fake, dynamic_routing._fake_backward
-    ),
-    route_votes: _register.Contract("route_votes", ("votes",), route_votes._fake, route_votes._fake_backward),
-}
+OPS = (dynamic_routing, route_votes)
 
 
 def _why_not_fused(*call: Any) -> Mapping[str, Callable[[], str]]:
@@ -42,9 +37,9 @@ def install() -> None:
     backend.DEVICES[NAME] = ("cpu",)
     backend._checked = _accepting(backend._checked)
     _register.PREFIX[NAME] = PREFIX
-    for op, contract in CONTRACTS.items():
+    for op in OPS:
         module: Any = op
-        module._ops[NAME] = _register._define(contract, NAME)
+        module._ops[NAME] = _register._define(op.CONTRACT, NAME)
         module.why_not_fused = _why_not_fused
     torch.ops.load_library(str(path))
 

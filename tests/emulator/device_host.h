@@ -136,6 +136,13 @@ class Shared {
     std::memcpy(&value, data_ + n, sizeof(Vector));
     return value;
   }
+  template <class Vector>
+  void write(int n, const Vector& value) const {
+    check(n, static_cast<int>(sizeof(Vector) / sizeof(T)));
+    if (reinterpret_cast<uintptr_t>(data_ + n) % sizeof(Vector) != 0) fault("a vector access that is not aligned");
+    Block::current().writes(data_ + n, sizeof(Vector));
+    std::memcpy(data_ + n, &value, sizeof(Vector));
+  }
   // Element n of the same memory in block `rank` of the cluster.
   T read_from(int rank, int n) const {
     check(n, 1);

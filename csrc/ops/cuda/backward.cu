@@ -71,7 +71,11 @@ class Backward {
     if constexpr (std::is_same_v<T, float>) {
       if (call.tile_final_fits(p.iterations - steps.first)) {
         const TilePlan& plan = call.tiles;
-        return finish(TileFinalArgs{}, plan.final_parts, plan.final_splits, [&](const TileFinalArgs& args) { call.tile_final(args); });
+        TileFinalArgs tiles{};
+        tiles.in_runs = poses_in_runs(p);
+        tiles.tf32 = p.tf32;
+        if (p.softmax_in) tiles.norm = steps.columns;
+        return finish(tiles, plan.final_parts, plan.final_splits, [&](const TileFinalArgs& args) { call.tile_final(args); });
       }
     }
     const GeneralPlan& plan = call.plan;

@@ -115,23 +115,20 @@ class Call {
     return to;
   }
 
-  void reduce(const ReduceArgs<T>& args, const Parts<T>& to) const {
-    if (to.splits == 0) return;
+  // Without parts a pass sums up nothing.
+  void reduce(const ReduceArgs<T>& args, const Parts<T>& to = {}) const {
+    if (p.I == 0) return;
     if constexpr (std::is_same_v<T, float>) {
       if (tiled) {
-        const TileArgs tile{args.in, args.scoring.V, args.scoring.ds, args.scoring.dcoupling, args.coupling, args.unweighted, to.sum_tile};
-        return tile_kernel(static_cast<bool>(args.scoring.ds))(tile, tile_threads(), {{tiles.splits, grid_rows(tiles.tiles), 1}, context.stream()});
+        const Scoring<T>& with = args.scoring;
+        const TileArgs tile{args.in, poses_in_runs(p), p.tf32, with.V, with.ds, with.dcoupling, args.coupling, args.unweighted, args.norm,
+                            to.sum_tile, args.max, args.total};
+        return tile_kernel(static_cast<bool>(with.ds))(tile, tile_threads(), {{tiles.tiles, tiles.splits, 1}, context.stream()});
       }
     }
     ReduceArgs<T> pass = args;
     pass.sum = to.sum;
-    reduce_coupling(pass);
-  }
-
-  // A pass that sums up nothing.
-  void reduce_coupling(const ReduceArgs<T>& args) const {
-    if (plan.splits == 0) return;
-    kernels().reduce(args, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
+    kernels().reduce(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
   }
 
   // f(E{}, K) for the type of u and its K, which a tile kernel is compiled for.
@@ -166,14 +163,14 @@ class Call {
     if (!tiled || terms > 64 || tile_threads() > 32 * TileSize::final_warps) return false;
     const int floats = for_tiles([&](auto type, auto K) {
       // D changes nothing of the sizes.
-      return FinalTiles<decltype(type), K, 8>::memory(static_cast<int>(p.J), tile_threads(), static_cast<int>(terms)).end;
+      return FinalTiles<decltype(type), K, 8>::memory(static_cast<int>(p.J), tile_threads(), static_cast<int>(terms), p.softmax_in).end;
     });
     return 4 * floats <= context.shared_bytes();
   }
 
   void tile_final(const TileFinalArgs& args) const {
     const TileFinalLauncher launcher = for_tiles([&](auto type, auto K) { return tile_final_launcher<decltype(type), K>(p.D); });
-    launcher(args, tile_threads(), {{tiles.final_splits, tiles.final_parts, 1}, context.stream()});
+    launcher(args, tile_threads(), {{tiles.final_parts, tiles.final_splits, 1}, context.stream()});
   }
 
   // One warp for 32 columns.

@@ -39,7 +39,7 @@ void forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
     call.reduce(pass, steps.parts);
     call.per_output(output_kernel<T>, steps.output(t));
   }
-  if (steps.coupling_apart()) call.reduce_coupling(steps.coupling_pass());
+  if (steps.coupling_apart()) call.reduce(steps.coupling_pass());
 }
 
 template void forward<float>(const Problem&, const ForwardOutputs&, const Tensor&);

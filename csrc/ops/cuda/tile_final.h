@@ -15,8 +15,9 @@ namespace capsfast::cuda {
 struct TileFinalArgs {
   Inputs in;
   int64_t first, iterations;   // [first, iterations) carry gradients
-  bool gradient_last;
+  bool gradient_last, in_runs, tf32;
   Global<const float> V, ds;   // [r, B, J, D]
+  Normaliser<float> norm;      // [r, B, J], softmax over the input capsules
   Operand dcoupling;
   bool shared_weight;
   Operand du;                  // [B, I, K]
@@ -29,15 +30,15 @@ template <class E, int kK, int kD>
 struct FinalTiles : Tiles<E, kK, kD, true, false> {
   using Base = Tiles<E, kK, kD, true, false>;
   static constexpr int inputs = 4;                     // room for V and ds of all iterations
-  static constexpr int poses = inputs * Base::samples * kK;
+  static constexpr int poses = inputs * Base::pose_pitch;
   static constexpr int turn = TileSize::columns + 8;   // pitch of a warp's transposed dvotes: no two lanes meet in a bank
   static constexpr int k_tiles = kK == 16 ? 2 : 1;
 
   // In floats, one after the other.
   struct Memory {
-    int V, ds, high, low, scores, dc, turned, du, end;
+    int V, ds, high, low, scores, dc, columns, turned, du, end;
   };
-  static CAPSFAST_HOST_DEVICE Memory memory(int J, int threads, int terms) {
+  static CAPSFAST_HOST_DEVICE Memory memory(int J, int threads, int terms, bool softmax_in) {
     Memory at;
     const int vectors = Base::vectors(threads), warps = threads / 32;
     at.V = 0;
@@ -46,7 +47,8 @@ struct FinalTiles : Tiles<E, kK, kD, true, false> {
     at.low = at.high + (Base::parted ? poses : 0);
     at.scores = at.low + poses;
     at.dc = at.scores + terms * Base::scores(J);
-    at.turned = at.dc + terms * Base::scores(J);
+    at.columns = at.dc + terms * Base::scores(J);
+    at.turned = at.columns + (softmax_in ? 2 * terms * Base::scores(J) : 0);
     at.turned += at.turned & 1;  // pairs are aligned
     at.du = at.turned + warps * Base::samples * turn;
     at.end = at.du + warps * Base::samples * kK;
@@ -54,30 +56,30 @@ struct FinalTiles : Tiles<E, kK, kD, true, false> {
   }
 };
 
-// c += a b in float32 accuracy: `parted` says which operands are more than TF32 holds.
+// An operand of numbers that are no TF32 numbers, in the parts that a product takes: two or, with kOne, the nearest one.
+template <bool kOne, int kCount>
+CAPSFAST_DEVICE void take_parts(const float (&x)[kCount], float (&high)[kCount], float (&low)[kCount]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    if constexpr (kOne) {
+      high[n] = gpu::to_tf32(x[n]);
+    } else {
+      two_parts(x[n], high[n], low[n]);
+    }
+  }
+}
+
+// c += a b, kLeft and kRight saying which operands have two parts.
 template <bool kLeft, bool kRight>
-CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
-  float a_high[4], b_high[2];
-#pragma unroll
-  for (int n = 0; n < 4; ++n) a_high[n] = kLeft ? gpu::to_tf32(a[n]) : a[n];
-#pragma unroll
-  for (int n = 0; n < 2; ++n) b_high[n] = kRight ? gpu::to_tf32(b[n]) : b[n];
-  if constexpr (kLeft) {
-    float a_low[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) a_low[n] = gpu::to_tf32(a[n] - a_high[n]);
-    gpu::mma_tf32(c, a_low, b_high);
-  }
-  if constexpr (kRight) {
-    const float b_low[2] = {gpu::to_tf32(b[0] - b_high[0]), gpu::to_tf32(b[1] - b_high[1])};
-    gpu::mma_tf32(c, a_high, b_low);
-  }
+CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const float (&a_low)[4], const float (&b_high)[2], const float (&b_low)[2]) {
+  if constexpr (kLeft) gpu::mma_tf32(c, a_low, b_high);
+  if constexpr (kRight) gpu::mma_tf32(c, a_high, b_low);
   gpu::mma_tf32(c, a_high, b_high);
 }
 
 // dvotes = sum_t c_t ds_t + db_t V_{t-1}, in the layout of the accumulator; 0 for what a mask takes out.
 template <class Tr>
-CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int64_t b0, int64_t i, const Lane& lane, int pitch, int size, int vectors, Shared<float> V, Shared<float> ds,
+CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int b0, int i, const Lane& lane, int size, int vectors, Shared<float> V, Shared<float> ds,
                              Shared<float> scores, Shared<float> dc, Accumulator (&dvotes)[1][Tr::column_tiles]) {
   const int terms = static_cast<int>(a.iterations - a.first);
 #pragma unroll
@@ -90,20 +92,11 @@ CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int64_t b0, int64_t i, cons
       const bool with_db = !a.gradient_last && a.first + term > 0;
 #pragma unroll
       for (int out = 0; out < Tr::outputs; ++out) {
-        const int j = lane.warp * Tr::outputs + out, at = term * size + sample * pitch + j;
+        const int j = lane.warp * Tr::outputs + out, at = term * size + j * Tr::score_pitch + sample;
         if (j >= a.in.J) continue;
         const float c = scores[at], db = with_db ? static_cast<float>(dc[at]) : 0.0f;
-#pragma unroll
-        for (int tile = out * Tr::D / 8; tile < (out + 1) * Tr::D / 8; ++tile) {
-          const int from = term * vectors + vector_at<Tr>(lane, tile, eight);
-          const gpu::Pair g = ds.pair(from);
-          dvotes[0][tile][2 * eight] += c * g.first;
-          dvotes[0][tile][2 * eight + 1] += c * g.second;
-          if (!with_db) continue;
-          const gpu::Pair v = V.pair(from);
-          dvotes[0][tile][2 * eight] += db * v.first;
-          dvotes[0][tile][2 * eight + 1] += db * v.second;
-        }
+        each_component<Tr>(ds, term * vectors, lane, out, eight, [&](int tile, int n, float x) { dvotes[0][tile][2 * eight + n] += c * x; });
+        if (with_db) each_component<Tr>(V, term * vectors, lane, out, eight, [&](int tile, int n, float x) { dvotes[0][tile][2 * eight + n] += db * x; });
       }
     }
   }
@@ -111,34 +104,44 @@ CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int64_t b0, int64_t i, cons
 
 // The warp's part of du [16, K] = dvotes W. The columns of the product are dealt out so that the accumulator's layout
 // is the operand's: a lane's neighbouring columns are its slots `quad` and `quad + 4`.
-template <class Tr, class E>
-CAPSFAST_DEVICE void product_du(const Inputs& in, int64_t i, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> du) {
+template <class Tr, class E, bool kOne>
+CAPSFAST_DEVICE void product_du(const Inputs& in, int i, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> du) {
   const Global<const E> weight = in.matrix.data.as<const E>();
+  const int columns = static_cast<int>(in.J) * Tr::D;
+  float c[Tr::k_tiles][4] = {};
+#pragma unroll
+  for (int tile = 0; tile < Tr::column_tiles; ++tile) {
+    const int column = lane.warp * TileSize::columns + tile * 8 + 2 * lane.quad;
+    const float g[4] = {dvotes[0][tile][0], dvotes[0][tile][2], dvotes[0][tile][1], dvotes[0][tile][3]};
+    float g_high[4], g_low[4];
+    take_parts<kOne>(g, g_high, g_low);
+#pragma unroll
+    for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
+      const int k = k_tile * 8 + lane.group;
+      float w[2] = {}, w_low[2];
+      if (column < columns && k < Tr::K) {
+        const int64_t from = i * in.matrix.stride[0] + column * Tr::K + k;
+        w[0] = wide(weight[from]);
+        w[1] = wide(weight[from + Tr::K]);
+      }
+      if constexpr (Tr::parted) take_parts<kOne>(w, w, w_low);
+      multiply<!kOne, Tr::parted && !kOne>(c[k_tile], g_high, g_low, w, w_low);
+    }
+  }
 #pragma unroll
   for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
-    const int k = k_tile * 8 + lane.group;
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int tile = 0; tile < Tr::column_tiles; ++tile) {
-      const int column = lane.warp * TileSize::columns + tile * 8 + 2 * lane.quad;
-      const bool there = column < in.J * Tr::D && k < Tr::K;
-      const int64_t from = i * in.matrix.stride[0] + static_cast<int64_t>(column) * Tr::K + k;
-      const float b[2] = {there ? wide(weight[from]) : 0.0f, there ? wide(weight[from + Tr::K]) : 0.0f};
-      const float g[4] = {dvotes[0][tile][0], dvotes[0][tile][2], dvotes[0][tile][1], dvotes[0][tile][3]};
-      multiply<true, Tr::parted>(c, g, b);
-    }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int sample = lane.group + n / 2 * 8, column = k_tile * 8 + 2 * lane.quad + n % 2;
-      if (column < Tr::K) du[(lane.warp * Tr::samples + sample) * Tr::K + column] = c[n];
+      if (column < Tr::K) du[(lane.warp * Tr::samples + sample) * Tr::K + column] = c[k_tile][n];
     }
   }
 }
 
 // dweight [32, K] of the warp's columns += dvotes^T u, dvotes turned around in the warp's own shared memory.
-template <class Tr>
-CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> high, Shared<float> low,
-                                     Shared<float> turned, float (&dweight)[2][Tr::k_tiles][4]) {
+template <class Tr, bool kOne>
+CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> high,
+                                     Shared<float> low, Shared<float> turned, float (&dweight)[2][Tr::k_tiles][4]) {
   const int base = lane.warp * Tr::samples * Tr::turn;
 #pragma unroll
   for (int tile = 0; tile < Tr::column_tiles; ++tile) {
@@ -146,27 +149,32 @@ CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumula
     for (int n = 0; n < 4; ++n) turned[base + (lane.group + n / 2 * 8) * Tr::turn + tile * 8 + 2 * lane.quad + n % 2] = dvotes[0][tile][n];
   }
   gpu::warp_barrier();
+  // Samples `quad` and quad + 4, and in their pairs those 8 further on, for the second step of the product.
+  gpu::Pair u_high[Tr::k_tiles][2] = {}, u_low[Tr::k_tiles][2] = {};
+#pragma unroll
+  for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
+    const int k = k_tile * 8 + lane.group;
+#pragma unroll
+    for (int n = 0; n < 2 && k < Tr::K; ++n) {
+      const int at = pose_at<Tr>(input, lane.quad + 4 * n, k);
+      u_high[k_tile][n] = high.pair(at);
+      if constexpr (Tr::parted && !kOne) u_low[k_tile][n] = low.pair(at);
+    }
+  }
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     const int sample = step * 8 + lane.quad;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float g[4];
+      float g[4], g_high[4], g_low[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) g[n] = turned[base + (sample + n / 2 * 4) * Tr::turn + half * 16 + lane.group + n % 2 * 8];
+      take_parts<kOne>(g, g_high, g_low);
 #pragma unroll
       for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
-        const int k = k_tile * 8 + lane.group, at = (input * Tr::samples + sample) * Tr::K + k, below = at + 4 * Tr::K;
-        const bool there = k < Tr::K;
-        const float u_high[2] = {there ? static_cast<float>(high[at]) : 0.0f, there ? static_cast<float>(high[below]) : 0.0f};
-        if constexpr (Tr::parted) {
-          const float u_low[2] = {there ? static_cast<float>(low[at]) : 0.0f, there ? static_cast<float>(low[below]) : 0.0f};
-          float rounded[4];
-#pragma unroll
-          for (int n = 0; n < 4; ++n) rounded[n] = gpu::to_tf32(g[n]);
-          gpu::mma_tf32(dweight[half][k_tile], rounded, u_low);
-        }
-        multiply<true, false>(dweight[half][k_tile], g, u_high);
+        const auto of_step = [&](const gpu::Pair& pair) { return step == 0 ? pair.first : pair.second; };
+        const float b_high[2] = {of_step(u_high[k_tile][0]), of_step(u_high[k_tile][1])}, b_low[2] = {of_step(u_low[k_tile][0]), of_step(u_low[k_tile][1])};
+        multiply<!kOne, Tr::parted && !kOne>(dweight[half][k_tile], g_high, g_low, b_high, b_low);
       }
     }
   }
@@ -190,27 +198,27 @@ CAPSFAST_DEVICE void write_dweight(const TileFinalArgs& a, int64_t part, bool fi
 }
 
 template <class Tr>
-CAPSFAST_DEVICE void write_tile_dlogits(const TileFinalArgs& a, int64_t b0, int64_t i, bool first, int pitch, int size, Shared<float> dc) {
+CAPSFAST_DEVICE void write_tile_dlogits(const TileFinalArgs& a, int b0, int i, bool first, int size, Shared<float> dc) {
   const Inputs& in = a.in;
   const int terms = static_cast<int>(a.iterations - a.first);
   for (int j = gpu::thread(); j < in.J; j += gpu::threads()) {
     double sum = 0;
     for (int sample = 0; sample < Tr::samples && b0 + sample < in.B; ++sample) {
       float value = 0.0f;
-      for (int term = 0; term < terms; ++term) value += dc[term * size + sample * pitch + j];
+      for (int term = 0; term < terms; ++term) value += dc[term * size + j * Tr::score_pitch + sample];
       sum += static_cast<double>(value);
       const int64_t* stride = a.dlogits_sample.stride;
       if (a.dlogits_sample.data) a.dlogits_sample.template write<float>((b0 + sample) * stride[0] + i * stride[1] + j * stride[2], value);
     }
     if (!a.dlogits) continue;
-    double& to = a.dlogits[(gpu::block_y() * in.I + i) * in.J + j];
+    double& to = a.dlogits[(gpu::block_x() * in.I + i) * in.J + j];
     to = first ? sum : to + sum;
   }
 }
 
 // du from the parts of the warps.
 template <class Tr>
-CAPSFAST_DEVICE void write_tile_du(const TileFinalArgs& a, int64_t b0, int64_t i, Shared<float> du) {
+CAPSFAST_DEVICE void write_tile_du(const TileFinalArgs& a, int b0, int i, Shared<float> du) {
   const int warps = gpu::threads() / 32;
   for (int n = gpu::thread(); n < Tr::samples * Tr::K; n += gpu::threads()) {
     const int64_t b = b0 + n / Tr::K;
@@ -228,61 +236,81 @@ tile_final_kernel(TileFinalArgs a) {
   using Tr = FinalTiles<E, kK, kD>;
   const Inputs& in = a.in;
   const Lane lane = this_lane();
-  const int J = static_cast<int>(in.J), pitch = Tr::pitch(J), size = Tr::scores(J), vectors = Tr::vectors(gpu::threads());
+  const int J = static_cast<int>(in.J), size = Tr::scores(J), vectors = Tr::vectors(gpu::threads());
   const int terms = static_cast<int>(a.iterations - a.first), warps = gpu::threads() / 32;
-  const typename Tr::Memory at = Tr::memory(J, gpu::threads(), terms);
+  const typename Tr::Memory at = Tr::memory(J, gpu::threads(), terms, in.softmax_in);
   const Shared<float> V = gpu::shared<float>(4 * at.V, terms * vectors), ds = gpu::shared<float>(4 * at.ds, terms * vectors);
   const Shared<float> high = gpu::shared<float>(4 * at.high, Tr::poses), low = gpu::shared<float>(4 * at.low, Tr::poses);
   const Shared<float> scores = gpu::shared<float>(4 * at.scores, terms * size), dc = gpu::shared<float>(4 * at.dc, terms * size);
-  const Shared<float> turned = gpu::shared<float>(4 * at.turned, warps * Tr::samples * Tr::turn), du = gpu::shared<float>(4 * at.du, warps * Tr::samples * Tr::K);
-  const SoftmaxSet softmax{terms, size, a.first == 0 ? 0 : -1, terms - 1, {}, a.dcoupling};
-  const int64_t split = gpu::block_x(), all = in.B * in.J * Tr::D;
-  const int64_t i_begin = in.I * split / gpu::blocks_x(), i_end = in.I * (split + 1) / gpu::blocks_x();
+  const Shared<float> turned = gpu::shared<float>(4 * at.turned, warps * Tr::samples * Tr::turn);
+  const Shared<float> du = gpu::shared<float>(4 * at.du, warps * Tr::samples * Tr::K);
+  const int64_t scalars = in.B * in.J;
+  const auto columns = [&](int term) {
+    const int from = in.softmax_in ? at.columns + 2 * term * size : 0;
+    return Columns{gpu::shared<float>(4 * from, size), gpu::shared<float>(4 * (from + size), size), a.norm.mean.from((a.first + term) * scalars, scalars)};
+  };
+  const SoftmaxSet softmax{terms, size, terms - 1, {}, a.dcoupling};
+  // Blocks that read the same weights are neighbours: parts of the batch are the fast axis of the grid.
+  const int64_t part = gpu::block_x(), parts = gpu::blocks_x(), split = gpu::block_y(), all = in.B * in.J * Tr::D;
+  const int64_t i_begin = in.I * split / gpu::blocks_y(), i_end = in.I * (split + 1) / gpu::blocks_y();
   float dweight[2][Tr::k_tiles][4] = {};
-  for (int64_t b0 = gpu::block_y() * Tr::samples; b0 < in.B; b0 += gpu::blocks_y() * Tr::samples) {
-    const bool first = b0 == gpu::block_y() * Tr::samples;
+  for (int64_t b0 = part * Tr::samples; b0 < in.B; b0 += parts * Tr::samples) {
+    const bool first = b0 == part * Tr::samples;
     for (int term = 0; term < terms; ++term) {
       const int64_t t = a.first + term;
-      if (t > 0) stage_vectors<Tr>(in, a.V.from(t * all, all), b0, gpu::shared<float>(4 * (at.V + term * vectors), vectors));
-      stage_vectors<Tr>(in, a.ds.from(t * all, all), b0, gpu::shared<float>(4 * (at.ds + term * vectors), vectors));
+      if (t > 0) stage_vectors<Tr>(in, a.V.from(t * all, all), b0, lane, V, term * vectors);
+      stage_vectors<Tr>(in, a.ds.from(t * all, all), b0, lane, ds, term * vectors);
+      if (in.softmax_in) stage_columns<Tr>(in, a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars), b0, lane, columns(term));
     }
     for (int64_t i0 = i_begin; i0 < i_end; i0 += Tr::inputs) {
       const int inputs = static_cast<int>(i_end - i0 < Tr::inputs ? i_end - i0 : Tr::inputs);
       gpu::barrier();
-      stage_poses<Tr, E>(in, b0, i0, inputs, high, low);
+      stage_poses<Tr, E>(in, a.in_runs, a.tf32, b0, i0, inputs, high, low);
       gpu::barrier();
       for (int input = 0; input < inputs; ++input) {
         const int64_t i = i0 + input;
         Accumulator votes[1][Tr::column_tiles];
         {
           float weight[Tr::column_tiles][Tr::values];
-          fetch_weight<Tr, E>(in, i, lane, weight);
-          make_votes<Tr>(weight, high, low, input, lane, votes);
+          fetch_weight<Tr, E>(in, weight_at<Tr>(in, i, lane), lane, weight);
+          make_votes<Tr>(weight, a.tf32, high, low, input, lane, votes);
+          drop_masked<Tr>(in, b0, i, lane, votes);
         }
         for (int term = 0; term < terms; ++term) {
-          if (a.first + term > 0) dot<Tr>(votes, gpu::shared<float>(4 * (at.V + term * vectors), vectors), lane, J, pitch, term * size, scores);
-          dot<Tr>(votes, gpu::shared<float>(4 * (at.ds + term * vectors), vectors), lane, J, pitch, term * size, dc);
+          float with_V[Tr::outputs] = {}, with_ds[Tr::outputs];
+          if (a.first + term > 0) dot<Tr>(votes, V, term * vectors, lane, with_V);
+          dot<Tr>(votes, ds, term * vectors, lane, with_ds);
+          write_scores<Tr>(with_V, lane, J, term * size, scores);
+          write_scores<Tr>(with_ds, lane, J, term * size, dc);
+          if (in.softmax_in) softmax_columns<Tr>(in, columns(term), term + 1 == terms, a.dcoupling, {}, b0, i, lane, term * size, scores, dc);
         }
         gpu::barrier();
-        softmax_rows<Tr, true>(in, softmax, b0, i, pitch, 0, scores, dc);
-        gpu::barrier();
-        if (a.dlogits || a.dlogits_sample.data) write_tile_dlogits<Tr>(a, b0, i, first, pitch, size, dc);
-        combine<Tr>(a, b0, i, lane, pitch, size, vectors, V, ds, scores, dc, votes);
-        if (a.du.data) product_du<Tr, E>(in, i, lane, votes, du);
-        if (a.dweight) {
-          product_dweight<Tr>(input, lane, votes, high, low, turned, dweight);
-          if (!a.shared_weight) {
-            write_dweight<Tr>(a, gpu::block_y() * in.I + i, first, lane, dweight);
+        if (!in.softmax_in) {
+          softmax_rows<Tr, true>(in, softmax, b0, i, 0, scores, dc);
+          gpu::barrier();
+        }
+        if (a.dlogits || a.dlogits_sample.data) write_tile_dlogits<Tr>(a, b0, i, first, size, dc);
+        combine<Tr>(a, b0, i, lane, size, vectors, V, ds, scores, dc, votes);
+        const auto products = [&](auto one) {
+          if (a.du.data) product_du<Tr, E, decltype(one)::value>(in, i, lane, votes, du);
+          if (a.dweight) product_dweight<Tr, decltype(one)::value>(input, lane, votes, high, low, turned, dweight);
+        };
+        if constexpr (Tr::parted) {
+          a.tf32 ? products(std::true_type()) : products(std::false_type());
+        } else {
+          products(std::false_type());  // dvotes are float32 all the same
+        }
+        if (a.dweight && !a.shared_weight) {
+          write_dweight<Tr>(a, part * in.I + i, first, lane, dweight);
 #pragma unroll
-            for (int n = 0; n < 2 * Tr::k_tiles * 4; ++n) dweight[n / (Tr::k_tiles * 4)][n / 4 % Tr::k_tiles][n % 4] = 0.0f;
-          }
+          for (int n = 0; n < 2 * Tr::k_tiles * 4; ++n) dweight[n / (Tr::k_tiles * 4)][n / 4 % Tr::k_tiles][n % 4] = 0.0f;
         }
         gpu::barrier();
         if (a.du.data) write_tile_du<Tr>(a, b0, i, du);
       }
     }
   }
-  if (a.dweight && a.shared_weight) write_dweight<Tr>(a, gpu::block_y() * gpu::blocks_x() + split, true, lane, dweight);
+  if (a.dweight && a.shared_weight) write_dweight<Tr>(a, part * gpu::blocks_y() + split, true, lane, dweight);
 }
 
 }  // namespace capsfast::cuda

@@ -5,7 +5,7 @@ namespace capsfast::cuda {
 
 template <class E, int K, int D, bool kBackward, bool kTwo>
 void launch_tiles(const TileArgs& args, int threads, const Launch& at) {
-  const int bytes = Tiles<E, K, D, kBackward, kTwo>::bytes(static_cast<int>(args.in.J), threads);
+  const int bytes = Tiles<E, K, D, kBackward, kTwo>::bytes(static_cast<int>(args.in.J), threads, args.in.softmax_in);
   gpu::launch(tile_kernel<E, K, D, kBackward, kTwo>, at.grid, threads, bytes, at.stream, args);
 }
 
@@ -22,7 +22,7 @@ TileLauncher tile_launcher(int64_t D, bool backward, bool two) {
 
 template <class E, int K, int D>
 void launch_tile_final(const TileFinalArgs& args, int threads, const Launch& at) {
-  const int bytes = 4 * FinalTiles<E, K, D>::memory(static_cast<int>(args.in.J), threads, static_cast<int>(args.iterations - args.first)).end;
+  const int bytes = 4 * FinalTiles<E, K, D>::memory(static_cast<int>(args.in.J), threads, static_cast<int>(args.iterations - args.first), args.in.softmax_in).end;
   gpu::launch(tile_final_kernel<E, K, D>, at.grid, threads, bytes, at.stream, args);
 }
 

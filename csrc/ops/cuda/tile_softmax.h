@@ -1,0 +1,166 @@
+// The softmaxes of the tile kernels, from dots to coefficients. Over the output capsules all warps of a block meet: scores
+// go through shared memory, between barriers. Over the input capsules a lane has columns (sample, j) to itself.
+#pragma once
+
+#include <cmath>
+
+#include "coupling.h"
+#include "tile_votes.h"
+
+namespace capsfast::cuda {
+
+// b of a pair from votes . V; -inf where a mask takes it out.
+CAPSFAST_DEVICE float logit(const Inputs& in, bool valid, int64_t b, int64_t i, int64_t j, float dot) {
+  float x = dot;
+  if (in.logits.data) x += in.logits.template read<float>(b * in.logits.stride[0] + i * in.logits.stride[1] + j * in.logits.stride[2]);
+  return valid && in.out_mask.at(b, j) ? x : -Extreme<float>::infinity;
+}
+
+// dc of a pair from votes . ds and, in the last iteration, the gradient of the coupling; 0 where a mask takes it out.
+CAPSFAST_DEVICE float gradient(const Inputs& in, bool valid, int64_t b, int64_t i, int64_t j, float dot, bool last, const Operand& dcoupling) {
+  if (!(valid && in.out_mask.at(b, j))) return 0.0f;
+  if (!(last && dcoupling.data)) return dot;
+  return dot + dcoupling.template read<float>(b * dcoupling.stride[0] + i * dcoupling.stride[1] + j * dcoupling.stride[2]);
+}
+
+// The softmaxes to take: one for each of `count` iterations, whose scores are `stride` apart.
+struct SoftmaxSet {
+  int count, stride;
+  int last;          // the one whose dc gets the gradient of the coupling
+  Operand coupling;  // written
+  Operand dcoupling;
+};
+
+// exp(x) in half the instructions: the rounding of the product costs what one of x would.
+CAPSFAST_DEVICE float exponential(float x) { return std::exp2(x * 1.44269504f); }
+
+// scores [j][row] to c, and dc to db = c (dc - sum_j c dc), by four lanes a row.
+template <class Tr, bool kBackward>
+CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b0, int i, int base, Shared<float> scores, Shared<float> dc) {
+  const int lane = gpu::thread() % 4, rows = set.count * Tr::samples;
+  const bool plain = !(in.logits.data || in.mask.data || in.out_mask.data || (kBackward && set.dcoupling.data));
+  for (int first = 0; first < rows; first += gpu::threads() / 4) {
+    const int unit = first + gpu::thread() / 4, which = unit / Tr::samples, row = unit % Tr::samples, b = b0 + row;
+    // Rows beyond the batch weigh votes that are 0.
+    const int outputs = unit < rows && b < in.B ? static_cast<int>(in.J) : 0;
+    constexpr int kStep = 4 * Tr::score_pitch;
+    const int start = base + which * set.stride + row, end = start + outputs * Tr::score_pitch, begin = start + lane * Tr::score_pitch;
+    if (!plain) {
+      const bool valid = outputs > 0 && in.mask.at(b, i);
+#pragma unroll 1
+      for (int j = lane, at = begin; at < end; j += 4, at += kStep) {
+        scores[at] = logit(in, valid, b, i, j, scores[at]);
+        if constexpr (kBackward) dc[at] = gradient(in, valid, b, i, j, dc[at], which == set.last, set.dcoupling);
+      }
+    }
+    float m = in.leaky ? 0.0f : Extreme<float>::lowest;
+#pragma unroll 1
+    for (int at = begin; at < end; at += kStep) m = std::fmax(m, static_cast<float>(scores[at]));
+    for (int mask = 2; mask > 0; mask /= 2) m = std::fmax(m, gpu::shuffle_xor(m, mask));
+    float sum = in.leaky && lane == 0 ? exponential(-m) : 0.0f, mean = 0.0f;
+#pragma unroll 1
+    for (int at = begin; at < end; at += kStep) {
+      const float e = exponential(scores[at] - m);
+      scores[at] = e;
+      sum += e;
+      if constexpr (kBackward) mean += e * dc[at];
+    }
+    for (int mask = 2; mask > 0; mask /= 2) {
+      sum += gpu::shuffle_xor(sum, mask);
+      if constexpr (kBackward) mean += gpu::shuffle_xor(mean, mask);
+    }
+    const float scale = inverse<float>(sum);
+    mean *= scale;
+#pragma unroll 1
+    for (int at = begin; at < end; at += kStep) {
+      const float c = scores[at] * scale;
+      scores[at] = c;
+      if constexpr (kBackward) dc[at] = c * (dc[at] - mean);
+    }
+    if (!set.coupling.data) continue;
+#pragma unroll 1
+    for (int j = lane, at = begin; at < end; j += 4, at += kStep) {
+      set.coupling.template write<float>(b * set.coupling.stride[0] + i * set.coupling.stride[1] + j * set.coupling.stride[2], scores[at]);
+    }
+  }
+}
+
+// f(b, j, at) for the columns of this lane: those whose dots it has. at: where [j][row] has them.
+template <class Tr, class F>
+CAPSFAST_DEVICE void each_column(const Inputs& in, int b0, const Lane& lane, const F& f) {
+  const int row = own_row<Tr>(lane), first = lane.warp * Tr::outputs, J = static_cast<int>(in.J);
+  if (!owns_row<Tr>(lane) || b0 + row >= in.B) return;
+  // Not unrolled: each round has a softmax of its own to keep registers for.
+#pragma unroll 1
+  for (int j = first; j < J && j < first + Tr::outputs; ++j) f(b0 + row, j, j * Tr::score_pitch + row);
+}
+
+// What is known of a column: c = exp(b - max) scale, and mean = sum c dc in the backward. max and scale [j][row].
+struct Columns {
+  Shared<float> max, scale;
+  Global<const float> mean;  // [B, J]
+};
+
+template <class Tr>
+CAPSFAST_DEVICE void stage_columns(const Inputs& in, const Global<const float>& max, const Global<const float>& scale, int b0, const Lane& lane,
+                                   const Columns& to) {
+  each_column<Tr>(in, b0, lane, [&](int b, int j, int at) {
+    to.max[at] = max[b * in.J + j];
+    to.scale[at] = scale[b * in.J + j];
+  });
+}
+
+// scores to c, and dc to db, as softmax_rows(). coupling: written.
+template <class Tr>
+CAPSFAST_DEVICE void softmax_columns(const Inputs& in, const Columns& norm, bool last, const Operand& dcoupling, const Operand& coupling, int b0, int i,
+                                     const Lane& lane, int base, Shared<float> scores, Shared<float> dc) {
+  each_column<Tr>(in, b0, lane, [&](int b, int j, int at) {
+    const bool valid = in.mask.at(b, i);
+    const float c = exponential(logit(in, valid, b, i, j, scores[base + at]) - norm.max[at]) * norm.scale[at];
+    scores[base + at] = c;
+    if constexpr (Tr::backward) dc[base + at] = c * (gradient(in, valid, b, i, j, dc[base + at], last, dcoupling) - norm.mean[b * in.J + j]);
+    if (coupling.data) coupling.template write<float>(b * coupling.stride[0] + i * coupling.stride[1] + j * coupling.stride[2], c);
+  });
+}
+
+// What is known of a column on the way: c = exp(b - max) / total so far. factor: what its last capsule made of the sum.
+struct Running {
+  Shared<float> max, total, factor;
+};
+
+// How far b may exceed the maximum before that follows: sums of exp(8) are far from the end of float, and after the first
+// input capsules they are hardly ever rescaled.
+constexpr float kSlack = 8.0f;
+
+template <class Tr>
+CAPSFAST_DEVICE void start_columns(const Inputs& in, bool leaky, int b0, const Lane& lane, const Running& run) {
+  each_column<Tr>(in, b0, lane, [&](int, int, int at) {
+    run.max[at] = leaky ? 0.0f : Extreme<float>::lowest;
+    run.total[at] = leaky ? 1.0f : 0.0f;
+  });
+}
+
+// scores to exp(b - max). Whether a maximum has moved of the four lanes that share this lane's samples.
+template <class Tr>
+CAPSFAST_DEVICE bool follow_columns(const Inputs& in, const Running& run, int b0, int i, const Lane& lane, Shared<float> scores) {
+  int moved = 0;
+  each_column<Tr>(in, b0, lane, [&](int b, int j, int at) {
+    const float x = logit(in, in.mask.at(b, i), b, i, j, scores[at]);
+    float max = run.max[at], factor = 1.0f;
+    if (x > max + kSlack) {
+      factor = exponential(max - x);
+      max = x;
+      run.max[at] = x;
+      moved = 1;
+    }
+    const float e = exponential(x - max);
+    run.total[at] = run.total[at] * factor + e;
+    run.factor[at] = factor;
+    scores[at] = e;
+  });
+  moved |= gpu::shuffle_xor(moved, 1);
+  moved |= gpu::shuffle_xor(moved, 2);
+  return moved != 0;
+}
+
+}  // namespace capsfast::cuda
