@@ -6,6 +6,7 @@ What every backend must do is tested where the backends are; here are the sides 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,19 @@ TILED_IN = (
     Case(softmax="in", num_iterations=1, mask=True),
     Case(softmax="in", shared=True, leaky=True, logits="BIJ", num_iterations=2),
 )
+
+
+# A device that runs all blocks of the small shapes here at the same time.
+LARGE: dict[str, Any] = {"multiprocessors": 6, "shared_bytes_together": 228 * 1024}
+
+
+def assert_together(case: Case, ran: dict[str, int]) -> None:
+    """One launch for all of the forward, and one for the backward but for its last pass."""
+    iterates = case.num_iterations > 1 and case.gradient == "full"
+    assert ran["TilePasses cooperative"] == 1 + iterates
+    assert ("DifferentiateArgs" in ran) != iterates
+    assert ran["TileFinalArgs"] == 1
+    assert not {"TilePasses", "OutputArgs", "ReduceArgs", "FinalArgs"} & set(ran)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,11 +83,9 @@ def launches(shape: Shape, case: Case, op: str = "dynamic_routing", dtype: torch
 )
 def test_tiles(shape: Shape, case: Case) -> None:
     emulator.take_launches()
-    check(make(shape, case, dtype=torch.float32), BACKEND)
-    ran = emulator.take_launches()
-    assert ran["TileArgs"] == case.num_iterations + (case.num_iterations - 1 if case.gradient == "full" else 0)
-    assert not {"ReduceArgs", "FinalArgs"} & set(ran)
-    assert ran["TileFinalArgs"] == 1
+    with emulator.device(**LARGE):
+        check(make(shape, case, dtype=torch.float32), BACKEND)
+    assert_together(case, emulator.take_launches(ways=True))
 
 
 @pytest.mark.parametrize("case", TILED_IN, ids=str)
@@ -93,12 +105,34 @@ def test_tiles(shape: Shape, case: Case) -> None:
 )
 def test_tiles_over_the_input_capsules(shape: Shape, case: Case) -> None:
     emulator.take_launches()
-    check(make(shape, case, dtype=torch.float32), BACKEND)
-    ran = emulator.take_launches()
+    with emulator.device(**LARGE):
+        check(make(shape, case, dtype=torch.float32), BACKEND)
+    assert_together(case, emulator.take_launches(ways=True))
+
+
+@pytest.mark.parametrize(
+    "refusal", [{"cooperative": False}, {"multiprocessors": 1}], ids=["no-device", "too-many-blocks"]
+)
+@pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(num_iterations=1), Case(gradient="last")], ids=str)
+@pytest.mark.parametrize("shape", [Shape(33, 130, 3, 16, 8), Shape(2, 200, 10, 8, 4)], ids=str)
+def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -> None:
+    """Where the blocks of a pass cannot all run at the same time every step is a launch of its own."""
+    problem = make(shape, case, dtype=torch.float32)
+    emulator.take_launches()
+    with emulator.device(**(LARGE | refusal)):
+        apart = check(problem, BACKEND)
+    ran = emulator.take_launches(ways=True)
     backward = case.num_iterations - 1 if case.gradient == "full" else 0
-    assert ran["TileArgs"] == case.num_iterations + case.coupling + backward
-    assert not {"ReduceArgs", "FinalArgs"} & set(ran)
-    assert ran["TileFinalArgs"] == 1
+    assert ran["TilePasses"] == case.num_iterations + (case.coupling and case.softmax == "in") + backward
+    assert ran["OutputArgs"] == case.num_iterations
+    assert ran["RestoreArgs"] == 1 and ran["DifferentiateArgs"] == 1 + backward
+    if "cooperative" not in refusal:
+        return
+    with emulator.device(**LARGE):
+        together = run(problem, emulator.NAME)
+    assert "TilePasses cooperative" in emulator.take_launches(ways=True)
+    for name, value in together.items():  # the same sums in the same order
+        assert torch.equal(value, apart[name]), name
 
 
 @pytest.mark.parametrize("B", [3, 20])
@@ -120,7 +154,7 @@ def test_a_maximum_that_rises_along_the_input_capsules(B: int, leaky: bool) -> N
 @pytest.mark.parametrize("shape", [Shape(5, 9, 10, 16, 8), Shape(18, 3, 4, 8, 16), Shape(2, 3, 5, 32, 4)], ids=str)
 def test_tiles_in_sixteen_bits(shape: Shape, case: Case, dtype: torch.dtype) -> None:
     check(make(shape, case, dtype=dtype), BACKEND)
-    assert "TileArgs" in launches(shape, case, dtype=dtype)
+    assert "TilePasses" in launches(shape, case, dtype=dtype)
 
 
 @pytest.mark.parametrize("case", [PLAIN, LOADED_OUT, LOADED], ids=str)
@@ -128,7 +162,7 @@ def test_tiles_in_sixteen_bits(shape: Shape, case: Case, dtype: torch.dtype) -> 
 def test_wide_layers_take_the_general_last_pass_where_shared_memory_is_small(shape: Shape, case: Case) -> None:
     check(make(shape, case, dtype=torch.float32), BACKEND)
     ran = launches(shape, case)
-    assert {"TileArgs", "FinalArgs"} <= ran
+    assert {"TilePasses", "FinalArgs"} <= ran
     assert "TileFinalArgs" not in ran
 
 
@@ -256,7 +290,7 @@ def test_poses_may_lie_anywhere(layout: str, K: int, dtype: torch.dtype) -> None
 def test_what_no_tile_serves_goes_to_the_general_kernels(shape: Shape, case: Case, op: str, dtype: torch.dtype) -> None:
     ran = launches(shape, case, op, dtype)
     assert "ReduceArgs" in ran
-    assert "TileArgs" not in ran
+    assert "TilePasses" not in ran
 
 
 def test_a_weight_in_another_order_goes_to_the_general_kernels() -> None:
@@ -264,7 +298,7 @@ def test_a_weight_in_another_order_goes_to_the_general_kernels() -> None:
     problem.inputs["weight"] = problem.inputs["weight"].transpose(2, 3).contiguous().transpose(2, 3)
     emulator.take_launches()
     check(problem, BACKEND)
-    assert "TileArgs" not in emulator.take_launches()
+    assert "TilePasses" not in emulator.take_launches()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -296,6 +330,6 @@ def test_the_order_of_blocks_and_threads_does_not_matter(case: Case, op: str) ->
 
 def test_a_shared_weight_is_not_copied() -> None:
     problem = make(Shape(2, 9, 3, 8, 4), Case(shared=True), dtype=torch.float32)
-    assert "TileArgs" in launches(Shape(2, 9, 3, 8, 4), Case(shared=True))
+    assert "TilePasses" in launches(Shape(2, 9, 3, 8, 4), Case(shared=True))
     expanded = replace(problem, inputs=problem.inputs | {"weight": problem.inputs["weight"].expand(9, -1, -1, -1)})
     torch.testing.assert_close(run(expanded, emulator.NAME, need=())["v"], run(problem, emulator.NAME, need=())["v"])

@@ -29,6 +29,12 @@ struct Grid {
 };
 
 CAPSFAST_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
+// The same, asked for anew: what follows from it is not kept in registers from one phase of a kernel to the next.
+CAPSFAST_DEVICE int thread_anew() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
 CAPSFAST_DEVICE int threads() { return static_cast<int>(blockDim.x); }
 CAPSFAST_DEVICE int64_t block_x() { return blockIdx.x; }
 CAPSFAST_DEVICE int64_t block_y() { return blockIdx.y; }

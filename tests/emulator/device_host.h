@@ -20,6 +20,7 @@ using emulator::Together;
 using Grid = emulator::Dim;
 
 inline int thread() { return Block::current().thread(); }
+inline int thread_anew() { return thread(); }
 inline int threads() { return Block::current().threads(); }
 inline int64_t block_x() { return Block::current().place().index.x; }
 inline int64_t block_y() { return Block::current().place().index.y; }

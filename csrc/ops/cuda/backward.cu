@@ -10,7 +10,7 @@ template <class T>
 class Backward {
  public:
   Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, const Tensor& like)
-      : call(problem, like), p(problem), out(outputs) {
+      : call(problem, like, true), p(problem), out(outputs) {
     steps.in = call.in;
     steps.squash = call.squash;
     steps.first = p.gradient_last ? p.iterations - 1 : 0;
@@ -28,26 +28,31 @@ class Backward {
       steps.mean = call.template scratch<T>(count);
       steps.columns = {norm.from(0, count), norm.from(count, count), steps.mean};
     }
-    if (p.iterations - 1 > steps.first) steps.parts = call.parts(false);
+    if (steps.passes() > 0) steps.parts = call.parts(false);
     if (call.plan.rows_apart || call.plan.final_rows_apart) {
       for (Global<T>* array : {&row_max, &row_scale, &row_mean}) *array = call.template scratch<T>(p.iterations * row_count());
     }
   }
 
   void run() {
-    call.per_output(restore_kernel<T>, steps.restore());
-    call.per_output(differentiate_kernel<T>, steps.differentiate(p.iterations - 1));
-    for (int64_t t = p.iterations - 1; t > steps.first; --t) {
-      ReduceArgs<T> pass = steps.pass(t);
-      if (call.plan.rows_apart) pass.norm = rows(t, true);
-      call.reduce(pass, steps.parts);
-      call.per_output(differentiate_kernel<T>, steps.differentiate(t - 1));
-    }
+    if (!call.template run_together<true>(steps)) run_apart();
     if (out.dbias.data != nullptr) sum_bias();
     if (p.I > 0 && (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr)) last_pass();
   }
 
  private:
+  void run_apart() {
+    call.per_output(restore_kernel<T>, steps.restore());
+    call.per_output(differentiate_kernel<T>, steps.differentiate(p.iterations - 1));
+    for (int64_t n = 0; n < steps.passes(); ++n) {
+      const int64_t t = steps.iteration_of(n);
+      Normaliser<T> row_norm;
+      if (call.plan.rows_apart) row_norm = rows(t, true);
+      call.template reduce<true>(steps, n, call.plan.rows_apart ? &row_norm : nullptr);
+      call.per_output(differentiate_kernel<T>, steps.differentiate(t - 1));
+    }
+  }
+
   int64_t row_count() const { return p.B * p.I; }
   bool wants_logits() const { return out.dlogits.data != nullptr; }
 

@@ -43,14 +43,14 @@ struct Place {
 // f(place) for every output capsule, dealt out to the warps of the grid. width: components of a lane.
 template <class F>
 CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
-  const int warps = gpu::threads() / 32, lane = gpu::thread() % 32;
+  const int warps = gpu::threads() / 32, thread = gpu::thread_anew(), lane = thread % 32;
   const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y(), blocks = gpu::blocks_x() * gpu::blocks_y();
   Place at;
   at.lanes = lanes_for(in.D / width);
   at.lane = lane % at.lanes;
   at.slice = lane / at.lanes;
   at.slices = 32 / at.lanes;
-  for (at.row = block * warps + gpu::thread() / 32; at.row < in.B * in.J; at.row += blocks * warps) {
+  for (at.row = block * warps + thread / 32; at.row < in.B * in.J; at.row += blocks * warps) {
     at.b = at.row / in.J;
     at.j = at.row % in.J;
     f(at);

@@ -64,13 +64,15 @@ inline Inputs inputs_of(const Problem& p) {
 template <class T>
 class Call {
  public:
-  Call(const Problem& problem, const Tensor& like)
+  Call(const Problem& problem, const Tensor& like, bool backward)
       : p(problem),
         context(like),
         in(inputs_of(problem)),
         plan(plan_general<T>(problem, context.multiprocessors())),
-        tiles(plan_tiles(problem, context.multiprocessors(), context.shared_bytes())),
         tiled(std::is_same_v<T, float> && why_no_tiles(problem) == nullptr),
+        two(tiled && two_row_tiles(problem, context.shared_bytes())),
+        tiles(tiled ? plan_tiles(problem, two, context.multiprocessors(), context.multiprocessors() * (backward ? tile_blocks<true>() : tile_blocks<false>()))
+                    : TilePlan{}),
         squash{problem.squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
         like_(like) {}
 
@@ -115,19 +117,28 @@ class Call {
     return to;
   }
 
-  // Without parts a pass sums up nothing.
-  void reduce(const ReduceArgs<T>& args, const Parts<T>& to = {}) const {
-    if (p.I == 0) return;
+  // All passes and the steps between them in one launch; false where they do not run on tensor cores, or their blocks
+  // not all at the same time.
+  template <bool kBackward, class Steps>
+  bool run_together(const Steps& steps) const {
     if constexpr (std::is_same_v<T, float>) {
-      if (tiled) {
-        const Scoring<T>& with = args.scoring;
-        const TileArgs tile{args.in, poses_in_runs(p), p.tf32, with.V, with.ds, with.dcoupling, args.coupling, args.unweighted, args.norm,
-                            to.sum_tile, args.max, args.total};
-        return tile_kernel(static_cast<bool>(with.ds))(tile, tile_threads(), {{tiles.tiles, tiles.splits, 1}, context.stream()});
+      if (tiled && tiles.together && tiles.splits > 0 && context.cooperative() && steps.passes() > 0) {
+        launch_tiles<kBackward>(steps, kBackward ? -1 : 0, steps.passes(), true);
+        return true;
       }
     }
-    ReduceArgs<T> pass = args;
-    pass.sum = to.sum;
+    return false;
+  }
+
+  // Pass n alone. rows: the normaliser of rows too long for a tile.
+  template <bool kBackward, class Steps>
+  void reduce(const Steps& steps, int64_t n, const Normaliser<T>* rows = nullptr) const {
+    if (p.I == 0) return;
+    if constexpr (std::is_same_v<T, float>) {
+      if (tiled) return launch_tiles<kBackward>(steps, n, n + 1, false);
+    }
+    ReduceArgs<T> pass = steps.pass(n);
+    if (rows != nullptr) pass.norm = *rows;
     kernels().reduce(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
   }
 
@@ -154,8 +165,20 @@ class Call {
     }
   }
 
-  TileLauncher tile_kernel(bool backward) const {
-    return for_tiles([&](auto type, auto K) { return tile_launcher<decltype(type), K>(p.D, backward, tiles.two); });
+  template <bool kBackward>
+  TileKernel<kBackward> tile_kernel() const {
+    return for_tiles([&](auto type, auto K) { return tile_kernel_for<decltype(type), K, kBackward>(p.D, two); });
+  }
+
+  template <bool kBackward>
+  int64_t tile_blocks() const {
+    return tile_kernel<kBackward>().blocks(static_cast<int>(p.J), p.softmax_in, tile_threads());
+  }
+
+  template <bool kBackward, class Steps>
+  void launch_tiles(const Steps& steps, int64_t begin, int64_t end, bool together) const {
+    const TilePasses<kBackward> passes{steps, poses_in_runs(p), p.tf32, together, static_cast<int>(begin), static_cast<int>(end)};
+    tile_kernel<kBackward>().launch(passes, tile_threads(), {{tiles.tiles, tiles.splits, 1}, context.stream()});
   }
 
   // The last pass of `terms` iterations on tensor cores; false where shared memory cannot hold them.
@@ -174,7 +197,7 @@ class Call {
   }
 
   // One warp for 32 columns.
-  int tile_threads() const { return static_cast<int>(32 * std::max<int64_t>(1, divide_up(p.J * p.D, TileSize::columns))); }
+  int tile_threads() const { return static_cast<int>(32 * tile_warps(p)); }
 
   // The normaliser of rows too long for a tile, [B, I].
   void rows(const RowsArgs<T>& args) const {
@@ -205,8 +228,9 @@ class Call {
   const gpu::Context context;
   const Inputs in;
   const GeneralPlan plan;
-  const TilePlan tiles;
   const bool tiled;  // the reducing passes run on tensor cores
+  const bool two;    // with two row tiles a block
+  const TilePlan tiles;
   const Squashing squash;
 
  private:

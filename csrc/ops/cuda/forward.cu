@@ -26,20 +26,19 @@ ForwardSteps<T> steps_of(Call<T>& call, const Problem& p, const ForwardOutputs& 
 template <class T>
 void forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
-  Call<T> call(p, like);
+  Call<T> call(p, like, false);
   const ForwardSteps<T> steps = steps_of(call, p, out);
+  if (call.template run_together<false>(steps)) return;
   const int64_t rows = call.plan.rows_apart ? p.B * p.I : 0;
   const Global<T> row_max = call.template scratch<T>(rows), row_scale = call.template scratch<T>(rows);
-  for (int64_t t = 0; t < p.iterations; ++t) {
-    ReduceArgs<T> pass = steps.pass(t);
-    if (call.plan.rows_apart && !pass.unweighted) {
-      call.rows({pass.in, pass.scoring, row_max, row_scale, {}});
-      pass.norm = {row_max, row_scale, {}};
-    }
-    call.reduce(pass, steps.parts);
-    call.per_output(output_kernel<T>, steps.output(t));
+  const Normaliser<T> row_norm{row_max, row_scale, {}};
+  for (int64_t n = 0; n < steps.passes(); ++n) {
+    const ReduceArgs<T> pass = steps.pass(n);
+    const bool apart = call.plan.rows_apart && !pass.unweighted;
+    if (apart) call.rows({pass.in, pass.scoring, row_max, row_scale, {}});
+    call.template reduce<false>(steps, n, apart ? &row_norm : nullptr);
+    if (n < p.iterations) call.per_output(output_kernel<T>, steps.output(n));
   }
-  if (steps.coupling_apart()) call.reduce(steps.coupling_pass());
 }
 
 template void forward<float>(const Problem&, const ForwardOutputs&, const Tensor&);

@@ -17,6 +17,7 @@ struct ReduceArgs {
   Normaliser<T> norm;
   bool unweighted;         // every coefficient is 1: the first iteration without logits
   Global<double> sum;      // [splits, B, J, D]; absent: only the coupling is wanted
+  Global<float> sum_tile;  // the same for the tile kernels
   Global<T> max;           // [splits, B, J]: softmax over the input capsules, normaliser not known yet
   Global<double> total;    // [splits, B, J]
   Operand coupling;        // [B, I, J], written

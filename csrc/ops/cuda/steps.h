@@ -1,5 +1,6 @@
-// What each iteration does, as arguments: for the host, which launches a kernel a step, and for the kernels that take
-// all steps in one launch.
+// What a forward and a backward do, pass by pass: for the host, which launches a kernel a step, and for the kernels
+// that take all steps in one launch. pass(n): arguments of reducing pass n, 0 <= n < passes(). after(n): what all
+// threads of a grid do after it; of the backward after(-1) comes before the first.
 #pragma once
 
 #include "../../math/host_device.h"
@@ -19,29 +20,22 @@ struct ForwardSteps {
   Global<T> norm;       // [2, r, B, J], softmax over the input capsules
   Parts<T> parts;
 
+  // With the softmax over the input capsules the last coupling is known when its pass is over, and takes one more.
+  CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations + (coupling.data && in.softmax_in); }
+
   CAPSFAST_HOST_DEVICE ReduceArgs<T> pass(int64_t t) const {
+    if (t == iterations) return coupling_pass();
     ReduceArgs<T> args{};
     args.in = in;
     if (t > 0) args.scoring.V = V;
     if (t + 1 == iterations && !in.softmax_in) args.coupling = coupling;
     args.unweighted = t == 0 && !in.logits.data && !args.coupling.data && !(in.softmax_in && in.mask.data);
     args.sum = parts.sum;
+    args.sum_tile = parts.sum_tile;
     if (in.softmax_in && !args.unweighted) {
       args.max = parts.max;
       args.total = parts.total;
     }
-    return args;
-  }
-
-  // With the softmax over the input capsules the last coupling is known when its pass is over, and takes one more.
-  CAPSFAST_HOST_DEVICE bool coupling_apart() const { return coupling.data && in.softmax_in; }
-  CAPSFAST_HOST_DEVICE ReduceArgs<T> coupling_pass() const {
-    const int64_t last = iterations - 1;
-    ReduceArgs<T> args{};
-    args.in = in;
-    if (last > 0) args.scoring.V = V;
-    args.norm = {norm_of(0, last), norm_of(1, last), {}};
-    args.coupling = coupling;
     return args;
   }
 
@@ -67,7 +61,20 @@ struct ForwardSteps {
     return args;
   }
 
+  CAPSFAST_DEVICE void after(int64_t t) const {
+    if (t < iterations) make_outputs(output(t));
+  }
+
  private:
+  CAPSFAST_HOST_DEVICE ReduceArgs<T> coupling_pass() const {
+    const int64_t last = iterations - 1;
+    ReduceArgs<T> args{};
+    args.in = in;
+    if (last > 0) args.scoring.V = V;
+    args.norm = {norm_of(0, last), norm_of(1, last), {}};
+    args.coupling = coupling;
+    return args;
+  }
   CAPSFAST_HOST_DEVICE int64_t vectors() const { return in.B * in.J * in.D; }
   CAPSFAST_HOST_DEVICE Global<T> norm_of(int64_t which, int64_t t) const {
     return norm.from((which * iterations + t) * in.B * in.J, in.B * in.J);
@@ -98,11 +105,17 @@ struct BackwardSteps {
     return with;
   }
 
-  CAPSFAST_HOST_DEVICE ReduceArgs<T> pass(int64_t t) const {
+  // From the last iteration down to the second one.
+  CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations - 1 - first; }
+  CAPSFAST_HOST_DEVICE int64_t iteration_of(int64_t n) const { return iterations - 1 - n; }
+
+  CAPSFAST_HOST_DEVICE ReduceArgs<T> pass(int64_t n) const {
+    const int64_t t = iteration_of(n);
     ReduceArgs<T> args{};
     args.in = in;
     args.scoring = scoring(t);
     args.sum = parts.sum;
+    args.sum_tile = parts.sum_tile;
     const int64_t count = in.B * in.J;
     if (in.softmax_in) args.norm = {columns.max.from(t * count, count), columns.scale.from(t * count, count), columns.mean.from(t * count, count)};
     return args;
@@ -125,6 +138,11 @@ struct BackwardSteps {
     args.ds = ds.from(t * vectors(), vectors());
     if (in.softmax_in) args.mean = mean.from(t * in.B * in.J, in.B * in.J);
     return args;
+  }
+
+  CAPSFAST_DEVICE void after(int64_t n) const {
+    if (n < 0) cuda::restore(restore());
+    cuda::differentiate(differentiate(iteration_of(n) - 1));
   }
 
  private:

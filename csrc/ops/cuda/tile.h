@@ -6,6 +6,7 @@
 // are combined by the kernel that follows (between.h).
 #pragma once
 
+#include "steps.h"
 #include "tile_softmax.h"
 
 namespace capsfast::cuda {
@@ -117,7 +118,7 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
     const int input = (i - i_begin) % Tr::inputs;
     if (input == 0) {
       gpu::barrier();
-      stage_poses<Tr, E>(in, a.in_runs, a.tf32, b0, i, i_end - i, high, low);
+      stage_poses<Tr, E>(in, a.in_runs, a.tf32, b0, i, i_end - i, lane, high, low);
       gpu::barrier();
     }
     float weight[Tr::column_tiles][Tr::values];
@@ -155,7 +156,7 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
         if (moved) rescale<Tr>(lane, J, running.factor, sum);
       } else {
         gpu::barrier();
-        softmax_rows<Tr, kBackward>(in, softmax, b0, i, base, logits, weights);
+        softmax_rows<Tr, kBackward>(in, softmax, b0, i, lane, base, logits, weights);
         gpu::barrier();
       }
     }
@@ -171,12 +172,35 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
   }
 }
 
+// Passes [begin, end) of a direction; together: with all that comes before, between and after them, in a cooperative
+// launch. Else one pass and nothing more.
+template <bool kBackward>
+struct TilePasses {
+  std::conditional_t<kBackward, BackwardSteps<float>, ForwardSteps<float>> steps;
+  bool in_runs, tf32, together;
+  int begin, end;
+
+  CAPSFAST_DEVICE TileArgs pass(int n) const {
+    const ReduceArgs<float> args = steps.pass(n);
+    const Scoring<float>& with = args.scoring;
+    return {args.in, in_runs, tf32, with.V, with.ds, with.dcoupling, args.coupling, args.unweighted, args.norm, args.sum_tile, args.max, args.total};
+  }
+};
+
 // Blocks that read the same weights are neighbours: tiles of samples are the fast axis of the grid.
 template <class E, int kK, int kD, bool kBackward, bool kTwo>
 CAPSFAST_KERNEL(32 * TileSize::resident_warps(kTwo), 1)
-tile_kernel(TileArgs a) {
+tile_kernel(TilePasses<kBackward> a) {
   using Tr = Tiles<E, kK, kD, kBackward, kTwo>;
-  reduce_tile<Tr, E>(a, static_cast<int>(gpu::block_x()) * Tr::samples, static_cast<int>(gpu::block_y()), static_cast<int>(gpu::blocks_y()));
+  for (int n = a.begin; n < a.end; ++n) {
+    if (n >= 0) {
+      reduce_tile<Tr, E>(a.pass(n), static_cast<int>(gpu::block_x()) * Tr::samples, static_cast<int>(gpu::block_y()), static_cast<int>(gpu::blocks_y()));
+      if (!a.together) return;
+      gpu::grid_barrier();
+    }
+    a.steps.after(n);
+    if (n + 1 < a.end) gpu::grid_barrier();
+  }
 }
 
 }  // namespace capsfast::cuda

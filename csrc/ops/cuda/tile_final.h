@@ -265,7 +265,7 @@ tile_final_kernel(TileFinalArgs a) {
     for (int64_t i0 = i_begin; i0 < i_end; i0 += Tr::inputs) {
       const int inputs = static_cast<int>(i_end - i0 < Tr::inputs ? i_end - i0 : Tr::inputs);
       gpu::barrier();
-      stage_poses<Tr, E>(in, a.in_runs, a.tf32, b0, i0, inputs, high, low);
+      stage_poses<Tr, E>(in, a.in_runs, a.tf32, b0, i0, inputs, lane, high, low);
       gpu::barrier();
       for (int input = 0; input < inputs; ++input) {
         const int64_t i = i0 + input;
@@ -286,7 +286,7 @@ tile_final_kernel(TileFinalArgs a) {
         }
         gpu::barrier();
         if (!in.softmax_in) {
-          softmax_rows<Tr, true>(in, softmax, b0, i, 0, scores, dc);
+          softmax_rows<Tr, true>(in, softmax, b0, i, lane, 0, scores, dc);
           gpu::barrier();
         }
         if (a.dlogits || a.dlogits_sample.data) write_tile_dlogits<Tr>(a, b0, i, first, size, dc);

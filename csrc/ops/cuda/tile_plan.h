@@ -60,24 +60,29 @@ inline bool poses_in_runs(const Problem& p) {
   return p.u.stride[2] == 1 && whole(p.u.stride[0] * size) && whole(p.u.stride[1] * size) && whole(static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.u.data)));
 }
 
+inline int64_t tile_warps(const Problem& p) { return std::max<int64_t>(1, (p.J * p.D + TileSize::columns - 1) / TileSize::columns); }
+
+// Whether a block has two row tiles.
+inline bool two_row_tiles(const Problem& p, int64_t shared_bytes) {
+  return p.B > 16 && tile_warps(p) <= TileSize::warps(true) &&
+         tile_bytes(static_cast<int>(tile_warps(p)), 32, static_cast<int>(p.J), static_cast<int>(p.K), true, true, p.softmax_in) <= shared_bytes;
+}
+
 struct TilePlan {
-  bool two;  // row tiles
   int64_t tiles, splits;
+  bool together;  // the device runs all blocks of a pass at the same time
   // The last pass has one row tile a block.
   int64_t final_parts, final_splits;
 };
 
-inline TilePlan plan_tiles(const Problem& p, int64_t multiprocessors, int64_t shared_bytes) {
+// at_a_time: blocks of a reducing pass that the device runs.
+inline TilePlan plan_tiles(const Problem& p, bool two, int64_t multiprocessors, int64_t at_a_time) {
   TilePlan plan;
-  const int64_t warps = (p.J * p.D + TileSize::columns - 1) / TileSize::columns;
-  plan.two = p.B > 16 && warps <= TileSize::warps(true) &&
-             tile_bytes(static_cast<int>(warps), 32, static_cast<int>(p.J), static_cast<int>(p.K), true, true, p.softmax_in) <= shared_bytes;
-  const int64_t samples = 16 * TileSize::row_tiles(plan.two);
+  const int64_t samples = 16 * TileSize::row_tiles(two);
   plan.tiles = (p.B + samples - 1) / samples;
-  // As many blocks as the registers of a multiprocessor hold.
-  const int64_t together = std::max<int64_t>(1, TileSize::resident_warps(plan.two) / std::max<int64_t>(1, warps));
-  const int64_t wanted = std::max(multiprocessors * together / std::max<int64_t>(1, plan.tiles), p.I / TileSize::each_split);
+  const int64_t wanted = std::max(at_a_time / std::max<int64_t>(1, plan.tiles), p.I / TileSize::each_split);
   plan.splits = std::clamp<int64_t>(wanted, std::min<int64_t>(p.I, 1), std::min<int64_t>(p.I, TileSize::splits));
+  plan.together = plan.tiles * plan.splits <= at_a_time;
 
   plan.final_parts = std::clamp<int64_t>((p.B + 15) / 16, 1, TileSize::final_parts);
   plan.final_splits = std::clamp<int64_t>(multiprocessors * TileSize::final_blocks / plan.final_parts, std::min<int64_t>(p.I, 1), p.I);

@@ -36,19 +36,19 @@ CAPSFAST_DEVICE float exponential(float x) { return std::exp2(x * 1.44269504f); 
 
 // scores [j][row] to c, and dc to db = c (dc - sum_j c dc), by four lanes a row.
 template <class Tr, bool kBackward>
-CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b0, int i, int base, Shared<float> scores, Shared<float> dc) {
-  const int lane = gpu::thread() % 4, rows = set.count * Tr::samples;
+CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b0, int i, const Lane& lane, int base, Shared<float> scores, Shared<float> dc) {
+  const int part = lane.thread % 4, rows = set.count * Tr::samples;
   const bool plain = !(in.logits.data || in.mask.data || in.out_mask.data || (kBackward && set.dcoupling.data));
   for (int first = 0; first < rows; first += gpu::threads() / 4) {
-    const int unit = first + gpu::thread() / 4, which = unit / Tr::samples, row = unit % Tr::samples, b = b0 + row;
+    const int unit = first + lane.thread / 4, which = unit / Tr::samples, row = unit % Tr::samples, b = b0 + row;
     // Rows beyond the batch weigh votes that are 0.
     const int outputs = unit < rows && b < in.B ? static_cast<int>(in.J) : 0;
     constexpr int kStep = 4 * Tr::score_pitch;
-    const int start = base + which * set.stride + row, end = start + outputs * Tr::score_pitch, begin = start + lane * Tr::score_pitch;
+    const int start = base + which * set.stride + row, end = start + outputs * Tr::score_pitch, begin = start + part * Tr::score_pitch;
     if (!plain) {
       const bool valid = outputs > 0 && in.mask.at(b, i);
 #pragma unroll 1
-      for (int j = lane, at = begin; at < end; j += 4, at += kStep) {
+      for (int j = part, at = begin; at < end; j += 4, at += kStep) {
         scores[at] = logit(in, valid, b, i, j, scores[at]);
         if constexpr (kBackward) dc[at] = gradient(in, valid, b, i, j, dc[at], which == set.last, set.dcoupling);
       }
@@ -57,7 +57,7 @@ CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b
 #pragma unroll 1
     for (int at = begin; at < end; at += kStep) m = std::fmax(m, static_cast<float>(scores[at]));
     for (int mask = 2; mask > 0; mask /= 2) m = std::fmax(m, gpu::shuffle_xor(m, mask));
-    float sum = in.leaky && lane == 0 ? exponential(-m) : 0.0f, mean = 0.0f;
+    float sum = in.leaky && part == 0 ? exponential(-m) : 0.0f, mean = 0.0f;
 #pragma unroll 1
     for (int at = begin; at < end; at += kStep) {
       const float e = exponential(scores[at] - m);
@@ -79,7 +79,7 @@ CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b
     }
     if (!set.coupling.data) continue;
 #pragma unroll 1
-    for (int j = lane, at = begin; at < end; j += 4, at += kStep) {
+    for (int j = part, at = begin; at < end; j += 4, at += kStep) {
       set.coupling.template write<float>(b * set.coupling.stride[0] + i * set.coupling.stride[1] + j * set.coupling.stride[2], scores[at]);
     }
   }

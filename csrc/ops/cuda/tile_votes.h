@@ -48,12 +48,12 @@ using Accumulator = float[4];
 
 // Where a lane's numbers are: row `group` (and + 8) of a tile, columns 2 quad and 2 quad + 1.
 struct Lane {
-  int warp, group, quad;
+  int thread, warp, group, quad;
 };
 
 CAPSFAST_DEVICE Lane this_lane() {
-  const int lane = gpu::thread() % 32;
-  return {gpu::thread() / 32, lane / 4, lane % 4};
+  const int thread = gpu::thread_anew(), lane = thread % 32;
+  return {thread, thread / 32, lane / 4, lane % 4};
 }
 
 // Neighbours that are moved as one.
@@ -118,10 +118,10 @@ CAPSFAST_DEVICE void read_pose(const Inputs& in, bool in_runs, int b, int i, int
 // Poses of the chunk to shared memory, in two parts that add up to them; 0 for what a mask takes out. A thread has two
 // samples of an input capsule, of which it makes whole operands.
 template <class Tr, class E>
-CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int b0, int i0, int inputs, Shared<float> high, Shared<float> low) {
+CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int b0, int i0, int inputs, const Lane& lane, Shared<float> high, Shared<float> low) {
   constexpr int kCount = Tr::K * sizeof(E) < 16 ? Tr::K : 16 / sizeof(E);
   using Operands = Run<float, Tr::slots>;
-  for (int n = gpu::thread(); n < Tr::inputs * Tr::samples / 2; n += gpu::threads()) {
+  for (int n = lane.thread; n < Tr::inputs * Tr::samples / 2; n += gpu::threads()) {
     const int input = n % Tr::inputs, group = n / Tr::inputs % 8, row = n / (8 * Tr::inputs);
     if (input >= inputs) continue;
     const int b = b0 + row * 16 + group, i = i0 + input;
@@ -241,7 +241,7 @@ CAPSFAST_DEVICE void each_component(Shared<float> vectors, int from, const Lane&
 template <class Tr>
 CAPSFAST_DEVICE void stage_vectors(const Inputs& in, const Global<const float>& from, int b0, const Lane& lane, Shared<float> to, int first) {
   const int columns = static_cast<int>(in.J) * Tr::D;
-  for (int n = gpu::thread() % 32; n < Tr::samples * 8; n += 32) {
+  for (int n = lane.thread % 32; n < Tr::samples * 8; n += 32) {
     const int column = lane.warp * TileSize::columns + n % 8 * 4, sample = n / 8;
     Run<float, 4> x{};
     if (b0 + sample < in.B && column < columns) x = from.vector<Run<float, 4>>(static_cast<int64_t>(b0 + sample) * columns + column);

@@ -6,20 +6,26 @@
 
 namespace capsfast::cuda {
 
-using TileLauncher = void (*)(const TileArgs&, int threads, const Launch&);
+template <bool kBackward>
+struct TileKernel {
+  void (*launch)(const TilePasses<kBackward>&, int threads, const Launch&);
+  // How many blocks a multiprocessor runs at a time.
+  int64_t (*blocks)(int J, bool softmax_in, int threads);
+};
 
 using TileFinalLauncher = void (*)(const TileFinalArgs&, int threads, const Launch&);
 
 // One file tile_<type>_k<K>.cu each, so that they compile side by side.
-template <class E, int K>
-TileLauncher tile_launcher(int64_t D, bool backward, bool two);
+template <class E, int K, bool kBackward>
+TileKernel<kBackward> tile_kernel_for(int64_t D, bool two);
 template <class E, int K>
 TileFinalLauncher tile_final_launcher(int64_t D);
 
 #define CAPSFAST_TILE_FILES(file) \
   file(float, 4) file(float, 8) file(float, 16) file(BFloat16, 4) file(BFloat16, 8) file(BFloat16, 16) file(Float16, 4) file(Float16, 8) file(Float16, 16)
-#define CAPSFAST_TILE_FILE(E, K)                                         \
-  extern template TileLauncher tile_launcher<E, K>(int64_t, bool, bool); \
+#define CAPSFAST_TILE_FILE(E, K)                                                   \
+  extern template TileKernel<false> tile_kernel_for<E, K, false>(int64_t, bool);   \
+  extern template TileKernel<true> tile_kernel_for<E, K, true>(int64_t, bool);     \
   extern template TileFinalLauncher tile_final_launcher<E, K>(int64_t);
 CAPSFAST_TILE_FILES(CAPSFAST_TILE_FILE)
 #undef CAPSFAST_TILE_FILE

@@ -4,20 +4,28 @@
 namespace capsfast::cuda {
 
 template <class E, int K, int D, bool kBackward, bool kTwo>
-void launch_tiles(const TileArgs& args, int threads, const Launch& at) {
-  const int bytes = Tiles<E, K, D, kBackward, kTwo>::bytes(static_cast<int>(args.in.J), threads, args.in.softmax_in);
-  gpu::launch(tile_kernel<E, K, D, kBackward, kTwo>, at.grid, threads, bytes, at.stream, args);
+TileKernel<kBackward> tile_kernel_of() {
+  using Tr = Tiles<E, K, D, kBackward, kTwo>;
+  return {
+      [](const TilePasses<kBackward>& args, int threads, const Launch& at) {
+        const Inputs& in = args.steps.in;
+        gpu::launch(tile_kernel<E, K, D, kBackward, kTwo>, at.grid, threads, Tr::bytes(static_cast<int>(in.J), threads, in.softmax_in), at.stream, args,
+                    {1, args.together});
+      },
+      [](int J, bool softmax_in, int threads) {
+        return gpu::blocks_at_a_time(tile_kernel<E, K, D, kBackward, kTwo>, threads, Tr::bytes(J, threads, softmax_in));
+      },
+  };
 }
 
-template <class E, int K, int D>
-TileLauncher pick_tiles(bool backward, bool two) {
-  if (backward) return two ? launch_tiles<E, K, D, true, true> : launch_tiles<E, K, D, true, false>;
-  return two ? launch_tiles<E, K, D, false, true> : launch_tiles<E, K, D, false, false>;
+template <class E, int K, int D, bool kBackward>
+TileKernel<kBackward> tile_kernel_with(bool two) {
+  return two ? tile_kernel_of<E, K, D, kBackward, true>() : tile_kernel_of<E, K, D, kBackward, false>();
 }
 
-template <class E, int K>
-TileLauncher tile_launcher(int64_t D, bool backward, bool two) {
-  return D == 8 ? pick_tiles<E, K, 8>(backward, two) : D == 16 ? pick_tiles<E, K, 16>(backward, two) : pick_tiles<E, K, 32>(backward, two);
+template <class E, int K, bool kBackward>
+TileKernel<kBackward> tile_kernel_for(int64_t D, bool two) {
+  return D == 8 ? tile_kernel_with<E, K, 8, kBackward>(two) : D == 16 ? tile_kernel_with<E, K, 16, kBackward>(two) : tile_kernel_with<E, K, 32, kBackward>(two);
 }
 
 template <class E, int K, int D>
