@@ -15,6 +15,8 @@ from .toolchain import constant_while_tracing
 
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
+# The signatures of the ops in csrc/ops/bindings.h, by number.
+BINDINGS = 2
 _REMEDY = "build it in a checkout: pip install --no-build-isolation --editable ."
 
 
@@ -50,6 +52,8 @@ def _load() -> tuple[ModuleType | None, str]:
     built = module.build_info()
     if built["version"] != __version__:
         return None, f"the extension was built from capsfast {built['version']}, this is {__version__}; {_REMEDY}"
+    if built.get("bindings") != BINDINGS:
+        return None, f"the extension was built from older or newer sources than these; {_REMEDY}"
     asked = os.environ.get("CAPSFAST_ISA")
     if asked and asked != built["instruction_set"]:
         raise ValueError(

@@ -31,6 +31,7 @@ using namespace capsfast;
 py::dict build_info() {
   py::dict info;
   info["version"] = CAPSFAST_VERSION;
+  info["bindings"] = kBindings;
   info["built_beside_torch"] = CAPSFAST_BUILD_TORCH;
 #if defined(__x86_64__)
   info["architecture"] = "x86_64";

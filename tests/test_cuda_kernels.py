@@ -111,7 +111,9 @@ def test_tiles_over_the_input_capsules(shape: Shape, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "refusal", [{"cooperative": False}, {"multiprocessors": 1}], ids=["no-device", "too-many-blocks"]
+    "refusal",
+    [{"cooperative": False}, {"multiprocessors": 1}, {"crowded": True}],
+    ids=["no-device", "too-many-blocks", "crowded"],
 )
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(num_iterations=1), Case(gradient="last")], ids=str)
 @pytest.mark.parametrize("shape", [Shape(33, 130, 3, 16, 8), Shape(2, 200, 10, 8, 4)], ids=str)
@@ -126,7 +128,7 @@ def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -
     assert ran["TilePasses"] == case.num_iterations + (case.coupling and case.softmax == "in") + backward
     assert ran["OutputArgs"] == case.num_iterations
     assert ran["RestoreArgs"] == 1 and ran["DifferentiateArgs"] == 1 + backward
-    if "cooperative" not in refusal:
+    if "multiprocessors" in refusal:
         return
     with emulator.device(**LARGE):
         together = run(problem, emulator.NAME)

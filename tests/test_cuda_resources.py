@@ -49,7 +49,7 @@ def kernels() -> list[Kernel]:
         architecture = arch[1] if arch else architecture
         usage = re.search(r"Function (\w+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", part)
         if usage:
-            # _ZN8capsfast4cuda11tile_kernelIfLi8ELi16ELb1ELb0EEEvNS0_8TileArgsE
+            # _ZN8capsfast4cuda11tile_kernelIfLi8ELi16ELb1ELb0EEEvNS0_10TilePassesIXT2_EEE
             name = re.search(r"4cuda\d+([a-z_]+?_kernel)", usage[1])
             assert name is not None, usage[1]
             found.append(Kernel(architecture, name[1], *map(int, usage.groups()[1:])))

@@ -123,6 +123,15 @@ def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert "needs torch 2.10 or newer, this is torch 2.9.1+cpu" in reason
 
 
+@needs_extension
+def test_a_build_from_other_sources_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library whose ops take other arguments would misread them."""
+    monkeypatch.setattr(native, "BINDINGS", native.BINDINGS + 1)
+    extension, reason = native._load()
+    assert extension is None
+    assert "built from older or newer sources than these; build it in a checkout" in reason
+
+
 def test_a_build_for_another_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
     monkeypatch.setattr(capsfast, "__path__", [str(tmp_path)])

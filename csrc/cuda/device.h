@@ -291,12 +291,24 @@ class Launching {
   cudaLaunchConfig_t config_ = {};
 };
 
-// Checked; nothing is waited for.
+// Checked; nothing is waited for. False: the whole grid was to run at the same time, and the device has less room than
+// it says, as where processes share it.
 template <class Args>
-void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args, Together together = {}) {
+[[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args, Together together) {
   allow_shared(kernel, shared_bytes);
   const Launching launching(grid, threads, shared_bytes, stream, together);
-  check(cudaLaunchKernelEx(&launching.config(), kernel, args), "a kernel launch");
+  const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
+  if (together.grid && code == cudaErrorCooperativeLaunchTooLarge) {
+    static_cast<void>(cudaGetLastError());  // or the next check of anybody would find it
+    return false;
+  }
+  check(code, "a kernel launch");
+  return true;
+}
+
+template <class Args>
+void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args, Together together = {}) {
+  if (!launched(kernel, grid, threads, shared_bytes, stream, args, together)) check(cudaErrorCooperativeLaunchTooLarge, "a kernel launch");
 }
 
 // How many blocks of a launch one multiprocessor runs at a time.

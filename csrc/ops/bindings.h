@@ -21,6 +21,10 @@
 
 namespace capsfast {
 
+// Counts up with every change of the signatures below: BINDINGS in capsfast/native.py must agree, or Python and a
+// library that was not built anew would take each other's arguments for others.
+constexpr int kBindings = 2;
+
 namespace bindings {
 
 using torch::stable::Tensor;

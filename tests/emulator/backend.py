@@ -45,9 +45,9 @@ def install() -> None:
 
 
 def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
-    """How often kernels were launched since the last call, by the name of their arguments such as "TileArgs".
+    """How often kernels were launched since the last call, by the name of their arguments such as "TilePasses".
 
-    With ``ways`` launches of blocks that run together count apart: "TileArgs cluster4", "TileArgs cooperative".
+    With ``ways`` launches of blocks that run together count apart: "ResidentArgs cluster4", "TilePasses cooperative".
     """
     loaded = ctypes.CDLL(str(library(kernels)))
     loaded.capsfast_take_launches.restype = ctypes.c_char_p
@@ -67,16 +67,21 @@ def device(
     shared_bytes_together: int | None = None,
     clusters: bool = True,
     cooperative: bool = True,
+    crowded: bool = False,
     kernels: str = "ops",
 ) -> Iterator[None]:
-    """Calls of the block run on such a device; without ``shared_bytes_together`` it holds one of the largest blocks."""
+    """Calls of the block run on such a device.
+
+    Without ``shared_bytes_together`` a multiprocessor holds one of the largest blocks. ``crowded``: it grants no
+    cooperative launch, though it could.
+    """
     least = shared_bytes + 1024
     together = least if shared_bytes_together is None else shared_bytes_together
     if multiprocessors < 1 or shared_bytes < 0 or together < least:
         given = f"{multiprocessors} multiprocessors with {together} bytes each, {least} of them for one block"
         raise ValueError(f"no device has {given}")
     exchange = ctypes.CDLL(str(library(kernels))).capsfast_exchange_device
-    settings = (ctypes.c_int64 * 5)(multiprocessors, shared_bytes, together, clusters, cooperative)
+    settings = (ctypes.c_int64 * 6)(multiprocessors, shared_bytes, together, clusters, cooperative, crowded)
     exchange(settings)
     try:
         yield

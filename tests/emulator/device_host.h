@@ -203,10 +203,17 @@ using Kernel = void (*)(Args);
 
 template <class Args>
 void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args, Together together = {}) {
-  // "... [with Args = capsfast::cuda::TileArgs]"
+  // "... [with Args = capsfast::cuda::TilePasses<true>]"
   std::string name = __PRETTY_FUNCTION__;
   name = name.substr(name.find("Args = ") + 7);
   emulator::Team::launch(grid, threads, static_cast<size_t>(shared_bytes), together, [&] { kernel(args); }, name.substr(0, name.find_first_of("<;]")));
+}
+
+template <class Args>
+[[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args, Together together) {
+  if (together.grid && emulator::Machine::current().crowded) return false;
+  launch(kernel, grid, threads, shared_bytes, stream, args, together);
+  return true;
 }
 
 template <class Args>

@@ -53,6 +53,7 @@ extern "C" __attribute__((visibility("default"))) void capsfast_exchange_device(
   now.shared_bytes_together = values[2];
   now.clusters = values[3] != 0;
   now.cooperative = values[4] != 0;
-  const int64_t old[] = {before.multiprocessors, before.shared_bytes, before.shared_bytes_together, before.clusters, before.cooperative};
-  std::copy(old, old + 5, values);
+  now.crowded = values[5] != 0;
+  const int64_t old[] = {before.multiprocessors, before.shared_bytes, before.shared_bytes_together, before.clusters, before.cooperative, before.crowded};
+  std::copy(old, old + 6, values);
 }

@@ -33,6 +33,7 @@ struct Together {
 struct Machine {
   int64_t multiprocessors = 2, shared_bytes = 99 * 1024, shared_bytes_together = 100 * 1024;
   bool clusters = true, cooperative = true;
+  bool crowded = false;  // others have so much of it that no cooperative launch is granted
 
   static Machine& current();
 

@@ -54,7 +54,7 @@ def device(**settings: Any) -> AbstractContextManager[None]:
 
 def settings() -> list[int]:
     """Of the device, in the order of ``device``."""
-    values = (ctypes.c_int64 * 5)()
+    values = (ctypes.c_int64 * 6)()
     _loaded().capsfast_exchange_device(values)
     found = list(values)
     _loaded().capsfast_exchange_device(values)

@@ -123,8 +123,7 @@ class Call {
   bool run_together(const Steps& steps) const {
     if constexpr (std::is_same_v<T, float>) {
       if (tiled && tiles.together && tiles.splits > 0 && context.cooperative() && steps.passes() > 0) {
-        launch_tiles<kBackward>(steps, kBackward ? -1 : 0, steps.passes(), true);
-        return true;
+        return launch_tiles<kBackward>(steps, kBackward ? -1 : 0, steps.passes(), true);
       }
     }
     return false;
@@ -135,7 +134,7 @@ class Call {
   void reduce(const Steps& steps, int64_t n, const Normaliser<T>* rows = nullptr) const {
     if (p.I == 0) return;
     if constexpr (std::is_same_v<T, float>) {
-      if (tiled) return launch_tiles<kBackward>(steps, n, n + 1, false);
+      if (tiled) return static_cast<void>(launch_tiles<kBackward>(steps, n, n + 1, false));
     }
     ReduceArgs<T> pass = steps.pass(n);
     if (rows != nullptr) pass.norm = *rows;
@@ -176,9 +175,9 @@ class Call {
   }
 
   template <bool kBackward, class Steps>
-  void launch_tiles(const Steps& steps, int64_t begin, int64_t end, bool together) const {
+  bool launch_tiles(const Steps& steps, int64_t begin, int64_t end, bool together) const {
     const TilePasses<kBackward> passes{steps, poses_in_runs(p), p.tf32, together, static_cast<int>(begin), static_cast<int>(end)};
-    tile_kernel<kBackward>().launch(passes, tile_threads(), {{tiles.tiles, tiles.splits, 1}, context.stream()});
+    return tile_kernel<kBackward>().launch(passes, tile_threads(), {{tiles.tiles, tiles.splits, 1}, context.stream()});
   }
 
   // The last pass of `terms` iterations on tensor cores; false where shared memory cannot hold them.

@@ -8,7 +8,8 @@ namespace capsfast::cuda {
 
 template <bool kBackward>
 struct TileKernel {
-  void (*launch)(const TilePasses<kBackward>&, int threads, const Launch&);
+  // False: the passes cannot run together after all.
+  bool (*launch)(const TilePasses<kBackward>&, int threads, const Launch&);
   // How many blocks a multiprocessor runs at a time.
   int64_t (*blocks)(int J, bool softmax_in, int threads);
 };

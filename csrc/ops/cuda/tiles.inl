@@ -9,8 +9,8 @@ TileKernel<kBackward> tile_kernel_of() {
   return {
       [](const TilePasses<kBackward>& args, int threads, const Launch& at) {
         const Inputs& in = args.steps.in;
-        gpu::launch(tile_kernel<E, K, D, kBackward, kTwo>, at.grid, threads, Tr::bytes(static_cast<int>(in.J), threads, in.softmax_in), at.stream, args,
-                    {1, args.together});
+        const int bytes = Tr::bytes(static_cast<int>(in.J), threads, in.softmax_in);
+        return gpu::launched(tile_kernel<E, K, D, kBackward, kTwo>, at.grid, threads, bytes, at.stream, args, {1, args.together});
       },
       [](int J, bool softmax_in, int threads) {
         return gpu::blocks_at_a_time(tile_kernel<E, K, D, kBackward, kTwo>, threads, Tr::bytes(J, threads, softmax_in));
