@@ -1,5 +1,5 @@
 // bfloat16 and float16 bits to float and back, rounding to nearest even. Branch-free where it helps
-// the compiler turn a loop over them into vector code.
+// the compiler turn a loop over them into vector code. A GPU has instructions for it.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,23 @@ CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float bf16_to_float(u
 }
 
 CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) uint16_t float_to_bf16(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t h;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
   const uint32_t bits = bits_of_float(x);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>(x != x ? 0x7FC0u : rounded);
+#endif
 }
 
 CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float half_to_float(uint16_t h) {
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+#else
   const uint32_t sign = (static_cast<uint32_t>(h) & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(h) & 0x7FFFu;
   // The exponent bias differs by 112; the product also normalises subnormal numbers.
@@ -39,9 +50,15 @@ CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float half_to_float(u
   const uint32_t finite = bits_of_float(scaled);
   const uint32_t special = (magnitude << 13) | 0x7F800000u;  // inf and NaN
   return float_of_bits(sign | (magnitude >= 0x7C00u ? special : finite));
+#endif
 }
 
 CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) uint16_t float_to_half(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
   const uint32_t bits = bits_of_float(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -53,6 +70,7 @@ CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) uint16_t float_to_hal
   result = magnitude >= 0x477FF000u ? 0x7C00u : result;  // rounds to infinity
   result = magnitude > 0x7F800000u ? 0x7E00u : result;   // NaN
   return static_cast<uint16_t>(sign | result);
+#endif
 }
 
 }  // namespace capsfast
