@@ -69,7 +69,7 @@ struct ColumnNorm {
     for (int mask = 16; mask > 0; mask /= 2) max = larger<T>(max, gpu::shuffle_xor(max, mask));
     double total = parts.splits == 0 && in.leaky && lane == 0 ? 1.0 : 0.0;
     for (int64_t split = lane; split < parts.splits; split += 32) {
-      total += parts.total[split * rows + row] * std::exp(static_cast<double>(parts.max[split * rows + row]) - static_cast<double>(max));
+      total += parts.total[split * rows + row] * static_cast<double>(std::exp(static_cast<T>(parts.max[split * rows + row]) - max));
     }
     total = lane_sum(total, 32);
     return {max, total == 0 ? T(0) : static_cast<T>(1 / total)};
@@ -86,10 +86,10 @@ CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Pl
   const int64_t rows = in.B * in.J;
 #pragma unroll
   for (int n = 0; n < kWidth; ++n) sum[n] = 0;
-#pragma unroll 4
+#pragma unroll 8
   for (int64_t split = at.slice; split < parts.splits && d < in.D; split += at.slices) {
     const int64_t row = split * rows + at.row, from = row * in.D + d;
-    const double factor = follows ? std::exp(static_cast<double>(parts.max[row]) - static_cast<double>(max)) : 1.0;
+    const double factor = follows ? static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max)) : 1.0;
     if constexpr (kWidth > 1) {
       const Run run = parts.sum_tile.template vector<Run>(from);
 #pragma unroll
