@@ -12,8 +12,9 @@ from capsfast.bench.inputs import input_set, step
 
 from .common import fused_backends
 
-# B, I, J, D, K: padded and full tiles, one and several splits, many outputs, one sample.
-SHAPES = ((1, 33, 10, 16, 8), (17, 21, 5, 7, 3), (33, 9, 300, 4, 4))
+# B, I, J, D, K: padded and full tiles, one and several splits, many outputs, one sample; votes of a sample that fit no
+# shared memory.
+SHAPES = ((1, 33, 10, 16, 8), (17, 21, 5, 7, 3), (33, 9, 300, 4, 4), (2, 6000, 10, 16, 8))
 # Every tensor and both softmaxes between them.
 OPTIONS: tuple[dict[str, object], ...] = (
     {},
