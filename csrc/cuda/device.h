@@ -84,6 +84,16 @@ CAPSFAST_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xFFFFFFFFu, value, lane);
 }
 
+// Whether it is so in any lane of the warp.
+CAPSFAST_DEVICE bool any(bool value) { return __any_sync(0xFFFFFFFFu, value) != 0; }
+
+// 1 / x, off by an ulp, where neither x nor 1 / x is subnormal.
+CAPSFAST_DEVICE float reciprocal(float x) {
+  float to;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(x));
+  return to;
+}
+
 // Memory of the device. The count is for the emulator, which checks every index.
 template <class T>
 class Global {

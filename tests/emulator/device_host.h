@@ -52,6 +52,15 @@ T shuffle(T value, int lane, int line = __builtin_LINE()) {
   return value;
 }
 
+inline bool any(bool value, int line = __builtin_LINE()) {
+  const unsigned char* slots = Block::current().exchange(&value, sizeof(value), line);
+  bool any = false;
+  for (size_t lane = 0; lane < emulator::kWarp; ++lane) any = any || slots[lane * emulator::kSlot] != 0;
+  return any;
+}
+
+inline float reciprocal(float x) { return 1.0f / x; }
+
 // Memory of the device: a pointer and how many elements are there.
 template <class T>
 class Global {

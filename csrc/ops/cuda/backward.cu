@@ -1,5 +1,6 @@
 // The backward: from the last iteration to the second a reducing pass each, then one last pass for all.
 #include "call.h"
+#include "given_call.h"
 #include "steps.h"
 
 namespace capsfast::cuda {
@@ -66,10 +67,8 @@ class Backward {
   }
 
   void sum_bias() const {
-    const int64_t rows = p.J * p.D, count = (p.iterations - steps.first) * p.B;
-    const Global<T> from = steps.ds.from(steps.first * call.vectors(), (p.iterations - steps.first) * call.vectors());
-    gpu::launch(bias_kernel<T>, {divide_up(rows, kThreads / kSumLanes), 1, 1}, kThreads, kThreads * 8, call.context.stream(),
-                BiasArgs<T>{count, rows, from, operand(out.dbias, {p.J, p.D})});
+    const int64_t terms = p.iterations - steps.first;
+    call.sum_rows(steps.ds.from(steps.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
   }
 
   void last_pass() {
@@ -95,6 +94,12 @@ class Backward {
         if (!(plan.rows_apart && t > steps.first)) rows(t, wants_logits() || (t > 0 && !p.gradient_last));
       }
       general.norm = {row_max, row_scale, row_mean};
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      if (call.given) {
+        const StreamPlan& stream = call.given->plan;
+        return finish(general, stream.final_rows, stream.final_splits, [&](const FinalArgs<float>& args) { call.given->final(args); });
+      }
     }
     finish(general, plan.final_splits, plan.final_blocks,
            [&](const FinalArgs<T>& args) { call.kernels().final(args, {{plan.final_blocks, plan.final_splits, 1}, call.context.stream()}); });
@@ -136,7 +141,7 @@ class Backward {
 
 template <class T>
 void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const Tensor& like) {
-  if (p.B == 0 || p.J == 0) return;
+  if (p.B == 0 || p.J == 0 || resident_backward(p, in, out, like)) return;
   Backward<T>(p, in, out, like).run();
 }
 

@@ -80,9 +80,6 @@ struct ColumnNorm {
 // they are brought to this one.
 template <int kWidth, class T>
 CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Place& at, int64_t d, bool follows, T max, double (&sum)[kWidth]) {
-  struct alignas(4 * kWidth) Run {
-    float value[kWidth];
-  };
   const int64_t rows = in.B * in.J;
 #pragma unroll
   for (int n = 0; n < kWidth; ++n) sum[n] = 0;
@@ -91,7 +88,7 @@ CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Pl
     const int64_t row = split * rows + at.row, from = row * in.D + d;
     const double factor = follows ? static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max)) : 1.0;
     if constexpr (kWidth > 1) {
-      const Run run = parts.sum_tile.template vector<Run>(from);
+      const auto run = parts.sum_tile.template vector<Run<float, kWidth>>(from);
 #pragma unroll
       for (int n = 0; n < kWidth; ++n) sum[n] += factor * static_cast<double>(run.value[n]);
     } else {

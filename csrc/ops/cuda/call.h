@@ -4,12 +4,14 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <initializer_list>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
 #include "../../cuda/context.h"
 #include "between.h"
 #include "general.h"
+#include "given_launch.h"
 #include "routing.h"
 #include "tiles.h"
 
@@ -68,7 +70,8 @@ class Call {
       : p(problem),
         context(like),
         in(inputs_of(problem)),
-        plan(plan_general<T>(problem, context.multiprocessors())),
+        given(why_not_given(problem) == nullptr ? std::make_optional<GivenPasses>(problem, context) : std::nullopt),
+        plan(plan_of(problem, given.has_value(), context.multiprocessors())),
         tiled(std::is_same_v<T, float> && why_no_tiles(problem) == nullptr),
         two(tiled && two_row_tiles(problem, context.shared_bytes())),
         tiles(tiled ? plan_tiles(problem, two, context.multiprocessors(), context.multiprocessors() * (backward ? tile_blocks<true>() : tile_blocks<false>()))
@@ -104,8 +107,8 @@ class Call {
   // For sums alone, or also for the maxima of the softmax over the input capsules.
   Parts<T> parts(bool with_columns) {
     Parts<T> to{};
-    to.splits = tiled ? tiles.splits : plan.splits;
-    if (tiled) {
+    to.splits = given ? given->plan.splits : tiled ? tiles.splits : plan.splits;
+    if (given || tiled) {
       to.sum_tile = scratch<float>(to.splits * vectors());
     } else {
       to.sum = scratch<double>(to.splits * vectors());
@@ -135,6 +138,9 @@ class Call {
     if (p.I == 0) return;
     if constexpr (std::is_same_v<T, float>) {
       if (tiled) return static_cast<void>(launch_tiles<kBackward>(steps, n, n + 1, false));
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      if (given) return given->reduce(steps.pass(n));
     }
     ReduceArgs<T> pass = steps.pass(n);
     if (rows != nullptr) pass.norm = *rows;
@@ -218,6 +224,13 @@ class Call {
     gpu::launch(join_kernel<N>, {blocks, 1, 1}, kThreads, 0, context.stream(), JoinArgs<N>{parts, size, from, operand(to, {size})});
   }
 
+  // to[n] = sum of from[0, n] to from[count - 1, n].
+  template <class N>
+  void sum_rows(const Global<N>& from, int64_t count, int64_t rows, const View& to) const {
+    gpu::launch(bias_kernel<N>, {divide_up(rows, kThreads / kSumLanes), 1, 1}, kThreads, kThreads * 8, context.stream(),
+                BiasArgs<N>{count, rows, from, operand(to, {rows})});
+  }
+
   int64_t vectors() const { return p.B * p.J * p.D; }
   int64_t scalars() const { return p.B * p.J; }
   // The y axis of a grid is short; kernels walk on.
@@ -226,6 +239,7 @@ class Call {
   const Problem& p;
   const gpu::Context context;
   const Inputs in;
+  const std::optional<GivenPasses> given;  // the passes over given votes
   const GeneralPlan plan;
   const bool tiled;  // the reducing passes run on tensor cores
   const bool two;    // with two row tiles a block
@@ -233,6 +247,13 @@ class Call {
   const Squashing squash;
 
  private:
+  static GeneralPlan plan_of(const Problem& p, bool given, int64_t multiprocessors) {
+    GeneralPlan plan = plan_general<T>(p, multiprocessors);
+    // Those passes have all output capsules of an input capsule in a block.
+    if (given) plan.rows_apart = plan.final_rows_apart = false;
+    return plan;
+  }
+
   const Tensor& like_;
   std::vector<Tensor> memory_;
 };

@@ -39,6 +39,12 @@ CAPSFAST_DEVICE double wide(double x) { return x; }
 CAPSFAST_DEVICE float wide(BFloat16 x) { return bf16_to_float(x.bits); }
 CAPSFAST_DEVICE float wide(Float16 x) { return half_to_float(x.bits); }
 
+// Neighbours that are moved as one.
+template <class E, int kCount>
+struct alignas(kCount * sizeof(E)) Run {
+  E value[kCount];
+};
+
 // A tensor whose type is known at run time; strides in elements.
 struct Operand {
   Global<unsigned char> data;

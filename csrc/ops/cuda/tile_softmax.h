@@ -31,9 +31,6 @@ struct SoftmaxSet {
   Operand dcoupling;
 };
 
-// exp(x) in half the instructions: the rounding of the product costs what one of x would.
-CAPSFAST_DEVICE float exponential(float x) { return std::exp2(x * 1.44269504f); }
-
 // scores [j][row] to c, and dc to db = c (dc - sum_j c dc), by four lanes a row.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b0, int i, const Lane& lane, int base, Shared<float> scores, Shared<float> dc) {

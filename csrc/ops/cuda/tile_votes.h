@@ -56,12 +56,6 @@ CAPSFAST_DEVICE Lane this_lane() {
   return {thread, thread / 32, lane / 4, lane % 4};
 }
 
-// Neighbours that are moved as one.
-template <class E, int kCount>
-struct alignas(kCount * sizeof(E)) Run {
-  E value[kCount];
-};
-
 // x as the nearest TF32 number and the rest, of which the tensor core drops what is beyond 22 bits of x in all. A NaN
 // comes through in the rest: to_tf32() takes twice as long for looking at those first.
 CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {

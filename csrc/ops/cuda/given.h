@@ -1,0 +1,35 @@
+// The kernels for votes that are given, by type.
+#pragma once
+
+#include "general.h"
+#include "given_layout.h"
+#include "given_resident_backward.h"
+#include "given_stream.h"
+
+namespace capsfast::cuda {
+
+struct GivenResidentKernels {
+  gpu::Kernel<GivenResidentArgs> forward;
+  gpu::Kernel<GivenResidentBackwardArgs> backward;
+};
+
+struct GivenStreamKernels {
+  gpu::Kernel<GivenReduceArgs> forward, backward;
+  gpu::Kernel<GivenFinalArgs> final;
+};
+
+// Two files of each type, so that they compile side by side.
+template <class E>
+GivenResidentKernels given_resident_kernels(Exchange exchange, int numbers);
+template <class E>
+GivenStreamKernels given_stream_kernels(Exchange exchange);
+
+#define CAPSFAST_GIVEN(E)                                                                \
+  extern template GivenResidentKernels given_resident_kernels<E>(Exchange, int numbers); \
+  extern template GivenStreamKernels given_stream_kernels<E>(Exchange);
+CAPSFAST_GIVEN(float)
+CAPSFAST_GIVEN(BFloat16)
+CAPSFAST_GIVEN(Float16)
+#undef CAPSFAST_GIVEN
+
+}  // namespace capsfast::cuda

@@ -1,0 +1,105 @@
+#include "given_call.h"
+
+#include "call.h"
+
+namespace capsfast::cuda {
+
+namespace {
+
+// A call, and the clusters that hold its samples.
+class ResidentCall {
+ public:
+  ResidentCall(const Problem& problem, const Tensor& like, bool backward)
+      : call(problem, like, backward), p(problem), plan(planned(call.context.clusters() ? GivenSize::cluster : 1, backward)), kernels(kernels_of(problem, plan.shape)) {
+    // A device that is cut into instances may have no room for a cluster as large.
+    while (plan.cluster > 1 && clusters_at_a_time(backward) == 0) plan = planned(plan.cluster / 2, backward);
+  }
+
+  bool serves() const { return plan.cluster > 0; }
+
+  Resident resident() const { return {plan.shape, plan.memory, given_access(p, plan.shape), plan.capsules, plan.stage, plan.together}; }
+
+  template <class Args>
+  void launch(gpu::Kernel<Args> kernel, const Args& args, int64_t clusters) const {
+    gpu::launch(kernel, {clusters * plan.cluster, 1, 1}, plan.shape.threads, plan.memory.end, call.context.stream(), args, {plan.cluster, false});
+  }
+
+  // Each with a part of dlogits [I, J], to which it adds those of its samples: as many as the device runs at a time.
+  int64_t clusters_that_join() const {
+    const int64_t least = divide_up(p.B, GivenSize::samples);
+    return std::clamp<int64_t>(2 * call.context.multiprocessors() / plan.cluster, least, p.B);
+  }
+
+  Call<float> call;
+  const Problem& p;
+  ResidentPlan plan;
+  const GivenResidentKernels kernels;
+
+ private:
+  static GivenResidentKernels kernels_of(const Problem& p, const GivenShape& shape) {
+    return for_given(p, [&](auto type) { return given_resident_kernels<decltype(type)>(shape.exchange, shape.numbers); });
+  }
+
+  ResidentPlan planned(int64_t cluster, bool backward) const {
+    const gpu::Context& on = call.context;
+    return plan_resident(p, {on.multiprocessors(), on.shared_bytes(), on.shared_bytes_together(), cluster}, backward);
+  }
+
+  int64_t clusters_at_a_time(bool backward) const {
+    return backward ? gpu::clusters_at_a_time(kernels.backward, plan.cluster, plan.shape.threads, plan.memory.end)
+                    : gpu::clusters_at_a_time(kernels.forward, plan.cluster, plan.shape.threads, plan.memory.end);
+  }
+};
+
+}  // namespace
+
+bool resident_forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
+  if (why_not_given(p) != nullptr) return false;
+  const ResidentCall resident(p, like, false);
+  if (!resident.serves()) return false;
+  const Call<float>& call = resident.call;
+  GivenResidentArgs args{};
+  args.in = call.in;
+  args.squash = call.squash;
+  args.resident = resident.resident();
+  args.iterations = static_cast<int>(p.iterations);
+  args.v = operand(out.v, {p.B, p.J, p.D});
+  args.coupling = operand(out.coupling, {p.B, p.I, p.J});
+  args.s = {static_cast<float*>(out.s), p.iterations * call.vectors()};
+  if (p.softmax_in) args.norm = {static_cast<float*>(out.norm), 2 * p.iterations * call.scalars()};
+  resident.launch(resident.kernels.forward, args, p.B);
+  return true;
+}
+
+bool resident_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const Tensor& like) {
+  if (why_not_given(p) != nullptr) return false;
+  ResidentCall resident(p, like, true);
+  if (!resident.serves()) return false;
+  Call<float>& call = resident.call;
+  GivenResidentBackwardArgs args{};
+  args.squash = call.squash;
+  args.resident = resident.resident();
+  FinalArgs<float>& last = args.last;
+  last.in = call.in;
+  last.first = first_term(p);
+  last.iterations = p.iterations;
+  last.gradient_last = p.gradient_last;
+  last.dcoupling = operand(in.dcoupling, {p.B, p.I, p.J});
+  last.dvotes = operand(out.dweight, {p.B, p.I, p.J, p.D});
+  if (out.per_sample_logits) last.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
+  args.dv = operand(in.dv, {p.B, p.J, p.D});
+  args.coupling = operand(in.coupling, {p.B, p.I, p.J});
+  args.s = {static_cast<const float*>(in.s), p.iterations * call.vectors()};
+  if (p.softmax_in) args.norm = {static_cast<const float*>(in.norm), 2 * p.iterations * call.scalars()};
+  if (out.dbias.data != nullptr) args.ds = call.scratch<float>(p.iterations * call.vectors());
+  const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
+  const int64_t clusters = logits > 0 ? resident.clusters_that_join() : p.B;
+  if (logits > 0) last.dlogits = call.scratch<double>(clusters * logits);
+  resident.launch(resident.kernels.backward, args, clusters);
+  const int64_t terms = p.iterations - last.first;
+  if (args.ds) call.sum_rows(args.ds.from(last.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
+  if (logits > 0) call.sum_rows(last.dlogits, clusters, logits, out.dlogits);
+  return true;
+}
+
+}  // namespace capsfast::cuda

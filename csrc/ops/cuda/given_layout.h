@@ -1,0 +1,140 @@
+// Resident or streaming: shared memory and grids of the kernels for given votes.
+#pragma once
+
+#include "given_plan.h"
+
+namespace capsfast::cuda {
+
+// Lays arrays out one after the other.
+class GivenLayout {
+ public:
+  explicit GivenLayout(int64_t from) : end_((from + 15) / 16 * 16) {}
+  int add(int64_t bytes) {
+    const int64_t at = end_;
+    end_ += (bytes + 15) / 16 * 16;
+    return static_cast<int>(std::min<int64_t>(at, INT32_MAX));  // more than any block has
+  }
+
+ private:
+  int64_t end_;
+};
+
+struct GivenNeeds {
+  int64_t votes = 0;    // bytes
+  int64_t blocks = 1;   // of a cluster
+  int64_t terms = 0;    // iterations whose V and ds a block keeps
+  int64_t together = 1; // and whose scores
+  bool backward = false;
+};
+
+inline GivenMemory given_memory(const Problem& p, const GivenShape& shape, const GivenNeeds& needs) {
+  const int64_t number = 4, vectors = p.J * p.D * number;
+  const bool follows = p.softmax_in && !needs.backward, shares = needs.blocks > 1;
+  const int64_t scores = shape.exchange == Exchange::block ? needs.together * shape.rows * shape.votes(needs.backward) * p.J * number : 0;
+  GivenLayout layout(needs.votes);
+  GivenMemory memory{};
+  memory.sums = layout.add(shape.rows * vectors);
+  memory.columns = layout.add(follows ? shape.rows * p.J * 2 * number : 0);
+  memory.shares = layout.add(shares ? 2 * vectors : 0);
+  memory.share_columns = layout.add(shares && follows ? 2 * p.J * 2 * number : 0);
+  memory.V = layout.add(needs.terms * vectors);
+  memory.ds = layout.add(needs.backward ? needs.terms * vectors : 0);
+  memory.norm = layout.add(p.softmax_in ? needs.terms * p.J * 3 * number : 0);
+  memory.b = layout.add(scores);
+  memory.dc = layout.add(needs.backward ? scores : 0);
+  memory.copies = layout.add(needs.votes > 0 ? 8 * GivenSize::stages * GivenSize::samples : 0);
+  memory.end = layout.add(0);
+  return memory;
+}
+
+// What a device offers the blocks of a launch.
+struct Offer {
+  int64_t multiprocessors, shared_bytes, shared_bytes_together;
+  int64_t cluster;  // blocks of one at most
+};
+
+struct ResidentPlan {
+  GivenShape shape{};
+  int cluster = 0;              // blocks that have a sample; 0: no cluster holds one, and its votes are read once a pass
+  bool twice = false;           // a multiprocessor has shared memory for two of them
+  bool alone = false;           // each on its multiprocessor
+  int capsules = 0, stage = 0;  // of a block, of a copy
+  int together = 1;             // softmaxes of the last pass at a time
+  GivenMemory memory{};
+};
+
+// [first, iterations) carry gradients, in the backward.
+inline int64_t first_term(const Problem& p) { return p.gradient_last ? p.iterations - 1 : 0; }
+inline int64_t terms_together(const Problem& p, const GivenShape& shape) {
+  return shape.exchange == Exchange::block ? std::min<int64_t>(GivenSize::together, p.iterations - first_term(p)) : 1;
+}
+
+inline ResidentPlan resident_of(const Problem& p, const GivenShape& shape, int64_t cluster, bool backward) {
+  const int64_t capsules = divide_up(p.I, cluster), chunk = shape.rows * shape.votes(backward);
+  GivenNeeds needs;
+  needs.votes = capsules * p.J * p.D * given_element(p);
+  needs.blocks = cluster;
+  needs.terms = backward ? p.iterations - first_term(p) : 1;
+  needs.together = backward ? terms_together(p, shape) : 1;
+  needs.backward = backward;
+  ResidentPlan plan;
+  plan.shape = shape;
+  plan.cluster = static_cast<int>(cluster);
+  plan.capsules = static_cast<int>(capsules);
+  plan.stage = static_cast<int>(divide_up(divide_up(capsules, GivenSize::stages), chunk) * chunk);
+  plan.together = static_cast<int>(needs.together);
+  plan.memory = given_memory(p, shape, needs);
+  return plan;
+}
+
+// The smallest cluster of which a multiprocessor holds two blocks, or else the smallest that holds a sample.
+inline ResidentPlan smallest_resident(const Problem& p, const GivenShape& shape, const Offer& offer, bool backward) {
+  const int64_t chunk = shape.rows * shape.votes(backward);
+  ResidentPlan chosen;
+  for (int64_t cluster = 1; cluster <= std::min(offer.cluster, p.I); cluster *= 2) {
+    if (divide_up(p.I, cluster) * p.J * p.D * given_element(p) > offer.shared_bytes) continue;
+    ResidentPlan plan = resident_of(p, shape, cluster, backward);
+    const int64_t bytes = plan.memory.end;
+    if (bytes > offer.shared_bytes) continue;
+    // While there are idle multiprocessors it takes more blocks, and a chunk of input capsules for each.
+    const bool idle = p.B * cluster <= offer.multiprocessors;
+    plan.twice = 2 * (bytes + 1024) <= offer.shared_bytes_together;
+    plan.alone = idle || !plan.twice;
+    if (chosen.cluster == 0 || (plan.twice && !chosen.twice) || (idle && p.I >= cluster * chunk)) chosen = plan;
+  }
+  return chosen;
+}
+
+// A sample's votes in the shared memory of as few blocks as hold them twice over on their multiprocessors: one block
+// then waits for its copies or its neighbours while another computes. Fewer blocks, fewer parts to join.
+//
+// A sample that fits is small beside what a launch costs, so even a batch of one is better off here than with a launch
+// a pass.
+inline ResidentPlan plan_resident(const Problem& p, const Offer& offer, bool backward) {
+  const ResidentPlan plan = smallest_resident(p, given_shape(p, true, backward, false), offer, backward);
+  if (!plan.alone) return plan;
+  const ResidentPlan large = smallest_resident(p, given_shape(p, true, backward, true), offer, backward);
+  return large.cluster == plan.cluster ? large : plan;
+}
+
+// The streaming passes: splits of the input capsules, and rows of blocks along the batch; in the last pass as many as
+// there are parts of dlogits [I, J].
+struct StreamPlan {
+  int64_t splits, rows, final_splits, final_rows;
+};
+
+inline StreamPlan plan_stream(const Problem& p, const GivenShape& shape, int64_t multiprocessors) {
+  const int64_t blocks = GivenSize::blocks * multiprocessors, chunks = divide_up(p.I, shape.rows * shape.votes(true));
+  const auto cut = [&](int64_t least, int64_t rows) {
+    return std::clamp<int64_t>(std::max(least, divide_up(blocks, rows)), 1, std::min<int64_t>(chunks, GivenSize::splits));
+  };
+  StreamPlan plan;
+  plan.rows = std::min<int64_t>(p.B, 65535);
+  plan.splits = cut(chunks / GivenSize::each_split, plan.rows);
+  const bool joins = p.logits.data != nullptr && p.logits.stride[0] == 0;
+  plan.final_rows = joins ? std::min<int64_t>(p.B, GivenSize::parts) : plan.rows;
+  plan.final_splits = cut(1, plan.final_rows);
+  return plan;
+}
+
+}  // namespace capsfast::cuda

@@ -1,0 +1,161 @@
+// The passes over a block's votes: sum_i c votes, and sum_i db votes.
+//
+// A Source is where votes are: `fetch` reads this thread's numbers of each of a chunk.
+#pragma once
+
+#include "final.h"
+#include "given_scores.h"
+
+namespace capsfast::cuda {
+
+// What a pass has summed up; max and total = sum_i exp(b - max) where it follows the maximum.
+template <int kNumbers>
+struct Sum {
+  Vector<kNumbers> value = {};
+  float max = Extreme<float>::lowest, total = 0.0f;
+};
+
+// The normaliser of the softmax over the input capsules, for one output capsule: c = exp(b - max) scale.
+struct Column {
+  float max, scale, mean;
+};
+
+// b to c, and dc to db, with a normaliser that is known.
+template <bool kBackward, int kCount>
+CAPSFAST_DEVICE void softmax_known(const Column& column, float (&b)[kCount], float (&dc)[kCount]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    b[n] = exponential(b[n] - column.max) * column.scale;
+    if constexpr (kBackward) dc[n] = b[n] * (dc[n] - column.mean);
+  }
+}
+
+// b to exp(b - max), max the largest so far of this thread's votes.
+template <int kNumbers, int kCount>
+CAPSFAST_DEVICE void follow_maximum(float (&b)[kCount], Sum<kNumbers>* sum) {
+  float m = sum->max, here = 0.0f;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) m = std::fmax(m, b[n]);
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    b[n] = exponential(b[n] - m);
+    here += b[n];
+  }
+  const float factor = exponential(sum->max - m);
+  sum->value = scaled(factor, sum->value);
+  sum->total = sum->total * factor + here;
+  sum->max = m;
+}
+
+// sum += sum_n c votes. Many are added up by themselves: rounding errors of a long sum stay those of its chunks.
+template <int kNumbers, int kCount>
+CAPSFAST_DEVICE void add_votes(const float (&c)[kCount], const Vector<kNumbers> (&votes)[kCount], Vector<kNumbers>* sum) {
+  if constexpr (kCount > 2) {
+    Vector<kNumbers> here = scaled(c[0], votes[0]);
+#pragma unroll
+    for (int n = 1; n < kCount; ++n) add(c[n], votes[n], &here);
+    add(1.0f, here, sum);
+  } else {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) add(c[n], votes[n], sum);
+  }
+}
+
+// votes . V to c and, backward, votes . ds to db, by what the exchange is. dcoupling: added to dc.
+template <class Tr, bool kBackward, int kCount>
+CAPSFAST_DEVICE void softmax(const Inputs& in, const Spot<Tr>& at, const Part& part, const Chunk& chunk, const Operand& dcoupling, const Column& column,
+                             const GivenScores& scores, float (&b)[kCount], float (&dc)[kCount]) {
+  exclude(chunk, b);
+  if constexpr (Tr::exchange != Exchange::block) {
+    if (in.logits.data) add_elements(in.logits, at, part, chunk, b);
+    if (kBackward && dcoupling.data) add_elements(dcoupling, at, part, chunk, dc);
+  }
+  if constexpr (Tr::exchange == Exchange::none) {
+    softmax_known<kBackward>(column, b, dc);
+  } else if constexpr (Tr::exchange == Exchange::warp) {
+    softmax_warp<kBackward>(in, at, b, dc);
+  } else {
+    gpu::warp_barrier();  // every lane has taken what is now overwritten
+    const int J = static_cast<int>(in.J);
+    put(at, J, part, chunk, 0, b, in.logits, scores.b);
+    if constexpr (kBackward) put(at, J, part, chunk, 0, dc, dcoupling, scores.dc);
+    gpu::barrier();
+    softmax_block<kBackward>(in, part, chunk.first, 1, scores);
+    gpu::barrier();
+    take(at, J, chunk, 0, scores.b, b);
+    if constexpr (kBackward) take(at, J, chunk, 0, scores.dc, dc);
+  }
+}
+
+template <class Tr>
+struct ForwardPass {
+  bool unweighted;   // every coefficient is 1
+  bool with_V;
+  typename Tr::Numbers V;
+  bool follow;       // softmax over the input capsules: the normaliser is not known yet
+  Column column;     // or it is, and only the coupling is wanted
+  Operand coupling;  // [B, I, J], written
+};
+
+template <class Tr, class Source>
+CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source, const ForwardPass<Tr>& pass,
+                                              const GivenScores& scores) {
+  using E = typename Tr::Type;
+  constexpr int kCount = Tr::forward;
+  const bool valid = in.out_mask.at(part.b, at.j);
+  Sum<Tr::numbers> sum;
+  for (int first = 0; first < part.count; first += kCount * at.rows) {
+    const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
+    typename Tr::Numbers votes[kCount];
+    source.fetch(at, chunk, votes);
+    clear(chunk, votes);
+    float c[kCount];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) c[n] = pass.unweighted ? 1.0f : 0.0f;
+    if (pass.unweighted) {
+      // As if all logits were 0.
+      sum.max = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) sum.total += chunk.counts >> n & 1 ? 1.0f : 0.0f;
+    } else {
+      if (pass.with_V) dots(at, votes, pass.V, c);
+      if (Tr::in && pass.follow) {
+        exclude(chunk, c);
+        if (in.logits.data) add_elements(in.logits, at, part, chunk, c);
+        follow_maximum(c, &sum);
+      } else {
+        softmax<Tr, false>(in, at, part, chunk, {}, pass.column, scores, c, c);
+        if (pass.coupling.data && at.leads()) {
+          const Global<E> to = pass.coupling.data.template as<E>();
+          each_element<kCount>(pass.coupling, at, part, first, chunk.inside, [&](int n, int64_t m) { narrow(c[n], &to[m]); });
+        }
+        if (Tr::in) continue;
+      }
+    }
+    add_votes(c, votes, &sum.value);
+  }
+  return sum;
+}
+
+// sum_i db votes of one iteration.
+template <class Tr, class Source>
+CAPSFAST_DEVICE Sum<Tr::numbers> backward_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source, const typename Tr::Numbers& V,
+                                               const typename Tr::Numbers& ds, const Operand& dcoupling, const Column& column, const GivenScores& scores) {
+  constexpr int kCount = Tr::backward;
+  const bool valid = in.out_mask.at(part.b, at.j);
+  Sum<Tr::numbers> sum;
+  for (int first = 0; first < part.count; first += kCount * at.rows) {
+    const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
+    typename Tr::Numbers votes[kCount];
+    source.fetch(at, chunk, votes);
+    clear(chunk, votes);
+    float b[kCount], dc[kCount];
+    dots(at, votes, V, b);
+    dots(at, votes, ds, dc);
+    softmax<Tr, true>(in, at, part, chunk, dcoupling, column, scores, b, dc);
+    add_votes(dc, votes, &sum.value);
+  }
+  return sum;
+}
+
+}  // namespace capsfast::cuda
