@@ -1,4 +1,4 @@
-"""The CUDA kernels for votes that are given, through the emulator: which of them serve a call, and what only they treat apart.
+"""The CUDA kernels for votes that are given, through the emulator: which serve a call, and what only they treat apart.
 
 What every backend must do with votes is tested in test_route_votes.py.
 """
