@@ -24,7 +24,7 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 # Ampere to Blackwell: what has bfloat16 and TF32 tensor cores. The newest is also kept as PTX, for what follows it.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 MINIMUM_CUDA = (12, 0)
-# What a compiler of CUDA sources takes for the architectures above.
+# Memory that one compiler of CUDA sources takes, for the architectures above.
 GIGABYTES_PER_JOB = 1.5
 
 
@@ -186,7 +186,7 @@ def extension(found: Toolkit | None):
             ("CAPSFAST_CUDA_ARCHITECTURES", f'"{" ".join(names)}"'),
         ]
         nvcc = ["-O3", "-std=c++17", *gencode(names), "-Xcompiler", "-fvisibility=hidden"]
-        # A quarter of the size. Drivers older than CUDA 12.4 could not unpack it, but those of 13 can't be.
+        # A quarter of the size, which drivers from CUDA 12.4 on unpack: what toolkits from 13 on need anyway.
         nvcc += ["--compress-mode=size"] if found.version >= (13, 0) else []
         nvcc += [word for folder in hidden for word in ("-Xcompiler", f"-fmacro-prefix-map={folder}")]
         folders = [found.home / "lib64", found.home / "targets" / "x86_64-linux" / "lib"]

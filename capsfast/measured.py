@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from .toolchain import constant_while_tracing
+
 
 class Call(NamedTuple):
     """What a call's speed depends on. op: "dynamic_routing", or "route_votes", whose K is 0."""
@@ -48,4 +50,9 @@ FASTER: tuple[Faster, ...] = ()
 def cuda_first(call: Call, device: torch.device) -> bool:
     """Whether the CUDA kernels go before Triton's for the call."""
     found = [each for each in FASTER if each.holds(call)]
-    return bool(found) and torch.cuda.get_device_capability(device) in [each.capability for each in found]
+    return bool(found) and _capability(device) in [each.capability for each in found]
+
+
+@constant_while_tracing
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

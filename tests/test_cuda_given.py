@@ -302,6 +302,15 @@ def test_only_some_inputs_need_a_gradient(
 
 
 @both
+@pytest.mark.parametrize("case", [Case(num_iterations=1, bias=True), Case(gradient="last", bias=True)], ids=str)
+def test_the_bias_alone_needs_no_votes(case: Case, device: Callable[[Problem], Device]) -> None:
+    problem = long_enough((3, 37, 4, 16), device, case)
+    with device(problem):
+        everything, some = run(problem, emulator.NAME), run(problem, emulator.NAME, ("bias",))
+    torch.testing.assert_close(some["dbias"], everything["dbias"])
+
+
+@both
 @pytest.mark.parametrize("case", [PLAIN, LOADED], ids=str)
 def test_sums_are_as_exact_as_einsum(case: Case, device: Callable[[Problem], Device]) -> None:
     check_on(device, votes_of((2, 350, 10, 16), case), slack=1)

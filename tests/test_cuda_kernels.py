@@ -210,6 +210,19 @@ def test_one_product_where_torch_allows_tf32(shape: Shape, case: Case, request: 
             assert 1e-5 < error < 1e-2, (name, error)
 
 
+@pytest.mark.parametrize("name", ["u", "weight"])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000], ids=hex)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_no_nan_is_rounded_away(allowed: bool, bits: int, name: str, request: pytest.FixtureRequest) -> None:
+    if allowed:
+        request.getfixturevalue("tf32")
+    problem = make(Shape(17, 3, 3, 16, 8), PLAIN, dtype=torch.float32)
+    problem.inputs[name].view(torch.int32)[(0,) * problem.inputs[name].dim()] = bits
+    got = run(problem, emulator.NAME)
+    assert got["v"][0, 0].isnan().any()
+    assert got["dweight" if name == "u" else "du"].isnan().any()
+
+
 @pytest.mark.parametrize("api", ["set_float32_matmul_precision", "fp32_precision"])
 def test_a_compiled_call_follows_the_setting(api: str) -> None:
     problem = make(Shape(17, 9, 3, 16, 8), Case(coupling=False), dtype=torch.float32)

@@ -330,9 +330,13 @@ int64_t blocks_at_a_time(Kernel<Args> kernel, int threads, int shared_bytes) {
   return blocks;
 }
 
-// How many clusters of `size` blocks the device runs at a time.
+// How many clusters of `size` blocks the device runs at a time; none where the kernel was compiled for an architecture
+// without them, as that of PTX may be older than the device.
 template <class Args>
 int64_t clusters_at_a_time(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
+  cudaFuncAttributes compiled{};
+  check(cudaFuncGetAttributes(&compiled, kernel), "cudaFuncGetAttributes");
+  if (compiled.ptxVersion < 90) return 0;
   allow_shared(kernel, shared_bytes);
   const Launching launching({size, 1, 1}, threads, shared_bytes, nullptr, {size, false});
   int clusters = 0;

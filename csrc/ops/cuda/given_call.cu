@@ -11,7 +11,8 @@ class ResidentCall {
  public:
   ResidentCall(const Problem& problem, const Tensor& like, bool backward)
       : call(problem, like, backward), p(problem), plan(planned(call.context.clusters() ? GivenSize::cluster : 1, backward)), kernels(kernels_of(problem, plan.shape)) {
-    // A device that is cut into instances may have no room for a cluster as large.
+    // A device that is cut into instances may have no room for a cluster as large, and kernels compiled for an
+    // architecture before clusters have none.
     while (plan.cluster > 1 && clusters_at_a_time(backward) == 0) plan = planned(plan.cluster / 2, backward);
   }
 
@@ -72,7 +73,9 @@ bool resident_forward(const Problem& p, const ForwardOutputs& out, const Tensor&
 }
 
 bool resident_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const Tensor& like) {
-  if (why_not_given(p) != nullptr) return false;
+  // dbias of the last iteration alone needs no votes, and a block must not leave before its copies have come.
+  const bool reads_votes = out.dweight.data != nullptr || out.dlogits.data != nullptr || first_term(p) + 1 < p.iterations;
+  if (why_not_given(p) != nullptr || !reads_votes) return false;
   ResidentCall resident(p, like, true);
   if (!resident.serves()) return false;
   Call<float>& call = resident.call;

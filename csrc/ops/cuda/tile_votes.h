@@ -130,8 +130,15 @@ CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int 
         Operands parts[2];
 #pragma unroll
         for (int slot = 0; slot < Tr::slots; ++slot) {
-          parts[0].value[slot] = x[slot % 2][k + slot / 2];
-          if constexpr (Tr::parted) two_parts(x[slot % 2][k + slot / 2], parts[0].value[slot], parts[1].value[slot]);
+          const float pose = x[slot % 2][k + slot / 2];
+          parts[0].value[slot] = pose;
+          if constexpr (Tr::parted) {
+            if (tf32) {
+              parts[0].value[slot] = gpu::to_tf32(pose);  // without the rest a NaN must be in this part
+            } else {
+              two_parts(pose, parts[0].value[slot], parts[1].value[slot]);
+            }
+          }
         }
         const int to = pose_at<Tr>(input, row * 16 + group, from + k);
         high.write(to, parts[0]);
