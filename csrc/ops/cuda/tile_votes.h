@@ -133,11 +133,9 @@ CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int 
           const float pose = x[slot % 2][k + slot / 2];
           parts[0].value[slot] = pose;
           if constexpr (Tr::parted) {
-            if (tf32) {
-              parts[0].value[slot] = gpu::to_tf32(pose);  // without the rest a NaN must be in this part
-            } else {
-              two_parts(pose, parts[0].value[slot], parts[1].value[slot]);
-            }
+            two_parts(pose, parts[0].value[slot], parts[1].value[slot]);
+            // What is not finite makes both parts NaN: plain TF32 has the first one alone.
+            parts[0].value[slot] += 0.0f * parts[1].value[slot];
           }
         }
         const int to = pose_at<Tr>(input, row * 16 + group, from + k);
