@@ -103,7 +103,8 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   plan.small_batch = whole.small_batch;
   plan.gather_rows = itemsize < wide && plan.lanes;
   const int64_t together = std::max<int64_t>(1, slices.tasks);
-  const int64_t reduce = plan.lanes ? LanesReduceScratch<float>(p, plan, nullptr).size : RowsReduceScratch<float>(p, plan, nullptr).size;
+  const int64_t reduce =
+      plan.lanes ? LanesReduceScratch<float>(p, plan, nullptr).size : RowsReduceScratch<float>(p, plan, nullptr).size;
   const int64_t final = plan.lanes ? LanesFinalScratch<float>(p, plan, num_iterations, nullptr).size
                                    : RowsFinalScratch<float>(p, plan, num_iterations, nullptr).size;
   const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : p.B) * J * D, kept = plan.small_batch ? B * I * J * D : 0;
@@ -121,15 +122,20 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   d["final_chunk"] = plan.final_chunk;
   d["final_out_tile"] = plan.final_out_tile;
   d["final_tasks"] = together * plan.final_groups * plan.final_splits;
-  d["forward_scratch_bytes"] = wide * (together * (plan.tile_groups * plan.splits * reduce + (1 + 2 * plan.splits) * vectors) + kept);
-  d["backward_scratch_bytes"] = wide * (together * (std::max(plan.tile_groups * plan.splits * reduce, plan.final_groups * plan.final_splits * final) +
-                                                    (2 * num_iterations + 2 * plan.splits) * vectors) +
-                                        kept);
+  d["forward_scratch_bytes"] =
+      wide * (together * (plan.tile_groups * plan.splits * reduce + (1 + 2 * plan.splits) * vectors) + kept);
+  d["backward_scratch_bytes"] =
+      wide *
+      (together * (std::max(plan.tile_groups * plan.splits * reduce, plan.final_groups * plan.final_splits * final) +
+                   (2 * num_iterations + 2 * plan.splits) * vectors) +
+       kept);
   p.B = B;
   d["forward_flops"] = forward_flops(p, whole);
   d["backward_flops"] = backward_flops(p, whole);
-  const double operands = votes_given ? double(B) * double(I) * double(J) * double(D)
-                                      : double(B) * double(I) * double(K) + (shared_weight ? 1.0 : double(I)) * double(J) * double(D) * double(K);
+  const double operands =
+      votes_given
+          ? double(B) * double(I) * double(J) * double(D)
+          : double(B) * double(I) * double(K) + (shared_weight ? 1.0 : double(I)) * double(J) * double(D) * double(K);
   d["bytes"] = double(itemsize) * (operands + double(B) * double(J) * double(D));
   return d;
 }
@@ -140,7 +146,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled kernels of capsfast: build information and launch plans.";
   m.def("build_info", &build_info, "Compiler, the torch ABI it was built for, instruction sets built and chosen.");
   m.def("peak_flops", &peak_flops, "Measured float32 multiply-adds on registers, as FLOP per second of all threads.");
-  m.def("launch_plan", &launch_plan, py::arg("B"), py::arg("I"), py::arg("J"), py::arg("D"), py::arg("K") = 1, py::arg("num_iterations") = 3,
-        py::arg("votes_given") = false, py::arg("itemsize") = 4, py::arg("shared_weight") = false, py::arg("threads") = 0,
+  m.def("launch_plan", &launch_plan, py::arg("B"), py::arg("I"), py::arg("J"), py::arg("D"), py::arg("K") = 1,
+        py::arg("num_iterations") = 3, py::arg("votes_given") = false, py::arg("itemsize") = 4,
+        py::arg("shared_weight") = false, py::arg("threads") = 0,
         "How the CPU kernels cut a call: layout, tiles, tasks, scratch bytes, FLOPs, bytes that must move.");
 }

@@ -33,9 +33,7 @@ static Isa widest() {
   return Isa::portable;
 }
 
-const char* isa_name(Isa which) {
-  return which == Isa::avx512 ? "avx512" : which == Isa::avx2 ? "avx2" : "portable";
-}
+const char* isa_name(Isa which) { return which == Isa::avx512 ? "avx512" : which == Isa::avx2 ? "avx2" : "portable"; }
 
 Isa isa() {
   static const Isa chosen = [] {

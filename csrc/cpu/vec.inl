@@ -23,7 +23,8 @@ struct IntOf<double> {
 };
 
 template <class T>
-inline constexpr T kLowest = sizeof(T) == 4 ? static_cast<T>(-3.4028234663852886e38) : static_cast<T>(-1.7976931348623157e308);
+inline constexpr T kLowest =
+    sizeof(T) == 4 ? static_cast<T>(-3.4028234663852886e38) : static_cast<T>(-1.7976931348623157e308);
 
 // Lanes of a full register.
 template <class T>
@@ -203,10 +204,12 @@ CAPSFAST_INLINE Vec<double, L> exp(Vec<double, L> x) {
   F f = y - n * 0.693147180369123816490;
   f = f - n * 1.90821492927058770002e-10;
   // Taylor to degree 13: the remainder at ln 2 / 2 is 4e-18.
+  // clang-format off
   constexpr double inverse_factorial[] = {
       1.0, 1.0, 0.5, 1.6666666666666666e-1, 4.1666666666666664e-2, 8.3333333333333332e-3, 1.3888888888888889e-3,
       1.9841269841269841e-4, 2.4801587301587302e-5, 2.7557319223985893e-6, 2.7557319223985888e-7,
       2.5052108385441720e-8, 2.0876756987868100e-9, 1.6059043836821613e-10};
+  // clang-format on
   F p = broadcast<L>(inverse_factorial[13]);
 #pragma GCC unroll 16
   for (int i = 12; i >= 0; --i) p = p * f + inverse_factorial[i];

@@ -32,8 +32,10 @@ struct Context::Guard {
   torch::stable::accelerator::DeviceGuard guard;
 };
 
-Context::Context(const torch::stable::Tensor& tensor) : guard_(new Guard{torch::stable::accelerator::DeviceGuard(tensor.get_device_index())}) {
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "capsfast: CUDA tensors need a torch that was built with CUDA");
+Context::Context(const torch::stable::Tensor& tensor)
+    : guard_(new Guard{torch::stable::accelerator::DeviceGuard(tensor.get_device_index())}) {
+  STD_TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream != nullptr, "capsfast: CUDA tensors need a torch that was built with CUDA");
   const int device = tensor.get_device_index();
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));

@@ -112,7 +112,9 @@ class Global {
     return {reinterpret_cast<U*>(data_), 0};
   }
   // `count` elements from `offset` on.
-  __host__ __device__ Global from(int64_t offset, int64_t count) const { return {data_ == nullptr ? nullptr : data_ + offset, count}; }
+  __host__ __device__ Global from(int64_t offset, int64_t count) const {
+    return {data_ == nullptr ? nullptr : data_ + offset, count};
+  }
   __host__ __device__ operator Global<const T>() const { return {data_, 0}; }
 
  private:
@@ -189,13 +191,16 @@ class Copies {
     const uint32_t size = static_cast<uint32_t>(count * static_cast<int>(sizeof(T)));
 #ifdef CAPSFAST_CLUSTERS
     if (thread() != 0) return;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(arrivals_ + stage)), "r"(size) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(arrivals_ + stage)), "r"(size)
+                 : "memory");
     if (size == 0) return;
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to.data() + at)),
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     address(to.data() + at)),
                  "l"(__cvta_generic_to_global(&from[n])), "r"(size), "r"(address(arrivals_ + stage))
                  : "memory");
 #else
-    for (uint32_t byte = 16u * static_cast<uint32_t>(thread()); byte < size; byte += 16u * static_cast<uint32_t>(threads())) {
+    for (uint32_t byte = 16u * static_cast<uint32_t>(thread()); byte < size;
+         byte += 16u * static_cast<uint32_t>(threads())) {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to.data() + at) + byte),
                    "l"(__cvta_generic_to_global(reinterpret_cast<const unsigned char*>(&from[n]) + byte))
                    : "memory");
@@ -209,11 +214,10 @@ class Copies {
 #ifdef CAPSFAST_CLUSTERS
     uint32_t done = 0;
     while (done == 0) {
-      asm volatile(
-          "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}"
-          : "=r"(done)
-          : "r"(address(arrivals_ + stage))
-          : "memory");
+      asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n selp.u32 %0, 1, 0, p;\n}"
+                   : "=r"(done)
+                   : "r"(address(arrivals_ + stage))
+                   : "memory");
     }
 #else
     switch (kStages - 1 - stage) {  // groups that may still be on their way
@@ -235,7 +239,9 @@ class Copies {
   }
 
  private:
-  static CAPSFAST_DEVICE uint32_t address(const void* where) { return static_cast<uint32_t>(__cvta_generic_to_shared(where)); }
+  static CAPSFAST_DEVICE uint32_t address(const void* where) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(where));
+  }
   uint64_t* arrivals_;
 };
 
@@ -248,10 +254,11 @@ CAPSFAST_DEVICE float to_tf32(float x) {
 
 // c[4] += a[16 x 8] b[8 x 8] of the warp, in the fragment layout of PTX.
 CAPSFAST_DEVICE void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
-                 "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 }
 
 using Stream = cudaStream_t;
@@ -268,7 +275,8 @@ using Kernel = void (*)(Args);
 template <class Args>
 void allow_shared(Kernel<Args> kernel, int shared_bytes) {
   if (shared_bytes > 48 * 1024) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "cudaFuncSetAttribute");
   }
 }
 
@@ -304,7 +312,8 @@ class Launching {
 // Checked; nothing is waited for. False: the whole grid was to run at the same time, and the device has less room than
 // it says, as where processes share it.
 template <class Args>
-[[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args, Together together) {
+[[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
+                            const Args& args, Together together) {
   allow_shared(kernel, shared_bytes);
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
@@ -317,8 +326,10 @@ template <class Args>
 }
 
 template <class Args>
-void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args, Together together = {}) {
-  if (!launched(kernel, grid, threads, shared_bytes, stream, args, together)) check(cudaErrorCooperativeLaunchTooLarge, "a kernel launch");
+void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args,
+            Together together = {}) {
+  if (!launched(kernel, grid, threads, shared_bytes, stream, args, together))
+    check(cudaErrorCooperativeLaunchTooLarge, "a kernel launch");
 }
 
 // How many blocks of a launch one multiprocessor runs at a time.
@@ -326,7 +337,8 @@ template <class Args>
 int64_t blocks_at_a_time(Kernel<Args> kernel, int threads, int shared_bytes) {
   allow_shared(kernel, shared_bytes);
   int blocks = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<size_t>(shared_bytes)), "an occupancy query");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<size_t>(shared_bytes)),
+        "an occupancy query");
   return blocks;
 }
 

@@ -111,9 +111,8 @@ class Ops {
       Tensor coupling,  // [B, I, J], or empty
       Tensor s,         // [r, B, J, D]
       Tensor norm,      // [2, r, B, J], or empty
-      int64_t num_iterations,
-      std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool tf32, bool need_u,
-      bool need_weight, bool need_logits, bool need_bias) {
+      int64_t num_iterations, std::string softmax, std::string gradient, bool leaky, std::string squash, double eps,
+      bool tf32, bool need_u, bool need_weight, bool need_logits, bool need_bias) {
     Problem p = problem_of(u, weight);
     p.tf32 = tf32;
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
@@ -130,19 +129,18 @@ class Ops {
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> route_votes(
       Tensor votes,  // [B, I, J, D]
-      OptionalTensor logits, OptionalTensor bias, OptionalTensor mask, OptionalTensor out_mask,
-      int64_t num_iterations, std::string softmax, std::string gradient, bool leaky, std::string squash, double eps,
-      bool return_coupling) {
+      OptionalTensor logits, OptionalTensor bias, OptionalTensor mask, OptionalTensor out_mask, int64_t num_iterations,
+      std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool return_coupling) {
     Problem p = problem_of(votes);
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
     return forward(p, votes, return_coupling);
   }
 
   static std::tuple<Tensor, Tensor, Tensor> route_votes_backward(
-      Tensor dv, OptionalTensor dcoupling, Tensor votes, OptionalTensor logits, OptionalTensor bias, OptionalTensor mask,
-      OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor norm, int64_t num_iterations, std::string softmax,
-      std::string gradient, bool leaky, std::string squash, double eps, bool need_votes, bool need_logits,
-      bool need_bias) {
+      Tensor dv, OptionalTensor dcoupling, Tensor votes, OptionalTensor logits, OptionalTensor bias,
+      OptionalTensor mask, OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor norm, int64_t num_iterations,
+      std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool need_votes,
+      bool need_logits, bool need_bias) {
     Problem p = problem_of(votes);
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
     BackwardOutputs out;
@@ -172,7 +170,7 @@ class Ops {
 
   // Everything but u, weight and votes; sizes are set.
   static void fill(Problem& p, const Options& options, const OptionalTensor& logits, const OptionalTensor& bias,
-            const OptionalTensor& mask, const OptionalTensor& out_mask) {
+                   const OptionalTensor& mask, const OptionalTensor& out_mask) {
     STD_TORCH_CHECK(options.num_iterations >= 1, "capsfast: num_iterations must be at least 1");
     p.iterations = options.num_iterations;
     p.softmax_in = softmax_in_of(options.softmax);
@@ -235,7 +233,8 @@ class Ops {
     return p;
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Problem& p, const Tensor& like, bool return_coupling) {
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Problem& p, const Tensor& like,
+                                                            bool return_coupling) {
     const ScalarType type = like.scalar_type(), wide = wide_type(like);
     Tensor v = empty(like, {p.B, p.J, p.D}, type);
     Tensor coupling = return_coupling ? empty(like, {p.B, p.I, p.J}, type) : empty(like, {0}, type);
@@ -266,7 +265,8 @@ class Ops {
     in.s = s.data_ptr();
     if (p.softmax_in) {
       expect("norm", saved.norm, {2, p.iterations, p.B, p.J});
-      STD_TORCH_CHECK(saved.norm.scalar_type() == wide_type(like), "capsfast: norm must have the dtype sums are formed in");
+      STD_TORCH_CHECK(
+          saved.norm.scalar_type() == wide_type(like), "capsfast: norm must have the dtype sums are formed in");
       in.norm = norm.data_ptr();
     }
     if (saved.dcoupling.has_value()) {
@@ -289,7 +289,8 @@ class Ops {
 template <class Engine, class Library>
 void register_ops(Library& library, const std::string& prefix = "") {
   library.impl((prefix + "dynamic_routing").c_str(), TORCH_BOX(&bindings::Ops<Engine>::dynamic_routing));
-  library.impl((prefix + "dynamic_routing_backward").c_str(), TORCH_BOX(&bindings::Ops<Engine>::dynamic_routing_backward));
+  library.impl(
+      (prefix + "dynamic_routing_backward").c_str(), TORCH_BOX(&bindings::Ops<Engine>::dynamic_routing_backward));
   library.impl((prefix + "route_votes").c_str(), TORCH_BOX(&bindings::Ops<Engine>::route_votes));
   library.impl((prefix + "route_votes_backward").c_str(), TORCH_BOX(&bindings::Ops<Engine>::route_votes_backward));
 }

@@ -35,17 +35,17 @@ struct Problem {
   bool leaky = false;
   Squash squash = Squash::paper;
   double eps = 1e-8;
-  bool tf32 = false;           // float32 products may be rounded to TF32
+  bool tf32 = false;  // float32 products may be rounded to TF32
 
   bool votes_given = false;    // route_votes: votes instead of u and weight, K = 1
   bool shared_weight = false;  // one weight row for all input capsules: dweight is summed over them
-  View u;                    // [B, I, K]
-  View weight;               // [I, J, D, K], stride 0 over I if shared
-  View votes;                // [B, I, J, D]
-  View logits;               // [B, I, J], stride 0 over B for [I, J]
-  View bias;                 // [J, D]
-  MaskView mask;             // [B, I]
-  MaskView out_mask;         // [B, J]
+  View u;                      // [B, I, K]
+  View weight;                 // [I, J, D, K], stride 0 over I if shared
+  View votes;                  // [B, I, J, D]
+  View logits;                 // [B, I, J], stride 0 over B for [I, J]
+  View bias;                   // [J, D]
+  MaskView mask;               // [B, I]
+  MaskView out_mask;           // [B, J]
 
   bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
 };

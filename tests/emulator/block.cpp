@@ -10,12 +10,14 @@ Block* Block::running = nullptr;
 void fault(const std::string& what) {
   if (Block::running == nullptr) throw Fault(what);
   const int thread = Block::running->thread();
-  throw Fault(what + " [block " + to_string(Block::running->place().index) + (thread < 0 ? "" : ", thread " + std::to_string(thread)) + "]");
+  throw Fault(what + " [block " + to_string(Block::running->place().index) +
+              (thread < 0 ? "" : ", thread " + std::to_string(thread)) + "]");
 }
 
 void Block::no_launch() { fault("device code outside of a launch"); }
 
-void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body, const std::unique_ptr<Block>* neighbours) {
+void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body,
+                  const std::unique_ptr<Block>* neighbours) {
   place_ = place;
   count_ = threads;
   body_ = &body;
@@ -63,16 +65,15 @@ void Block::entry(void* self) {
   Block& block = *static_cast<Block*>(self);
   try {
     (*block.body_)();
-  } catch (...) {
-    block.failure_ = std::current_exception();
-  }
+  } catch (...) { block.failure_ = std::current_exception(); }
   block.suspend(Wait::done, 1);
 }
 
 void Block::leave() {
   left_ = true;
   copying_.check_end();
-  if (memory_.read_by_others()) fault("block " + std::to_string(place_.rank) + " of the cluster leaves while another may read its shared memory");
+  if (memory_.read_by_others())
+    fault("block " + std::to_string(place_.rank) + " of the cluster leaves while another may read its shared memory");
 }
 
 int Block::waits_at(Wait wait) const {
@@ -124,14 +125,15 @@ bool Block::release() {
 }
 
 std::string Block::whereabouts(int most) const {
-  static const char* const names[] = {"runs",
-                                      "at the barrier",
-                                      "at the barrier of the cluster",
-                                      "at the barrier of the grid",
-                                      "in the exchange of its warp",
-                                      "makes Copies",
-                                      "waits for a copy",
-                                      "has left the kernel"};
+  static const char* const names[] = {
+      "runs",
+      "at the barrier",
+      "at the barrier of the cluster",
+      "at the barrier of the grid",
+      "in the exchange of its warp",
+      "makes Copies",
+      "waits for a copy",
+      "has left the kernel"};
   std::string what;
   const State* before = nullptr;
   int told = 0;
@@ -170,14 +172,16 @@ const unsigned char* Block::exchange(const void* value, size_t size, int line) {
 }
 
 void Block::read_from(int rank, const void* where, size_t size, void* to) {
-  if (rank < 0 || rank >= place_.cluster) fault("block " + std::to_string(rank) + " of a cluster of " + std::to_string(place_.cluster));
+  if (rank < 0 || rank >= place_.cluster)
+    fault("block " + std::to_string(rank) + " of a cluster of " + std::to_string(place_.cluster));
   if (rank == place_.rank) {
     reads(where, size);
     std::memcpy(to, where, size);
     return;
   }
   Block& owner = *neighbours_[rank];
-  if (owner.left_) fault("block " + std::to_string(rank) + " of the cluster leaves while another may read its shared memory");
+  if (owner.left_)
+    fault("block " + std::to_string(rank) + " of the cluster leaves while another may read its shared memory");
   const unsigned char* there = owner.memory_.at(memory_.offset(where), size, 1);
   owner.memory_.read_remotely(there, size, place_.rank);
   std::memcpy(to, there, size);

@@ -55,11 +55,14 @@ class Block {
   void read_from(int rank, const void* where, size_t size, void* to);
 
   size_t make_copies(size_t offset, int stages, int line);
-  void start_copy(const Stage& stage, unsigned char* to, const unsigned char* from, size_t size) { copying_.start(stage, to, from, size, now()); }
+  void start_copy(const Stage& stage, unsigned char* to, const unsigned char* from, size_t size) {
+    copying_.start(stage, to, from, size, now());
+  }
   void wait_for_copy(const Stage& stage, int line);
 
   // What the team does with its blocks. Block `neighbours[rank]` is the one of that rank in the cluster.
-  void begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body, const std::unique_ptr<Block>* neighbours);
+  void begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body,
+             const std::unique_ptr<Block>* neighbours);
   // Runs until all threads have left or wait for other blocks.
   void run(bool backwards);
   bool left() const { return left_; }

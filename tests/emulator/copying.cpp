@@ -26,13 +26,15 @@ size_t Copying::make(size_t offset, int stages, const Moment& now) {
   // Its words are never for the kernel, as nobody sees them arrive.
   const size_t bytes = 8 * static_cast<size_t>(stages);
   memory_.expect(memory_.at(offset, bytes, 8), bytes, now, now.epoch, "other Copies");
-  sets_.push_back({offset, stages, now.epoch, std::vector<int>(made_.size(), 0), std::vector<int>(made_.size(), 0), {}});
+  sets_.push_back(
+      {offset, stages, now.epoch, std::vector<int>(made_.size(), 0), std::vector<int>(made_.size(), 0), {}});
   return set;
 }
 
 const Copying::Set& Copying::set_of(const Stage& stage) const {
   const Set& set = sets_[stage.set];
-  if (stage.number < 0 || stage.number >= set.stages) fault(number(stage.number) + " of copies with " + std::to_string(set.stages));
+  if (stage.number < 0 || stage.number >= set.stages)
+    fault(number(stage.number) + " of copies with " + std::to_string(set.stages));
   return set;
 }
 
@@ -45,11 +47,13 @@ void Copying::start(const Stage& stage, unsigned char* to, const unsigned char* 
   ++mine;
   if (static_cast<size_t>(stage.number) < set.flights.size()) {
     const Flight& flight = set.flights[static_cast<size_t>(stage.number)];
-    if (flight.to != to || flight.from != from || flight.size != size) fault("threads start different copies as " + number(stage.number));
+    if (flight.to != to || flight.from != from || flight.size != size)
+      fault("threads start different copies as " + number(stage.number));
     return;
   }
   if (size > 0 && (memory_.offset(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || size % 16 != 0)) {
-    fault("a copy that is not aligned to 16 bytes: " + std::to_string(size) + " bytes to " + std::to_string(memory_.offset(to)));
+    fault("a copy that is not aligned to 16 bytes: " + std::to_string(size) + " bytes to " +
+          std::to_string(memory_.offset(to)));
   }
   Flight flight{to, from, size, {from, from + size}, 0, false};
   // What is written there after the copies are made may come after the bytes of the copy, barrier or not.
@@ -75,7 +79,8 @@ void Copying::arrive(const Stage& stage, int thread) {
   Flight& flight = set.flights[static_cast<size_t>(stage.number)];
   ++set.waited[static_cast<size_t>(thread)];
   if (!flight.arrived && flight.size > 0) {
-    if (std::memcmp(flight.from, flight.bytes.data(), flight.size) != 0) fault("the source of a copy changes on its way");
+    if (std::memcmp(flight.from, flight.bytes.data(), flight.size) != 0)
+      fault("the source of a copy changes on its way");
     std::memcpy(flight.to, flight.bytes.data(), flight.size);
   }
   flight.arrived = true;
@@ -86,8 +91,9 @@ void Copying::check_even() const {
   const auto check = [](const std::vector<int>& stages, const char* what) {
     const auto other = std::find_if(stages.begin(), stages.end(), [&](int n) { return n != stages.front(); });
     if (other == stages.end()) return;
-    fault("threads of a block have " + std::string(what) + " different copies: thread 0 " + std::to_string(stages.front()) + ", thread " +
-          std::to_string(other - stages.begin()) + " " + std::to_string(*other));
+    fault("threads of a block have " + std::string(what) + " different copies: thread 0 " +
+          std::to_string(stages.front()) + ", thread " + std::to_string(other - stages.begin()) + " " +
+          std::to_string(*other));
   };
   for (const Set& set : sets_) {
     check(set.started, "started");

@@ -96,7 +96,8 @@ class Global {
   template <int>
   friend class Copies;
   void check(int64_t n, int64_t size) const {
-    if (n < 0 || n + size > count_) fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in memory");
+    if (n < 0 || n + size > count_)
+      fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in memory");
   }
   T* data_ = nullptr;
   int64_t count_ = 0;
@@ -165,7 +166,8 @@ class Shared {
   template <int>
   friend class Copies;
   void check(int n, int size) const {
-    if (n < 0 || n + size > count_) fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in shared memory");
+    if (n < 0 || n + size > count_)
+      fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in shared memory");
   }
   T* data_;
   int count_;
@@ -174,7 +176,9 @@ class Shared {
 // `count` elements of the block's shared memory from byte `offset` on.
 template <class T>
 Shared<T> shared(int offset, int count) {
-  return {reinterpret_cast<T*>(Block::current().shared(static_cast<size_t>(offset), static_cast<size_t>(count) * sizeof(T), alignof(T))), count};
+  return {reinterpret_cast<T*>(
+              Block::current().shared(static_cast<size_t>(offset), static_cast<size_t>(count) * sizeof(T), alignof(T))),
+          count};
 }
 
 template <int kStages>
@@ -184,7 +188,8 @@ class Copies {
  public:
   static constexpr int bytes = 8 * kStages;
 
-  explicit Copies(int offset, int line = __builtin_LINE()) : set_(Block::current().make_copies(static_cast<size_t>(offset), kStages, line)) {}
+  explicit Copies(int offset, int line = __builtin_LINE())
+      : set_(Block::current().make_copies(static_cast<size_t>(offset), kStages, line)) {}
 
   template <class T>
   void start(int stage, Shared<T> to, int at, Global<const T> from, int64_t n, int count) {
@@ -195,8 +200,9 @@ class Copies {
     } else {
       at = 0, n = 0;  // where nothing goes does not matter
     }
-    Block::current().start_copy({set_, stage}, reinterpret_cast<unsigned char*>(to.data_ + at), reinterpret_cast<const unsigned char*>(from.data_ + n),
-                                static_cast<size_t>(count) * sizeof(T));
+    Block::current().start_copy(
+        {set_, stage}, reinterpret_cast<unsigned char*>(to.data_ + at),
+        reinterpret_cast<const unsigned char*>(from.data_ + n), static_cast<size_t>(count) * sizeof(T));
   }
 
   void wait(int stage, int line = __builtin_LINE()) const { Block::current().wait_for_copy({set_, stage}, line); }
@@ -211,15 +217,19 @@ template <class Args>
 using Kernel = void (*)(Args);
 
 template <class Args>
-void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args, Together together = {}) {
+void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args,
+            Together together = {}) {
   // "... [with Args = capsfast::cuda::TilePasses<true>]"
   std::string name = __PRETTY_FUNCTION__;
   name = name.substr(name.find("Args = ") + 7);
-  emulator::Team::launch(grid, threads, static_cast<size_t>(shared_bytes), together, [&] { kernel(args); }, name.substr(0, name.find_first_of("<;]")));
+  emulator::Team::launch(
+      grid, threads, static_cast<size_t>(shared_bytes), together, [&] { kernel(args); },
+      name.substr(0, name.find_first_of("<;]")));
 }
 
 template <class Args>
-[[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args, Together together) {
+[[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
+                            const Args& args, Together together) {
   if (together.grid && emulator::Machine::current().crowded) return false;
   launch(kernel, grid, threads, shared_bytes, stream, args, together);
   return true;

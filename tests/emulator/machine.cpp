@@ -4,7 +4,9 @@
 
 namespace capsfast::emulator {
 
-std::string to_string(const Dim& d) { return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")"; }
+std::string to_string(const Dim& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
 
 Machine& Machine::current() {
   static Machine machine;
@@ -12,8 +14,10 @@ Machine& Machine::current() {
 }
 
 void Machine::check_block(int threads, int64_t shared) const {
-  if (threads <= 0 || threads % kWarp != 0 || threads > kMostThreads) fault("a block has whole warps, 1024 threads at most");
-  if (shared < 0 || shared > shared_bytes) fault(std::to_string(shared) + " bytes of shared memory, a block can have " + std::to_string(shared_bytes));
+  if (threads <= 0 || threads % kWarp != 0 || threads > kMostThreads)
+    fault("a block has whole warps, 1024 threads at most");
+  if (shared < 0 || shared > shared_bytes)
+    fault(std::to_string(shared) + " bytes of shared memory, a block can have " + std::to_string(shared_bytes));
 }
 
 int64_t Machine::blocks_at_a_time(int threads, int64_t shared) const {
@@ -28,7 +32,8 @@ int64_t Machine::clusters_at_a_time(int size, int threads, int64_t shared) const
 
 void Machine::check_launch(const Dim& grid, int threads, int64_t shared, const Together& together) const {
   check_block(threads, shared);
-  if (grid.x <= 0 || grid.y <= 0 || grid.z <= 0 || grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535) fault("no grid of " + to_string(grid));
+  if (grid.x <= 0 || grid.y <= 0 || grid.z <= 0 || grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535)
+    fault("no grid of " + to_string(grid));
   const int size = together.cluster;
   const std::string cluster = "clusters of " + std::to_string(size) + " blocks";
   if (size != 1 && size != 2 && size != 4 && size != 8) fault(cluster + ", 1, 2, 4 and 8 are possible");
@@ -37,9 +42,12 @@ void Machine::check_launch(const Dim& grid, int threads, int64_t shared, const T
   if (size > 1 && clusters_at_a_time(size, threads, shared) == 0) fault(cluster + " do not fit the device");
   if (!together.grid) return;
   if (!cooperative) fault("a cooperative launch on a device without");
-  const int64_t most = size > 1 ? clusters_at_a_time(size, threads, shared) * size : blocks_at_a_time(threads, shared) * multiprocessors;
+  const int64_t most =
+      size > 1 ? clusters_at_a_time(size, threads, shared) * size : blocks_at_a_time(threads, shared) * multiprocessors;
   const int64_t blocks = grid.x * grid.y * grid.z;
-  if (blocks > most) fault("a cooperative launch of " + std::to_string(blocks) + " blocks, the device runs " + std::to_string(most) + " at a time");
+  if (blocks > most)
+    fault("a cooperative launch of " + std::to_string(blocks) + " blocks, the device runs " + std::to_string(most) +
+          " at a time");
 }
 
 }  // namespace capsfast::emulator
@@ -54,6 +62,7 @@ extern "C" __attribute__((visibility("default"))) void capsfast_exchange_device(
   now.clusters = values[3] != 0;
   now.cooperative = values[4] != 0;
   now.crowded = values[5] != 0;
-  const int64_t old[] = {before.multiprocessors, before.shared_bytes, before.shared_bytes_together, before.clusters, before.cooperative, before.crowded};
+  const int64_t old[] = {before.multiprocessors, before.shared_bytes, before.shared_bytes_together,
+                         before.clusters,        before.cooperative,  before.crowded};
   std::copy(old, old + 6, values);
 }

@@ -30,7 +30,8 @@ void Memory::begin(size_t bytes) {
 unsigned char* Memory::at(size_t offset, size_t bytes, size_t alignment) {
   if (offset % alignment != 0) fault("shared memory at " + std::to_string(offset) + " is not aligned");
   if (offset > bytes_.size() || bytes > bytes_.size() - offset) {  // what was negative is large
-    fault(std::to_string(bytes) + " bytes of shared memory from " + std::to_string(static_cast<int64_t>(offset)) + " on, of " + std::to_string(bytes_.size()));
+    fault(std::to_string(bytes) + " bytes of shared memory from " + std::to_string(static_cast<int64_t>(offset)) +
+          " on, of " + std::to_string(bytes_.size()));
   }
   return bytes_.data() + offset;
 }
@@ -50,13 +51,15 @@ void Memory::check_seen(const Shadow& here, int thread, const char* access) {
 
 void Memory::check_others(const Shadow& here, const char* access) const {
   if (here.remote_epoch != cluster_epoch_) return;
-  fault(std::string("race: ") + access + " shared memory that block " + std::to_string(here.remote_rank) + " of the cluster reads");
+  fault(std::string("race: ") + access + " shared memory that block " + std::to_string(here.remote_rank) +
+        " of the cluster reads");
 }
 
 void Memory::read(const void* where, size_t size, const Moment& now) {
   each(where, size, [&](Shadow& here) {
     check_seen(here, now.thread, "read");
-    if (!ordered(here.writer, now)) fault("race: read of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
+    if (!ordered(here.writer, now))
+      fault("race: read of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
     if (here.reader.epoch != now.epoch) {
       here.readers = Readers::one;
     } else if (!same_warp(here.reader, now)) {
@@ -73,8 +76,10 @@ void Memory::read(const void* where, size_t size, const Moment& now) {
 void Memory::write(const void* where, size_t size, const Moment& now) {
   each(where, size, [&](Shadow& here) {
     check_seen(here, now.thread, "write");
-    if (!ordered(here.writer, now)) fault("race: write of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
-    const bool others = here.readers == Readers::block || (here.readers == Readers::warp && here.reader.warp_epoch == now.warp_epoch);
+    if (!ordered(here.writer, now))
+      fault("race: write of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
+    const bool others =
+        here.readers == Readers::block || (here.readers == Readers::warp && here.reader.warp_epoch == now.warp_epoch);
     if (!ordered(here.reader, now) || (here.reader.epoch == now.epoch && others)) {
       fault("race: write of shared memory that thread " + std::to_string(here.reader.thread) + " reads");
     }
@@ -89,10 +94,12 @@ void Memory::read_remotely(const void* where, size_t size, int rank) {
   each(where, size, [&](Shadow& here) {
     const Arrival* coming = arrival(here);
     if (coming != nullptr && (coming->epoch == 0 || coming->epoch >= cluster_epoch_)) {
-      fault(std::string("read of another block's shared memory that belonged to ") + coming->what + " at the last barrier of the cluster");
+      fault(std::string("read of another block's shared memory that belonged to ") + coming->what +
+            " at the last barrier of the cluster");
     }
     if (here.writer.epoch >= cluster_epoch_) {
-      fault("race: read of another block's shared memory that its thread " + std::to_string(here.writer.thread) + " writes");
+      fault("race: read of another block's shared memory that its thread " + std::to_string(here.writer.thread) +
+            " writes");
     }
     here.remote_epoch = cluster_epoch_;
     here.remote_rank = rank;
@@ -103,8 +110,10 @@ uint32_t Memory::expect(const void* where, size_t size, const Moment& now, uint3
   const uint32_t name = first_arrival_ + static_cast<uint32_t>(arrivals_.size());
   each(where, size, [&](Shadow& here) {
     check_seen(here, now.thread, "overwriting");
-    if (here.writer.epoch >= written_before) fault("race: copy to shared memory that thread " + std::to_string(here.writer.thread) + " writes");
-    if (here.reader.epoch == now.epoch) fault("race: copy to shared memory that thread " + std::to_string(here.reader.thread) + " reads");
+    if (here.writer.epoch >= written_before)
+      fault("race: copy to shared memory that thread " + std::to_string(here.writer.thread) + " writes");
+    if (here.reader.epoch == now.epoch)
+      fault("race: copy to shared memory that thread " + std::to_string(here.reader.thread) + " reads");
     check_others(here, "copy to");
     here.arrival = name;
   });

@@ -23,7 +23,9 @@ class Memory {
   // Of a new block. Epochs go on from the block before, so that its accesses are ordered before all that follow.
   void begin(size_t bytes);
   unsigned char* at(size_t offset, size_t bytes, size_t alignment);
-  size_t offset(const void* where) const { return static_cast<size_t>(static_cast<const unsigned char*>(where) - bytes_.data()); }
+  size_t offset(const void* where) const {
+    return static_cast<size_t>(static_cast<const unsigned char*>(where) - bytes_.data());
+  }
 
   uint32_t epoch() const { return epoch_; }
   void barrier() { ++epoch_; }
@@ -58,7 +60,9 @@ class Memory {
 
   template <class Each>
   void each(const void* where, size_t size, const Each& visit);
-  Arrival* arrival(const Shadow& here) { return here.arrival >= first_arrival_ ? &arrivals_[here.arrival - first_arrival_] : nullptr; }
+  Arrival* arrival(const Shadow& here) {
+    return here.arrival >= first_arrival_ ? &arrivals_[here.arrival - first_arrival_] : nullptr;
+  }
   void check_seen(const Shadow& here, int thread, const char* access);
   void check_others(const Shadow& here, const char* access) const;
 

@@ -4,7 +4,8 @@
 using namespace planted;
 
 // Runs a kernel on `size` numbers; "" or what the emulator found.
-extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted(const char* kernel, const char* fault, float* in, float* out, int size) {
+extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted(
+    const char* kernel, const char* fault, float* in, float* out, int size) {
   static std::string found;
   found.clear();
   try {
@@ -15,18 +16,16 @@ extern "C" __attribute__((visibility("default"))) const char* capsfast_run_plant
     if (chosen == nullptr) return "no such kernel";
     const Args args{fault, Global<float>(in, size), Global<float>(out, size)};
     gpu::launch(chosen->run, chosen->grid, chosen->threads, kSharedBytes, {}, args, chosen->together);
-  } catch (const emulator::Fault& fault_found) {
-    found = fault_found.what();
-  }
+  } catch (const emulator::Fault& fault_found) { found = fault_found.what(); }
   return found.c_str();
 }
 
 // How many blocks, or clusters of `size`, run at a time; -1 where the emulator finds a fault.
-extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_at_a_time(int size, int threads, int shared_bytes) {
+extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_at_a_time(int size, int threads,
+                                                                                     int shared_bytes) {
   const gpu::Kernel<Args> kernel = of_a_block.at("rotate").run;
   try {
-    return size == 0 ? gpu::blocks_at_a_time(kernel, threads, shared_bytes) : gpu::clusters_at_a_time(kernel, size, threads, shared_bytes);
-  } catch (const emulator::Fault&) {
-    return -1;
-  }
+    return size == 0 ? gpu::blocks_at_a_time(kernel, threads, shared_bytes)
+                     : gpu::clusters_at_a_time(kernel, size, threads, shared_bytes);
+  } catch (const emulator::Fault&) { return -1; }
 }

@@ -122,8 +122,9 @@ order(Args a) {
 }  // namespace
 
 const Kernels of_a_block = {
-    {"rotate", {rotate}}, {"sum", {sum}}, {"warp", {warp}}, {"reread", {reread}}, {"vectors", {vectors}}, {"diverge", {diverge}},
-    {"product", {product, 32}}, {"order", {order, 32, {3, 1, 1}}}, {"odd block", {rotate, 40}},
+    {"rotate", {rotate}},        {"sum", {sum}},         {"warp", {warp}},           {"reread", {reread}},
+    {"vectors", {vectors}},      {"diverge", {diverge}}, {"product", {product, 32}}, {"order", {order, 32, {3, 1, 1}}},
+    {"odd block", {rotate, 40}},
 };
 
 }  // namespace planted

@@ -30,10 +30,12 @@ std::map<std::string, int> Team::take_launches() {
   return taken;
 }
 
-void Team::launch(const Dim& grid, int threads, size_t shared_bytes, const Together& together, const std::function<void()>& body, const std::string& name) {
+void Team::launch(const Dim& grid, int threads, size_t shared_bytes, const Together& together,
+                  const std::function<void()>& body, const std::string& name) {
   if (Launching::now) fault("a launch inside of a launch");
   Machine::current().check_launch(grid, threads, static_cast<int64_t>(shared_bytes), together);
-  ++launched()[name + (together.cluster > 1 ? " cluster" + std::to_string(together.cluster) : "") + (together.grid ? " cooperative" : "")];
+  ++launched()[name + (together.cluster > 1 ? " cluster" + std::to_string(together.cluster) : "") +
+               (together.grid ? " cooperative" : "")];
   static int64_t launches = 0;
   // The sequence of Thue and Morse: no call of several launches meets the same directions again and again.
   const bool backwards = __builtin_popcountll(static_cast<unsigned long long>(launches++)) % 2 == 1;
@@ -48,8 +50,13 @@ void Team::launch(const Dim& grid, int threads, size_t shared_bytes, const Toget
     for (size_t member = 0; member < count; ++member) {
       const int64_t m = (backwards ? teams - 1 - n : n) * static_cast<int64_t>(count) + static_cast<int64_t>(member);
       const size_t rank = member % team.cluster_;
-      const Place place{grid, {m % grid.x, m / grid.x % grid.y, m / grid.x / grid.y}, together.cluster, static_cast<int>(rank), together.grid};
-      team.blocks_[member]->begin(place, static_cast<size_t>(threads), shared_bytes, body, team.blocks_.data() + (member - rank));
+      const Place place{grid,
+                        {m % grid.x, m / grid.x % grid.y, m / grid.x / grid.y},
+                        together.cluster,
+                        static_cast<int>(rank),
+                        together.grid};
+      team.blocks_[member]->begin(
+          place, static_cast<size_t>(threads), shared_bytes, body, team.blocks_.data() + (member - rank));
     }
     team.run(count, backwards);
   }
@@ -103,6 +110,7 @@ void Team::stuck(size_t count) const {
 extern "C" __attribute__((visibility("default"))) const char* capsfast_take_launches() {
   static std::string text;
   text.clear();
-  for (const auto& [name, count] : capsfast::emulator::Team::take_launches()) text += name + " " + std::to_string(count) + "\n";
+  for (const auto& [name, count] : capsfast::emulator::Team::take_launches())
+    text += name + " " + std::to_string(count) + "\n";
   return text.c_str();
 }

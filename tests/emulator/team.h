@@ -16,7 +16,8 @@ class Team {
  public:
   // Runs `body` as every thread of every block. Half of the launches run teams, blocks and threads backwards, so that
   // a result that depends on their order differs from launch to launch.
-  static void launch(const Dim& grid, int threads, size_t shared_bytes, const Together& together, const std::function<void()>& body, const std::string& name);
+  static void launch(const Dim& grid, int threads, size_t shared_bytes, const Together& together,
+                     const std::function<void()>& body, const std::string& name);
   // How often kernels were launched since the last call, by what they are called with and how.
   static std::map<std::string, int> take_launches();
 

@@ -14,8 +14,8 @@ template <class T>
 class Backward {
  public:
   // dlogits_sum [I, J] and dbias_sum [J, D], added to; null where they are not wanted.
-  Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, double* dlogits_sum, double* dbias_sum,
-           int64_t threads)
+  Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, double* dlogits_sum,
+           double* dbias_sum, int64_t threads)
       : context(problem, threads),
         p(problem),
         in(inputs),
@@ -32,10 +32,9 @@ class Backward {
     // Lanes without a sample read as zero capsules.
     std::fill_n(V.get(), p.iterations * context.layout.vectors(), T(0));
     std::fill_n(ds.get(), p.iterations * context.layout.vectors(), T(0));
-    if (p.bias.data != nullptr) gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
-    if (p.softmax_in) {
-      std::fill_n(c_dc.get(), p.iterations * context.layout.scalars(), T(0));
-    }
+    if (p.bias.data != nullptr)
+      gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
+    if (p.softmax_in) { std::fill_n(c_dc.get(), p.iterations * context.layout.scalars(), T(0)); }
   }
 
   void run() {
@@ -88,7 +87,8 @@ class Backward {
       }
     }
     if (!p.softmax_in) return;
-    for (int64_t t = 0; t < p.iterations; ++t) in_norm.restore(static_cast<const T*>(in.norm), p, in.batch, t, b, at, t);
+    for (int64_t t = 0; t < p.iterations; ++t)
+      in_norm.restore(static_cast<const T*>(in.norm), p, in.batch, t, b, at, t);
   }
 
   T biased(const T* s, int64_t row) const { return s[row] + bias[static_cast<size_t>(row)]; }
@@ -109,7 +109,8 @@ class Backward {
         if (given) {
           g = read<T>(in.dv, b * in.dv.stride[0] + j * in.dv.stride[1] + d * in.dv.stride[2]);
         } else {
-          for (int64_t split = 0; split < context.plan.splits; ++split) g += sums.total(split * pitch + at.vector + (j * p.D + d) * at.stride);
+          for (int64_t split = 0; split < context.plan.splits; ++split)
+            g += sums.total(split * pitch + at.vector + (j * p.D + d) * at.stride);
         }
         n += biased(s, j * p.D + d) * biased(s, j * p.D + d);
         s_dv += biased(s, j * p.D + d) * g;
@@ -181,7 +182,8 @@ class Backward {
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
     const int64_t terms = p.iterations - first;
-    const int64_t size = plan.lanes ? LanesFinalScratch<T>(p, plan, terms, nullptr).size : RowsFinalScratch<T>(p, plan, terms, nullptr).size;
+    const int64_t size = plan.lanes ? LanesFinalScratch<T>(p, plan, terms, nullptr).size
+                                    : RowsFinalScratch<T>(p, plan, terms, nullptr).size;
     const Buffer<T> scratch(tasks * size);
     parallel(tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
@@ -194,7 +196,8 @@ class Backward {
         }
         const Range range = share(p, plan, task, groups, splits);
         T* memory = scratch.get() + task * size;
-        plan.lanes ? context.kernel_table.lanes_final(mine, range, memory) : context.kernel_table.rows_final(mine, range, memory);
+        plan.lanes ? context.kernel_table.lanes_final(mine, range, memory)
+                   : context.kernel_table.rows_final(mine, range, memory);
       }
     });
     dweight.join();

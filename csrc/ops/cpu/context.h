@@ -44,7 +44,8 @@ class Layout {
 
 inline Range share(const Problem& p, const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
   const int64_t group = task / splits, split = task % splits;
-  return {plan.tiles * group / groups, plan.tiles * (group + 1) / groups, p.I * split / splits, p.I * (split + 1) / splits};
+  return {
+      plan.tiles * group / groups, plan.tiles * (group + 1) / groups, p.I * split / splits, p.I * (split + 1) / splits};
 }
 
 inline int64_t valid_count(const MaskView& mask, int64_t b, int64_t size) {
@@ -83,9 +84,9 @@ struct Context {
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
     const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
     // A masked capsule's votes are replaced by zeros, which takes a copy too.
-    plan.gather_rows = p.votes_given
-                           ? !is_run<T>(p.votes, {1, p.J, p.D}, {0, votes[2], votes[3]}) || p.mask.data != nullptr
-                           : !is_run<T>(p.weight, {p.J, p.D, p.K}, {weight[1], weight[2], weight[3]});
+    plan.gather_rows =
+        p.votes_given ? !is_run<T>(p.votes, {1, p.J, p.D}, {0, votes[2], votes[3]}) || p.mask.data != nullptr
+                      : !is_run<T>(p.weight, {p.J, p.D, p.K}, {weight[1], weight[2], weight[3]});
     if (p.out_mask.data == nullptr) return;
     std::fill_n(valid_out.get(), layout.scalars(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
@@ -106,7 +107,8 @@ struct Context {
     pass.plan = &plan;
     pass.valid_out = valid();
     const int64_t tasks = plan.tile_groups * plan.splits;
-    const int64_t size = plan.lanes ? LanesReduceScratch<T>(p, plan, nullptr).size : RowsReduceScratch<T>(p, plan, nullptr).size;
+    const int64_t size =
+        plan.lanes ? LanesReduceScratch<T>(p, plan, nullptr).size : RowsReduceScratch<T>(p, plan, nullptr).size;
     const Buffer<T> scratch(tasks * size);
     parallel(tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
@@ -134,14 +136,16 @@ struct Context {
 template <class T>
 class InNormArrays {
  public:
-  InNormArrays(const Layout& layout, int64_t iterations) : scalars_(layout.scalars()), count_(iterations * scalars_), memory_(2 * count_) {
+  InNormArrays(const Layout& layout, int64_t iterations)
+      : scalars_(layout.scalars()), count_(iterations * scalars_), memory_(2 * count_) {
     std::fill_n(max(), count_, std::numeric_limits<T>::infinity());
     std::fill_n(scale(), count_, T(0));
   }
   T* max() const { return memory_.get(); }
   T* scale() const { return memory_.get() + count_; }
   // Iteration t of sample b of the saved tensor [2, r, batch, J], to the `to`-th place here.
-  void restore(const T* saved, const Problem& p, int64_t batch, int64_t t, int64_t b, const Place& at, int64_t to) const {
+  void restore(const T* saved, const Problem& p, int64_t batch, int64_t t, int64_t b, const Place& at,
+               int64_t to) const {
     const T* from = saved + (t * batch + b) * p.J;
     for (int64_t j = 0; j < p.J; ++j) {
       const int64_t here = to * scalars_ + at.scalar + j * at.stride;

@@ -7,7 +7,8 @@ struct Coupling {
   static constexpr int64_t kPart = 32;  // terms added up before they join a longer sum
 
   // b[j] += prior logits; then -inf for pairs that a mask takes out.
-  static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out, int64_t J, T* b) {
+  static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out,
+                                        int64_t J, T* b) {
     if (shared != nullptr) {
       for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + shared[j]);
     }

@@ -16,7 +16,8 @@ struct CpuEngine {
     routing_forward<T>(p, out);
   }
   template <class T>
-  static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const torch::stable::Tensor&) {
+  static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
+                       const torch::stable::Tensor&) {
     routing_backward<T>(p, in, out);
   }
 };

@@ -19,7 +19,8 @@ struct InNorm {
   T norm = 0;
 
   InNorm(const T* maxima, const T* norms, int64_t splits, int64_t pitch) {
-    for (int64_t s = 0; s < splits; ++s) max = maxima[s * pitch] > max || maxima[s * pitch] != maxima[s * pitch] ? maxima[s * pitch] : max;
+    for (int64_t s = 0; s < splits; ++s)
+      max = maxima[s * pitch] > max || maxima[s * pitch] != maxima[s * pitch] ? maxima[s * pitch] : max;
     for (int64_t s = 0; s < splits; ++s) norm += norms[s * pitch] * std::exp(maxima[s * pitch] - max);
   }
   T scale() const { return norm == 0 ? T(0) : 1 / norm; }
@@ -38,7 +39,8 @@ class Forward {
         norms(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
         bias(static_cast<size_t>(p.J * p.D), T(0)) {
     std::fill_n(V.get(), context.layout.vectors(), T(0));
-    if (p.bias.data != nullptr) gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
+    if (p.bias.data != nullptr)
+      gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
   }
 
   void run() {
@@ -84,8 +86,11 @@ class Forward {
   // s_t, v_t and V_t of one sample from the partial sums.
   void finish(bool unweighted, int64_t t, int64_t b) {
     const Place at = context.layout.of(b);
-    const int64_t splits = context.plan.splits, pitch = context.layout.vectors(), scalar_pitch = context.layout.scalars();
-    const int64_t counted = !unweighted ? 0 : p.softmax_in ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
+    const int64_t splits = context.plan.splits, pitch = context.layout.vectors(),
+                  scalar_pitch = context.layout.scalars();
+    const int64_t counted = !unweighted    ? 0
+                            : p.softmax_in ? valid_count(p.mask, b, p.I)
+                                           : valid_count(p.out_mask, b, p.J);
     const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
     T* s = static_cast<T*>(out.s) + (t * out.batch + b) * p.J * p.D;
     for (int64_t j = 0; j < p.J; ++j) {
@@ -110,7 +115,8 @@ class Forward {
         const int64_t part = split * pitch + at.vector + j * p.D * at.stride;
         for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += factor * sums.total(part + d * at.stride);
       }
-      add_output(s + j * p.D, j, valid, V.get() + at.vector + j * p.D * at.stride, at.stride, t + 1 == p.iterations ? b : -1);
+      add_output(
+          s + j * p.D, j, valid, V.get() + at.vector + j * p.D * at.stride, at.stride, t + 1 == p.iterations ? b : -1);
     }
   }
 
@@ -138,8 +144,8 @@ class Forward {
       const T* s = static_cast<const T*>(out.s) + b * p.J * p.D;
       for (int64_t j = 0; j < p.J; ++j) {
         for (int64_t earlier = 0; earlier < t; ++earlier) {
-          add_output(s + (earlier * out.batch * p.J + j) * p.D, j, context.is_valid(b, j), before.get() + at.vector + j * p.D * at.stride,
-                     at.stride, -1);
+          add_output(s + (earlier * out.batch * p.J + j) * p.D, j, context.is_valid(b, j),
+                     before.get() + at.vector + j * p.D * at.stride, at.stride, -1);
         }
       }
     }

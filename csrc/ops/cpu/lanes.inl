@@ -73,13 +73,14 @@ struct Lanes : Coupling<T, kLanes<T>> {
   // Votes of `outputs` output capsules, and for each of `sets` arrays p [outputs D][L] the dots
   // out[set][j] = votes_j . p_j. Where D is whole blocks the dots are taken from registers, and the
   // votes are stored only if x is given.
-  static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, int64_t K, int64_t outputs, int64_t D, T* x, T* spare,
-                                           int64_t sets, const T* const* p, T* const* out) {
+  static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, int64_t K, int64_t outputs,
+                                           int64_t D, T* x, T* spare, int64_t sets, const T* const* p, T* const* out) {
     if (D % R != 0) {
       T* votes_at = x != nullptr ? x : spare;
       votes(w, u, valid, K, outputs * D, votes_at);
       for (int64_t set = 0; set < sets; ++set) {
-        for (int64_t j = 0; j < outputs; ++j) store<L>(out[set] + j * L, dot(votes_at + j * D * L, p[set] + j * D * L, D));
+        for (int64_t j = 0; j < outputs; ++j)
+          store<L>(out[set] + j * L, dot(votes_at + j * D * L, p[set] + j * D * L, D));
       }
       return;
     }
@@ -156,7 +157,8 @@ struct Lanes : Coupling<T, kLanes<T>> {
 
   // Boxes [n1][n2] of a [B, ., .] tensor to lanes: to[(i n2 + k)][L] for input capsules i0 ... and samples b0 ...
   // `buffer` takes L boxes where the storage is not a run of T.
-  static void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer, T* to) {
+  static void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer,
+                   T* to) {
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
     const T* from[L] = {};
     for (int64_t l = 0; l < samples; ++l) {
@@ -171,7 +173,8 @@ struct Lanes : Coupling<T, kLanes<T>> {
     interleave(from, samples, n1 * n2, to);
   }
 
-  static void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer, const View& view) {
+  static void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer,
+                     const View& view) {
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
     const bool run = is_run<T>(view, n, s);
     T* to[L] = {};
@@ -187,7 +190,8 @@ struct Lanes : Coupling<T, kLanes<T>> {
   }
 
   // Poses of a chunk to lanes [chunk][K][L], zeros where mask is false; `valid` [chunk][L] gets 1 or 0.
-  static void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* u, T* valid) {
+  static void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* u,
+                         T* valid) {
     pack(p.u, b0, samples, i0, count, p.K, buffer, u);
     if (p.mask.data == nullptr) return;
     for (int64_t i = 0; i < count; ++i) {

@@ -38,7 +38,8 @@ struct LanesFinal {
   }
 
   // Agreement and dc of every iteration, for output capsules [j0, j1) of a chunk.
-  static void score(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t j0, int64_t j1) {
+  static void score(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t j0,
+                    int64_t j1) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, chunk = pass.plan->final_chunk;
     for (int64_t i = 0; i < tile.count; ++i) {
@@ -77,7 +78,8 @@ struct LanesFinal {
       for (int64_t t = pass.first; t < p.iterations; ++t) {
         T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
         T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
-        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i), valid_out, J, c);
+        B_::add_prior(
+            sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i), valid_out, J, c);
         if (p.softmax_in) {
           const int64_t scalars = (t * tiles + tile.t) * J * L;
           B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
@@ -95,8 +97,8 @@ struct LanesFinal {
 
   // rows[n] = dvotes of (i, j) from component d on, for N components.
   template <int N>
-  static CAPSFAST_INLINE void vote_gradient(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i,
-                                            int64_t j, int64_t d, V* rows) {
+  static CAPSFAST_INLINE void vote_gradient(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at,
+                                            int64_t i, int64_t j, int64_t d, V* rows) {
     const Problem& p = *pass.problem;
     const int64_t pitch = pass.plan->final_chunk * p.J * L, row = (j * p.D + d) * L;
     int64_t from = (i * p.J + j) * L;
@@ -116,7 +118,8 @@ struct LanesFinal {
   }
 
   // The same for output capsules [j0, j1), to at.dx.
-  static void vote_gradients(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j0, int64_t j1) {
+  static void vote_gradients(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i,
+                             int64_t j0, int64_t j1) {
     const int64_t D = pass.problem->D;
     for (int64_t j = j0; j < j1; ++j) {
       T* to = at.dx + (j - j0) * D * L;
@@ -202,7 +205,8 @@ struct LanesFinal {
 
   // Everything of capsule i and output j for whole blocks of L components, without leaving registers:
   // dvotes, then du, then, transposed, dW.
-  static void blocks(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j, T* dw) {
+  static void blocks(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j,
+                     T* dw) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
     const T* u = at.u + i * K * L;
     for (int64_t d = 0; d < D; d += L) {
@@ -278,7 +282,8 @@ struct LanesFinal {
       for (int64_t t = 0; t < p.iterations - pass.first; ++t) total += load<L>(at.db + t * pitch + n);
       store<L>(at.dlogits + n, total);
     }
-    if (per_sample) B_::unpack(at.dlogits, tile.b0, tile.samples, tile.i0, tile.count, p.J, at.buffer, pass.dlogits_sample);
+    if (per_sample)
+      B_::unpack(at.dlogits, tile.b0, tile.samples, tile.i0, tile.count, p.J, at.buffer, pass.dlogits_sample);
   }
 
   static void tile_pass(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at) {
@@ -331,8 +336,10 @@ struct LanesFinal {
       tile.count = i0 + chunk < range.i1 ? chunk : range.i1 - i0;
       tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
       const int64_t weight_count = shared ? 1 : tile.count;
-      if (pass.dweight.data != nullptr) __builtin_memset(at.dweight, 0, static_cast<size_t>(weight_count * row_size) * sizeof(T));
-      if (pass.dlogits != nullptr) __builtin_memset(at.dlogits, 0, static_cast<size_t>(tile.count * p.J * L) * sizeof(T));
+      if (pass.dweight.data != nullptr)
+        __builtin_memset(at.dweight, 0, static_cast<size_t>(weight_count * row_size) * sizeof(T));
+      if (pass.dlogits != nullptr)
+        __builtin_memset(at.dlogits, 0, static_cast<size_t>(tile.count * p.J * L) * sizeof(T));
       for (int64_t t = range.tile0; t < range.tile1; ++t) {
         tile.t = t;
         tile.b0 = t * L;
@@ -343,7 +350,8 @@ struct LanesFinal {
         for (int64_t i = 0; i < weight_count; ++i) write_weights(pass, at, i0 + i, at.dweight + i * row_size);
       }
       if (pass.dlogits != nullptr) {
-        for (int64_t n = 0; n < tile.count * p.J; ++n) pass.dlogits[i0 * p.J + n] += sum<T, L>(load<L>(at.dlogits + n * L));
+        for (int64_t n = 0; n < tile.count * p.J; ++n)
+          pass.dlogits[i0 * p.J + n] += sum<T, L>(load<L>(at.dlogits + n * L));
       }
     }
   }

@@ -23,8 +23,8 @@ struct LanesReduce {
   }
 
   // Votes of output capsules [j0, j1), to x if given, with their agreement and (backward) dc.
-  static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at, int64_t i,
-                                    int64_t j0, int64_t j1, T* x, T* b, T* dc) {
+  static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at,
+                                    int64_t i, int64_t j0, int64_t j1, T* x, T* b, T* dc) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
     const T* p[2];
     T* out[2];
@@ -44,21 +44,24 @@ struct LanesReduce {
   }
 
   // Scores to the coefficients of the sum, in b (forward: c) or dc (backward: db).
-  static CAPSFAST_INLINE void coefficients(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at, int64_t i, T* b, T* dc) {
+  static CAPSFAST_INLINE void coefficients(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at,
+                                           int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J;
     const bool sample_logits = p.logits.stride[0] != 0;
     const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
-    B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr,
-                  valid(pass, at, i), tile.valid_out, J, b);
+    B_::add_prior(
+        sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i), tile.valid_out, J, b);
     if (!p.softmax_in) {
       B_::softmax_out(J, p.leaky, b);
     } else if (tile.in_max != nullptr) {
       B_::softmax_in(J, tile.in_max, tile.in_scale, b);
     }
-    if (pass.coupling.data != nullptr) B_::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
+    if (pass.coupling.data != nullptr)
+      B_::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
     if (pass.ds == nullptr) return;
-    if (pass.dcoupling.data != nullptr) B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
+    if (pass.dcoupling.data != nullptr)
+      B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
     B_::softmax_backward(J, b, tile.c_dc, dc);
   }
 
@@ -148,7 +151,8 @@ struct LanesReduce {
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       for (int64_t i = 0; i < tile.count; ++i) {
-        B_::votes(tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, at.x);
+        B_::votes(
+            tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, at.x);
         for (int64_t j = j0; j < j1; ++j) {
           B_::add_scaled(load<L>(coefficient + (i * J + j) * L), at.x + (j - j0) * D * L, D, at.sum + j * D * L);
         }
@@ -221,7 +225,8 @@ struct LanesReduce {
           __builtin_memset(at.sum, 0, static_cast<size_t>(JD * L) * sizeof(T));
           __builtin_memset(at.norm, 0, static_cast<size_t>(J * L) * sizeof(T));
           chunk(pass, tile, at);
-          if (p.softmax_in && tile.in_max == nullptr) join(at.norm, J, pass.norm + t * J * L, pass.norm_low + t * J * L);
+          if (p.softmax_in && tile.in_max == nullptr)
+            join(at.norm, J, pass.norm + t * J * L, pass.norm_low + t * J * L);
         }
         if (pass.sum != nullptr) join(at.sum, JD, pass.sum + t * JD * L, pass.low + t * JD * L);
       }

@@ -13,19 +13,19 @@ namespace capsfast {
 
 // How the passes cut their work; chosen by plan.cpp.
 struct Plan {
-  bool lanes = true;           // layout
-  bool small_batch = false;    // rows: the votes are made once and kept
-  int64_t L = 1;               // samples (lanes) or row elements (rows) in a vector
-  int64_t tiles = 1;           // lanes: ceil(B / L); rows: B
-  int64_t chunk = 1;           // input capsules whose weights and poses are prepared at a time
-  int64_t out_tile = 1;        // lanes: output capsules whose votes are held at a time
-  int64_t tile_groups = 1;     // tasks along the batch
-  int64_t splits = 1;          // tasks along the input capsules
-  int64_t final_chunk = 1;     // the same three for the backward's last pass
+  bool lanes = true;         // layout
+  bool small_batch = false;  // rows: the votes are made once and kept
+  int64_t L = 1;             // samples (lanes) or row elements (rows) in a vector
+  int64_t tiles = 1;         // lanes: ceil(B / L); rows: B
+  int64_t chunk = 1;         // input capsules whose weights and poses are prepared at a time
+  int64_t out_tile = 1;      // lanes: output capsules whose votes are held at a time
+  int64_t tile_groups = 1;   // tasks along the batch
+  int64_t splits = 1;        // tasks along the input capsules
+  int64_t final_chunk = 1;   // the same three for the backward's last pass
   int64_t final_out_tile = 1;
   int64_t final_groups = 1;
   int64_t final_splits = 1;
-  bool gather_rows = false;    // weight or votes are not runs of T: they are copied first
+  bool gather_rows = false;  // weight or votes are not runs of T: they are copied first
 };
 
 // One task's share.
@@ -40,20 +40,20 @@ template <class T>
 struct ReducePass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
-  const T* V = nullptr;         // [tiles][J D][L], null in the first iteration (V_0 = 0)
-  const T* ds = nullptr;        // backward: the same shape; null forward
-  const T* valid_out = nullptr; // [tiles][J][L], 1 or 0; null where out_mask is absent
-  const T* in_max = nullptr;    // softmax "in", backward and coupling: c = exp(b - max) scale, [tiles][J][L]
+  const T* V = nullptr;          // [tiles][J D][L], null in the first iteration (V_0 = 0)
+  const T* ds = nullptr;         // backward: the same shape; null forward
+  const T* valid_out = nullptr;  // [tiles][J][L], 1 or 0; null where out_mask is absent
+  const T* in_max = nullptr;     // softmax "in", backward and coupling: c = exp(b - max) scale, [tiles][J][L]
   const T* in_scale = nullptr;
-  const T* c_dc = nullptr;      // softmax "in", backward: sum_i c dc, [tiles][J][L]
-  View dcoupling;               // [B, I, J], backward of the last iteration
-  View coupling;                // [B, I, J], where c is written
-  bool unweighted = false;      // c is 1 everywhere: the caller scales the sum
+  const T* c_dc = nullptr;  // softmax "in", backward: sum_i c dc, [tiles][J][L]
+  View dcoupling;           // [B, I, J], backward of the last iteration
+  View coupling;            // [B, I, J], where c is written
+  bool unweighted = false;  // c is 1 everywhere: the caller scales the sum
   // Out, added to. What an addition rounds off is kept in `low`, so that the error of a sum over many
   // chunks stays that of one chunk.
-  T* sum = nullptr;             // [tiles][J D][L]; null when only c is wanted
+  T* sum = nullptr;  // [tiles][J D][L]; null when only c is wanted
   T* low = nullptr;
-  T* max = nullptr;             // softmax "in" forward: running maximum and sum of exponentials, [tiles][J][L]
+  T* max = nullptr;  // softmax "in" forward: running maximum and sum of exponentials, [tiles][J][L]
   T* norm = nullptr;
   T* norm_low = nullptr;
 };
@@ -63,21 +63,21 @@ template <class T>
 struct FinalPass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
-  int64_t first = 0;            // iterations [first, r) take part
-  const T* V = nullptr;         // [r][tiles][J D][L]; V[0] = 0 is not read
-  const T* ds = nullptr;        // [r][tiles][J D][L]
+  int64_t first = 0;      // iterations [first, r) take part
+  const T* V = nullptr;   // [r][tiles][J D][L]; V[0] = 0 is not read
+  const T* ds = nullptr;  // [r][tiles][J D][L]
   const T* valid_out = nullptr;
-  const T* in_max = nullptr;    // [r][tiles][J][L]
+  const T* in_max = nullptr;  // [r][tiles][J][L]
   const T* in_scale = nullptr;
-  const T* c_dc = nullptr;      // [r][tiles][J][L]
-  View dcoupling;               // of the last iteration
-  View du;                      // [B, I, K]
-  View dvotes;                  // [B, I, J, D]
-  View dlogits_sample;          // [B, I, J]: per-sample logits
-  double* dlogits = nullptr;    // [I, J], added to: shared logits
-  T* dweight_sum = nullptr;     // [I or 1, J, D, K], added to; null when dweight is written once, below
-  T* dweight_low = nullptr;     // what those additions round off
-  View dweight;                 // [I, J, D, K]
+  const T* c_dc = nullptr;    // [r][tiles][J][L]
+  View dcoupling;             // of the last iteration
+  View du;                    // [B, I, K]
+  View dvotes;                // [B, I, J, D]
+  View dlogits_sample;        // [B, I, J]: per-sample logits
+  double* dlogits = nullptr;  // [I, J], added to: shared logits
+  T* dweight_sum = nullptr;   // [I or 1, J, D, K], added to; null when dweight is written once, below
+  T* dweight_low = nullptr;   // what those additions round off
+  View dweight;               // [I, J, D, K]
 };
 
 // What a small batch makes of dvotes [B, I, J, D]; fields as in FinalPass, dweight_sum for a shared weight.

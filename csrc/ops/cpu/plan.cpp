@@ -45,7 +45,8 @@ int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, lanes 
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
 bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
-  return p.B < smallest_lanes_batch(lanes) && double(p.B) * double(p.I) * double(p.J) * double(p.D) * double(size) <= double(kKeptVotes);
+  return p.B < smallest_lanes_batch(lanes) &&
+         double(p.B) * double(p.I) * double(p.J) * double(p.D) * double(size) <= double(kKeptVotes);
 }
 
 void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {

@@ -17,9 +17,12 @@ template <template <class, int> class Pass, class T, class Arguments>
 void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
   if constexpr (sizeof(T) == 4) {
     switch (pass.problem->K) {
-      case 4: return Pass<T, 4>::run(pass, range, scratch);
-      case 8: return Pass<T, 8>::run(pass, range, scratch);
-      case 16: return Pass<T, 16>::run(pass, range, scratch);
+      case 4:
+        return Pass<T, 4>::run(pass, range, scratch);
+      case 8:
+        return Pass<T, 8>::run(pass, range, scratch);
+      case 16:
+        return Pass<T, 16>::run(pass, range, scratch);
     }
   }
   Pass<T, 0>::run(pass, range, scratch);
@@ -47,8 +50,14 @@ void rows_run(const Arguments& pass, const Range& range, T* scratch) {
 
 template <class T>
 const Kernels<T>& table() {
-  static const Kernels<T> kernels{kLanes<T>, lanes_run<LanesReduce, T, ReducePass<T>>, lanes_run<LanesFinal, T, FinalPass<T>>,
-                                  rows_run<RowsReduce, T, ReducePass<T>>, rows_run<RowsFinal, T, FinalPass<T>>,
-                                  SmallBatch<T>::votes, SmallBatch<T>::gradients, multiply_adds<T>};
+  static const Kernels<T> kernels{
+      kLanes<T>,
+      lanes_run<LanesReduce, T, ReducePass<T>>,
+      lanes_run<LanesFinal, T, FinalPass<T>>,
+      rows_run<RowsReduce, T, ReducePass<T>>,
+      rows_run<RowsFinal, T, FinalPass<T>>,
+      SmallBatch<T>::votes,
+      SmallBatch<T>::gradients,
+      multiply_adds<T>};
   return kernels;
 }

@@ -25,7 +25,8 @@ struct Rows : Coupling<T, L_> {
 
   // out[j][n] = votes_nj . p_j for `count` capsules n. A capsule's row is read from end to end, which
   // the prefetcher follows; `part` [kOutputs][L][L].
-  static CAPSFAST_INLINE void dots(const T* const* votes, int64_t count, const T* p, int64_t J, int64_t D_given, T* part, T* out) {
+  static CAPSFAST_INLINE void dots(const T* const* votes, int64_t count, const T* p, int64_t J, int64_t D_given,
+                                   T* part, T* out) {
     const int64_t D = NV > 0 ? NV * L : D_given;
     for (int64_t j0 = 0; j0 < J; j0 += kOutputs) {
       const int64_t outputs = j0 + kOutputs < J ? kOutputs : J - j0;

@@ -24,7 +24,8 @@ struct RowsFinal {
       } else {
         B_::dots(block.votes, block.count, pass.V + vectors, J, D, at.part, c);
       }
-      B_::add_prior(p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J, c);
+      B_::add_prior(
+          p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J, c);
       if (p.softmax_in) {
         B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
       } else {
@@ -55,7 +56,8 @@ struct RowsFinal {
   }
 
   // dvotes of capsule n of the block.
-  static void gradients(const FinalPass<T>& pass, const RowsFinalScratch<T>& at, const Block& block, int64_t n, T* dvotes) {
+  static void gradients(const FinalPass<T>& pass, const RowsFinalScratch<T>& at, const Block& block, int64_t n,
+                        T* dvotes) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = NV > 0 ? NV * L : p.D;
     for (int64_t j = 0; j < J; ++j) {

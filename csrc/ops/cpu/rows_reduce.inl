@@ -53,7 +53,8 @@ struct RowsReduce {
     } else {
       B_::dots(block.votes, block.count, pass.V + block.b * J * D, J, D, at.part, at.scores);
     }
-    B_::add_prior(p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J, at.scores);
+    B_::add_prior(p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J,
+                  at.scores);
     if (!p.softmax_in) {
       B_::softmax_out(J, p.leaky, at.scores);
     } else if (pass.in_max != nullptr) {
@@ -61,12 +62,14 @@ struct RowsReduce {
     } else {
       online(pass, block, at.scores, at.sum, at.norm);
     }
-    if (pass.coupling.data != nullptr) B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.scores);
+    if (pass.coupling.data != nullptr)
+      B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.scores);
     if (pass.sum == nullptr) return;
     const T* coefficient = at.scores;
     if (pass.ds != nullptr) {
       B_::dots(block.votes, block.count, pass.ds + block.b * J * D, J, D, at.part, at.dc);
-      if (pass.dcoupling.data != nullptr) B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.dc);
+      if (pass.dcoupling.data != nullptr)
+        B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.dc);
       B_::softmax_backward(J, at.scores, pass.c_dc == nullptr ? nullptr : pass.c_dc + block.b * J, at.dc);
       coefficient = at.dc;
     }

@@ -11,7 +11,8 @@ struct SmallBatch {
   static CAPSFAST_INLINE V group_sums(V* m) {
     if constexpr (H >= 1) {
 #pragma GCC unroll 16
-      for (int q = 0; q < H; ++q) m[q] = swap_blocks<T, L, H, false>(m[q], m[q + H]) + swap_blocks<T, L, H, true>(m[q], m[q + H]);
+      for (int q = 0; q < H; ++q)
+        m[q] = swap_blocks<T, L, H, false>(m[q], m[q + H]) + swap_blocks<T, L, H, true>(m[q], m[q + H]);
       return group_sums<K, H / 2>(m);
     } else {
       return m[0];

@@ -31,7 +31,8 @@ class Backward {
     }
     if (steps.passes() > 0) steps.parts = call.parts(false);
     if (call.plan.rows_apart || call.plan.final_rows_apart) {
-      for (Global<T>* array : {&row_max, &row_scale, &row_mean}) *array = call.template scratch<T>(p.iterations * row_count());
+      for (Global<T>* array : {&row_max, &row_scale, &row_mean})
+        *array = call.template scratch<T>(p.iterations * row_count());
     }
   }
 
@@ -68,7 +69,8 @@ class Backward {
 
   void sum_bias() const {
     const int64_t terms = p.iterations - steps.first;
-    call.sum_rows(steps.ds.from(steps.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
+    call.sum_rows(
+        steps.ds.from(steps.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
   }
 
   void last_pass() {
@@ -79,7 +81,8 @@ class Backward {
         tiles.in_runs = poses_in_runs(p);
         tiles.tf32 = p.tf32;
         if (p.softmax_in) tiles.norm = steps.columns;
-        return finish(tiles, plan.final_parts, plan.final_splits, [&](const TileFinalArgs& args) { call.tile_final(args); });
+        return finish(
+            tiles, plan.final_parts, plan.final_splits, [&](const TileFinalArgs& args) { call.tile_final(args); });
       }
     }
     const GeneralPlan& plan = call.plan;
@@ -98,11 +101,13 @@ class Backward {
     if constexpr (std::is_same_v<T, float>) {
       if (call.given) {
         const StreamPlan& stream = call.given->plan;
-        return finish(general, stream.final_rows, stream.final_splits, [&](const FinalArgs<float>& args) { call.given->final(args); });
+        return finish(general, stream.final_rows, stream.final_splits,
+                      [&](const FinalArgs<float>& args) { call.given->final(args); });
       }
     }
-    finish(general, plan.final_splits, plan.final_blocks,
-           [&](const FinalArgs<T>& args) { call.kernels().final(args, {{plan.final_blocks, plan.final_splits, 1}, call.context.stream()}); });
+    finish(general, plan.final_splits, plan.final_blocks, [&](const FinalArgs<T>& args) {
+      call.kernels().final(args, {{plan.final_blocks, plan.final_splits, 1}, call.context.stream()});
+    });
   }
 
   // parts: of the samples, each with a sum of dweight and dlogits of its own. blocks: along the input capsules, which

@@ -30,7 +30,9 @@ struct Parts {
   Global<T> max;           // [splits, B, J]
   Global<double> total;
 
-  CAPSFAST_DEVICE double part(int64_t n) const { return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_tile[n]); }
+  CAPSFAST_DEVICE double part(int64_t n) const {
+    return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_tile[n]);
+  }
 };
 
 // An output capsule of a sample, and this lane of its warp: one of `lanes` along the components, one of `slices` along
@@ -69,7 +71,8 @@ struct ColumnNorm {
     for (int mask = 16; mask > 0; mask /= 2) max = larger<T>(max, gpu::shuffle_xor(max, mask));
     double total = parts.splits == 0 && in.leaky && lane == 0 ? 1.0 : 0.0;
     for (int64_t split = lane; split < parts.splits; split += 32) {
-      total += parts.total[split * rows + row] * static_cast<double>(std::exp(static_cast<T>(parts.max[split * rows + row]) - max));
+      total += parts.total[split * rows + row] *
+               static_cast<double>(std::exp(static_cast<T>(parts.max[split * rows + row]) - max));
     }
     total = lane_sum(total, 32);
     return {max, total == 0 ? T(0) : static_cast<T>(1 / total)};
@@ -79,7 +82,8 @@ struct ColumnNorm {
 // Components [d, d + kWidth) of the sum over the splits, in slice 0. Where the splits follow maxima of their own,
 // they are brought to this one.
 template <int kWidth, class T>
-CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Place& at, int64_t d, bool follows, T max, double (&sum)[kWidth]) {
+CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Place& at, int64_t d, bool follows, T max,
+                               double (&sum)[kWidth]) {
   const int64_t rows = in.B * in.J;
 #pragma unroll
   for (int n = 0; n < kWidth; ++n) sum[n] = 0;
@@ -133,10 +137,10 @@ struct OutputArgs {
   Squashing squash;
   Parts<T> parts;
   bool unweighted, first;
-  Global<T> s;               // [B, J, D] of this iteration
-  Global<T> max, scale;      // [B, J] of this iteration, softmax over the input capsules
-  Global<T> V;               // [B, J, D]; not in the last iteration
-  Operand v;                 // [B, J, D]; in the last iteration
+  Global<T> s;           // [B, J, D] of this iteration
+  Global<T> max, scale;  // [B, J] of this iteration, softmax over the input capsules
+  Global<T> V;           // [B, J, D]; not in the last iteration
+  Operand v;             // [B, J, D]; in the last iteration
 };
 
 template <class T, int kWidth>
@@ -178,7 +182,9 @@ CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
 
 template <class T>
 CAPSFAST_DEVICE void make_outputs(const OutputArgs<T>& a) {
-  with_width(a.parts, [&](auto width) { for_outputs(a.in, decltype(width)::value, [&](const Place& at) { make_output<T, decltype(width)::value>(a, at); }); });
+  with_width(a.parts, [&](auto width) {
+    for_outputs(a.in, decltype(width)::value, [&](const Place& at) { make_output<T, decltype(width)::value>(a, at); });
+  });
 }
 
 template <class T>
@@ -236,11 +242,11 @@ struct DifferentiateArgs {
   Operand dv;                   // [B, J, D], in the last iteration
   Operand coupling, dcoupling;  // [B, I, J], in the last iteration
   Parts<T> parts;
-  bool first;                   // the parts are the first ones
-  Global<T> G;                  // [B, J, D], what the passes summed up
-  Global<const T> s;            // [B, J, D] of this iteration, and below
+  bool first;         // the parts are the first ones
+  Global<T> G;        // [B, J, D], what the passes summed up
+  Global<const T> s;  // [B, J, D] of this iteration, and below
   Global<T> ds;
-  Global<T> mean;               // [B, J]: sum_i c dc, softmax over the input capsules
+  Global<T> mean;  // [B, J]: sum_i c dc, softmax over the input capsules
 };
 
 template <class T, int kWidth>
@@ -270,7 +276,8 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
   }
   n = lane_sum(n, 32);
   s_dv = lane_sum(s_dv, 32);
-  const T eps = static_cast<T>(a.squash.eps), f = radial<T>(a.squash.kind, n, eps), slope = 2 * radial_derivative<T>(a.squash.kind, n, eps) * s_dv;
+  const T eps = static_cast<T>(a.squash.eps), f = radial<T>(a.squash.kind, n, eps),
+          slope = 2 * radial_derivative<T>(a.squash.kind, n, eps) * s_dv;
   T mean = T(0);
   for (int64_t d0 = at.lane * kWidth; d0 < in.D && first; d0 += at.lanes * kWidth) {
 #pragma unroll
@@ -287,7 +294,8 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
   if (a.dcoupling.data) {
     const int64_t *c = a.coupling.stride, *dc = a.dcoupling.stride;
     for (int64_t i = gpu::thread() % 32; i < in.I; i += 32) {
-      mean += a.coupling.template read<T>(at.b * c[0] + i * c[1] + at.j * c[2]) * a.dcoupling.template read<T>(at.b * dc[0] + i * dc[1] + at.j * dc[2]);
+      mean += a.coupling.template read<T>(at.b * c[0] + i * c[1] + at.j * c[2]) *
+              a.dcoupling.template read<T>(at.b * dc[0] + i * dc[1] + at.j * dc[2]);
     }
   }
   mean = lane_sum(mean, 32);
@@ -296,7 +304,10 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
 
 template <class T>
 CAPSFAST_DEVICE void differentiate(const DifferentiateArgs<T>& a) {
-  with_width(a.parts, [&](auto width) { for_outputs(a.in, decltype(width)::value, [&](const Place& at) { differentiate_output<T, decltype(width)::value>(a, at); }); });
+  with_width(a.parts, [&](auto width) {
+    for_outputs(
+        a.in, decltype(width)::value, [&](const Place& at) { differentiate_output<T, decltype(width)::value>(a, at); });
+  });
 }
 
 template <class T>
@@ -322,7 +333,8 @@ bias_kernel(BiasArgs<T> a) {
   const gpu::Shared<double> sums = gpu::shared<double>(0, kThreads);
   const int64_t row = gpu::block_x() * kRows + gpu::thread() % kRows;
   double sum = 0;
-  for (int64_t n = gpu::thread() / kRows; n < a.count && row < a.rows; n += kSumLanes) sum += static_cast<double>(a.ds[n * a.rows + row]);
+  for (int64_t n = gpu::thread() / kRows; n < a.count && row < a.rows; n += kSumLanes)
+    sum += static_cast<double>(a.ds[n * a.rows + row]);
   sums[gpu::thread()] = sum;
   gpu::barrier();
   if (gpu::thread() >= kRows || row >= a.rows) return;

@@ -74,7 +74,8 @@ class Call {
         plan(plan_of(problem, given.has_value(), context.multiprocessors())),
         tiled(std::is_same_v<T, float> && why_no_tiles(problem) == nullptr),
         two(tiled && two_row_tiles(problem, context.shared_bytes())),
-        tiles(tiled ? plan_tiles(problem, two, context.multiprocessors(), context.multiprocessors() * (backward ? tile_blocks<true>() : tile_blocks<false>()))
+        tiles(tiled ? plan_tiles(problem, two, context.multiprocessors(),
+                                 context.multiprocessors() * (backward ? tile_blocks<true>() : tile_blocks<false>()))
                     : TilePlan{}),
         squash{problem.squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
         like_(like) {}
@@ -182,7 +183,8 @@ class Call {
 
   template <bool kBackward, class Steps>
   bool launch_tiles(const Steps& steps, int64_t begin, int64_t end, bool together) const {
-    const TilePasses<kBackward> passes{steps, poses_in_runs(p), p.tf32, together, static_cast<int>(begin), static_cast<int>(end)};
+    const TilePasses<kBackward> passes{
+        steps, poses_in_runs(p), p.tf32, together, static_cast<int>(begin), static_cast<int>(end)};
     return tile_kernel<kBackward>().launch(passes, tile_threads(), {{tiles.tiles, tiles.splits, 1}, context.stream()});
   }
 
@@ -191,13 +193,16 @@ class Call {
     if (!tiled || terms > 64 || tile_threads() > 32 * TileSize::final_warps) return false;
     const int floats = for_tiles([&](auto type, auto K) {
       // D changes nothing of the sizes.
-      return FinalTiles<decltype(type), K, 8>::memory(static_cast<int>(p.J), tile_threads(), static_cast<int>(terms), p.softmax_in).end;
+      return FinalTiles<decltype(type), K, 8>::memory(
+                 static_cast<int>(p.J), tile_threads(), static_cast<int>(terms), p.softmax_in)
+          .end;
     });
     return 4 * floats <= context.shared_bytes();
   }
 
   void tile_final(const TileFinalArgs& args) const {
-    const TileFinalLauncher launcher = for_tiles([&](auto type, auto K) { return tile_final_launcher<decltype(type), K>(p.D); });
+    const TileFinalLauncher launcher =
+        for_tiles([&](auto type, auto K) { return tile_final_launcher<decltype(type), K>(p.D); });
     launcher(args, tile_threads(), {{tiles.final_parts, tiles.final_splits, 1}, context.stream()});
   }
 
@@ -221,7 +226,8 @@ class Call {
   void join(const Global<N>& from, int64_t parts, int64_t size, const View& to) const {
     // Each thread has several numbers, so that the grid stays within its limit.
     const int64_t blocks = std::min<int64_t>(divide_up(size, kThreads), 1 << 20);
-    gpu::launch(join_kernel<N>, {blocks, 1, 1}, kThreads, 0, context.stream(), JoinArgs<N>{parts, size, from, operand(to, {size})});
+    gpu::launch(join_kernel<N>, {blocks, 1, 1}, kThreads, 0, context.stream(),
+                JoinArgs<N>{parts, size, from, operand(to, {size})});
   }
 
   // to[n] = sum of from[0, n] to from[count - 1, n].

@@ -91,11 +91,14 @@ CAPSFAST_DEVICE void score(const Inputs& in, const Tile& tile, const Scoring<T>&
       if (n >= tile.samples) continue;
       const int64_t sample = tile.b0 + n;
       const bool counts = (valid >> n & 1) && in.out_mask.at(sample, j);
-      if (counts && in.logits.data) b[n] += in.logits.template read<T>(sample * in.logits.stride[0] + i * in.logits.stride[1] + j * in.logits.stride[2]);
+      if (counts && in.logits.data)
+        b[n] += in.logits.template read<T>(
+            sample * in.logits.stride[0] + i * in.logits.stride[1] + j * in.logits.stride[2]);
       to.logits[to.at(input, n, out)] = counts ? b[n] : -Extreme<T>::infinity;
       if (!with.ds) continue;
       if (counts && with.dcoupling.data) {
-        dc[n] += with.dcoupling.template read<T>(sample * with.dcoupling.stride[0] + i * with.dcoupling.stride[1] + j * with.dcoupling.stride[2]);
+        dc[n] += with.dcoupling.template read<T>(
+            sample * with.dcoupling.stride[0] + i * with.dcoupling.stride[1] + j * with.dcoupling.stride[2]);
       }
       to.dc[to.at(input, n, out)] = counts ? dc[n] : T(0);
     }
@@ -162,7 +165,8 @@ CAPSFAST_DEVICE void end_rows(int pairs, Shared<T> rows) {
 
 // logits to c, and dc to db = c (dc - mean), in place. Where `all` lacks a maximum, rows hold what it would.
 template <class T, int kSamples>
-CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Normaliser<T>& all, Shared<T> rows, bool with_dc, const Scores<T, kSamples>& scores) {
+CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Normaliser<T>& all, Shared<T> rows,
+                               bool with_dc, const Scores<T, kSamples>& scores) {
   const int count = tile.inputs * kSamples * tile.outputs;
   for (int n = gpu::thread(); n < count; n += gpu::threads()) {
     const int out = n % tile.outputs, pair = n / tile.outputs, sample = pair % kSamples;
@@ -188,8 +192,8 @@ CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Normali
 
 // score, softmax and its derivative of a tile, from votes to c and db. Starts and ends at a barrier.
 template <class T, class E, bool kVotes, int kSamples>
-CAPSFAST_DEVICE void couple(const Inputs& in, const Tile& tile, const Scoring<T>& with, const Normaliser<T>& all, Shared<T> rows,
-                            const Scores<T, kSamples>& to) {
+CAPSFAST_DEVICE void couple(const Inputs& in, const Tile& tile, const Scoring<T>& with, const Normaliser<T>& all,
+                            Shared<T> rows, const Scores<T, kSamples>& to) {
   const bool with_dc = static_cast<bool>(with.ds);
   const int pairs = tile.inputs * kSamples;
   if (!all.max) start_rows(pairs, in.leaky, rows);

@@ -16,7 +16,8 @@ struct Engine {
     cuda::forward<T>(p, out, like);
   }
   template <class T>
-  static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const torch::stable::Tensor& like) {
+  static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
+                       const torch::stable::Tensor& like) {
     cuda::backward<T>(p, in, out, like);
   }
 };

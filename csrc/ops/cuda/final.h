@@ -13,18 +13,18 @@ namespace capsfast::cuda {
 template <class T>
 struct FinalArgs {
   Inputs in;
-  int64_t first, iterations;      // [first, iterations) carry gradients
+  int64_t first, iterations;  // [first, iterations) carry gradients
   bool gradient_last;
-  int64_t outputs, components;    // of a tile
-  Global<const T> V, ds;          // [r, B, J, D]
-  Normaliser<T> norm;             // [r, B, J] or [r, B, I]; absent where a tile holds all output capsules
+  int64_t outputs, components;  // of a tile
+  Global<const T> V, ds;        // [r, B, J, D]
+  Normaliser<T> norm;           // [r, B, J] or [r, B, I]; absent where a tile holds all output capsules
   Operand dcoupling;
   bool shared_weight;
-  Operand du;                     // [B, I, K]
-  Operand dvotes;                 // [B, I, J, D]
-  Global<double> dweight;         // [splits, I, J, D, K], or [splits, blocks, J, D, K] of a shared weight
-  Operand dlogits_sample;         // [B, I, J]
-  Global<double> dlogits;         // [splits, I, J]
+  Operand du;              // [B, I, K]
+  Operand dvotes;          // [B, I, J, D]
+  Global<double> dweight;  // [splits, I, J, D, K], or [splits, blocks, J, D, K] of a shared weight
+  Operand dlogits_sample;  // [B, I, J]
+  Global<double> dlogits;  // [splits, I, J]
 };
 
 template <class T>
@@ -54,7 +54,8 @@ CAPSFAST_DEVICE void add_gradients(const FinalArgs<T>& a, const Tile& tile, cons
   for (int row = gpu::thread(); row < rows; row += gpu::threads()) {
     const int out = row / piece.components;
     for (int n = 0; n < tile.samples; ++n) {
-      const int64_t element = (((t * in.B + tile.b0 + n) * in.J) + tile.j0 + out) * in.D + piece.d0 + row % piece.components;
+      const int64_t element =
+          (((t * in.B + tile.b0 + n) * in.J) + tile.j0 + out) * in.D + piece.d0 + row % piece.components;
       const T ds = a.ds[element], V = with_db ? a.V[element] : T(0);
       for (int input = 0; input < tile.inputs; ++input) {
         const int at = scores.at(input, n, out), to = (input * Size::samples + n) * Size::rows + row;
@@ -67,17 +68,20 @@ CAPSFAST_DEVICE void add_gradients(const FinalArgs<T>& a, const Tile& tile, cons
 }
 
 template <class T>
-CAPSFAST_DEVICE void add_dlogits(const FinalArgs<T>& a, const Tile& tile, int64_t t, const Scores<T, FinalTile<T>::samples>& scores, Shared<T> dlogits) {
+CAPSFAST_DEVICE void add_dlogits(const FinalArgs<T>& a, const Tile& tile, int64_t t,
+                                 const Scores<T, FinalTile<T>::samples>& scores, Shared<T> dlogits) {
   const int count = tile.inputs * FinalTile<T>::samples * tile.outputs;
   for (int n = gpu::thread(); n < count; n += gpu::threads()) {
     const int pair = n / tile.outputs, at = pair * scores.pitch + n % tile.outputs;
     if (pair % FinalTile<T>::samples >= tile.samples) continue;
-    dlogits[at] = t == a.first ? static_cast<T>(scores.dc[at]) : static_cast<T>(dlogits[at]) + static_cast<T>(scores.dc[at]);
+    dlogits[at] =
+        t == a.first ? static_cast<T>(scores.dc[at]) : static_cast<T>(dlogits[at]) + static_cast<T>(scores.dc[at]);
   }
 }
 
 template <class T>
-CAPSFAST_DEVICE void write_dlogits(const FinalArgs<T>& a, const Tile& tile, int64_t split, bool first, int pitch, Shared<T> dlogits) {
+CAPSFAST_DEVICE void write_dlogits(const FinalArgs<T>& a, const Tile& tile, int64_t split, bool first, int pitch,
+                                   Shared<T> dlogits) {
   constexpr int kSamples = FinalTile<T>::samples;
   const Inputs& in = a.in;
   for (int n = gpu::thread(); n < tile.inputs * tile.outputs; n += gpu::threads()) {
@@ -88,7 +92,8 @@ CAPSFAST_DEVICE void write_dlogits(const FinalArgs<T>& a, const Tile& tile, int6
       const T value = dlogits[(input * kSamples + sample) * pitch + out];
       sum += value;
       const int64_t* stride = a.dlogits_sample.stride;
-      if (a.dlogits_sample.data) a.dlogits_sample.template write<T>((tile.b0 + sample) * stride[0] + i * stride[1] + j * stride[2], value);
+      if (a.dlogits_sample.data)
+        a.dlogits_sample.template write<T>((tile.b0 + sample) * stride[0] + i * stride[1] + j * stride[2], value);
     }
     if (!a.dlogits) continue;
     double& to = a.dlogits[(split * in.I + i) * in.J + j];
@@ -106,13 +111,15 @@ CAPSFAST_DEVICE void write_dvotes(const FinalArgs<T>& a, const Tile& tile, const
     const int64_t b = tile.b0 + sample, i = tile.i0 + pair / Size::samples, j = tile.j0 + row / piece.components;
     const int64_t* stride = a.dvotes.stride;
     const T value = a.in.mask.at(b, i) ? static_cast<T>(dvotes[pair * Size::rows + row]) : T(0);
-    a.dvotes.template write<T>(b * stride[0] + i * stride[1] + j * stride[2] + (piece.d0 + row % piece.components) * stride[3], value);
+    a.dvotes.template write<T>(
+        b * stride[0] + i * stride[1] + j * stride[2] + (piece.d0 + row % piece.components) * stride[3], value);
   }
 }
 
 // du[pair][k] += sum over the rows of the tile of dvotes W.
 template <class T, class E>
-CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, bool first, Shared<T> dvotes, Shared<T> du) {
+CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, bool first, Shared<T> dvotes,
+                            Shared<T> du) {
   using Size = FinalTile<T>;
   const Global<const E> matrix = a.in.matrix.data.template as<const E>();
   const int64_t* stride = a.in.matrix.stride;
@@ -125,7 +132,8 @@ CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece
     if (a.in.mask.at(tile.b0 + sample, i)) {
       const int64_t from = i * stride[0] + tile.j0 * stride[1] + piece.d0 * stride[2] + (piece.k0 + k) * stride[3];
       for (int row = 0; row < rows; ++row) {
-        sum += dvotes[pair * Size::rows + row] * wide(matrix[from + row / piece.components * stride[1] + row % piece.components * stride[2]]);
+        sum += dvotes[pair * Size::rows + row] *
+               wide(matrix[from + row / piece.components * stride[1] + row % piece.components * stride[2]]);
       }
     }
     const int to = pair * Size::columns + k;
@@ -135,21 +143,25 @@ CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece
 
 // dweight += sum over the samples of the tile of dvotes u.
 template <class T, class E>
-CAPSFAST_DEVICE void add_dweight(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split, bool first, Shared<T> dvotes) {
+CAPSFAST_DEVICE void add_dweight(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split, bool first,
+                                 Shared<T> dvotes) {
   using Size = FinalTile<T>;
   const Inputs& in = a.in;
   const Global<const E> u = in.u.data.template as<const E>();
-  const int rows = tile.outputs * piece.components, units = a.shared_weight ? 1 : tile.inputs, each = a.shared_weight ? tile.inputs : 1;
+  const int rows = tile.outputs * piece.components, units = a.shared_weight ? 1 : tile.inputs,
+            each = a.shared_weight ? tile.inputs : 1;
   const int64_t part = a.shared_weight ? split * gpu::blocks_x() + gpu::block_x() : split * in.I + tile.i0;
   for (int n = gpu::thread(); n < units * rows * piece.columns; n += gpu::threads()) {
     const int k = n % piece.columns, row = n / piece.columns % rows, unit = n / piece.columns / rows;
     double sum = 0;
     for (int input = unit; input < unit + each; ++input) {
       const unsigned valid = valid_samples(in, tile, tile.i0 + input);
-      const int64_t from = tile.b0 * in.u.stride[0] + (tile.i0 + input) * in.u.stride[1] + (piece.k0 + k) * in.u.stride[2];
+      const int64_t from =
+          tile.b0 * in.u.stride[0] + (tile.i0 + input) * in.u.stride[1] + (piece.k0 + k) * in.u.stride[2];
       T here = T(0);
       for (int sample = 0; sample < tile.samples; ++sample) {
-        if (valid >> sample & 1) here += dvotes[(input * Size::samples + sample) * Size::rows + row] * wide(u[from + sample * in.u.stride[0]]);
+        if (valid >> sample & 1)
+          here += dvotes[(input * Size::samples + sample) * Size::rows + row] * wide(u[from + sample * in.u.stride[0]]);
       }
       sum += static_cast<double>(here);
     }
@@ -173,7 +185,8 @@ CAPSFAST_DEVICE void write_du(const FinalArgs<T>& a, const Tile& tile, const Pie
 
 // What iteration t scores with, and its normaliser.
 template <class T>
-CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc, Scoring<T>* scoring, Normaliser<T>* norm) {
+CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc, Scoring<T>* scoring,
+                                  Normaliser<T>* norm) {
   const Inputs& in = a.in;
   const int64_t vectors = in.B * in.J * in.D, scalars = in.softmax_in ? in.B * in.J : in.B * in.I;
   *scoring = {};
@@ -189,12 +202,16 @@ CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc
 
 // One piece of a tile: every iteration's coefficients, their gradients of the votes, and where those go.
 template <class T, class E, bool kVotes>
-CAPSFAST_DEVICE void finish_piece(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split, bool first_samples, bool first_dweight) {
+CAPSFAST_DEVICE void finish_piece(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split,
+                                  bool first_samples, bool first_dweight) {
   using Size = FinalTile<T>;
   using Memory = FinalShared<T>;
-  const Scores<T, Size::samples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs), gpu::shared<T>(Memory::scores, Size::pairs * Size::outputs), Size::outputs};
-  const Shared<T> rows = gpu::shared<T>(Memory::rows_at, Size::pairs * 3), dlogits = gpu::shared<T>(Memory::dlogits_at, Size::pairs * Size::outputs);
-  const Shared<T> dvotes = gpu::shared<T>(Memory::dvotes_at, Size::pairs * Size::rows), du = gpu::shared<T>(Memory::du_at, Size::pairs * Size::columns);
+  const Scores<T, Size::samples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs),
+                                        gpu::shared<T>(Memory::scores, Size::pairs * Size::outputs), Size::outputs};
+  const Shared<T> rows = gpu::shared<T>(Memory::rows_at, Size::pairs * 3),
+                  dlogits = gpu::shared<T>(Memory::dlogits_at, Size::pairs * Size::outputs);
+  const Shared<T> dvotes = gpu::shared<T>(Memory::dvotes_at, Size::pairs * Size::rows),
+                  du = gpu::shared<T>(Memory::du_at, Size::pairs * Size::columns);
   const bool logits = (a.dlogits || a.dlogits_sample.data) && piece.d0 == 0 && piece.k0 == 0;
   for (int64_t t = a.first; t < a.iterations; ++t) {
     const bool with_db = !a.gradient_last && t > 0, with_dc = with_db || logits;

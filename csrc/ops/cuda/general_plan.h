@@ -16,9 +16,9 @@ constexpr int kBlocksFor = sizeof(T) == 8 ? 2 : 3;
 // A tile of the reducing pass.
 template <class T>
 struct ReduceTile {
-  static constexpr int samples = 8;                          // a weight that was read serves this many
-  static constexpr int inputs = 8;                           // summed in T before they join a sum in double
-  static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;   // logits and dc then fill 32 KiB
+  static constexpr int samples = 8;                         // a weight that was read serves this many
+  static constexpr int inputs = 8;                          // summed in T before they join a sum in double
+  static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;  // logits and dc then fill 32 KiB
   static constexpr int pairs = samples * inputs;
 };
 
@@ -26,14 +26,16 @@ struct ReduceTile {
 template <class T>
 struct FinalTile {
   static constexpr int samples = 8;
-  static constexpr int inputs = 2;                           // more blocks: each owns its input capsules
+  static constexpr int inputs = 2;  // more blocks: each owns its input capsules
   static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;
-  static constexpr int rows = sizeof(T) == 8 ? 128 : 256;    // of votes, 16 KiB of their gradients
-  static constexpr int columns = 64;                         // components of u at a time
+  static constexpr int rows = sizeof(T) == 8 ? 128 : 256;  // of votes, 16 KiB of their gradients
+  static constexpr int columns = 64;                       // components of u at a time
   static constexpr int pairs = samples * inputs;
 
   // Output capsules and their components at a time.
-  static int64_t outputs_for(int64_t J, int64_t D) { return std::clamp<int64_t>(rows / std::max<int64_t>(D, 1), 1, std::min<int64_t>(std::max<int64_t>(J, 1), outputs)); }
+  static int64_t outputs_for(int64_t J, int64_t D) {
+    return std::clamp<int64_t>(rows / std::max<int64_t>(D, 1), 1, std::min<int64_t>(std::max<int64_t>(J, 1), outputs));
+  }
   static int64_t components_for(int64_t D) { return std::clamp<int64_t>(D, 1, rows); }
 };
 
@@ -68,7 +70,8 @@ GeneralPlan plan_general(const Problem& p, int64_t multiprocessors) {
   const int64_t final_chunks = divide_up(p.I, F::inputs);
   // With a shared weight every block sums up a gradient of its own, so there are no more than are wanted.
   plan.final_blocks = p.shared_weight ? std::min(final_chunks, wanted) : final_chunks;
-  plan.final_splits = std::clamp<int64_t>(wanted / std::max<int64_t>(1, plan.final_blocks), 1, std::max<int64_t>(1, divide_up(p.B, F::samples)));
+  plan.final_splits = std::clamp<int64_t>(
+      wanted / std::max<int64_t>(1, plan.final_blocks), 1, std::max<int64_t>(1, divide_up(p.B, F::samples)));
   return plan;
 }
 

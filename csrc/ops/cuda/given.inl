@@ -13,7 +13,8 @@ GivenResidentKernels given_resident_kernels(Exchange exchange, int numbers) {
   constexpr int kFew = GivenSize::few, kMany = GivenSize::many;
   if (exchange == Exchange::warp) return resident_kernels<GivenTraits<E, kMany, Exchange::warp>>();
   if (exchange == Exchange::block) return resident_kernels<GivenTraits<E, kFew, Exchange::block>>();
-  return numbers == kMany ? resident_kernels<GivenTraits<E, kMany, Exchange::none>>() : resident_kernels<GivenTraits<E, kFew, Exchange::none>>();
+  return numbers == kMany ? resident_kernels<GivenTraits<E, kMany, Exchange::none>>()
+                          : resident_kernels<GivenTraits<E, kFew, Exchange::none>>();
 }
 
 template <class Tr>
@@ -24,7 +25,8 @@ GivenStreamKernels stream_kernels() {
 template <class E>
 GivenStreamKernels given_stream_kernels(Exchange exchange) {
   constexpr int kFew = GivenSize::few;
-  return exchange == Exchange::none ? stream_kernels<GivenTraits<E, kFew, Exchange::none>>() : stream_kernels<GivenTraits<E, kFew, Exchange::block>>();
+  return exchange == Exchange::none ? stream_kernels<GivenTraits<E, kFew, Exchange::none>>()
+                                    : stream_kernels<GivenTraits<E, kFew, Exchange::block>>();
 }
 
 }  // namespace capsfast::cuda

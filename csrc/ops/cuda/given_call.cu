@@ -10,7 +10,10 @@ namespace {
 class ResidentCall {
  public:
   ResidentCall(const Problem& problem, const Tensor& like, bool backward)
-      : call(problem, like, backward), p(problem), plan(planned(call.context.clusters() ? GivenSize::cluster : 1, backward)), kernels(kernels_of(problem, plan.shape)) {
+      : call(problem, like, backward),
+        p(problem),
+        plan(planned(call.context.clusters() ? GivenSize::cluster : 1, backward)),
+        kernels(kernels_of(problem, plan.shape)) {
     // A device that is cut into instances may have no room for a cluster as large, and kernels compiled for an
     // architecture before clusters have none.
     while (plan.cluster > 1 && clusters_at_a_time(backward) == 0) plan = planned(plan.cluster / 2, backward);
@@ -18,11 +21,14 @@ class ResidentCall {
 
   bool serves() const { return plan.cluster > 0; }
 
-  Resident resident() const { return {plan.shape, plan.memory, given_access(p, plan.shape), plan.capsules, plan.stage, plan.together}; }
+  Resident resident() const {
+    return {plan.shape, plan.memory, given_access(p, plan.shape), plan.capsules, plan.stage, plan.together};
+  }
 
   template <class Args>
   void launch(gpu::Kernel<Args> kernel, const Args& args, int64_t clusters) const {
-    gpu::launch(kernel, {clusters * plan.cluster, 1, 1}, plan.shape.threads, plan.memory.end, call.context.stream(), args, {plan.cluster, false});
+    gpu::launch(kernel, {clusters * plan.cluster, 1, 1}, plan.shape.threads, plan.memory.end, call.context.stream(),
+                args, {plan.cluster, false});
   }
 
   // Each with a part of dlogits [I, J], to which it adds those of its samples: as many as the device runs at a time.
@@ -38,7 +44,8 @@ class ResidentCall {
 
  private:
   static GivenResidentKernels kernels_of(const Problem& p, const GivenShape& shape) {
-    return for_given(p, [&](auto type) { return given_resident_kernels<decltype(type)>(shape.exchange, shape.numbers); });
+    return for_given(
+        p, [&](auto type) { return given_resident_kernels<decltype(type)>(shape.exchange, shape.numbers); });
   }
 
   ResidentPlan planned(int64_t cluster, bool backward) const {
@@ -74,7 +81,8 @@ bool resident_forward(const Problem& p, const ForwardOutputs& out, const Tensor&
 
 bool resident_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const Tensor& like) {
   // dbias of the last iteration alone needs no votes, and a block must not leave before its copies have come.
-  const bool reads_votes = out.dweight.data != nullptr || out.dlogits.data != nullptr || first_term(p) + 1 < p.iterations;
+  const bool reads_votes =
+      out.dweight.data != nullptr || out.dlogits.data != nullptr || first_term(p) + 1 < p.iterations;
   if (why_not_given(p) != nullptr || !reads_votes) return false;
   ResidentCall resident(p, like, true);
   if (!resident.serves()) return false;
@@ -100,7 +108,8 @@ bool resident_backward(const Problem& p, const BackwardInputs& in, const Backwar
   if (logits > 0) last.dlogits = call.scratch<double>(clusters * logits);
   resident.launch(resident.kernels.backward, args, clusters);
   const int64_t terms = p.iterations - last.first;
-  if (args.ds) call.sum_rows(args.ds.from(last.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
+  if (args.ds)
+    call.sum_rows(args.ds.from(last.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
   if (logits > 0) call.sum_rows(last.dlogits, clusters, logits, out.dlogits);
   return true;
 }

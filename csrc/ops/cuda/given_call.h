@@ -9,6 +9,7 @@ namespace capsfast::cuda {
 
 // False: the resident kernels do not serve the call, and nothing was done.
 bool resident_forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor& like);
-bool resident_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const torch::stable::Tensor& like);
+bool resident_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
+                       const torch::stable::Tensor& like);
 
 }  // namespace capsfast::cuda

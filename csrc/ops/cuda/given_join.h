@@ -70,10 +70,15 @@ struct OfBlocks {
 // Of the block. Ends without a barrier: before the next call there must be one. kFollow: each sum has a maximum of its
 // own.
 template <bool kFollow, class Tr>
-CAPSFAST_DEVICE FourSum join_rows(const Inputs& in, const Spot<Tr>& at, const Output& output, const GivenMemory& memory, bool leaky, const Sum<Tr::numbers>& mine) {
+CAPSFAST_DEVICE FourSum join_rows(const Inputs& in, const Spot<Tr>& at, const Output& output, const GivenMemory& memory,
+                                  bool leaky, const Sum<Tr::numbers>& mine) {
   const int J = static_cast<int>(in.J), of_one = static_cast<int>(in.D) / GivenSize::few;
-  const OfRows of{gpu::shared<Four>(memory.sums, at.rows * output.fours), gpu::shared<float>(memory.columns, kFollow ? 2 * at.rows * J : 0), output.four, output.fours,
-                  output.j, J};
+  const OfRows of{gpu::shared<Four>(memory.sums, at.rows * output.fours),
+                  gpu::shared<float>(memory.columns, kFollow ? 2 * at.rows * J : 0),
+                  output.four,
+                  output.fours,
+                  output.j,
+                  J};
   const int group = at.row * J + at.j;
   if (at.mine) {
 #pragma unroll
@@ -89,12 +94,14 @@ CAPSFAST_DEVICE FourSum join_rows(const Inputs& in, const Spot<Tr>& at, const Ou
 
 // Of the cluster. buffer: 0 and 1 in turn, so that one barrier of the cluster will do.
 template <bool kFollow, class Tr>
-CAPSFAST_DEVICE FourSum join_cluster(const Inputs& in, const Spot<Tr>& at, const Output& output, const GivenMemory& memory, int buffer, const Sum<Tr::numbers>& mine) {
+CAPSFAST_DEVICE FourSum join_cluster(const Inputs& in, const Spot<Tr>& at, const Output& output,
+                                     const GivenMemory& memory, int buffer, const Sum<Tr::numbers>& mine) {
   const FourSum block = join_rows<kFollow>(in, at, output, memory, in.leaky && gpu::cluster_rank() == 0, mine);
   if (gpu::cluster_size() == 1) return block;
   const int J = static_cast<int>(in.J);
-  const OfBlocks of{gpu::shared<Four>(memory.shares, 2 * output.fours), gpu::shared<float>(memory.share_columns, kFollow ? 4 * J : 0),
-                    buffer * output.fours + output.four, 2 * (buffer * J + output.j)};
+  const OfBlocks of{
+      gpu::shared<Four>(memory.shares, 2 * output.fours), gpu::shared<float>(memory.share_columns, kFollow ? 4 * J : 0),
+      buffer * output.fours + output.four, 2 * (buffer * J + output.j)};
   if (output.mine) {
     of.sums[of.four] = block.value.four(0);
     if (kFollow && output.lane == 0) {

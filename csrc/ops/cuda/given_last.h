@@ -9,9 +9,9 @@ namespace capsfast::cuda {
 // What the last pass is asked for, and where this block's part of dlogits [I, J] is.
 struct LastPass {
   const FinalArgs<float>& a;
-  int together;            // softmaxes of that many iterations at a time
+  int together;  // softmaxes of that many iterations at a time
   Global<double> dlogits;
-  bool fresh;              // nothing has been added to it
+  bool fresh;  // nothing has been added to it
 
   CAPSFAST_DEVICE bool wants_logits() const { return a.dlogits_sample.data || a.dlogits; }
   // db_t is wanted for V_{t-1}, which is 0 in the first iteration.
@@ -27,8 +27,8 @@ struct Gradients {
 };
 
 template <int kNumbers, int kCount, class Source>
-CAPSFAST_DEVICE void add_iteration(const LastPass& pass, int64_t t, const float (&c)[kCount], const float (&db)[kCount], const Source& source,
-                                   Gradients<kNumbers, kCount>* to) {
+CAPSFAST_DEVICE void add_iteration(const LastPass& pass, int64_t t, const float (&c)[kCount], const float (&db)[kCount],
+                                   const Source& source, Gradients<kNumbers, kCount>* to) {
   const Vector<kNumbers> ds = source.ds(t);
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
@@ -43,8 +43,8 @@ CAPSFAST_DEVICE void add_iteration(const LastPass& pass, int64_t t, const float 
 
 // votes . V_{t-1} and votes . ds_t, as far as iteration t has use for them.
 template <class Tr, int kCount, class Source>
-CAPSFAST_DEVICE void agree(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount], const LastPass& pass, int64_t t, const Source& source, float (&b)[kCount],
-                           float (&dc)[kCount]) {
+CAPSFAST_DEVICE void agree(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount], const LastPass& pass,
+                           int64_t t, const Source& source, float (&b)[kCount], float (&dc)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) b[n] = dc[n] = 0.0f;
   if (t > 0) dots(at, votes, source.V(t), b);
@@ -52,12 +52,15 @@ CAPSFAST_DEVICE void agree(const Spot<Tr>& at, const typename Tr::Numbers (&vote
 }
 
 template <class Tr, int kCount>
-CAPSFAST_DEVICE void write_gradients(const Inputs& in, const Spot<Tr>& at, const Part& part, const Chunk& chunk, const LastPass& pass,
-                                     const Gradients<Tr::numbers, kCount>& gradients) {
+CAPSFAST_DEVICE void write_gradients(const Inputs& in, const Spot<Tr>& at, const Part& part, const Chunk& chunk,
+                                     const LastPass& pass, const Gradients<Tr::numbers, kCount>& gradients) {
   if (pass.a.dvotes.data) write_votes(pass.a.dvotes, at, part, chunk, gradients.votes);
   if (!at.leads()) return;
   const Operand& sample = pass.a.dlogits_sample;
-  if (sample.data) each_element<kCount>(sample, at, part, chunk.first, chunk.inside, [&](int n, int64_t m) { sample.write<float>(m, gradients.logits[n]); });
+  if (sample.data)
+    each_element<kCount>(sample, at, part, chunk.first, chunk.inside, [&](int n, int64_t m) {
+      sample.write<float>(m, gradients.logits[n]);
+    });
   if (!pass.dlogits) return;
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
@@ -68,7 +71,8 @@ CAPSFAST_DEVICE void write_gradients(const Inputs& in, const Spot<Tr>& at, const
 }
 
 template <class Tr, class Source>
-CAPSFAST_DEVICE void last_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source, const LastPass& pass, const GivenScores& scores) {
+CAPSFAST_DEVICE void last_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source,
+                               const LastPass& pass, const GivenScores& scores) {
   constexpr int kCount = Tr::backward;
   const int J = static_cast<int>(in.J), size = scores.slots * J;
   const bool valid = in.out_mask.at(part.b, at.j);
@@ -85,7 +89,8 @@ CAPSFAST_DEVICE void last_pass(const Inputs& in, const Spot<Tr>& at, const Part&
         softmax<Tr, true>(in, at, part, chunk, pass.dcoupling(t), source.column(t), scores, b, dc);
         add_iteration(pass, t, b, dc, source, &gradients);
       } else {
-        const int terms = pass.a.iterations - t < pass.together ? static_cast<int>(pass.a.iterations - t) : pass.together;
+        const int terms =
+            pass.a.iterations - t < pass.together ? static_cast<int>(pass.a.iterations - t) : pass.together;
         gpu::warp_barrier();
         for (int term = 0; term < terms; ++term) {
           agree(at, votes, pass, t + term, source, b, dc);

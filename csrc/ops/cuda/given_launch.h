@@ -23,7 +23,10 @@ auto for_given(const Problem& p, const F& f) {
 class GivenPasses {
  public:
   GivenPasses(const Problem& problem, const gpu::Context& on)
-      : plan(plan_stream(problem, given_shape(problem, false, false, false), on.multiprocessors())), p(problem), context(on), shape(given_shape(problem, false, false, false)) {}
+      : plan(plan_stream(problem, given_shape(problem, false, false, false), on.multiprocessors())),
+        p(problem),
+        context(on),
+        shape(given_shape(problem, false, false, false)) {}
 
   void reduce(const ReduceArgs<float>& args) const {
     const bool backward = static_cast<bool>(args.scoring.ds);
@@ -43,7 +46,8 @@ class GivenPasses {
     GivenNeeds needs;
     needs.together = together;
     needs.backward = backward;
-    return {shape, given_memory(p, shape, needs), given_access(p, shape), static_cast<int>(divide_up(p.I, splits)), static_cast<int>(together)};
+    return {shape, given_memory(p, shape, needs), given_access(p, shape), static_cast<int>(divide_up(p.I, splits)),
+            static_cast<int>(together)};
   }
 
   GivenStreamKernels kernels() const {

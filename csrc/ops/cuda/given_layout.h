@@ -20,17 +20,18 @@ class GivenLayout {
 };
 
 struct GivenNeeds {
-  int64_t votes = 0;    // bytes
-  int64_t blocks = 1;   // of a cluster
-  int64_t terms = 0;    // iterations whose V and ds a block keeps
-  int64_t together = 1; // and whose scores
+  int64_t votes = 0;     // bytes
+  int64_t blocks = 1;    // of a cluster
+  int64_t terms = 0;     // iterations whose V and ds a block keeps
+  int64_t together = 1;  // and whose scores
   bool backward = false;
 };
 
 inline GivenMemory given_memory(const Problem& p, const GivenShape& shape, const GivenNeeds& needs) {
   const int64_t number = 4, vectors = p.J * p.D * number;
   const bool follows = p.softmax_in && !needs.backward, shares = needs.blocks > 1;
-  const int64_t scores = shape.exchange == Exchange::block ? needs.together * shape.rows * shape.votes(needs.backward) * p.J * number : 0;
+  const int64_t scores =
+      shape.exchange == Exchange::block ? needs.together * shape.rows * shape.votes(needs.backward) * p.J * number : 0;
   GivenLayout layout(needs.votes);
   GivenMemory memory{};
   memory.sums = layout.add(shape.rows * vectors);
@@ -55,9 +56,9 @@ struct Offer {
 
 struct ResidentPlan {
   GivenShape shape{};
-  int cluster = 0;              // blocks that have a sample; 0: no cluster holds one, and its votes are read once a pass
-  bool twice = false;           // a multiprocessor has shared memory for two of them
-  bool alone = false;           // each on its multiprocessor
+  int cluster = 0;     // blocks that have a sample; 0: no cluster holds one, and its votes are read once a pass
+  bool twice = false;  // a multiprocessor has shared memory for two of them
+  bool alone = false;  // each on its multiprocessor
   int capsules = 0, stage = 0;  // of a block, of a copy
   int together = 1;             // softmaxes of the last pass at a time
   GivenMemory memory{};
@@ -126,7 +127,8 @@ struct StreamPlan {
 inline StreamPlan plan_stream(const Problem& p, const GivenShape& shape, int64_t multiprocessors) {
   const int64_t blocks = GivenSize::blocks * multiprocessors, chunks = divide_up(p.I, shape.rows * shape.votes(true));
   const auto cut = [&](int64_t least, int64_t rows) {
-    return std::clamp<int64_t>(std::max(least, divide_up(blocks, rows)), 1, std::min<int64_t>(chunks, GivenSize::splits));
+    return std::clamp<int64_t>(
+        std::max(least, divide_up(blocks, rows)), 1, std::min<int64_t>(chunks, GivenSize::splits));
   };
   StreamPlan plan;
   plan.rows = std::min<int64_t>(p.B, 65535);

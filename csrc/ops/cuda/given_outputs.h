@@ -31,9 +31,11 @@ CAPSFAST_DEVICE FourVector squashed(const Squashing& squash, const Output& at, b
 }
 
 // The gradient of s from g, that of squash(s + bias).
-CAPSFAST_DEVICE FourVector differentiated(const Squashing& squash, const Output& at, bool valid, const FourVector& s, const FourVector& g) {
+CAPSFAST_DEVICE FourVector differentiated(const Squashing& squash, const Output& at, bool valid, const FourVector& s,
+                                          const FourVector& g) {
   const FourVector x = biased(squash, at, s);
-  const float n = lane_sum(product(x, x), at.lanes), x_g = lane_sum(product(x, g), at.lanes), eps = static_cast<float>(squash.eps);
+  const float n = lane_sum(product(x, x), at.lanes), x_g = lane_sum(product(x, g), at.lanes),
+              eps = static_cast<float>(squash.eps);
   const float f = radial<float>(squash.kind, n, eps), slope = 2 * radial_derivative<float>(squash.kind, n, eps) * x_g;
   FourVector to = {};
   if (valid) {

@@ -49,7 +49,8 @@ CAPSFAST_DEVICE void follow_maximum(float (&b)[kCount], Sum<kNumbers>* sum) {
 
 // sum += sum_n c votes. Many are added up by themselves: rounding errors of a long sum stay those of its chunks.
 template <int kNumbers, int kCount>
-CAPSFAST_DEVICE void add_votes(const float (&c)[kCount], const Vector<kNumbers> (&votes)[kCount], Vector<kNumbers>* sum) {
+CAPSFAST_DEVICE void add_votes(const float (&c)[kCount], const Vector<kNumbers> (&votes)[kCount],
+                               Vector<kNumbers>* sum) {
   if constexpr (kCount > 2) {
     Vector<kNumbers> here = scaled(c[0], votes[0]);
 #pragma unroll
@@ -63,8 +64,9 @@ CAPSFAST_DEVICE void add_votes(const float (&c)[kCount], const Vector<kNumbers> 
 
 // votes . V to c and, backward, votes . ds to db, by what the exchange is. dcoupling: added to dc.
 template <class Tr, bool kBackward, int kCount>
-CAPSFAST_DEVICE void softmax(const Inputs& in, const Spot<Tr>& at, const Part& part, const Chunk& chunk, const Operand& dcoupling, const Column& column,
-                             const GivenScores& scores, float (&b)[kCount], float (&dc)[kCount]) {
+CAPSFAST_DEVICE void softmax(const Inputs& in, const Spot<Tr>& at, const Part& part, const Chunk& chunk,
+                             const Operand& dcoupling, const Column& column, const GivenScores& scores,
+                             float (&b)[kCount], float (&dc)[kCount]) {
   exclude(chunk, b);
   if constexpr (Tr::exchange != Exchange::block) {
     if (in.logits.data) add_elements(in.logits, at, part, chunk, b);
@@ -89,7 +91,7 @@ CAPSFAST_DEVICE void softmax(const Inputs& in, const Spot<Tr>& at, const Part& p
 
 template <class Tr>
 struct ForwardPass {
-  bool unweighted;   // every coefficient is 1
+  bool unweighted;  // every coefficient is 1
   bool with_V;
   typename Tr::Numbers V;
   bool follow;       // softmax over the input capsules: the normaliser is not known yet
@@ -98,8 +100,8 @@ struct ForwardPass {
 };
 
 template <class Tr, class Source>
-CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source, const ForwardPass<Tr>& pass,
-                                              const GivenScores& scores) {
+CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source,
+                                              const ForwardPass<Tr>& pass, const GivenScores& scores) {
   using E = typename Tr::Type;
   constexpr int kCount = Tr::forward;
   const bool valid = in.out_mask.at(part.b, at.j);
@@ -127,7 +129,8 @@ CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& 
         softmax<Tr, false>(in, at, part, chunk, {}, pass.column, scores, c, c);
         if (pass.coupling.data && at.leads()) {
           const Global<E> to = pass.coupling.data.template as<E>();
-          each_element<kCount>(pass.coupling, at, part, first, chunk.inside, [&](int n, int64_t m) { narrow(c[n], &to[m]); });
+          each_element<kCount>(
+              pass.coupling, at, part, first, chunk.inside, [&](int n, int64_t m) { narrow(c[n], &to[m]); });
         }
         if (Tr::in) continue;
       }
@@ -139,8 +142,9 @@ CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& 
 
 // sum_i db votes of one iteration.
 template <class Tr, class Source>
-CAPSFAST_DEVICE Sum<Tr::numbers> backward_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source, const typename Tr::Numbers& V,
-                                               const typename Tr::Numbers& ds, const Operand& dcoupling, const Column& column, const GivenScores& scores) {
+CAPSFAST_DEVICE Sum<Tr::numbers> backward_pass(
+    const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source, const typename Tr::Numbers& V,
+    const typename Tr::Numbers& ds, const Operand& dcoupling, const Column& column, const GivenScores& scores) {
   constexpr int kCount = Tr::backward;
   const bool valid = in.out_mask.at(part.b, at.j);
   Sum<Tr::numbers> sum;

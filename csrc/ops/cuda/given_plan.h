@@ -9,18 +9,19 @@
 namespace capsfast::cuda {
 
 struct GivenSize {
-  static constexpr int few = 4;           // neighbouring numbers of a vote that a thread holds: 16 bytes of float32, one load
-  static constexpr int many = 16;         // or so many: fewer threads to exchange dots and scores with
+  static constexpr int few = 4;    // neighbouring numbers of a vote that a thread holds: 16 bytes of float32, one load
+  static constexpr int many = 16;  // or so many: fewer threads to exchange dots and scores with
   static constexpr int components = 128;  // D: in fours, those of an output capsule are lanes of one warp
   static constexpr int wide = 4;          // scores of a lane at a time, in the softmax over J
   static constexpr int together = 4;      // softmaxes of the last pass that share a pair of barriers: iterations
-  static constexpr int stages = 4;        // copies that a block waits for one by one: its first sums start with a quarter
-  static constexpr int samples = 16;      // of a cluster at most, as a copy's barrier serves once: half a KiB of those
-  static constexpr int cluster = 8;       // blocks, the most that every device with clusters runs
-  static constexpr int each_split = 64;   // chunks whose sums a thread adds up in float32, while there are splits left
-  static constexpr int splits = 1024;     // partial sums of a batch of one then fill a few MiB
-  static constexpr int blocks = 8;        // streaming ones a multiprocessor: some rounds of those that fit, to even out
-  static constexpr int parts = 32;        // of dlogits [I, J] in the streaming last pass: memory, against blocks to fill a device
+  static constexpr int stages = 4;    // copies that a block waits for one by one: its first sums start with a quarter
+  static constexpr int samples = 16;  // of a cluster at most, as a copy's barrier serves once: half a KiB of those
+  static constexpr int cluster = 8;   // blocks, the most that every device with clusters runs
+  static constexpr int each_split = 64;  // chunks whose sums a thread adds up in float32, while there are splits left
+  static constexpr int splits = 1024;    // partial sums of a batch of one then fill a few MiB
+  static constexpr int blocks = 8;       // streaming ones a multiprocessor: some rounds of those that fit, to even out
+  static constexpr int parts =
+      32;  // of dlogits [I, J] in the streaming last pass: memory, against blocks to fill a device
 };
 
 // What the softmax takes: nothing over the input capsules, whose maximum each thread follows for itself; over the output
@@ -37,7 +38,9 @@ CAPSFAST_HOST_DEVICE constexpr int given_votes(Exchange exchange, int numbers, b
 // Threads of a block of which a multiprocessor has two. With many numbers a thread of the backward needs more than 128
 // registers, for votes, V and ds, and the sum or the gradient: fewer threads have up to 168. A block that is alone has
 // twice as many threads.
-CAPSFAST_HOST_DEVICE constexpr int given_threads(int numbers, bool backward) { return numbers == GivenSize::many && backward ? 192 : 256; }
+CAPSFAST_HOST_DEVICE constexpr int given_threads(int numbers, bool backward) {
+  return numbers == GivenSize::many && backward ? 192 : 256;
+}
 
 // How the threads of a block share votes. A vote belongs to `lanes` neighbours, an input capsule to width of them, and
 // `rows` input capsules stand side by side.
@@ -95,7 +98,8 @@ inline GivenShape given_shape(const Problem& p, bool resident, bool backward, bo
   GivenShape shape{};
   // What comes from memory is read by neighbours side by side, four numbers each.
   const int64_t all = p.J * lanes_of(p, GivenSize::few), wide = p.J * lanes_of(p, GivenSize::many);
-  const bool many = resident && p.D % GivenSize::many == 0 && (p.softmax_in ? all <= given_threads(GivenSize::many, true) : wide <= 32);
+  const bool many = resident && p.D % GivenSize::many == 0 &&
+                    (p.softmax_in ? all <= given_threads(GivenSize::many, true) : wide <= 32);
   shape.numbers = many ? GivenSize::many : GivenSize::few;
   shape.exchange = p.softmax_in ? Exchange::none : many ? Exchange::warp : Exchange::block;
   shape.lanes = static_cast<int>(lanes_of(p, shape.numbers));
@@ -120,13 +124,16 @@ inline GivenShape given_shape(const Problem& p, bool resident, bool backward, bo
 }
 
 inline Access given_access(const Problem& p, const GivenShape& shape) {
-  const int64_t element = given_element(p), size = std::min<int64_t>(16, shape.numbers * element), *stride = p.votes.stride;
+  const int64_t element = given_element(p), size = std::min<int64_t>(16, shape.numbers * element),
+                *stride = p.votes.stride;
   const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.votes.data));
   // The stride of an axis of one matters to nobody.
   const auto fits = [&](int64_t length, int64_t at, int64_t bytes) { return length == 1 || at * element % bytes == 0; };
-  const bool vectors = stride[3] == 1 && address % size == 0 && fits(p.B, stride[0], size) && fits(p.I, stride[1], size) && fits(p.J, stride[2], size);
+  const bool vectors = stride[3] == 1 && address % size == 0 && fits(p.B, stride[0], size) &&
+                       fits(p.I, stride[1], size) && fits(p.J, stride[2], size);
   if (!vectors) return Access::numbers;
-  const bool whole = (p.J == 1 || stride[2] == p.D) && (p.I == 1 || stride[1] == p.J * p.D) && p.J * p.D * element % 16 == 0;
+  const bool whole =
+      (p.J == 1 || stride[2] == p.D) && (p.I == 1 || stride[1] == p.J * p.D) && p.J * p.D * element % 16 == 0;
   return whole && address % 16 == 0 && fits(p.B, stride[0], 16) ? Access::runs : Access::vectors;
 }
 

@@ -15,10 +15,10 @@ struct GivenResidentArgs {
   Squashing squash;
   Resident resident;
   int iterations;
-  Operand v;               // [B, J, D], contiguous
-  Operand coupling;        // [B, I, J], written
-  Global<float> s;         // [r, B, J, D]
-  Global<float> norm;      // [2, r, B, J], softmax over the input capsules
+  Operand v;           // [B, J, D], contiguous
+  Operand coupling;    // [B, I, J], written
+  Global<float> s;     // [r, B, J, D]
+  Global<float> norm;  // [2, r, B, J], softmax over the input capsules
 };
 
 // The samples of a cluster, one after the other; f gets its part of the input capsules and how many came before. Behind
@@ -36,17 +36,20 @@ CAPSFAST_DEVICE void each_sample(const Inputs& in, const Resident& resident, con
 
 // Vectors of output capsules, [Q], as the threads with votes have them. Lanes beyond D have 0.
 template <class Tr>
-CAPSFAST_DEVICE typename Tr::Numbers read_vector(const Spot<Tr>& at, const Inputs& in, const Shared<Four>& from, int vector) {
+CAPSFAST_DEVICE typename Tr::Numbers read_vector(const Spot<Tr>& at, const Inputs& in, const Shared<Four>& from,
+                                                 int vector) {
   typename Tr::Numbers to = {};
   if (!at.mine) return to;
 #pragma unroll
-  for (int n = 0; n < Tr::Numbers::fours; ++n) to.set_four(n, from.vector<Four>((vector + at.j) * (static_cast<int>(in.D) / GivenSize::few) + at.four(n)));
+  for (int n = 0; n < Tr::Numbers::fours; ++n)
+    to.set_four(n, from.vector<Four>((vector + at.j) * (static_cast<int>(in.D) / GivenSize::few) + at.four(n)));
   return to;
 }
 
 // s, v and the normaliser of iteration t.
 template <class E>
-CAPSFAST_DEVICE void write_outputs(const GivenResidentArgs& a, const Output& at, int64_t b, int t, const FourVector& s, const FourVector& v, const Column& column) {
+CAPSFAST_DEVICE void write_outputs(const GivenResidentArgs& a, const Output& at, int64_t b, int t, const FourVector& s,
+                                   const FourVector& v, const Column& column) {
   const Inputs& in = a.in;
   if (!at.mine || gpu::cluster_rank() != 0) return;
   a.s.as<Four>()[four_at(at, t * in.B + b)] = s.four(0);
@@ -82,7 +85,8 @@ given_resident_kernel(GivenResidentArgs a) {
       if (pass.with_V) pass.V = read_vector(at, in, all_V, 0);
       if (Tr::in ? closing : last) pass.coupling = a.coupling;
       pass.follow = !closing;
-      pass.unweighted = t == 0 && !in.logits.data && !(Tr::in ? static_cast<bool>(in.mask.data) : static_cast<bool>(pass.coupling.data));
+      pass.unweighted = t == 0 && !in.logits.data &&
+                        !(Tr::in ? static_cast<bool>(in.mask.data) : static_cast<bool>(pass.coupling.data));
       if (Tr::in && closing) pass.column = {norm[2 * at.j], norm[2 * at.j + 1], 0.0f};
       const Sum<Tr::numbers> mine = forward_pass(in, at, part, votes, pass, scores);
       if (closing) break;

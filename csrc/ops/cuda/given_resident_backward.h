@@ -10,12 +10,12 @@ namespace capsfast::cuda {
 struct GivenResidentBackwardArgs {
   Squashing squash;
   Resident resident;
-  FinalArgs<float> last;         // but for what is restored here; dlogits [clusters, I, J]
-  Operand dv;                    // [B, J, D]
-  Operand coupling;              // [B, I, J], where last has the gradient of one
-  Global<const float> s;         // [r, B, J, D]
-  Global<const float> norm;      // [2, r, B, J], softmax over the input capsules
-  Global<float> ds;              // [r, B, J, D], written for dbias, or absent
+  FinalArgs<float> last;     // but for what is restored here; dlogits [clusters, I, J]
+  Operand dv;                // [B, J, D]
+  Operand coupling;          // [B, I, J], where last has the gradient of one
+  Global<const float> s;     // [r, B, J, D]
+  Global<const float> norm;  // [2, r, B, J], softmax over the input capsules
+  Global<float> ds;          // [r, B, J, D], written for dbias, or absent
 };
 
 // V_{t-1} and ds_t of the iterations that carry gradients, and their normalisers, in shared memory.
@@ -51,11 +51,16 @@ struct Terms {
 // The votes of a block together with its terms: the Source of the last pass.
 template <class Tr>
 struct ResidentSource : SharedVotes<Tr> {
-  CAPSFAST_DEVICE ResidentSource(const Inputs& inputs, const Spot<Tr>& spot, const Part& part, const Resident& resident, int before, const Terms& with)
+  CAPSFAST_DEVICE ResidentSource(const Inputs& inputs, const Spot<Tr>& spot, const Part& part, const Resident& resident,
+                                 int before, const Terms& with)
       : SharedVotes<Tr>(inputs, spot, part, resident, before), in(inputs), at(spot), terms(with) {}
 
-  CAPSFAST_DEVICE typename Tr::Numbers V(int64_t t) const { return read_vector(at, in, terms.V, terms.at(t) * terms.J); }
-  CAPSFAST_DEVICE typename Tr::Numbers ds(int64_t t) const { return read_vector(at, in, terms.ds, terms.at(t) * terms.J); }
+  CAPSFAST_DEVICE typename Tr::Numbers V(int64_t t) const {
+    return read_vector(at, in, terms.V, terms.at(t) * terms.J);
+  }
+  CAPSFAST_DEVICE typename Tr::Numbers ds(int64_t t) const {
+    return read_vector(at, in, terms.ds, terms.at(t) * terms.J);
+  }
   CAPSFAST_DEVICE Column column(int64_t t) const { return Tr::in ? terms.column(t, at.j) : Column{}; }
 
   const Inputs& in;
@@ -70,7 +75,8 @@ CAPSFAST_DEVICE FourVector saved(const GivenResidentBackwardArgs& a, const Outpu
 }
 
 // V_{t-1} of every iteration from the saved s.
-CAPSFAST_DEVICE void restore(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, bool valid, const Terms& terms) {
+CAPSFAST_DEVICE void restore(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, bool valid,
+                             const Terms& terms) {
   FourVector V = {};
   for (int64_t t = 0; t < a.last.iterations; ++t) {
     if (at.mine && t >= a.last.first) terms.V[terms.at(t) * terms.fours + at.four] = V.four(0);
@@ -80,12 +86,14 @@ CAPSFAST_DEVICE void restore(const GivenResidentBackwardArgs& a, const Output& a
 
 // sum_i c dcoupling of this block's input capsules, in the first number of an output capsule.
 template <class Tr>
-CAPSFAST_DEVICE Sum<Tr::numbers> agreement_given(const GivenResidentBackwardArgs& a, const Spot<Tr>& at, const Part& part) {
+CAPSFAST_DEVICE Sum<Tr::numbers> agreement_given(const GivenResidentBackwardArgs& a, const Spot<Tr>& at,
+                                                 const Part& part) {
   Sum<Tr::numbers> sum;
   const int64_t *c = a.coupling.stride, *dc = a.last.dcoupling.stride;
   for (int capsule = at.row; capsule < part.count && at.leads(); capsule += at.rows) {
     const int64_t i = part.begin + capsule;
-    const float here = a.coupling.read<float>(part.b * c[0] + i * c[1] + at.j * c[2]) * a.last.dcoupling.read<float>(part.b * dc[0] + i * dc[1] + at.j * dc[2]);
+    const float here = a.coupling.read<float>(part.b * c[0] + i * c[1] + at.j * c[2]) *
+                       a.last.dcoupling.read<float>(part.b * dc[0] + i * dc[1] + at.j * dc[2]);
     // Wherever that number stands in this thread.
 #pragma unroll
     for (int n = 0; n < Tr::Numbers::fours; ++n) sum.value.value[GivenSize::few * n] += at.four(n) == 0 ? here : 0.0f;
@@ -95,8 +103,8 @@ CAPSFAST_DEVICE Sum<Tr::numbers> agreement_given(const GivenResidentBackwardArgs
 
 // ds_t from g, the gradient of its output, for all threads to see after a barrier. given: what the gradient of the
 // coupling adds to sum_i c dc.
-CAPSFAST_DEVICE void differentiate(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, bool valid, const Terms& terms, int64_t t, const FourVector& g,
-                                   float given) {
+CAPSFAST_DEVICE void differentiate(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, bool valid,
+                                   const Terms& terms, int64_t t, const FourVector& g, float given) {
   const Inputs& in = a.last.in;
   const FourVector s = saved(a, at, b, t), ds = differentiated(a.squash, at, valid, s, g);
   const float mean = in.softmax_in ? lane_sum(product(ds, s) + given, at.lanes) : 0.0f;
@@ -124,11 +132,15 @@ given_resident_backward_kernel(GivenResidentBackwardArgs a) {
     int joined = 0;
     restore(a, output, part.b, valid, terms);
     float given = 0.0f;
-    if (Tr::in && a.last.dcoupling.data) given = join_cluster<false>(in, at, output, resident.memory, joined++ % 2, agreement_given(a, at, part)).value.value[0];
+    if (Tr::in && a.last.dcoupling.data)
+      given = join_cluster<false>(in, at, output, resident.memory, joined++ % 2, agreement_given(a, at, part))
+                  .value.value[0];
     FourVector g = {};
     for (int n = 0; n < GivenSize::few; ++n) {
       const int64_t* stride = a.dv.stride;
-      if (output.mine) g.value[n] = a.dv.read<float>(part.b * stride[0] + output.j * stride[1] + (GivenSize::few * output.lane + n) * stride[2]);
+      if (output.mine)
+        g.value[n] = a.dv.read<float>(
+            part.b * stride[0] + output.j * stride[1] + (GivenSize::few * output.lane + n) * stride[2]);
     }
     for (int64_t t = a.last.iterations - 1;; --t) {
       const bool last = t + 1 == a.last.iterations;
@@ -136,7 +148,8 @@ given_resident_backward_kernel(GivenResidentBackwardArgs a) {
       if (t == a.last.first) break;
       gpu::barrier();
       const Operand dcoupling = last ? a.last.dcoupling : Operand{};
-      const Sum<Tr::numbers> mine = backward_pass(in, at, part, source, source.V(t), source.ds(t), dcoupling, source.column(t), scores);
+      const Sum<Tr::numbers> mine =
+          backward_pass(in, at, part, source, source.V(t), source.ds(t), dcoupling, source.column(t), scores);
       // v_{t-1} enters all later iterations by the same sum, V.
       if (last) g = {};
       add(1.0f, join_cluster<false>(in, at, output, resident.memory, joined++ % 2, mine).value, &g);

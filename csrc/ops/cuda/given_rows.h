@@ -61,7 +61,8 @@ struct Part {
   int count;
 
   // capsules: of each block but the last ones, which may have fewer or none.
-  CAPSFAST_DEVICE Part(const Inputs& in, int64_t sample, int64_t part, int capsules) : b(sample), begin(part * capsules) {
+  CAPSFAST_DEVICE Part(const Inputs& in, int64_t sample, int64_t part, int capsules)
+      : b(sample), begin(part * capsules) {
     const int64_t left = in.I > begin ? in.I - begin : 0;
     count = left < capsules ? static_cast<int>(left) : capsules;
   }
@@ -85,7 +86,8 @@ CAPSFAST_DEVICE Chunk chunk_at(const Inputs& in, const Spot<Tr>& at, const Part&
   }
   Chunk chunk{first, at.mine ? there : 0, valid ? there : 0};
   if (!in.mask.data || chunk.counts == 0) return chunk;
-  const int64_t from = part.b * in.mask.stride[0] + (part.begin + first + at.row) * in.mask.stride[1], step = at.rows * in.mask.stride[1];
+  const int64_t from = part.b * in.mask.stride[0] + (part.begin + first + at.row) * in.mask.stride[1],
+                step = at.rows * in.mask.stride[1];
   int64_t element = from;
 #pragma unroll
   for (int n = 0; n < kCount; ++n, element += step) {
@@ -98,7 +100,8 @@ CAPSFAST_DEVICE Chunk chunk_at(const Inputs& in, const Spot<Tr>& at, const Part&
 
 // votes . with, known to all lanes of the vote.
 template <int kCount, class Tr>
-CAPSFAST_DEVICE void dots(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount], const typename Tr::Numbers& with, float (&to)[kCount]) {
+CAPSFAST_DEVICE void dots(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount],
+                          const typename Tr::Numbers& with, float (&to)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) to[n] = product(votes[n], with);
   for (int mask = at.lanes / 2; mask > 0; mask /= 2) {
@@ -109,7 +112,8 @@ CAPSFAST_DEVICE void dots(const Spot<Tr>& at, const typename Tr::Numbers (&votes
 
 // f(n, m) for each vote that is set in `which`, m its element of [B, I, J].
 template <int kCount, class Tr, class F>
-CAPSFAST_DEVICE void each_element(const Operand& of, const Spot<Tr>& at, const Part& part, int first, unsigned which, const F& f) {
+CAPSFAST_DEVICE void each_element(const Operand& of, const Spot<Tr>& at, const Part& part, int first, unsigned which,
+                                  const F& f) {
   const int64_t step = at.rows * of.stride[1];
   int64_t element = part.b * of.stride[0] + (part.begin + first + at.row) * of.stride[1] + at.j * of.stride[2];
 #pragma unroll
@@ -120,10 +124,13 @@ CAPSFAST_DEVICE void each_element(const Operand& of, const Spot<Tr>& at, const P
 
 // to += what a [B, I, J] holds for votes that count. The type is asked for once.
 template <int kCount, class Tr>
-CAPSFAST_DEVICE void add_elements(const Operand& from, const Spot<Tr>& at, const Part& part, const Chunk& chunk, float (&to)[kCount]) {
+CAPSFAST_DEVICE void add_elements(const Operand& from, const Spot<Tr>& at, const Part& part, const Chunk& chunk,
+                                  float (&to)[kCount]) {
   const auto typed = [&](auto type) {
     const auto data = from.data.as<const decltype(type)>();
-    each_element<kCount>(from, at, part, chunk.first, chunk.counts, [&](int n, int64_t m) { to[n] += static_cast<float>(wide(data[m])); });
+    each_element<kCount>(from, at, part, chunk.first, chunk.counts, [&](int n, int64_t m) {
+      to[n] += static_cast<float>(wide(data[m]));
+    });
   };
   switch (from.storage) {
     case Storage::f32:

@@ -88,11 +88,12 @@ CAPSFAST_DEVICE void softmax_warp(const Inputs& in, const Spot<Tr>& at, float (&
 // Scores of a chunk: [terms][capsule][J], capsules from the chunk's first on. Terms are iterations.
 struct GivenScores {
   Shared<float> b, dc;
-  int slots;  // capsules of a chunk
+  int slots;                       // capsules of a chunk
   int row_lanes, row, rows, lane;  // this thread among those that share a softmax: its first row, and rows at a time
 
   template <class Tr>
-  CAPSFAST_DEVICE GivenScores(const Inputs& in, const GivenShape& shape, const Spot<Tr>& at, const GivenMemory& memory, int together, bool backward)
+  CAPSFAST_DEVICE GivenScores(const Inputs& in, const GivenShape& shape, const Spot<Tr>& at, const GivenMemory& memory,
+                              int together, bool backward)
       : b(gpu::shared<float>(memory.b, size(in, at, together, backward))),
         dc(gpu::shared<float>(memory.dc, backward ? size(in, at, together, backward) : 0)),
         slots(at.rows * (backward ? Tr::backward : Tr::forward)),
@@ -104,14 +105,17 @@ struct GivenScores {
  private:
   template <class Tr>
   static CAPSFAST_DEVICE int size(const Inputs& in, const Spot<Tr>& at, int together, bool backward) {
-    return Tr::exchange == Exchange::block ? together * at.rows * static_cast<int>(in.J) * (backward ? Tr::backward : Tr::forward) : 0;
+    return Tr::exchange == Exchange::block
+               ? together * at.rows * static_cast<int>(in.J) * (backward ? Tr::backward : Tr::forward)
+               : 0;
   }
 };
 
 // There is room for a whole chunk: what is beyond the last capsule is read by nobody. Votes that count get what `more`
 // [B, I, J] holds for them on top.
 template <int kCount, class Tr>
-CAPSFAST_DEVICE void put(const Spot<Tr>& at, int J, const Part& part, const Chunk& chunk, int from, const float (&values)[kCount], const Operand& more, Shared<float> to) {
+CAPSFAST_DEVICE void put(const Spot<Tr>& at, int J, const Part& part, const Chunk& chunk, int from,
+                         const float (&values)[kCount], const Operand& more, Shared<float> to) {
   if (!at.leads()) return;
   const int groups = at.rows * J;
   int element = from + at.row * J + at.j;
@@ -126,10 +130,12 @@ CAPSFAST_DEVICE void put(const Spot<Tr>& at, int J, const Part& part, const Chun
 }
 
 template <int kCount, class Tr>
-CAPSFAST_DEVICE void take(const Spot<Tr>& at, int J, const Chunk& chunk, int from, Shared<float> values, float (&to)[kCount]) {
+CAPSFAST_DEVICE void take(const Spot<Tr>& at, int J, const Chunk& chunk, int from, Shared<float> values,
+                          float (&to)[kCount]) {
   int element = from + at.row * J + at.j;
 #pragma unroll
-  for (int n = 0; n < kCount; ++n, element += at.rows * J) to[n] = chunk.counts >> n & 1 ? static_cast<float>(values[element]) : 0.0f;
+  for (int n = 0; n < kCount; ++n, element += at.rows * J)
+    to[n] = chunk.counts >> n & 1 ? static_cast<float>(values[element]) : 0.0f;
 }
 
 // One row of J scores, of which this lane has every row_lanes-th: b to c and, with dc, dc to db = c (dc - sum_j c dc).
@@ -169,8 +175,10 @@ CAPSFAST_DEVICE void softmax_row(const Inputs& in, const GivenScores& scores, in
 
 // All rows of a chunk in shared memory.
 template <bool kBackward>
-CAPSFAST_DEVICE void softmax_block(const Inputs& in, const Part& part, int first, int terms, const GivenScores& scores) {
-  const int J = static_cast<int>(in.J), capsules = part.count - first < scores.slots ? part.count - first : scores.slots, rows = terms * capsules;
+CAPSFAST_DEVICE void softmax_block(const Inputs& in, const Part& part, int first, int terms,
+                                   const GivenScores& scores) {
+  const int J = static_cast<int>(in.J),
+            capsules = part.count - first < scores.slots ? part.count - first : scores.slots, rows = terms * capsules;
   for (int start = 0; start < rows; start += scores.rows) {
     const int row = start + scores.row, term = terms == 1 ? 0 : row / capsules, capsule = row - term * capsules;
     softmax_row<kBackward>(in, scores, row < rows ? J : 0, (term * scores.slots + capsule) * J);

@@ -27,7 +27,8 @@ CAPSFAST_DEVICE void each_row(const Inputs& in, const Stream& stream, const F& f
 
 // This thread's numbers of [n, J, D], or 0 for what is absent and for lanes beyond D.
 template <class Tr>
-CAPSFAST_DEVICE typename Tr::Numbers vector_of(const Inputs& in, const Spot<Tr>& at, const Global<const float>& from, int64_t n) {
+CAPSFAST_DEVICE typename Tr::Numbers vector_of(const Inputs& in, const Spot<Tr>& at, const Global<const float>& from,
+                                               int64_t n) {
   typename Tr::Numbers to = {};
   if (!from || !at.mine) return to;
   const int64_t start = (n * in.J + at.j) * in.D;
@@ -74,7 +75,8 @@ given_forward_kernel(GivenReduceArgs a) {
     pass.coupling = a.pass.coupling;
     const Sum<Tr::numbers> mine = forward_pass(in, at, part, votes, pass, scores);
     if (!a.pass.sum_tile) return;
-    write_sum(a, output, part.b, join_rows<Tr::in>(in, at, output, stream.memory, in.leaky && gpu::block_x() == 0, mine));
+    write_sum(
+        a, output, part.b, join_rows<Tr::in>(in, at, output, stream.memory, in.leaky && gpu::block_x() == 0, mine));
     gpu::barrier();
   });
 }
@@ -92,8 +94,8 @@ given_backward_kernel(GivenReduceArgs a) {
     const Scoring<float>& with = a.pass.scoring;
     Column column{};
     if (Tr::in) column = column_of(in, at.j, a.pass.norm, part.b);
-    const Sum<Tr::numbers> mine =
-        backward_pass(in, at, part, votes, vector_of(in, at, with.V, part.b), vector_of(in, at, with.ds, part.b), with.dcoupling, column, scores);
+    const Sum<Tr::numbers> mine = backward_pass(in, at, part, votes, vector_of(in, at, with.V, part.b),
+                                                vector_of(in, at, with.ds, part.b), with.dcoupling, column, scores);
     write_sum(a, output, part.b, join_rows<false>(in, at, output, stream.memory, false, mine));
     gpu::barrier();
   });
@@ -111,7 +113,9 @@ struct MemorySource : MemoryVotes<Tr> {
       : MemoryVotes<Tr>(with.last.in, spot, part, with.stream.access), a(with.last), at(spot), b(part.b) {}
   CAPSFAST_DEVICE typename Tr::Numbers V(int64_t t) const { return vector_of(a.in, at, a.V, t * a.in.B + b); }
   CAPSFAST_DEVICE typename Tr::Numbers ds(int64_t t) const { return vector_of(a.in, at, a.ds, t * a.in.B + b); }
-  CAPSFAST_DEVICE Column column(int64_t t) const { return Tr::in ? column_of(a.in, at.j, a.norm, t * a.in.B + b) : Column{}; }
+  CAPSFAST_DEVICE Column column(int64_t t) const {
+    return Tr::in ? column_of(a.in, at.j, a.norm, t * a.in.B + b) : Column{};
+  }
 
   const FinalArgs<float>& a;
   const Spot<Tr>& at;

@@ -21,7 +21,9 @@ struct Vector {
   static constexpr int numbers = kCount, fours = kCount / GivenSize::few;
   float value[kCount];
 
-  CAPSFAST_DEVICE Four four(int n) const { return {value[4 * n], value[4 * n + 1], value[4 * n + 2], value[4 * n + 3]}; }
+  CAPSFAST_DEVICE Four four(int n) const {
+    return {value[4 * n], value[4 * n + 1], value[4 * n + 2], value[4 * n + 3]};
+  }
   CAPSFAST_DEVICE void set_four(int n, const Four& x) {
 #pragma unroll
     for (int k = 0; k < GivenSize::few; ++k) value[GivenSize::few * n + k] = x.value[k];
@@ -57,12 +59,15 @@ struct GivenTraits {
   using Type = E;
   using Numbers = Vector<kNumbers>;
   static constexpr int numbers = kNumbers;
-  static constexpr int unit = kNumbers * static_cast<int>(sizeof(E)) < 16 ? kNumbers : 16 / static_cast<int>(sizeof(E));  // moved as one
+  static constexpr int unit =
+      kNumbers * static_cast<int>(sizeof(E)) < 16 ? kNumbers : 16 / static_cast<int>(sizeof(E));  // moved as one
   static constexpr int units = kNumbers / unit;
   static constexpr Exchange exchange = kExchange;
   static constexpr bool in = kExchange == Exchange::none;
-  static constexpr int forward = given_votes(kExchange, kNumbers, false), backward = given_votes(kExchange, kNumbers, true);
-  static constexpr int forward_threads = 2 * given_threads(kNumbers, false), backward_threads = 2 * given_threads(kNumbers, true);
+  static constexpr int forward = given_votes(kExchange, kNumbers, false),
+                       backward = given_votes(kExchange, kNumbers, true);
+  static constexpr int forward_threads = 2 * given_threads(kNumbers, false),
+                       backward_threads = 2 * given_threads(kNumbers, true);
   using Unit = Run<E, unit>;
 };
 

@@ -7,7 +7,8 @@ namespace capsfast::cuda {
 
 // Units of a vote in memory, whose numbers are `step` apart, in this thread's order.
 template <class Tr, class F>
-CAPSFAST_DEVICE void read_units(const Global<const typename Tr::Type>& from, int64_t vote, int64_t step, bool numbers, const Spot<Tr>& at, const F& f) {
+CAPSFAST_DEVICE void read_units(const Global<const typename Tr::Type>& from, int64_t vote, int64_t step, bool numbers,
+                                const Spot<Tr>& at, const F& f) {
 #pragma unroll
   for (int n = 0; n < Tr::units; ++n) {
     const int64_t element = vote + (at.from + at.unit(n) * Tr::unit) * step;
@@ -33,7 +34,8 @@ CAPSFAST_DEVICE void set_unit(int n, const typename Tr::Unit& unit, typename Tr:
 // Two neighbours write a pair of units together, half of it each, first those of one and then those of the other: 32
 // bytes in a run are what memory takes at once.
 template <class Tr>
-CAPSFAST_DEVICE void write_pairs(const Global<typename Tr::Unit>& to, const Spot<Tr>& at, bool mine, int64_t first, const typename Tr::Unit (&units)[Tr::units]) {
+CAPSFAST_DEVICE void write_pairs(const Global<typename Tr::Unit>& to, const Spot<Tr>& at, bool mine, int64_t first,
+                                 const typename Tr::Unit (&units)[Tr::units]) {
   constexpr int kWords = sizeof(typename Tr::Unit) / 4;
   const bool odd = gpu::thread() % 2 != 0, theirs = gpu::shuffle_xor(static_cast<int>(mine), 1) != 0;
   const int64_t other = gpu::shuffle_xor(static_cast<long long>(first), 1);
@@ -66,7 +68,8 @@ CAPSFAST_DEVICE void write_pairs(const Global<typename Tr::Unit>& to, const Spot
 
 // dvotes [B, I, J, D], contiguous.
 template <int kCount, class Tr>
-CAPSFAST_DEVICE void write_votes(const Operand& to, const Spot<Tr>& at, const Part& part, const Chunk& chunk, const typename Tr::Numbers (&votes)[kCount]) {
+CAPSFAST_DEVICE void write_votes(const Operand& to, const Spot<Tr>& at, const Part& part, const Chunk& chunk,
+                                 const typename Tr::Numbers (&votes)[kCount]) {
   const auto data = to.data.template as<typename Tr::Unit>();
   each_element<kCount>(to, at, part, chunk.first, ~0u, [&](int n, int64_t m) {
     typename Tr::Unit units[Tr::units];
@@ -100,7 +103,8 @@ class SharedVotes {
 
  public:
   // before: samples that the block has had. All threads of the block; nobody still reads what was here.
-  CAPSFAST_DEVICE SharedVotes(const Inputs& in, const Spot<Tr>& at, const Part& part, const Resident& resident, int before)
+  CAPSFAST_DEVICE SharedVotes(const Inputs& in, const Spot<Tr>& at, const Part& part, const Resident& resident,
+                              int before)
       : copies_(resident.memory.copies + Copies::bytes * before),
         capsule_(static_cast<int>(in.J * in.D)),
         vote_(static_cast<int>(at.j * in.D)),
@@ -120,8 +124,10 @@ class SharedVotes {
     next_ = GivenSize::stages;  // nothing to wait for
     const Shared<typename Tr::Unit> to = gpu::shared<typename Tr::Unit>(0, part.count * capsule_ / Tr::unit);
     for (int capsule = at.row; capsule < part.count && at.mine; capsule += at.rows) {
-      read_units(from, start + capsule * stride[1] + at.j * stride[2], stride[3], resident.access == Access::numbers, at,
-                 [&](int n, const typename Tr::Unit& unit) { to[(capsule * capsule_ + vote_ + at.from) / Tr::unit + at.unit(n)] = unit; });
+      read_units(from, start + capsule * stride[1] + at.j * stride[2], stride[3], resident.access == Access::numbers,
+                 at, [&](int n, const typename Tr::Unit& unit) {
+                   to[(capsule * capsule_ + vote_ + at.from) / Tr::unit + at.unit(n)] = unit;
+                 });
     }
     gpu::barrier();
   }
@@ -134,7 +140,8 @@ class SharedVotes {
       // Beyond the last capsule it is read once more.
       const int vote = least(chunk.first + at.row + n * at.rows, last_) * capsule_ + vote_ + at.from;
 #pragma unroll
-      for (int k = 0; k < Tr::units; ++k) set_unit<Tr>(k, votes_.template vector<typename Tr::Unit>(vote + at.unit(k) * Tr::unit), &votes[n]);
+      for (int k = 0; k < Tr::units; ++k)
+        set_unit<Tr>(k, votes_.template vector<typename Tr::Unit>(vote + at.unit(k) * Tr::unit), &votes[n]);
     }
   }
 
@@ -166,11 +173,13 @@ class MemoryVotes {
 
  private:
   template <int kCount>
-  CAPSFAST_DEVICE void fetch_as(const Spot<Tr>& at, const Chunk& chunk, bool numbers, typename Tr::Numbers (&votes)[kCount]) const {
+  CAPSFAST_DEVICE void fetch_as(const Spot<Tr>& at, const Chunk& chunk, bool numbers,
+                                typename Tr::Numbers (&votes)[kCount]) const {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const int here = chunk.first + at.row + n * at.rows, capsule = here < last_ ? here : last_;
-      read_units(votes_, start_ + capsule * capsule_, number_, numbers, at, [&](int k, const typename Tr::Unit& unit) { set_unit<Tr>(k, unit, &votes[n]); });
+      read_units(votes_, start_ + capsule * capsule_, number_, numbers, at,
+                 [&](int k, const typename Tr::Unit& unit) { set_unit<Tr>(k, unit, &votes[n]); });
     }
   }
 

@@ -89,7 +89,9 @@ struct Mask {
   Global<const uint8_t> data;
   int64_t stride[2] = {0, 0};
 
-  CAPSFAST_DEVICE bool at(int64_t row, int64_t column) const { return !data || data[row * stride[0] + column * stride[1]] != 0; }
+  CAPSFAST_DEVICE bool at(int64_t row, int64_t column) const {
+    return !data || data[row * stride[0] + column * stride[1]] != 0;
+  }
 };
 
 // The call. matrix: weight [I, J, D, K] with stride 0 over I if shared, or votes [B, I, J, D].

@@ -35,7 +35,8 @@ struct ReduceShared {
 
 // Logits of a chunk to exp(b - max), max the largest so far; factor rescales what was added up before.
 template <class T, int kSamples>
-CAPSFAST_DEVICE void follow_maximum(const Tile& tile, const Scores<T, kSamples>& scores, Shared<T> max, Shared<double> total, Shared<T> factor) {
+CAPSFAST_DEVICE void follow_maximum(const Tile& tile, const Scores<T, kSamples>& scores, Shared<T> max,
+                                    Shared<double> total, Shared<T> factor) {
   for (int n = gpu::thread(); n < kSamples * tile.outputs; n += gpu::threads()) {
     const int out = n % tile.outputs, sample = n / tile.outputs, column = sample * scores.pitch + out;
     if (sample >= tile.samples) continue;
@@ -57,8 +58,8 @@ CAPSFAST_DEVICE void follow_maximum(const Tile& tile, const Scores<T, kSamples>&
 }
 
 template <class T, class E, bool kVotes>
-CAPSFAST_DEVICE void add_votes(const ReduceArgs<T>& a, const Tile& tile, int64_t split, bool first, bool rescale, Shared<T> factor,
-                               const Scores<T, ReduceTile<T>::samples>& scores) {
+CAPSFAST_DEVICE void add_votes(const ReduceArgs<T>& a, const Tile& tile, int64_t split, bool first, bool rescale,
+                               Shared<T> factor, const Scores<T, ReduceTile<T>::samples>& scores) {
   constexpr int kSamples = ReduceTile<T>::samples;
   const Inputs& in = a.in;
   const int64_t rows = tile.outputs * in.D;
@@ -92,7 +93,8 @@ CAPSFAST_DEVICE void add_votes(const ReduceArgs<T>& a, const Tile& tile, int64_t
 }
 
 template <class T>
-CAPSFAST_DEVICE void write_coupling(const ReduceArgs<T>& a, const Tile& tile, const Scores<T, ReduceTile<T>::samples>& scores) {
+CAPSFAST_DEVICE void write_coupling(const ReduceArgs<T>& a, const Tile& tile,
+                                    const Scores<T, ReduceTile<T>::samples>& scores) {
   constexpr int kSamples = ReduceTile<T>::samples;
   for (int n = gpu::thread(); n < tile.inputs * kSamples * tile.outputs; n += gpu::threads()) {
     const int out = n % tile.outputs, pair = n / tile.outputs, sample = pair % kSamples;
@@ -110,12 +112,15 @@ reduce_kernel(ReduceArgs<T> a) {
   using Memory = ReduceShared<T>;
   constexpr int kSamples = Size::samples;
   const Inputs& in = a.in;
-  const Scores<T, kSamples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs), gpu::shared<T>(Memory::scores, Size::pairs * Size::outputs), Size::outputs};
+  const Scores<T, kSamples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs),
+                                   gpu::shared<T>(Memory::scores, Size::pairs * Size::outputs), Size::outputs};
   const Shared<T> rows = gpu::shared<T>(Memory::rows_at, Size::pairs * 3);
   const Shared<double> total = gpu::shared<double>(Memory::total_at, Memory::columns);
-  const Shared<T> max = gpu::shared<T>(Memory::max_at, Memory::columns), factor = gpu::shared<T>(Memory::factor_at, Memory::columns);
+  const Shared<T> max = gpu::shared<T>(Memory::max_at, Memory::columns),
+                  factor = gpu::shared<T>(Memory::factor_at, Memory::columns);
   const bool follow = static_cast<bool>(a.max);
-  const int64_t split = gpu::block_x(), i_begin = in.I * split / gpu::blocks_x(), i_end = in.I * (split + 1) / gpu::blocks_x();
+  const int64_t split = gpu::block_x(), i_begin = in.I * split / gpu::blocks_x(),
+                i_end = in.I * (split + 1) / gpu::blocks_x();
   Tile tile;
   tile.j0 = gpu::block_z() * Size::outputs;
   tile.outputs = static_cast<int>(in.J - tile.j0 < Size::outputs ? in.J - tile.j0 : Size::outputs);
@@ -166,7 +171,8 @@ rows_kernel(RowsArgs<T> a) {
   using Memory = ReduceShared<T>;
   constexpr int kSamples = Size::samples;
   const Inputs& in = a.in;
-  const Scores<T, kSamples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs), gpu::shared<T>(Memory::scores, Size::pairs * Size::outputs), Size::outputs};
+  const Scores<T, kSamples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs),
+                                   gpu::shared<T>(Memory::scores, Size::pairs * Size::outputs), Size::outputs};
   const Shared<T> rows = gpu::shared<T>(Memory::rows_at, Size::pairs * 3);
   const bool with_dc = static_cast<bool>(a.scoring.ds);
   Tile tile;

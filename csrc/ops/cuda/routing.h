@@ -11,6 +11,7 @@ namespace capsfast::cuda {
 template <class T>
 void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor& like);
 template <class T>
-void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const torch::stable::Tensor& like);
+void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
+              const torch::stable::Tensor& like);
 
 }  // namespace capsfast::cuda

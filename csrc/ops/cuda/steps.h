@@ -117,7 +117,9 @@ struct BackwardSteps {
     args.sum = parts.sum;
     args.sum_tile = parts.sum_tile;
     const int64_t count = in.B * in.J;
-    if (in.softmax_in) args.norm = {columns.max.from(t * count, count), columns.scale.from(t * count, count), columns.mean.from(t * count, count)};
+    if (in.softmax_in)
+      args.norm = {columns.max.from(t * count, count), columns.scale.from(t * count, count),
+                   columns.mean.from(t * count, count)};
     return args;
   }
 

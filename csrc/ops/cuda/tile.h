@@ -16,21 +16,23 @@ struct TileArgs {
   bool in_runs, tf32;
   Global<const float> V, ds;  // [B, J, D]; V absent in the first iteration, ds in the forward
   Operand dcoupling;
-  Operand coupling;           // written
+  Operand coupling;  // written
   bool unweighted;
-  Normaliser<float> norm;     // [B, J], softmax over the input capsules where it is known
-  Global<float> sum;          // [splits, B, J, D]; absent: only the coupling is wanted
-  Global<float> max;          // [splits, B, J], softmax over the input capsules where it is not
+  Normaliser<float> norm;  // [B, J], softmax over the input capsules where it is known
+  Global<float> sum;       // [splits, B, J, D]; absent: only the coupling is wanted
+  Global<float> max;       // [splits, B, J], softmax over the input capsules where it is not
   Global<double> total;
 };
 
 // sum += coefficient votes. Columns of no output capsule have votes of 0, and any coefficient of the warp.
 template <class Tr>
-CAPSFAST_DEVICE void add_weighted(const Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles], const Lane& lane, bool unweighted, int J,
-                                  Shared<float> coefficients, int base, Accumulator (&sum)[Tr::row_tiles][Tr::column_tiles]) {
+CAPSFAST_DEVICE void add_weighted(const Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles], const Lane& lane,
+                                  bool unweighted, int J, Shared<float> coefficients, int base,
+                                  Accumulator (&sum)[Tr::row_tiles][Tr::column_tiles]) {
 #pragma unroll
   for (int out = 0; out < Tr::outputs; ++out) {
-    const int first = lane.warp * Tr::outputs, from = base + (first + out < J ? first + out : first) * Tr::score_pitch + lane.group;
+    const int first = lane.warp * Tr::outputs,
+              from = base + (first + out < J ? first + out : first) * Tr::score_pitch + lane.group;
 #pragma unroll
     for (int eight = 0; eight < Tr::eights; ++eight) {
       const int row = eight / 2, n = eight % 2 * 2;
@@ -46,7 +48,8 @@ CAPSFAST_DEVICE void add_weighted(const Accumulator (&votes)[Tr::row_tiles][Tr::
 
 // A maximum has moved: the sum so far shrinks.
 template <class Tr>
-CAPSFAST_DEVICE void rescale(const Lane& lane, int J, Shared<float> factor, Accumulator (&sum)[Tr::row_tiles][Tr::column_tiles]) {
+CAPSFAST_DEVICE void rescale(const Lane& lane, int J, Shared<float> factor,
+                             Accumulator (&sum)[Tr::row_tiles][Tr::column_tiles]) {
 #pragma unroll
   for (int eight = 0; eight < Tr::eights; ++eight) {
     const int row = eight / 2, n = eight % 2 * 2;
@@ -64,7 +67,8 @@ CAPSFAST_DEVICE void rescale(const Lane& lane, int J, Shared<float> factor, Accu
 }
 
 template <class Tr>
-CAPSFAST_DEVICE void write_sum(const TileArgs& a, int b0, int split, const Lane& lane, const Accumulator (&sum)[Tr::row_tiles][Tr::column_tiles]) {
+CAPSFAST_DEVICE void write_sum(const TileArgs& a, int b0, int split, const Lane& lane,
+                               const Accumulator (&sum)[Tr::row_tiles][Tr::column_tiles]) {
   const Inputs& in = a.in;
 #pragma unroll
   for (int row = 0; row < Tr::row_tiles; ++row) {
@@ -87,14 +91,18 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
   const Inputs& in = a.in;
   const Lane lane = this_lane();
   const int J = static_cast<int>(in.J), size = Tr::scores(J), vectors = Tr::vectors(gpu::threads());
-  const int high_at = vectors * (kBackward ? 2 : 1), low_at = high_at + (Tr::parted ? Tr::poses : 0), weights_at = low_at + Tr::poses;
+  const int high_at = vectors * (kBackward ? 2 : 1), low_at = high_at + (Tr::parted ? Tr::poses : 0),
+            weights_at = low_at + Tr::poses;
   const Shared<float> V = gpu::shared<float>(0, vectors), ds = gpu::shared<float>(kBackward ? 4 * vectors : 0, vectors);
-  const Shared<float> high = gpu::shared<float>(4 * high_at, Tr::poses), low = gpu::shared<float>(4 * low_at, Tr::poses);
+  const Shared<float> high = gpu::shared<float>(4 * high_at, Tr::poses),
+                      low = gpu::shared<float>(4 * low_at, Tr::poses);
   // Of scores two buffers in turn, so that no warp overwrites what another still reads: weights are c, or dc and then db.
   // With the softmax over the input capsules one is enough, and the other ones have what is known of the columns.
   const Shared<float> weights = gpu::shared<float>(4 * weights_at, 2 * size);
   const Shared<float> logits = gpu::shared<float>(4 * (weights_at + (kBackward ? 2 * size : 0)), 2 * size);
-  const auto column = [&](int n) { return gpu::shared<float>(4 * (weights_at + (in.softmax_in ? n * size : 0)), size); };
+  const auto column = [&](int n) {
+    return gpu::shared<float>(4 * (weights_at + (in.softmax_in ? n * size : 0)), size);
+  };
   const Running running{column(1), column(2), column(3)};
   const Columns columns{column(1), column(3), a.norm.mean};
   const bool follows = !kBackward && a.max;
@@ -102,11 +110,13 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
   const int i_begin = static_cast<int>(in.I * split / splits), i_end = static_cast<int>(in.I * (split + 1) / splits);
   Accumulator sum[Tr::row_tiles][Tr::column_tiles];
 #pragma unroll
-  for (int n = 0; n < Tr::row_tiles * Tr::column_tiles * 4; ++n) sum[n / (Tr::column_tiles * 4)][n / 4 % Tr::column_tiles][n % 4] = 0.0f;
+  for (int n = 0; n < Tr::row_tiles * Tr::column_tiles * 4; ++n)
+    sum[n / (Tr::column_tiles * 4)][n / 4 % Tr::column_tiles][n % 4] = 0.0f;
   gpu::barrier();
   if (a.V) stage_vectors<Tr>(in, a.V, b0, lane, V, 0);
   if constexpr (kBackward) stage_vectors<Tr>(in, a.ds, b0, lane, ds, 0);
-  if (follows) start_columns<Tr>(in, in.leaky && split == 0, b0, lane, running);  // the leaky entry, of logit 0, counts once
+  if (follows)
+    start_columns<Tr>(in, in.leaky && split == 0, b0, lane, running);  // the leaky entry, of logit 0, counts once
   if (in.softmax_in && a.norm.max) stage_columns<Tr>(in, a.norm.max, a.norm.scale, b0, lane, columns);
   int64_t from = weight_at<Tr>(in, i_begin, lane);
   float next[Tr::ahead ? Tr::column_tiles : 1][Tr::values];
@@ -183,7 +193,8 @@ struct TilePasses {
   CAPSFAST_DEVICE TileArgs pass(int n) const {
     const ReduceArgs<float> args = steps.pass(n);
     const Scoring<float>& with = args.scoring;
-    return {args.in, in_runs, tf32, with.V, with.ds, with.dcoupling, args.coupling, args.unweighted, args.norm, args.sum_tile, args.max, args.total};
+    return {args.in,       in_runs,         tf32,      with.V,        with.ds,  with.dcoupling,
+            args.coupling, args.unweighted, args.norm, args.sum_tile, args.max, args.total};
   }
 };
 
@@ -194,7 +205,8 @@ tile_kernel(TilePasses<kBackward> a) {
   using Tr = Tiles<E, kK, kD, kBackward, kTwo>;
   for (int n = a.begin; n < a.end; ++n) {
     if (n >= 0) {
-      reduce_tile<Tr, E>(a.pass(n), static_cast<int>(gpu::block_x()) * Tr::samples, static_cast<int>(gpu::block_y()), static_cast<int>(gpu::blocks_y()));
+      reduce_tile<Tr, E>(a.pass(n), static_cast<int>(gpu::block_x()) * Tr::samples, static_cast<int>(gpu::block_y()),
+                         static_cast<int>(gpu::blocks_y()));
       if (!a.together) return;
       gpu::grid_barrier();
     }

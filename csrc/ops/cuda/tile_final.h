@@ -14,24 +14,25 @@ namespace capsfast::cuda {
 
 struct TileFinalArgs {
   Inputs in;
-  int64_t first, iterations;   // [first, iterations) carry gradients
+  int64_t first, iterations;  // [first, iterations) carry gradients
   bool gradient_last, in_runs, tf32;
-  Global<const float> V, ds;   // [r, B, J, D]
-  Normaliser<float> norm;      // [r, B, J], softmax over the input capsules
+  Global<const float> V, ds;  // [r, B, J, D]
+  Normaliser<float> norm;     // [r, B, J], softmax over the input capsules
   Operand dcoupling;
   bool shared_weight;
-  Operand du;                  // [B, I, K]
-  Global<float> dweight;       // [parts, I, J, D, K], or [parts, splits, J, D, K] of a shared weight
-  Operand dlogits_sample;      // [B, I, J]
-  Global<double> dlogits;      // [parts, I, J]
+  Operand du;              // [B, I, K]
+  Global<float> dweight;   // [parts, I, J, D, K], or [parts, splits, J, D, K] of a shared weight
+  Operand dlogits_sample;  // [B, I, J]
+  Global<double> dlogits;  // [parts, I, J]
 };
 
 template <class E, int kK, int kD>
 struct FinalTiles : Tiles<E, kK, kD, true, false> {
   using Base = Tiles<E, kK, kD, true, false>;
-  static constexpr int inputs = 4;                     // room for V and ds of all iterations
+  static constexpr int inputs = 4;  // room for V and ds of all iterations
   static constexpr int poses = inputs * Base::pose_pitch;
-  static constexpr int turn = TileSize::columns + 8;   // pitch of a warp's transposed dvotes: no two lanes meet in a bank
+  static constexpr int turn =
+      TileSize::columns + 8;  // pitch of a warp's transposed dvotes: no two lanes meet in a bank
   static constexpr int k_tiles = kK == 16 ? 2 : 1;
 
   // In floats, one after the other.
@@ -71,7 +72,8 @@ CAPSFAST_DEVICE void take_parts(const float (&x)[kCount], float (&high)[kCount],
 
 // c += a b, kLeft and kRight saying which operands have two parts.
 template <bool kLeft, bool kRight>
-CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const float (&a_low)[4], const float (&b_high)[2], const float (&b_low)[2]) {
+CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const float (&a_low)[4],
+                              const float (&b_high)[2], const float (&b_low)[2]) {
   if constexpr (kLeft) gpu::mma_tf32(c, a_low, b_high);
   if constexpr (kRight) gpu::mma_tf32(c, a_high, b_low);
   gpu::mma_tf32(c, a_high, b_high);
@@ -79,11 +81,13 @@ CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const flo
 
 // dvotes = sum_t c_t ds_t + db_t V_{t-1}, in the layout of the accumulator; 0 for what a mask takes out.
 template <class Tr>
-CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int b0, int i, const Lane& lane, int size, int vectors, Shared<float> V, Shared<float> ds,
-                             Shared<float> scores, Shared<float> dc, Accumulator (&dvotes)[1][Tr::column_tiles]) {
+CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int b0, int i, const Lane& lane, int size, int vectors,
+                             Shared<float> V, Shared<float> ds, Shared<float> scores, Shared<float> dc,
+                             Accumulator (&dvotes)[1][Tr::column_tiles]) {
   const int terms = static_cast<int>(a.iterations - a.first);
 #pragma unroll
-  for (int tile = 0; tile < Tr::column_tiles; ++tile) dvotes[0][tile][0] = dvotes[0][tile][1] = dvotes[0][tile][2] = dvotes[0][tile][3] = 0.0f;
+  for (int tile = 0; tile < Tr::column_tiles; ++tile)
+    dvotes[0][tile][0] = dvotes[0][tile][1] = dvotes[0][tile][2] = dvotes[0][tile][3] = 0.0f;
 #pragma unroll
   for (int eight = 0; eight < 2; ++eight) {
     const int sample = eight * 8 + lane.group;
@@ -95,8 +99,11 @@ CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int b0, int i, const Lane& 
         const int j = lane.warp * Tr::outputs + out, at = term * size + j * Tr::score_pitch + sample;
         if (j >= a.in.J) continue;
         const float c = scores[at], db = with_db ? static_cast<float>(dc[at]) : 0.0f;
-        each_component<Tr>(ds, term * vectors, lane, out, eight, [&](int tile, int n, float x) { dvotes[0][tile][2 * eight + n] += c * x; });
-        if (with_db) each_component<Tr>(V, term * vectors, lane, out, eight, [&](int tile, int n, float x) { dvotes[0][tile][2 * eight + n] += db * x; });
+        each_component<Tr>(ds, term * vectors, lane, out, eight,
+                           [&](int tile, int n, float x) { dvotes[0][tile][2 * eight + n] += c * x; });
+        if (with_db)
+          each_component<Tr>(V, term * vectors, lane, out, eight,
+                             [&](int tile, int n, float x) { dvotes[0][tile][2 * eight + n] += db * x; });
       }
     }
   }
@@ -105,7 +112,8 @@ CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int b0, int i, const Lane& 
 // The warp's part of du [16, K] = dvotes W. The columns of the product are dealt out so that the accumulator's layout
 // is the operand's: a lane's neighbouring columns are its slots `quad` and `quad + 4`.
 template <class Tr, class E, bool kOne>
-CAPSFAST_DEVICE void product_du(const Inputs& in, int i, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> du) {
+CAPSFAST_DEVICE void product_du(const Inputs& in, int i, const Lane& lane,
+                                const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> du) {
   const Global<const E> weight = in.matrix.data.as<const E>();
   const int columns = static_cast<int>(in.J) * Tr::D;
   float c[Tr::k_tiles][4] = {};
@@ -140,13 +148,15 @@ CAPSFAST_DEVICE void product_du(const Inputs& in, int i, const Lane& lane, const
 
 // dweight [32, K] of the warp's columns += dvotes^T u, dvotes turned around in the warp's own shared memory.
 template <class Tr, bool kOne>
-CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> high,
-                                     Shared<float> low, Shared<float> turned, float (&dweight)[2][Tr::k_tiles][4]) {
+CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles],
+                                     Shared<float> high, Shared<float> low, Shared<float> turned,
+                                     float (&dweight)[2][Tr::k_tiles][4]) {
   const int base = lane.warp * Tr::samples * Tr::turn;
 #pragma unroll
   for (int tile = 0; tile < Tr::column_tiles; ++tile) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) turned[base + (lane.group + n / 2 * 8) * Tr::turn + tile * 8 + 2 * lane.quad + n % 2] = dvotes[0][tile][n];
+    for (int n = 0; n < 4; ++n)
+      turned[base + (lane.group + n / 2 * 8) * Tr::turn + tile * 8 + 2 * lane.quad + n % 2] = dvotes[0][tile][n];
   }
   gpu::warp_barrier();
   // Samples `quad` and quad + 4, and in their pairs those 8 further on, for the second step of the product.
@@ -168,12 +178,14 @@ CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumula
     for (int half = 0; half < 2; ++half) {
       float g[4], g_high[4], g_low[4];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) g[n] = turned[base + (sample + n / 2 * 4) * Tr::turn + half * 16 + lane.group + n % 2 * 8];
+      for (int n = 0; n < 4; ++n)
+        g[n] = turned[base + (sample + n / 2 * 4) * Tr::turn + half * 16 + lane.group + n % 2 * 8];
       take_parts<kOne>(g, g_high, g_low);
 #pragma unroll
       for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
         const auto of_step = [&](const gpu::Pair& pair) { return step == 0 ? pair.first : pair.second; };
-        const float b_high[2] = {of_step(u_high[k_tile][0]), of_step(u_high[k_tile][1])}, b_low[2] = {of_step(u_low[k_tile][0]), of_step(u_low[k_tile][1])};
+        const float b_high[2] = {of_step(u_high[k_tile][0]), of_step(u_high[k_tile][1])},
+                    b_low[2] = {of_step(u_low[k_tile][0]), of_step(u_low[k_tile][1])};
         multiply<!kOne, Tr::parted && !kOne>(dweight[half][k_tile], g_high, g_low, b_high, b_low);
       }
     }
@@ -181,14 +193,16 @@ CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumula
 }
 
 template <class Tr>
-CAPSFAST_DEVICE void write_dweight(const TileFinalArgs& a, int64_t part, bool first, const Lane& lane, const float (&dweight)[2][Tr::k_tiles][4]) {
+CAPSFAST_DEVICE void write_dweight(const TileFinalArgs& a, int64_t part, bool first, const Lane& lane,
+                                   const float (&dweight)[2][Tr::k_tiles][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const int column = lane.warp * TileSize::columns + half * 16 + lane.group + n / 2 * 8, k = k_tile * 8 + 2 * lane.quad + n % 2;
+        const int column = lane.warp * TileSize::columns + half * 16 + lane.group + n / 2 * 8,
+                  k = k_tile * 8 + 2 * lane.quad + n % 2;
         if (column >= a.in.J * Tr::D || k >= Tr::K) continue;
         float& to = a.dweight[(part * a.in.J * Tr::D + column) * Tr::K + k];
         to = first ? dweight[half][k_tile][n] : to + dweight[half][k_tile][n];
@@ -208,7 +222,8 @@ CAPSFAST_DEVICE void write_tile_dlogits(const TileFinalArgs& a, int b0, int i, b
       for (int term = 0; term < terms; ++term) value += dc[term * size + j * Tr::score_pitch + sample];
       sum += static_cast<double>(value);
       const int64_t* stride = a.dlogits_sample.stride;
-      if (a.dlogits_sample.data) a.dlogits_sample.template write<float>((b0 + sample) * stride[0] + i * stride[1] + j * stride[2], value);
+      if (a.dlogits_sample.data)
+        a.dlogits_sample.template write<float>((b0 + sample) * stride[0] + i * stride[1] + j * stride[2], value);
     }
     if (!a.dlogits) continue;
     double& to = a.dlogits[(gpu::block_x() * in.I + i) * in.J + j];
@@ -239,15 +254,19 @@ tile_final_kernel(TileFinalArgs a) {
   const int J = static_cast<int>(in.J), size = Tr::scores(J), vectors = Tr::vectors(gpu::threads());
   const int terms = static_cast<int>(a.iterations - a.first), warps = gpu::threads() / 32;
   const typename Tr::Memory at = Tr::memory(J, gpu::threads(), terms, in.softmax_in);
-  const Shared<float> V = gpu::shared<float>(4 * at.V, terms * vectors), ds = gpu::shared<float>(4 * at.ds, terms * vectors);
-  const Shared<float> high = gpu::shared<float>(4 * at.high, Tr::poses), low = gpu::shared<float>(4 * at.low, Tr::poses);
-  const Shared<float> scores = gpu::shared<float>(4 * at.scores, terms * size), dc = gpu::shared<float>(4 * at.dc, terms * size);
+  const Shared<float> V = gpu::shared<float>(4 * at.V, terms * vectors),
+                      ds = gpu::shared<float>(4 * at.ds, terms * vectors);
+  const Shared<float> high = gpu::shared<float>(4 * at.high, Tr::poses),
+                      low = gpu::shared<float>(4 * at.low, Tr::poses);
+  const Shared<float> scores = gpu::shared<float>(4 * at.scores, terms * size),
+                      dc = gpu::shared<float>(4 * at.dc, terms * size);
   const Shared<float> turned = gpu::shared<float>(4 * at.turned, warps * Tr::samples * Tr::turn);
   const Shared<float> du = gpu::shared<float>(4 * at.du, warps * Tr::samples * Tr::K);
   const int64_t scalars = in.B * in.J;
   const auto columns = [&](int term) {
     const int from = in.softmax_in ? at.columns + 2 * term * size : 0;
-    return Columns{gpu::shared<float>(4 * from, size), gpu::shared<float>(4 * (from + size), size), a.norm.mean.from((a.first + term) * scalars, scalars)};
+    return Columns{gpu::shared<float>(4 * from, size), gpu::shared<float>(4 * (from + size), size),
+                   a.norm.mean.from((a.first + term) * scalars, scalars)};
   };
   const SoftmaxSet softmax{terms, size, terms - 1, {}, a.dcoupling};
   // Blocks that read the same weights are neighbours: parts of the batch are the fast axis of the grid.
@@ -260,7 +279,9 @@ tile_final_kernel(TileFinalArgs a) {
       const int64_t t = a.first + term;
       if (t > 0) stage_vectors<Tr>(in, a.V.from(t * all, all), b0, lane, V, term * vectors);
       stage_vectors<Tr>(in, a.ds.from(t * all, all), b0, lane, ds, term * vectors);
-      if (in.softmax_in) stage_columns<Tr>(in, a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars), b0, lane, columns(term));
+      if (in.softmax_in)
+        stage_columns<Tr>(in, a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars), b0, lane,
+                          columns(term));
     }
     for (int64_t i0 = i_begin; i0 < i_end; i0 += Tr::inputs) {
       const int inputs = static_cast<int>(i_end - i0 < Tr::inputs ? i_end - i0 : Tr::inputs);
@@ -282,7 +303,9 @@ tile_final_kernel(TileFinalArgs a) {
           dot<Tr>(votes, ds, term * vectors, lane, with_ds);
           write_scores<Tr>(with_V, lane, J, term * size, scores);
           write_scores<Tr>(with_ds, lane, J, term * size, dc);
-          if (in.softmax_in) softmax_columns<Tr>(in, columns(term), term + 1 == terms, a.dcoupling, {}, b0, i, lane, term * size, scores, dc);
+          if (in.softmax_in)
+            softmax_columns<Tr>(
+                in, columns(term), term + 1 == terms, a.dcoupling, {}, b0, i, lane, term * size, scores, dc);
         }
         gpu::barrier();
         if (!in.softmax_in) {
@@ -303,7 +326,8 @@ tile_final_kernel(TileFinalArgs a) {
         if (a.dweight && !a.shared_weight) {
           write_dweight<Tr>(a, part * in.I + i, first, lane, dweight);
 #pragma unroll
-          for (int n = 0; n < 2 * Tr::k_tiles * 4; ++n) dweight[n / (Tr::k_tiles * 4)][n / 4 % Tr::k_tiles][n % 4] = 0.0f;
+          for (int n = 0; n < 2 * Tr::k_tiles * 4; ++n)
+            dweight[n / (Tr::k_tiles * 4)][n / 4 % Tr::k_tiles][n % 4] = 0.0f;
         }
         gpu::barrier();
         if (a.du.data) write_tile_du<Tr>(a, b0, i, du);

@@ -22,7 +22,8 @@ struct TileSize {
   static constexpr int resident_warps(bool two) { return two ? 12 : 16; }
   static constexpr int final_warps = 12;  // three for each quarter of a multiprocessor: 168 registers a thread
   static constexpr int final_blocks = 2;  // of the last pass a multiprocessor: its shared memory holds no more
-  static constexpr int final_parts = 4;   // of dweight, each as large as the weight: memory, against blocks to fill a device
+  static constexpr int final_parts =
+      4;  // of dweight, each as large as the weight: memory, against blocks to fill a device
 };
 
 // Numbers of one input capsule's poses: input capsules start in different banks.
@@ -34,8 +35,10 @@ CAPSFAST_HOST_DEVICE constexpr int tile_score_pitch(int samples) { return sample
 
 // Shared memory of the reducing pass: V and ds, poses in two parts, two buffers of scores each or, for the softmax over
 // the input capsules, one of weights and three numbers of each column.
-CAPSFAST_HOST_DEVICE constexpr int tile_bytes(int warps, int samples, int J, int K, bool parted, bool backward, bool softmax_in) {
-  return 4 * (warps * TileSize::columns * samples * (backward ? 2 : 1) + TileSize::inputs * tile_pose_pitch(samples, K) * (parted ? 2 : 1) +
+CAPSFAST_HOST_DEVICE constexpr int tile_bytes(int warps, int samples, int J, int K, bool parted, bool backward,
+                                              bool softmax_in) {
+  return 4 * (warps * TileSize::columns * samples * (backward ? 2 : 1) +
+              TileSize::inputs * tile_pose_pitch(samples, K) * (parted ? 2 : 1) +
               J * tile_score_pitch(samples) * (backward || softmax_in ? 4 : 2));
 }
 
@@ -46,7 +49,8 @@ inline const char* why_no_tiles(const Problem& p) {
   if (p.K != 4 && p.K != 8 && p.K != 16) return "K is not 4, 8 or 16";
   if (p.D != 8 && p.D != 16 && p.D != 32) return "D is not 8, 16 or 32";
   if (std::max(p.B, p.I) > INT32_MAX - 32) return "B or I is too large";
-  if (p.J > TileSize::outputs || p.J * p.D > TileSize::columns * TileSize::warps(false)) return "J or J times D is too large";
+  if (p.J > TileSize::outputs || p.J * p.D > TileSize::columns * TileSize::warps(false))
+    return "J or J times D is too large";
   const int64_t* stride = p.weight.stride;
   const bool run = stride[3] == 1 && stride[2] == p.K && stride[1] == p.K * p.D && stride[0] % 4 == 0;
   if (!run || reinterpret_cast<uintptr_t>(p.weight.data) % 16 != 0) return "the weight is not contiguous";
@@ -57,15 +61,19 @@ inline const char* why_no_tiles(const Problem& p) {
 inline bool poses_in_runs(const Problem& p) {
   const int64_t size = p.u.storage == Storage::f32 ? 4 : 2, bytes = std::min<int64_t>(16, p.K * size);
   const auto whole = [&](int64_t offset) { return offset % bytes == 0; };
-  return p.u.stride[2] == 1 && whole(p.u.stride[0] * size) && whole(p.u.stride[1] * size) && whole(static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.u.data)));
+  return p.u.stride[2] == 1 && whole(p.u.stride[0] * size) && whole(p.u.stride[1] * size) &&
+         whole(static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.u.data)));
 }
 
-inline int64_t tile_warps(const Problem& p) { return std::max<int64_t>(1, (p.J * p.D + TileSize::columns - 1) / TileSize::columns); }
+inline int64_t tile_warps(const Problem& p) {
+  return std::max<int64_t>(1, (p.J * p.D + TileSize::columns - 1) / TileSize::columns);
+}
 
 // Whether a block has two row tiles.
 inline bool two_row_tiles(const Problem& p, int64_t shared_bytes) {
   return p.B > 16 && tile_warps(p) <= TileSize::warps(true) &&
-         tile_bytes(static_cast<int>(tile_warps(p)), 32, static_cast<int>(p.J), static_cast<int>(p.K), true, true, p.softmax_in) <= shared_bytes;
+         tile_bytes(static_cast<int>(tile_warps(p)), 32, static_cast<int>(p.J), static_cast<int>(p.K), true, true,
+                    p.softmax_in) <= shared_bytes;
 }
 
 struct TilePlan {
@@ -85,7 +93,8 @@ inline TilePlan plan_tiles(const Problem& p, bool two, int64_t multiprocessors, 
   plan.together = plan.tiles * plan.splits <= at_a_time;
 
   plan.final_parts = std::clamp<int64_t>((p.B + 15) / 16, 1, TileSize::final_parts);
-  plan.final_splits = std::clamp<int64_t>(multiprocessors * TileSize::final_blocks / plan.final_parts, std::min<int64_t>(p.I, 1), p.I);
+  plan.final_splits =
+      std::clamp<int64_t>(multiprocessors * TileSize::final_blocks / plan.final_parts, std::min<int64_t>(p.I, 1), p.I);
   return plan;
 }
 

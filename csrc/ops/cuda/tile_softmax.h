@@ -12,15 +12,18 @@ namespace capsfast::cuda {
 // b of a pair from votes . V; -inf where a mask takes it out.
 CAPSFAST_DEVICE float logit(const Inputs& in, bool valid, int64_t b, int64_t i, int64_t j, float dot) {
   float x = dot;
-  if (in.logits.data) x += in.logits.template read<float>(b * in.logits.stride[0] + i * in.logits.stride[1] + j * in.logits.stride[2]);
+  if (in.logits.data)
+    x += in.logits.template read<float>(b * in.logits.stride[0] + i * in.logits.stride[1] + j * in.logits.stride[2]);
   return valid && in.out_mask.at(b, j) ? x : -Extreme<float>::infinity;
 }
 
 // dc of a pair from votes . ds and, in the last iteration, the gradient of the coupling; 0 where a mask takes it out.
-CAPSFAST_DEVICE float gradient(const Inputs& in, bool valid, int64_t b, int64_t i, int64_t j, float dot, bool last, const Operand& dcoupling) {
+CAPSFAST_DEVICE float gradient(const Inputs& in, bool valid, int64_t b, int64_t i, int64_t j, float dot, bool last,
+                               const Operand& dcoupling) {
   if (!(valid && in.out_mask.at(b, j))) return 0.0f;
   if (!(last && dcoupling.data)) return dot;
-  return dot + dcoupling.template read<float>(b * dcoupling.stride[0] + i * dcoupling.stride[1] + j * dcoupling.stride[2]);
+  return dot +
+         dcoupling.template read<float>(b * dcoupling.stride[0] + i * dcoupling.stride[1] + j * dcoupling.stride[2]);
 }
 
 // The softmaxes to take: one for each of `count` iterations, whose scores are `stride` apart.
@@ -33,7 +36,8 @@ struct SoftmaxSet {
 
 // scores [j][row] to c, and dc to db = c (dc - sum_j c dc), by four lanes a row.
 template <class Tr, bool kBackward>
-CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b0, int i, const Lane& lane, int base, Shared<float> scores, Shared<float> dc) {
+CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b0, int i, const Lane& lane, int base,
+                                  Shared<float> scores, Shared<float> dc) {
   const int part = lane.thread % 4, rows = set.count * Tr::samples;
   const bool plain = !(in.logits.data || in.mask.data || in.out_mask.data || (kBackward && set.dcoupling.data));
   for (int first = 0; first < rows; first += gpu::threads() / 4) {
@@ -41,7 +45,8 @@ CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b
     // Rows beyond the batch weigh votes that are 0.
     const int outputs = unit < rows && b < in.B ? static_cast<int>(in.J) : 0;
     constexpr int kStep = 4 * Tr::score_pitch;
-    const int start = base + which * set.stride + row, end = start + outputs * Tr::score_pitch, begin = start + part * Tr::score_pitch;
+    const int start = base + which * set.stride + row, end = start + outputs * Tr::score_pitch,
+              begin = start + part * Tr::score_pitch;
     if (!plain) {
       const bool valid = outputs > 0 && in.mask.at(b, i);
 #pragma unroll 1
@@ -77,7 +82,8 @@ CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b
     if (!set.coupling.data) continue;
 #pragma unroll 1
     for (int j = part, at = begin; at < end; j += 4, at += kStep) {
-      set.coupling.template write<float>(b * set.coupling.stride[0] + i * set.coupling.stride[1] + j * set.coupling.stride[2], scores[at]);
+      set.coupling.template write<float>(
+          b * set.coupling.stride[0] + i * set.coupling.stride[1] + j * set.coupling.stride[2], scores[at]);
     }
   }
 }
@@ -99,8 +105,8 @@ struct Columns {
 };
 
 template <class Tr>
-CAPSFAST_DEVICE void stage_columns(const Inputs& in, const Global<const float>& max, const Global<const float>& scale, int b0, const Lane& lane,
-                                   const Columns& to) {
+CAPSFAST_DEVICE void stage_columns(const Inputs& in, const Global<const float>& max, const Global<const float>& scale,
+                                   int b0, const Lane& lane, const Columns& to) {
   each_column<Tr>(in, b0, lane, [&](int b, int j, int at) {
     to.max[at] = max[b * in.J + j];
     to.scale[at] = scale[b * in.J + j];
@@ -109,14 +115,17 @@ CAPSFAST_DEVICE void stage_columns(const Inputs& in, const Global<const float>& 
 
 // scores to c, and dc to db, as softmax_rows(). coupling: written.
 template <class Tr>
-CAPSFAST_DEVICE void softmax_columns(const Inputs& in, const Columns& norm, bool last, const Operand& dcoupling, const Operand& coupling, int b0, int i,
-                                     const Lane& lane, int base, Shared<float> scores, Shared<float> dc) {
+CAPSFAST_DEVICE void softmax_columns(const Inputs& in, const Columns& norm, bool last, const Operand& dcoupling,
+                                     const Operand& coupling, int b0, int i, const Lane& lane, int base,
+                                     Shared<float> scores, Shared<float> dc) {
   each_column<Tr>(in, b0, lane, [&](int b, int j, int at) {
     const bool valid = in.mask.at(b, i);
     const float c = exponential(logit(in, valid, b, i, j, scores[base + at]) - norm.max[at]) * norm.scale[at];
     scores[base + at] = c;
-    if constexpr (Tr::backward) dc[base + at] = c * (gradient(in, valid, b, i, j, dc[base + at], last, dcoupling) - norm.mean[b * in.J + j]);
-    if (coupling.data) coupling.template write<float>(b * coupling.stride[0] + i * coupling.stride[1] + j * coupling.stride[2], c);
+    if constexpr (Tr::backward)
+      dc[base + at] = c * (gradient(in, valid, b, i, j, dc[base + at], last, dcoupling) - norm.mean[b * in.J + j]);
+    if (coupling.data)
+      coupling.template write<float>(b * coupling.stride[0] + i * coupling.stride[1] + j * coupling.stride[2], c);
   });
 }
 
@@ -139,7 +148,8 @@ CAPSFAST_DEVICE void start_columns(const Inputs& in, bool leaky, int b0, const L
 
 // scores to exp(b - max). Whether a maximum has moved of the four lanes that share this lane's samples.
 template <class Tr>
-CAPSFAST_DEVICE bool follow_columns(const Inputs& in, const Running& run, int b0, int i, const Lane& lane, Shared<float> scores) {
+CAPSFAST_DEVICE bool follow_columns(const Inputs& in, const Running& run, int b0, int i, const Lane& lane,
+                                    Shared<float> scores) {
   int moved = 0;
   each_column<Tr>(in, b0, lane, [&](int b, int j, int at) {
     const float x = logit(in, in.mask.at(b, i), b, i, j, scores[at]);

@@ -19,7 +19,7 @@ struct Tiles {
   static constexpr bool backward = kBackward;
   static constexpr int row_tiles = TileSize::row_tiles(kTwo), column_tiles = TileSize::columns / 8;
   static constexpr int samples = 16 * row_tiles, eights = 2 * row_tiles;
-  static constexpr int outputs = TileSize::columns / D;  // of a warp
+  static constexpr int outputs = TileSize::columns / D;        // of a warp
   static constexpr int values = K == 16 ? 4 : K == 8 ? 2 : 1;  // neighbours along k that a lane holds of a row
   static constexpr int steps = K == 16 ? 2 : 1;
   static constexpr int slots = K == 4 ? 2 : 4;  // of a lane's operand, the others being 0
@@ -72,14 +72,16 @@ CAPSFAST_DEVICE int64_t weight_at(const Inputs& in, int i, const Lane& lane) {
 // `values` weights along k of one row for each column tile. The k of the product are dealt out so that a lane's
 // neighbours in memory are its operands, alike for weights and poses.
 template <class Tr, class E>
-CAPSFAST_DEVICE void fetch_weight(const Inputs& in, int64_t at, const Lane& lane, float (&to)[Tr::column_tiles][Tr::values]) {
+CAPSFAST_DEVICE void fetch_weight(const Inputs& in, int64_t at, const Lane& lane,
+                                  float (&to)[Tr::column_tiles][Tr::values]) {
   using Weights = Run<E, Tr::values>;
   const Global<const E> weight = in.matrix.data.as<const E>();
   const int columns = static_cast<int>(in.J) * Tr::D;
 #pragma unroll
   for (int tile = 0; tile < Tr::column_tiles; ++tile) {
     Weights run{};
-    if (lane.warp * TileSize::columns + tile * 8 < columns) run = weight.template vector<Weights>(at + tile * 8 * Tr::K);
+    if (lane.warp * TileSize::columns + tile * 8 < columns)
+      run = weight.template vector<Weights>(at + tile * 8 * Tr::K);
 #pragma unroll
     for (int n = 0; n < Tr::values; ++n) to[tile][n] = wide(run.value[n]);
   }
@@ -112,7 +114,8 @@ CAPSFAST_DEVICE void read_pose(const Inputs& in, bool in_runs, int b, int i, int
 // Poses of the chunk to shared memory, in two parts that add up to them; 0 for what a mask takes out. A thread has two
 // samples of an input capsule, of which it makes whole operands.
 template <class Tr, class E>
-CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int b0, int i0, int inputs, const Lane& lane, Shared<float> high, Shared<float> low) {
+CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int b0, int i0, int inputs,
+                                 const Lane& lane, Shared<float> high, Shared<float> low) {
   constexpr int kCount = Tr::K * sizeof(E) < 16 ? Tr::K : 16 / sizeof(E);
   using Operands = Run<float, Tr::slots>;
   for (int n = lane.thread; n < Tr::inputs * Tr::samples / 2; n += gpu::threads()) {
@@ -157,10 +160,12 @@ CAPSFAST_DEVICE void read_operand(Shared<float> part, int input, int row, int st
 
 // kThree: three products of the parts of float32, else one.
 template <class Tr, bool kThree>
-CAPSFAST_DEVICE void multiply_poses(const float (&weight)[Tr::column_tiles][Tr::values], Shared<float> high, Shared<float> low, int input, const Lane& lane,
+CAPSFAST_DEVICE void multiply_poses(const float (&weight)[Tr::column_tiles][Tr::values], Shared<float> high,
+                                    Shared<float> low, int input, const Lane& lane,
                                     Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles]) {
 #pragma unroll
-  for (int n = 0; n < Tr::row_tiles * Tr::column_tiles * 4; ++n) votes[n / (Tr::column_tiles * 4)][n / 4 % Tr::column_tiles][n % 4] = 0.0f;
+  for (int n = 0; n < Tr::row_tiles * Tr::column_tiles * 4; ++n)
+    votes[n / (Tr::column_tiles * 4)][n / 4 % Tr::column_tiles][n % 4] = 0.0f;
 #pragma unroll
   for (int step = 0; step < Tr::steps; ++step) {
     float b_high[Tr::column_tiles][2] = {}, b_low[Tr::column_tiles][2] = {};
@@ -196,8 +201,9 @@ CAPSFAST_DEVICE void multiply_poses(const float (&weight)[Tr::column_tiles][Tr::
 }
 
 template <class Tr>
-CAPSFAST_DEVICE void make_votes(const float (&weight)[Tr::column_tiles][Tr::values], bool tf32, Shared<float> high, Shared<float> low, int input,
-                                const Lane& lane, Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles]) {
+CAPSFAST_DEVICE void make_votes(const float (&weight)[Tr::column_tiles][Tr::values], bool tf32, Shared<float> high,
+                                Shared<float> low, int input, const Lane& lane,
+                                Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles]) {
   if constexpr (Tr::parted) {
     if (!tf32) return multiply_poses<Tr, true>(weight, high, low, input, lane, votes);
   }
@@ -206,14 +212,16 @@ CAPSFAST_DEVICE void make_votes(const float (&weight)[Tr::column_tiles][Tr::valu
 
 // The votes of what a mask takes out are 0, whatever its weight holds.
 template <class Tr>
-CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const Lane& lane, Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles]) {
+CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const Lane& lane,
+                                 Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles]) {
   if (!in.mask.data) return;
 #pragma unroll
   for (int eight = 0; eight < Tr::eights; ++eight) {
     const int b = b0 + eight * 8 + lane.group;
     if (b >= in.B || in.mask.at(b, i)) continue;
 #pragma unroll
-    for (int tile = 0; tile < Tr::column_tiles; ++tile) votes[eight / 2][tile][eight % 2 * 2] = votes[eight / 2][tile][eight % 2 * 2 + 1] = 0.0f;
+    for (int tile = 0; tile < Tr::column_tiles; ++tile)
+      votes[eight / 2][tile][eight % 2 * 2] = votes[eight / 2][tile][eight % 2 * 2 + 1] = 0.0f;
   }
 }
 
@@ -221,7 +229,8 @@ CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const Lane& la
 // a warp reads runs of 128 numbers.
 template <class Tr>
 CAPSFAST_DEVICE int vector_at(const Lane& lane, int tile, int eight) {
-  return ((lane.warp * (Tr::column_tiles / 2) + tile / 2) * Tr::samples + eight * 8 + lane.group) * 16 + lane.quad * 4 + tile % 2 * 2;
+  return ((lane.warp * (Tr::column_tiles / 2) + tile / 2) * Tr::samples + eight * 8 + lane.group) * 16 + lane.quad * 4 +
+         tile % 2 * 2;
 }
 
 // f(tile, n, number) for the lane's numbers of output capsule `out` of the warp, in row 8 eight + group of the vectors
@@ -238,12 +247,14 @@ CAPSFAST_DEVICE void each_component(Shared<float> vectors, int from, const Lane&
 
 // V or ds of the tile to shared memory, from element `first` on; each warp has its own columns.
 template <class Tr>
-CAPSFAST_DEVICE void stage_vectors(const Inputs& in, const Global<const float>& from, int b0, const Lane& lane, Shared<float> to, int first) {
+CAPSFAST_DEVICE void stage_vectors(const Inputs& in, const Global<const float>& from, int b0, const Lane& lane,
+                                   Shared<float> to, int first) {
   const int columns = static_cast<int>(in.J) * Tr::D;
   for (int n = lane.thread % 32; n < Tr::samples * 8; n += 32) {
     const int column = lane.warp * TileSize::columns + n % 8 * 4, sample = n / 8;
     Run<float, 4> x{};
-    if (b0 + sample < in.B && column < columns) x = from.vector<Run<float, 4>>(static_cast<int64_t>(b0 + sample) * columns + column);
+    if (b0 + sample < in.B && column < columns)
+      x = from.vector<Run<float, 4>>(static_cast<int64_t>(b0 + sample) * columns + column);
     const int at = first + (column / 16 * Tr::samples + sample) * 16 + column % 8 * 2 + column / 8 % 2 * 2;
     to.write(at, gpu::Pair{x.value[0], x.value[1]});
     to.write(at + 4, gpu::Pair{x.value[2], x.value[3]});
@@ -253,8 +264,8 @@ CAPSFAST_DEVICE void stage_vectors(const Inputs& in, const Global<const float>& 
 // votes . vectors for the warp's output capsules. Four lanes hold parts of the dots of a row; each hands rows to the others
 // and ends with whole dots of its own, those of row own_row().
 template <class Tr>
-CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles], Shared<float> vectors, int from, const Lane& lane,
-                         float (&whole)[Tr::outputs]) {
+CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles], Shared<float> vectors, int from,
+                         const Lane& lane, float (&whole)[Tr::outputs]) {
   const bool upper = lane.quad >= 2, odd = lane.quad % 2 == 1;
 #pragma unroll
   for (int out = 0; out < Tr::outputs; ++out) {
@@ -262,12 +273,15 @@ CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::row_tiles][Tr::column_ti
 #pragma unroll
     for (int eight = 0; eight < Tr::eights; ++eight) {
       part[eight] = 0.0f;
-      each_component<Tr>(vectors, from, lane, out, eight, [&](int tile, int n, float x) { part[eight] += votes[eight / 2][tile][eight % 2 * 2 + n] * x; });
+      each_component<Tr>(vectors, from, lane, out, eight, [&](int tile, int n, float x) {
+        part[eight] += votes[eight / 2][tile][eight % 2 * 2 + n] * x;
+      });
     }
     constexpr int kHalf = Tr::eights / 2;
     float half[kHalf];
 #pragma unroll
-    for (int n = 0; n < kHalf; ++n) half[n] = (upper ? part[n + kHalf] : part[n]) + gpu::shuffle_xor(upper ? part[n] : part[n + kHalf], 2);
+    for (int n = 0; n < kHalf; ++n)
+      half[n] = (upper ? part[n + kHalf] : part[n]) + gpu::shuffle_xor(upper ? part[n] : part[n + kHalf], 2);
     if constexpr (Tr::row_tiles == 2) {
       whole[out] = (odd ? half[1] : half[0]) + gpu::shuffle_xor(odd ? half[0] : half[1], 1);
     } else {
@@ -288,7 +302,8 @@ CAPSFAST_DEVICE bool owns_row(const Lane& lane) {
 
 // Dots of dot() to scores [j][row].
 template <class Tr>
-CAPSFAST_DEVICE void write_scores(const float (&whole)[Tr::outputs], const Lane& lane, int J, int base, Shared<float> scores) {
+CAPSFAST_DEVICE void write_scores(const float (&whole)[Tr::outputs], const Lane& lane, int J, int base,
+                                  Shared<float> scores) {
   if (!owns_row<Tr>(lane)) return;
 #pragma unroll
   for (int out = 0; out < Tr::outputs; ++out) {

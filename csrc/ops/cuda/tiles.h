@@ -22,11 +22,12 @@ TileKernel<kBackward> tile_kernel_for(int64_t D, bool two);
 template <class E, int K>
 TileFinalLauncher tile_final_launcher(int64_t D);
 
-#define CAPSFAST_TILE_FILES(file) \
-  file(float, 4) file(float, 8) file(float, 16) file(BFloat16, 4) file(BFloat16, 8) file(BFloat16, 16) file(Float16, 4) file(Float16, 8) file(Float16, 16)
-#define CAPSFAST_TILE_FILE(E, K)                                                   \
-  extern template TileKernel<false> tile_kernel_for<E, K, false>(int64_t, bool);   \
-  extern template TileKernel<true> tile_kernel_for<E, K, true>(int64_t, bool);     \
+#define CAPSFAST_TILE_FILES(file)                                                                      \
+  file(float, 4) file(float, 8) file(float, 16) file(BFloat16, 4) file(BFloat16, 8) file(BFloat16, 16) \
+      file(Float16, 4) file(Float16, 8) file(Float16, 16)
+#define CAPSFAST_TILE_FILE(E, K)                                                 \
+  extern template TileKernel<false> tile_kernel_for<E, K, false>(int64_t, bool); \
+  extern template TileKernel<true> tile_kernel_for<E, K, true>(int64_t, bool);   \
   extern template TileFinalLauncher tile_final_launcher<E, K>(int64_t);
 CAPSFAST_TILE_FILES(CAPSFAST_TILE_FILE)
 #undef CAPSFAST_TILE_FILE

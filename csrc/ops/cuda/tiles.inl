@@ -10,7 +10,8 @@ TileKernel<kBackward> tile_kernel_of() {
       [](const TilePasses<kBackward>& args, int threads, const Launch& at) {
         const Inputs& in = args.steps.in;
         const int bytes = Tr::bytes(static_cast<int>(in.J), threads, in.softmax_in);
-        return gpu::launched(tile_kernel<E, K, D, kBackward, kTwo>, at.grid, threads, bytes, at.stream, args, {1, args.together});
+        return gpu::launched(
+            tile_kernel<E, K, D, kBackward, kTwo>, at.grid, threads, bytes, at.stream, args, {1, args.together});
       },
       [](int J, bool softmax_in, int threads) {
         return gpu::blocks_at_a_time(tile_kernel<E, K, D, kBackward, kTwo>, threads, Tr::bytes(J, threads, softmax_in));
@@ -25,12 +26,17 @@ TileKernel<kBackward> tile_kernel_with(bool two) {
 
 template <class E, int K, bool kBackward>
 TileKernel<kBackward> tile_kernel_for(int64_t D, bool two) {
-  return D == 8 ? tile_kernel_with<E, K, 8, kBackward>(two) : D == 16 ? tile_kernel_with<E, K, 16, kBackward>(two) : tile_kernel_with<E, K, 32, kBackward>(two);
+  return D == 8    ? tile_kernel_with<E, K, 8, kBackward>(two)
+         : D == 16 ? tile_kernel_with<E, K, 16, kBackward>(two)
+                   : tile_kernel_with<E, K, 32, kBackward>(two);
 }
 
 template <class E, int K, int D>
 void launch_tile_final(const TileFinalArgs& args, int threads, const Launch& at) {
-  const int bytes = 4 * FinalTiles<E, K, D>::memory(static_cast<int>(args.in.J), threads, static_cast<int>(args.iterations - args.first), args.in.softmax_in).end;
+  const int bytes =
+      4 * FinalTiles<E, K, D>::memory(
+              static_cast<int>(args.in.J), threads, static_cast<int>(args.iterations - args.first), args.in.softmax_in)
+              .end;
   gpu::launch(tile_final_kernel<E, K, D>, at.grid, threads, bytes, at.stream, args);
 }
 

@@ -28,18 +28,21 @@ template <class T, class E, bool kVotes>
 struct Votes {
   // Number d of the vote of capsule i for output j; 0 for samples that are not valid, whatever they hold.
   template <int kSamples>
-  static CAPSFAST_DEVICE void make(const Inputs& in, const Tile& tile, unsigned valid, int64_t i, int64_t j, int64_t d, T (&votes)[kSamples]) {
+  static CAPSFAST_DEVICE void make(const Inputs& in, const Tile& tile, unsigned valid, int64_t i, int64_t j, int64_t d,
+                                   T (&votes)[kSamples]) {
     const Global<const E> matrix = in.matrix.data.as<const E>();
     const int64_t* stride = in.matrix.stride;
     if constexpr (kVotes) {
 #pragma unroll
       for (int n = 0; n < kSamples; ++n) {
         votes[n] = T(0);
-        if (valid >> n & 1) votes[n] = wide(matrix[(tile.b0 + n) * stride[0] + i * stride[1] + j * stride[2] + d * stride[3]]);
+        if (valid >> n & 1)
+          votes[n] = wide(matrix[(tile.b0 + n) * stride[0] + i * stride[1] + j * stride[2] + d * stride[3]]);
       }
     } else {
       const Global<const E> u = in.u.data.as<const E>();
-      const int64_t row = i * stride[0] + j * stride[1] + d * stride[2], capsule = tile.b0 * in.u.stride[0] + i * in.u.stride[1];
+      const int64_t row = i * stride[0] + j * stride[1] + d * stride[2],
+                    capsule = tile.b0 * in.u.stride[0] + i * in.u.stride[1];
 #pragma unroll
       for (int n = 0; n < kSamples; ++n) votes[n] = T(0);
       if (valid == 0) return;
