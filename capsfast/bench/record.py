@@ -13,6 +13,7 @@ import torch
 
 from .. import native
 from .._version import __version__
+from ..files import write_text
 from .measure import Row, without_paths
 
 FORMAT = 1
@@ -126,13 +127,10 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def save(path: Path, surroundings: dict[str, Any], rows: Sequence[Row]) -> None:
     """Writes the record whole or not at all: an interruption leaves the one before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     # One row a line: a new measurement is a readable change in git.
     lines = ",\n".join("  " + json.dumps(row.as_dict()) for row in rows)
     text = f'{{"format": {FORMAT},\n "environment": {json.dumps(surroundings)},\n "rows": [\n{lines}\n]}}\n'
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text)
-    draft.replace(path)
+    write_text(path, text)
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from .endings import stop
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -22,12 +24,6 @@ Out = Annotated[Path, typer.Option(help="Folder of the pictures.")]
 Data = Annotated[str | None, typer.Option(help="Other data than it was trained on.", show_default=False)]
 DataDir = Annotated[str | None, typer.Option(help="Folder of the IDX files.", show_default=False)]
 Accelerator = Annotated[str, typer.Option(help="auto, cpu, gpu, ... of Lightning.")]
-
-
-def stop(message: str) -> typer.Exit:
-    """Says on the error stream why a command ends."""
-    Console(stderr=True, soft_wrap=True).print(message, markup=False, highlight=False)
-    return typer.Exit(1)
 
 
 @contextmanager

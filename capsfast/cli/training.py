@@ -10,7 +10,8 @@ import torch
 import typer
 
 from ..bench import record
-from .common import DataDir, plain_errors, say, stop
+from .common import DataDir, plain_errors, say
+from .endings import stop
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -1,0 +1,36 @@
+"""Files that are there whole or not at all, whatever ends the process that writes them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives the name of a draft beside ``path``, which takes its place once the block has filled it.
+
+    If the block raises, the draft is removed and ``path`` stays what it was; a process that is killed leaves the
+    draft ``*.part``, which the next one overwrites. Makes the folder.
+
+    Raises:
+        OSError: the folder can't be made or written to, or the device is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The ending stays last: libraries choose the format of a picture by it.
+    draft = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        yield draft
+        # Without it a crash of the system could leave the new name on an empty file.
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes ``text`` to ``path``, as :func:`replacing` does."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
