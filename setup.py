@@ -3,15 +3,23 @@
 CAPSFAST_BUILD=0 installs without the extension (the reference backend remains). Otherwise a missing
 compiler is an error that names the way out.
 
-CAPSFAST_CUDA=auto (default) adds the CUDA kernels where there is a toolkit, 1 demands them, 0 leaves them
-out. TORCH_CUDA_ARCH_LIST says for which GPUs ("8.0 9.0+PTX"), MAX_JOBS how many compilers run at a time.
+CAPSFAST_CUDA=auto (default) adds the CUDA kernels where there is a toolkit and something to run them: a GPU in this
+machine, or a torch that was built with CUDA. 1 demands them, 0 leaves them out. TORCH_CUDA_ARCH_LIST says for which
+GPUs ("8.0 9.0+PTX", or "all"), MAX_JOBS how many compilers run at a time.
+
+A compiled file is one line of output; V=1 shows whole commands.
 """
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +31,14 @@ TORCH_TARGET = "2.10"
 TORCH_TARGET_VERSION = "0x020a000000000000"
 # Ampere to Blackwell: what has bfloat16 and TF32 tensor cores. The newest is also kept as PTX, for what follows it.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+# Where nobody says for which, and no GPU is there to ask: what data centres have, and PTX for what follows it.
+WITHOUT_GPU = ("8.0", "9.0")
 MINIMUM_CUDA = (12, 0)
 # Memory that one compiler of CUDA sources takes, for the architectures above.
 GIGABYTES_PER_JOB = 1.5
+# What a core of a server took in 2026: all C++ files, a CUDA file for one architecture.
+CXX_SECONDS, CUDA_SECONDS = 80.0, 9.0
+VERBOSE = os.environ.get("V", "0") not in ("", "0")
 
 
 def compiler() -> str | None:
@@ -92,11 +105,27 @@ def toolkit() -> Toolkit | str:
     return f"no CUDA toolkit with bin/nvcc and include/cuda_runtime.h in {tried} (CUDA_HOME names the folder)"
 
 
+def gpus() -> list[str]:
+    """The compute capabilities of the GPUs in this machine, each once: "9.0"."""
+    program = shutil.which("nvidia-smi")
+    said = output_of(program, "--query-gpu=compute_cap", "--format=csv,noheader") if program else ""
+    return sorted(set(re.findall(r"^\s*(\d+\.\d)\s*$", said, re.MULTILINE)))
+
+
+def asked_architectures() -> str:
+    return os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+
+
 def wanted_toolkit() -> Toolkit | None:
     wish = os.environ.get("CAPSFAST_CUDA", "auto")
     if wish not in ("0", "1", "auto"):
         raise SystemExit(f"capsfast: CAPSFAST_CUDA must be 0, 1 or auto, got {wish!r}")
     if wish == "0":
+        return None
+    import torch
+
+    if wish == "auto" and not (gpus() or asked_architectures() or torch.version.cuda):
+        print("capsfast: without CUDA kernels: no GPU here, and a torch without CUDA (CAPSFAST_CUDA=1 builds them)")
         return None
     found = toolkit()
     if isinstance(found, str):
@@ -108,15 +137,19 @@ def wanted_toolkit() -> Toolkit | None:
 
 
 def architectures(found: Toolkit) -> list[str]:
-    """TORCH_CUDA_ARCH_LIST, or all of ours that the toolkit knows; "+PTX" behind those kept as PTX too."""
-    asked = re.split(r"[;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip())
-    if asked == [""]:
+    """TORCH_CUDA_ARCH_LIST, or those of this machine's GPUs, or WITHOUT_GPU; "+PTX" behind those kept as PTX too."""
+    asked = [word for word in re.split(r"[;,\s]+", asked_architectures()) if word]
+    if not asked:
+        here = [name for name in gpus() if name in found.known and as_numbers(name) >= (8, 0)]
+        return here or [*WITHOUT_GPU[:-1], f"{WITHOUT_GPU[-1]}+PTX"]
+    if asked == ["all"]:
         names = [name for name in ARCHITECTURES if name in found.known]
         return [*names[:-1], f"{names[-1]}+PTX"]
     for name in asked:
         if not re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", name):
             raise SystemExit(
-                f"capsfast: TORCH_CUDA_ARCH_LIST must list compute capabilities such as '8.0 9.0+PTX', got {name!r}"
+                "capsfast: TORCH_CUDA_ARCH_LIST must list compute capabilities such as '8.0 9.0+PTX', or be 'all', "
+                f"got {name!r}"
             )
         number = name.removesuffix("+PTX").rstrip("af")
         if number not in found.known:
@@ -124,9 +157,13 @@ def architectures(found: Toolkit) -> list[str]:
                 f"capsfast: TORCH_CUDA_ARCH_LIST asks for {number}, which the CUDA toolkit {found.version[0]}."
                 f"{found.version[1]} in {found.home} does not know ({', '.join(sorted(found.known))})"
             )
-        if tuple(map(int, number.split("."))) < (8, 0):
+        if as_numbers(number) < (8, 0):
             raise SystemExit(f"capsfast: the CUDA kernels need compute capability 8.0 or newer, got {number}")
     return asked
+
+
+def as_numbers(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))
 
 
 def gencode(names: list[str]) -> list[str]:
@@ -223,14 +260,37 @@ def build():
         ) from error
 
     os.environ.setdefault("MAX_JOBS", str(jobs()))
+    # pip puts ninja beside Python, where a shell finds it in an activated environment only.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
     class Build(BuildExtension):
+        def run(self):
+            with one_at_a_time(Path(self.build_temp)):
+                super().run()
+
         def build_extensions(self):
             for ext in self.extensions:
                 # The stable ABI does without torch's Python and C++ libraries.
                 ext.libraries = [name for name in ext.libraries if name not in ("torch_python", "c10")]
+                again = any(Path(self.build_temp).rglob("*.o"))
+                what = "what has changed" if again else f"{len(ext.sources)} files, {duration(ext)}"
+                print(f"capsfast: compiling {what}", flush=True)
                 self.forget_stale(ext)
-            super().build_extensions()
+            try:
+                with brief_output():
+                    super().build_extensions()
+            except Exception as error:  # the compiler's own words stand above
+                if VERBOSE:
+                    raise
+                reason = str(error).splitlines()[0]
+                raise SystemExit(f"capsfast: the build failed: {reason} (V=1 shows all commands)") from None
+
+        def copy_file(self, infile, outfile, *rest, **options):
+            """To where it is imported from: another process may be doing so, and finds the old file or the new one."""
+            draft = f"{outfile}.part"
+            copied = super().copy_file(infile, draft, *rest, **options)
+            os.replace(draft, outfile)
+            return (str(outfile), copied[1])
 
         def forget_stale(self, ext):
             """ninja does not know which headers a .cu file reads: compile it again when any of them is newer."""
@@ -241,6 +301,65 @@ def build():
                     compiled.unlink()
 
     return {"ext_modules": [extension(wanted_toolkit())], "cmdclass": {"build_ext": Build}}
+
+
+def duration(ext) -> str:
+    """How long compiling all files takes, roughly."""
+    cuda = sum(name.endswith(".cu") for name in ext.sources)
+    targets = sum("code=" in flag for flag in ext.extra_compile_args["nvcc"])
+    at_a_time = min(int(os.environ["MAX_JOBS"]), len(ext.sources))
+    seconds = (CXX_SECONDS + cuda * targets * CUDA_SECONDS) / at_a_time
+    shown = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+    return f"{at_a_time} at a time: about {shown}"
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Builds into one folder go one after the other: the second finds what the first has compiled."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"capsfast: another build works in {folder}; waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def brief(line: str) -> str:
+    """What to show of a line that ninja printed: of a command that went well only which file it compiled."""
+    step = re.match(r"\[\d+/\d+\] ", line)
+    source = step and re.search(rf"-c {re.escape(str(ROOT.resolve()))}/(\S+)", line)
+    return f"{step[0]}{source[1]}\n" if step and source else line
+
+
+@contextlib.contextmanager
+def brief_output() -> Iterator[None]:
+    """Passes what this process and its children print through :func:`brief`, unless V=1."""
+    if VERBOSE:
+        yield
+        return
+    sys.stdout.flush()
+    shown = os.dup(1)
+    read, write = os.pipe()
+
+    def pass_on() -> None:
+        with open(read, errors="replace") as lines, open(shown, "w", closefd=False) as out:
+            for line in lines:
+                out.write(brief(line))
+                out.flush()
+
+    reader = threading.Thread(target=pass_on)
+    os.dup2(write, 1)
+    os.close(write)
+    reader.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(shown, 1)  # closes the last end that is written to
+        reader.join()
+        os.close(shown)
 
 
 setup(**build())

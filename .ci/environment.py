@@ -1,0 +1,118 @@
+"""Which Python the Makefile works with, and that it has what a target needs.
+
+python .ci/environment.py where [--venv=FOLDER]     prints that Python and the name of its extension file
+python .ci/environment.py ready PYTHON WHAT         installs torch and build tools; where WHAT is not torch, the
+                                                    package as well, with the extra WHAT if that is not package
+
+Runs on the Python that the Makefile calls PYTHON, with nothing installed. TORCH, a requirement, says which torch. V=1
+shows what pip says.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD_TOOLS = ("setuptools>=77", "wheel", "ninja", "pybind11>=2.12")
+MINIMUM_PYTHON, MINIMUM_TORCH = (3, 10), (2, 10)
+VERBOSE = os.environ.get("V", "0") not in ("", "0")
+
+
+def in_environment() -> bool:
+    """Whether this Python belongs to a virtual environment, or to a conda environment other than base."""
+    here = Path(sys.prefix)
+    conda = (here / "conda-meta").is_dir() and not (here / "condabin").is_dir()
+    return conda or sys.prefix != sys.base_prefix
+
+
+def where(*words: str) -> None:
+    venv = next((word.removeprefix("--venv=") for word in words if word.startswith("--venv=")), None)
+    if venv is None:
+        venv = "" if in_environment() else ".venv"
+    python = f"{venv}/bin/python" if venv else sys.executable
+    print(python, f"capsfast/_C{sysconfig.get_config_var('EXT_SUFFIX')}")
+
+
+def ask(python: str, code: str) -> str:
+    """What ``code`` prints there, "" if it fails."""
+    ran = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return ran.stdout.strip() if ran.returncode == 0 else ""
+
+
+def install(python: str, what: list[str], **environment: str) -> None:
+    quiet = [] if VERBOSE else ["--quiet"]
+    command = [python, "-m", "pip", "--disable-pip-version-check", "install", *quiet, *what]
+    if subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False).returncode:
+        sys.exit(f"capsfast: pip could not install {' '.join(what)}; V=1 shows all it says")
+
+
+def make_environment(python: str) -> None:
+    if not ask(python, "print(1)"):
+        folder = Path(python).parent.parent
+        print(f"capsfast: making the virtual environment {folder}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+
+
+def install_pip(python: str) -> None:
+    if not ask(python, "import pip; print(1)"):
+        subprocess.run([python, "-m", "ensurepip"], check=True)
+
+
+def install_torch(python: str, wish: str) -> None:
+    """Keeps a torch that is there and new enough, unless ``wish`` asks for another."""
+    there = ask(python, "import importlib.metadata; print(importlib.metadata.version('torch'))")
+    if there and not wish and tuple(map(int, there.split(".")[:2])) < MINIMUM_TORCH:
+        sys.exit(
+            f"torch {there} is here, capsfast needs 2.10: VENV=.venv makes an environment of its own, "
+            "TORCH=torch==2.13.0 (say) replaces the torch that is here"
+        )
+    size = (
+        "" if there else " (the newest CUDA build is a download of about 3 GB)" if not wish else " (a large download)"
+    )
+    print(f"capsfast: installing {wish or 'torch' + (' ' + there) * bool(there)}{size} and build tools", flush=True)
+    install(python, [wish or "torch>=2.10", *BUILD_TOOLS])
+
+
+def stamp_of(python: str) -> Path:
+    """Where is written what an environment was given; elsewhere for one that was made anew."""
+    prefix = ask(python, "import sys; print(sys.prefix)")
+    config = Path(prefix, "pyvenv.cfg")
+    born = config.stat().st_mtime_ns if config.exists() else 0
+    return ROOT / "build" / "make" / (hashlib.sha256(f"{prefix} {born}".encode()).hexdigest()[:16] + ".json")
+
+
+def ready(python: str, what: str) -> None:
+    if sys.version_info < MINIMUM_PYTHON:
+        sys.exit(f"capsfast needs Python 3.10, this is {sys.version}")
+    folder = ROOT / "build" / "make"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two makes the second finds what the first has installed
+        prepare(python, what)
+
+
+def prepare(python: str, what: str) -> None:
+    make_environment(python)
+    stamp, wish = stamp_of(python), os.environ.get("TORCH", "")
+    done = json.loads(stamp.read_text()) if stamp.exists() else {}
+    if "torch" not in done or wish not in ("", done["torch"]):
+        install_pip(python)
+        install_torch(python, wish)
+        done = {"torch": wish}
+    # Other dependencies are installed anew.
+    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if what != "torch" and done.get(what) != state:
+        print(f"capsfast: installing the package in place, and what it needs ({what})", flush=True)
+        extra = "" if what == "package" else f"[{what}]"
+        install(python, ["--no-build-isolation", "--editable", f".{extra}"], CAPSFAST_BUILD="0")
+        done[what] = state
+    stamp.write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    {"where": where, "ready": ready}[sys.argv[1]](*sys.argv[2:])
