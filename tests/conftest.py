@@ -1,11 +1,14 @@
 """Options and fixtures of all tests.
 
 python -m pytest tests                      every backend that is available
-python -m pytest tests --backends cpp       only these; one that is missing is an error, as CI wants it
+python -m pytest tests --backends cpp       only these; one that is missing is an error
+python -m pytest tests --exhaustive         also the combinations that the usual run leaves out, and more drawn examples
+python -m pytest tests -n 2 --dist loadgroup   in two processes
 """
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +20,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import capsfast
+from capsfast import native
 
-from .support.backends import EMULATED, Backend, Shape, available
+from .support.backends import EMULATED, Backend, available
 from .support.interpreter import quicken
+from .support.problems import OPS, Op
 
 quicken()
 
@@ -30,16 +35,21 @@ _common = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("fixed", derandomize=True, max_examples=60, **_common)
+settings.register_profile("exhaustive", derandomize=True, max_examples=300, **_common)
 settings.register_profile("search", derandomize=False, max_examples=2000, **_common)
 settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backends", help="comma-separated backends to test; default: all that are available")
+    parser.addoption("--exhaustive", action="store_true", help="every combination, and more drawn examples")
 
 
 MARKERS = (
-    "shapes(*shapes): run with backend and shape, for the shapes that the backend is meant for",
+    "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
+    "usual(**values): without --exhaustive only these values of the parameters; usual() with none, not at all",
+    "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
+    "against_reference: compares with the reference, which has nothing to be compared with",
     "fused: only for backends with ops of their own",
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
     "kernels: of what kernels compute, also for those that only the tests can run",
@@ -50,6 +60,10 @@ MARKERS = (
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
+    if native.extension is None and any(Path(capsfast.__file__).parent.glob("_C.*")):
+        raise pytest.UsageError(f"the extension is there, and would be left out: {native.why_absent}")
+    if config.getoption("--exhaustive"):
+        settings.load_profile("exhaustive")
 
 
 def _chosen(config: pytest.Config) -> list[Backend]:
@@ -68,17 +82,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
     backends = _chosen(metafunc.config)
+    ops = OPS if "op" in metafunc.fixturenames and metafunc.definition.get_closest_marker("kernels") else ()
     marker = metafunc.definition.get_closest_marker("shapes")
-    if marker is None:
-        metafunc.parametrize("backend", backends, ids=str)
-        return
-    pairs = [
-        pytest.param(backend, shape, id=f"{backend}-{shape}")
-        for backend in backends
-        for shape in map(Shape._make, marker.args)
-        if shape.work <= backend.max_work
-    ]
-    metafunc.parametrize(("backend", "shape"), pairs)
+    names = ["backend"] + ["op"] * bool(ops) + ["shape"] * (marker is not None)
+    rows = []
+    for backend in backends:
+        for op in ops or OPS[:1]:
+            shapes = (
+                [shape for shape in map(op.fit, marker.args) if shape.work <= backend.max_work] if marker else [None]
+            )
+            for shape in dict.fromkeys(shapes):
+                row = {"backend": backend, "op": op, "shape": shape}
+                rows.append(pytest.param(*(row[name] for name in names), id="-".join(str(row[name]) for name in names)))
+    metafunc.parametrize(names, rows)
 
 
 def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> bool:
@@ -87,6 +103,8 @@ def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> b
         return False  # pytest's mark of a test without a shape that fits
     if item.get_closest_marker("fused") and not backend.fused:
         return False
+    if item.get_closest_marker("against_reference") and backend.name == "reference":
+        return False
     if backend == EMULATED and not item.get_closest_marker("kernels"):
         return False
     needed = {parameters["dtype"]} if "dtype" in parameters else set()
@@ -94,8 +112,36 @@ def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> b
         needed |= set(marker.args)
     if not needed <= set(backend.dtypes):
         return False
-    few = [marker.kwargs for marker in item.iter_markers("emulated") if backend.emulated]
-    return all(parameters[name] in values for kwargs in few for name, values in kwargs.items())
+    return all(_among(marker.kwargs, parameters) for marker in item.iter_markers("emulated") if backend.emulated)
+
+
+def _among(values: dict[str, Any], parameters: dict[str, Any]) -> bool:
+    """Whether all parameters are among these values. ``route_votes``: the values for that op."""
+    op = parameters.get("op")
+    special = values.get("route_votes", {}) if isinstance(op, Op) and op.name == "route_votes" else {}
+    wanted = {name: allowed for name, allowed in values.items() if name != "route_votes"} | special
+    return all(
+        _as_of(parameters[name], op) in [_as_of(each, op) for each in allowed] for name, allowed in wanted.items()
+    )
+
+
+def _as_of(value: Any, op: object) -> Any:
+    """A shape as the op has it; any other value as it is."""
+    is_shape = isinstance(value, tuple) and len(value) == 5 and all(isinstance(n, int) for n in value)
+    return op.fit(value) if is_shape and isinstance(op, Op) else value
+
+
+def _has_a_meaning(item: pytest.Item, parameters: dict[str, Any]) -> bool:
+    op = parameters.get("op")
+    if not isinstance(op, Op) or "weight" in op.tensors:
+        return True
+    markers = item.iter_markers("of_the_weight")
+    return not any(parameters[name] in values for marker in markers for name, values in marker.kwargs.items())
+
+
+def _is_usual(item: pytest.Item, parameters: dict[str, Any]) -> bool:
+    markers = list(item.iter_markers("usual"))
+    return all(marker.kwargs and _among(marker.kwargs, parameters) for marker in markers)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -103,6 +149,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         fits = "backend" not in parameters or _is_for(item, parameters["backend"], parameters)
+        fits = fits and _has_a_meaning(item, parameters)
+        fits = fits and (config.getoption("--exhaustive") or _is_usual(item, parameters))
         (kept if fits else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept

@@ -1,6 +1,6 @@
 """The CUDA kernels for votes that are given, through the emulator: which serve a call, and what only they treat apart.
 
-What every backend must do with votes is tested in test_route_votes.py.
+What every backend must do with votes is tested in test_routing.py and test_route_votes.py.
 """
 
 import math

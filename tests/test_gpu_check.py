@@ -240,7 +240,7 @@ def test_plan_tests_every_gpu_backend(gpu: Any, tmp_path: Path, monkeypatch: pyt
     assert [steps[f"suite-cuda-{n}"].environment["SHARD"] for n in (1, 2)] == ["0/2", "1/2"]
     marked, suite = steps["tests"].command, steps["suite-triton-1"].command
     assert "tests/test_gpu.py" in marked and marked[marked.index("-m", 3) + 1] == "gpu"
-    assert suite[suite.index("--backends") + 1] == "triton" and "tests/test_dynamic_routing.py" in suite
+    assert suite[suite.index("--backends") + 1] == "triton" and "tests/test_routing.py" in suite
     assert "tests/test_docs.py" not in suite
     for each in steps.values():
         assert each.environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

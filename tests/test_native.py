@@ -13,7 +13,7 @@ import capsfast
 from capsfast import native
 
 from .support.backends import Shape
-from .test_dynamic_routing import SHAPES
+from .test_routing import SHAPES
 
 ROOT = Path(__file__).parent.parent
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")

@@ -5,9 +5,8 @@ import torch
 
 from capsfast import toolchain
 
-from . import test_dynamic_routing, test_route_votes
 from .support.backends import Shape
-from .support.problems import PLAIN, make
+from .support.problems import EMULATED, OPS, PLAIN, Op, make
 
 if toolchain.why_no_triton():
     pytest.skip(toolchain.why_no_triton(), allow_module_level=True)
@@ -24,9 +23,9 @@ def tiles(kernel: str, shape: Shape, itemsize: int = 4) -> config.Tiles:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("module", [test_dynamic_routing, test_route_votes], ids=["dynamic_routing", "route_votes"])
-def test_tiles_and_groups_of_outputs(module: object, kernel: str) -> None:
-    found = [(shape, tiles(kernel, shape)) for shape in map(Shape._make, module.EMULATED)]  # type: ignore[attr-defined]
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_tiles_and_groups_of_outputs(op: Op, kernel: str) -> None:
+    found = [(shape, tiles(kernel, shape)) for shape in map(op.fit, EMULATED)]
     assert any(cut.groups == 1 and cut.NT > 1 for _, cut in found)
     grouped = [shape for shape, cut in found if cut.groups > 1]
     assert any(shape.I > 1 for shape in grouped), "sums over input capsules in groups of outputs"
@@ -36,7 +35,7 @@ def test_tiles_and_groups_of_outputs(module: object, kernel: str) -> None:
 
 
 def test_steps_and_padding_of_the_input_capsules() -> None:
-    found = [(shape, tiles("accumulate", shape)) for shape in map(Shape._make, test_dynamic_routing.EMULATED)]
+    found = [(shape, tiles("accumulate", shape)) for shape in map(Shape._make, EMULATED)]
     assert any(shape.K > cut.KP for shape, cut in found)
     assert any(shape.K < cut.KP for shape, cut in found)
 
@@ -47,7 +46,7 @@ def test_sixteen_bits_in_groups() -> None:
 
 def test_one_program_adds_up_tiles_of_the_batch_and_input_capsules() -> None:
     cuts = []
-    for shape in test_dynamic_routing.EMULATED:
+    for shape in EMULATED:
         u, weight = make(shape).inputs.values()
         call = Call(u.float(), weight.float(), None, None, None, None, PLAIN.options)
         cuts.append(call.split_gradient())

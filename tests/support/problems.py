@@ -12,6 +12,16 @@ from capsfast.options import Options
 
 from .backends import Shape
 
+# What an emulated backend has time for: tiles of the batch, K in steps, D no power of two, more outputs than one
+# program holds, with several input capsules and with several tiles of the batch.
+EMULATED = (
+    (1, 1, 1, 1, 1),
+    (17, 5, 4, 5, 3),
+    (2, 3, 5, 17, 4),
+    (16, 2, 3, 1, 70),
+    (2, 4, 200, 3, 1),
+    (18, 1, 330, 2, 1),
+)
 LAYOUTS = ("contiguous", "sliced", "transposed")
 
 
@@ -225,6 +235,34 @@ def make(
         masks["out_mask"] = torch.rand(B, J, generator=draw) > 0.3
     problem = Problem(op, case, inputs, masks, normal(B, J, D), 0.3 * normal(B, I, J))
     return problem.to(dtype, device)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as tests of both see it. tensors: the inputs that the votes are made of; poses: that with a batch."""
+
+    name: str
+    tensors: tuple[str, ...]
+
+    @property
+    def poses(self) -> str:
+        return self.tensors[0]
+
+    def fit(self, shape: Shape | tuple[int, ...]) -> Shape:
+        """The shape as this op has it: votes that are given have no K."""
+        fitted = Shape._make(shape)
+        return fitted if "weight" in self.tensors else fitted._replace(K=1)
+
+    def make(
+        self, shape: Shape, case: Case = PLAIN, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    ) -> Problem:
+        return make(self.fit(shape), case, self.name, dtype, device)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+OPS = (Op("dynamic_routing", ("u", "weight")), Op("route_votes", ("votes",)))
 
 
 def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, coupling: bool | None = None) -> Any:
