@@ -6,7 +6,8 @@
 
 namespace capsfast::cuda {
 
-// Such a thread's place: `lanes` neighbours have an output capsule. Asked for where it is used, not kept through passes.
+// Such a thread's place: `lanes` neighbours have an output capsule. Asked for where it is used, not kept through
+// passes.
 struct Output {
   int lanes, lane, j;
   int four, fours;  // of all output capsules

@@ -24,8 +24,8 @@ struct GivenSize {
       32;  // of dlogits [I, J] in the streaming last pass: memory, against blocks to fill a device
 };
 
-// What the softmax takes: nothing over the input capsules, whose maximum each thread follows for itself; over the output
-// capsules, scores from other lanes of the warp, or from all threads of the block.
+// What the softmax takes: nothing over the input capsules, whose maximum each thread follows for itself; over the
+// output capsules, scores from other lanes of the warp, or from all threads of the block.
 enum class Exchange : int { none, warp, block };
 
 // Votes of a thread at a time. More of them: fewer barriers, more loads on their way, and V and ds read once for more;

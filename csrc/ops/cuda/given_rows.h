@@ -69,7 +69,8 @@ struct Part {
 };
 
 // Input capsules first + row, first + row + rows, ... of the part, one for each vote that a thread has.
-// Bit n of `counts`: that vote counts. Bit n of `inside`: it exists, and what becomes of it is for this thread to write.
+// Bit n of `counts`: that vote counts. Bit n of `inside`: it exists, and what becomes of it is for this thread to
+// write.
 struct Chunk {
   int first;
   unsigned inside, counts;

@@ -1,9 +1,9 @@
-// The reducing pass on tensor cores: sum_i c votes (forward) or sum_i db votes (backward), for a tile of samples and a split
-// of the input capsules.
+// The reducing pass on tensor cores: sum_i c votes (forward) or sum_i db votes (backward), for a tile of samples and a
+// split of the input capsules.
 //
 // Votes of a capsule stay in registers until they are weighted, as does their sum. With the softmax over the input
-// capsules no warp waits for another: where the normaliser is not known yet, columns follow their maximum, and the splits
-// are combined by the kernel that follows (between.h).
+// capsules no warp waits for another: where the normaliser is not known yet, columns follow their maximum, and the
+// splits are combined by the kernel that follows (between.h).
 #pragma once
 
 #include "steps.h"
@@ -84,7 +84,8 @@ CAPSFAST_DEVICE void write_sum(const TileArgs& a, int b0, int split, const Lane&
   }
 }
 
-// One tile of samples, from b0 on, and one split of the input capsules. Begins with a barrier: the block may come from another tile.
+// One tile of samples, from b0 on, and one split of the input capsules. Begins with a barrier: the block may come from
+// another tile.
 template <class Tr, class E>
 CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int splits) {
   constexpr bool kBackward = Tr::backward;
@@ -96,8 +97,8 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
   const Shared<float> V = gpu::shared<float>(0, vectors), ds = gpu::shared<float>(kBackward ? 4 * vectors : 0, vectors);
   const Shared<float> high = gpu::shared<float>(4 * high_at, Tr::poses),
                       low = gpu::shared<float>(4 * low_at, Tr::poses);
-  // Of scores two buffers in turn, so that no warp overwrites what another still reads: weights are c, or dc and then db.
-  // With the softmax over the input capsules one is enough, and the other ones have what is known of the columns.
+  // Of scores two buffers in turn, so that no warp overwrites what another still reads: weights are c, or dc and then
+  // db. With the softmax over the input capsules one is enough, and the other ones have what is known of the columns.
   const Shared<float> weights = gpu::shared<float>(4 * weights_at, 2 * size);
   const Shared<float> logits = gpu::shared<float>(4 * (weights_at + (kBackward ? 2 * size : 0)), 2 * size);
   const auto column = [&](int n) {

@@ -3,9 +3,9 @@
 // A block has 16 samples and a split of the input capsules, a warp 32 columns (j, d), as in tile.h. V and ds of all
 // iterations wait in shared memory. For an input capsule: votes, their dots, the softmaxes of all iterations together,
 // then dvotes = sum_t c_t ds_t + db_t V_{t-1} in the registers that held the votes, from which two more products
-// give du = dvotes W and dweight = dvotes^T u. A block walks over tiles of samples, writes their du alone and alone adds
-// to one part of dweight, which has as many parts as there are blocks for an input capsule (blocks at all if the weight
-// is shared); the parts are added up in their order afterwards.
+// give du = dvotes W and dweight = dvotes^T u. A block walks over tiles of samples, writes their du alone and alone
+// adds to one part of dweight, which has as many parts as there are blocks for an input capsule (blocks at all if the
+// weight is shared); the parts are added up in their order afterwards.
 #pragma once
 
 #include "tile.h"
@@ -57,7 +57,8 @@ struct FinalTiles : Tiles<E, kK, kD, true, false> {
   }
 };
 
-// An operand of numbers that are no TF32 numbers, in the parts that a product takes: two or, with kOne, the nearest one.
+// An operand of numbers that are no TF32 numbers, in the parts that a product takes: two or, with kOne, the nearest
+// one.
 template <bool kOne, int kCount>
 CAPSFAST_DEVICE void take_parts(const float (&x)[kCount], float (&high)[kCount], float (&low)[kCount]) {
 #pragma unroll

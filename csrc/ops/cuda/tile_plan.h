@@ -18,7 +18,8 @@ struct TileSize {
   // that fill no second tile and for blocks of more warps than 255 registers a thread allow.
   static constexpr int row_tiles(bool two) { return two ? 2 : 1; }
   static constexpr int warps(bool two) { return two ? 8 : 16; }
-  // Of all blocks together, on a multiprocessor: 168 and 128 registers a thread, as each quarter of it has three or four.
+  // Of all blocks together, on a multiprocessor: 168 and 128 registers a thread, as each quarter of it has three or
+  // four.
   static constexpr int resident_warps(bool two) { return two ? 12 : 16; }
   static constexpr int final_warps = 12;  // three for each quarter of a multiprocessor: 168 registers a thread
   static constexpr int final_blocks = 2;  // of the last pass a multiprocessor: its shared memory holds no more
@@ -29,8 +30,8 @@ struct TileSize {
 // Numbers of one input capsule's poses: input capsules start in different banks.
 CAPSFAST_HOST_DEVICE constexpr int tile_pose_pitch(int samples, int K) { return samples * K + 4; }
 
-// Scores [j][row]: the four lanes of a row that take j, j + 1, j + 2, j + 3 are in different banks; two of them share one
-// with 16 rows, where gaps would cost the memory of long vectors.
+// Scores [j][row]: the four lanes of a row that take j, j + 1, j + 2, j + 3 are in different banks; two of them share
+// one with 16 rows, where gaps would cost the memory of long vectors.
 CAPSFAST_HOST_DEVICE constexpr int tile_score_pitch(int samples) { return samples == 32 ? 40 : samples; }
 
 // Shared memory of the reducing pass: V and ds, poses in two parts, two buffers of scores each or, for the softmax over

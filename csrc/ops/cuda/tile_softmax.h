@@ -1,5 +1,5 @@
-// The softmaxes of the tile kernels, from dots to coefficients. Over the output capsules all warps of a block meet: scores
-// go through shared memory, between barriers. Over the input capsules a lane has columns (sample, j) to itself.
+// The softmaxes of the tile kernels, from dots to coefficients. Over the output capsules all warps of a block meet:
+// scores go through shared memory, between barriers. Over the input capsules a lane has columns (sample, j) to itself.
 #pragma once
 
 #include <cmath>
@@ -134,8 +134,8 @@ struct Running {
   Shared<float> max, total, factor;
 };
 
-// How far b may exceed the maximum before that follows: sums of exp(8) are far from the end of float, and after the first
-// input capsules they are hardly ever rescaled.
+// How far b may exceed the maximum before that follows: sums of exp(8) are far from the end of float, and after the
+// first input capsules they are hardly ever rescaled.
 constexpr float kSlack = 8.0f;
 
 template <class Tr>

@@ -225,8 +225,8 @@ CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const Lane& la
   }
 }
 
-// Where V and ds keep a lane's two columns of row 8 eight + group. Those of the next tile follow where this one is even:
-// a warp reads runs of 128 numbers.
+// Where V and ds keep a lane's two columns of row 8 eight + group. Those of the next tile follow where this one is
+// even: a warp reads runs of 128 numbers.
 template <class Tr>
 CAPSFAST_DEVICE int vector_at(const Lane& lane, int tile, int eight) {
   return ((lane.warp * (Tr::column_tiles / 2) + tile / 2) * Tr::samples + eight * 8 + lane.group) * 16 + lane.quad * 4 +
@@ -261,8 +261,8 @@ CAPSFAST_DEVICE void stage_vectors(const Inputs& in, const Global<const float>& 
   }
 }
 
-// votes . vectors for the warp's output capsules. Four lanes hold parts of the dots of a row; each hands rows to the others
-// and ends with whole dots of its own, those of row own_row().
+// votes . vectors for the warp's output capsules. Four lanes hold parts of the dots of a row; each hands rows to the
+// others and ends with whole dots of its own, those of row own_row().
 template <class Tr>
 CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles], Shared<float> vectors, int from,
                          const Lane& lane, float (&whole)[Tr::outputs]) {
