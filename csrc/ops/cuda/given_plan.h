@@ -19,8 +19,7 @@ struct GivenSize {
   static constexpr int cluster = 8;      // blocks of a cluster at most: every device with clusters has so many
   static constexpr int each_split = 64;  // chunks that a float32 sum of a thread runs over, unless `splits` is reached
   static constexpr int splits = 1024;    // at most: for one sample the partial sums take a few MiB
-  static constexpr int blocks =
-      8;  // streaming blocks for each multiprocessor: several rounds, so that all finish together
+  static constexpr int blocks = 8;       // streaming blocks for each multiprocessor: several rounds even out the work
   static constexpr int parts =
       32;  // sums of dlogits [I, J] in the streaming last pass: more would let more blocks run, but take more memory
 };
