@@ -50,7 +50,8 @@ class Memory {
   void seen(uint32_t arrival, int thread);
 
  private:
-  enum class Readers : uint8_t { one, warp, block };  // which have read since a barrier
+  // Which threads have read since a barrier: one, several of a warp, or threads of several warps.
+  enum class Readers : uint8_t { one, warp, block };
   struct Shadow {
     Moment writer, reader;
     Readers readers = Readers::one;

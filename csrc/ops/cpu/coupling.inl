@@ -4,8 +4,7 @@
 template <class T, int L>
 struct Coupling {
   using V = Vec<T, L>;
-  static constexpr int64_t kPart =
-      32;  // a long sum is made of the sums of so many terms: its rounding errors are smaller
+  static constexpr int64_t kPart = 32;  // a long sum is made of sums of so many terms, to round less
 
   // Adds the prior logits to b [J][L], `shared` [J] or `sample` [J][L]. Then masked entries become -inf, where valid_in
   // [L] or valid_out [J][L] is 0. Each pointer is null if there is nothing of its kind.

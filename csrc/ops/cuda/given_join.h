@@ -1,5 +1,5 @@
 // Adds up the sums of the threads of a block, and those of the blocks of a cluster, in a fixed order. For this the
-// threads are dealt out anew (Output): each has four components of an output capsule.
+// threads have other places (Output): each has four components of an output capsule.
 #pragma once
 
 #include "given_passes.h"
