@@ -70,8 +70,8 @@ struct Part {
 };
 
 // The votes that a thread has at a time: vote n is that of input capsule first + row + n rows of the part. Bit n of
-// `counts` is set if it exists and is not masked. Bit n of `inside` is set if it exists and this thread writes its
-// results.
+// `counts` is set if it exists and neither mask drops it. Bit n of `inside` is set if it exists and this thread writes
+// its results.
 struct Chunk {
   int first;
   unsigned inside, counts;
