@@ -1,5 +1,5 @@
-// Registers the kernels through the LibTorch stable ABI (schemas: capsfast/ops/_register.py), and a pybind11
-// module for what is no tensor op: build information and launch plans.
+// Registers the kernels through the LibTorch stable ABI (capsfast/ops/_register.py has the schemas). A pybind11 module
+// has what is not a tensor op: build information and launch plans.
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/library.h>
 
@@ -47,8 +47,8 @@ py::dict build_info() {
 #endif
   info["torch_target"] = CAPSFAST_TORCH_TARGET;
 #if CAPSFAST_CUDA
-  info["cuda"] = CAPSFAST_CUDA_VERSION;                      // of the toolkit
-  info["cuda_architectures"] = CAPSFAST_CUDA_ARCHITECTURES;  // "8.0 9.0+PTX"
+  info["cuda"] = CAPSFAST_CUDA_VERSION;                      // version of the toolkit
+  info["cuda_architectures"] = CAPSFAST_CUDA_ARCHITECTURES;  // such as "8.0 9.0+PTX"
 #else
   info["cuda"] = "";
   info["cuda_architectures"] = "";
@@ -62,7 +62,7 @@ py::dict build_info() {
   return info;
 }
 
-// FLOP per second of float32 multiply-adds on registers, all threads at once: the ceiling of the kernels.
+// FLOP per second of float32 multiply-adds on registers, all threads at once. No kernel can be faster.
 double peak_flops() {
   const Kernels<float>& table = kernels<float>(isa());
   constexpr int64_t kRounds = 4'000'000;
@@ -80,7 +80,7 @@ double peak_flops() {
   return 2.0 * 12 * double(table.L) * double(kRounds) * double(threads) / seconds;
 }
 
-// The plan the CPU kernels choose for a shape, with zero logits and contiguous storage.
+// The plan the CPU kernels choose for a shape, without logits and with contiguous storage.
 py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int64_t num_iterations, bool votes_given,
                      int64_t itemsize, bool shared_weight, int64_t threads) {
   Problem p;
@@ -97,7 +97,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   const int64_t lanes = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
   const Plan whole = make_plan(p, lanes, used, wide);
   const Slices slices = votes_given || whole.small_batch ? make_slices(p, used, wide, false) : Slices{};
-  // With slices every task runs passes of its own, over a few samples and planned for one thread.
+  // If the batch is cut into slices, each task routes slices by itself: a few samples, planned for one thread.
   if (slices.tasks > 0) p.B = slices.samples;
   Plan plan = slices.tasks > 0 ? make_plan(p, lanes, 1, wide) : whole;
   plan.small_batch = whole.small_batch;

@@ -1,4 +1,4 @@
-"""What both routing ops do around their kernels: fakes, autograd glue, the call of the reference."""
+"""What both routing ops share: fakes, autograd glue, the call of the reference, and which backend serves a call."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from ..options import Options
 
 
 def why_not_fused(dtype: torch.dtype, D: int, share_batch_logits: bool) -> Mapping[str, Callable[[], str]]:
-    """By backend, why it can't serve a call."""
+    """For each fused backend a function that says why it cannot serve a call, or returns "" if it can."""
 
     def cpp() -> str:
         return "share_batch_logits is served by the reference backend only" if share_batch_logits else ""
@@ -45,12 +45,12 @@ def run_reference(
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are formed in: float32 for 16-bit inputs."""
+    """The dtype that sums are formed in: float32 for 16-bit inputs, else that of the inputs."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The outputs for an anchor (u or votes) of ``sizes`` (B, I, J, D); rest: the arguments from logits on."""
+    """Fake outputs. anchor: u or votes. sizes: (B, I, J, D). rest: the arguments from logits on."""
     B, I, J, D = sizes
     logits, bias, mask, out_mask, num_iterations, softmax, *_, return_coupling = rest
     if logits is not None:
@@ -73,7 +73,7 @@ def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[A
 
 
 def fake_gradients(tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    """A gradient for each tensor, empty where none is needed."""
+    """A fake gradient for each tensor, empty if it is not needed."""
     anchor = tensors[0]
     assert anchor is not None
     return tuple(
@@ -83,7 +83,7 @@ def fake_gradients(tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...])
 
 
 def saving(tensors: int) -> Callable[..., None]:
-    """setup_context of an op with so many tensor arguments; behind them stand the options and return_coupling."""
+    """setup_context of an op whose first ``tensors`` arguments are tensors; the options and return_coupling follow."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, coupling, s, norm = output
@@ -96,7 +96,7 @@ def saving(tensors: int) -> Callable[..., None]:
 
 
 def backward_by(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward that calls ``op``, the ``..._backward`` op or its twin for torch.func."""
+    """The backward of an autograd formula. op: the function of the ``..._backward`` op, see _transformable()."""
 
     def backward(ctx: Any, dv: Tensor | None, dcoupling: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         *tensors, coupling, s, norm = ctx.saved_tensors

@@ -1,7 +1,7 @@
-"""Defines the routing ops: schema, fake, autograd, autocast, vmap. Only their kernels are elsewhere.
+"""Defines the routing ops: schema, fake, autograd, autocast, vmap. The kernels are elsewhere.
 
-Each op exists once per set of kernels, with one contract: ``capsfast::<op>`` for the extension,
-``capsfast::triton_<op>`` for Triton. A program that was traced keeps the kernels it was traced with.
+There are two ops with the same contract, one per set of kernels: ``capsfast::<op>`` for those of the extension,
+``capsfast::triton_<op>`` for those of Triton. So a traced program keeps the kernels it was traced with.
 """
 
 import importlib
@@ -22,9 +22,10 @@ _library = torch.library.Library("capsfast", "FRAGMENT")
 
 
 class Contract(NamedTuple):
-    """name: of the op. inputs: its first tensors. fake, fake_backward: shapes and dtypes of the results.
+    """What an op takes and returns. inputs: names of its first arguments, which are tensors.
 
-    flags: bools behind the options.
+    fake, fake_backward: functions that give the shapes and dtypes of the results. flags: names of bool arguments that
+    follow the options.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Contract(NamedTuple):
 
     @property
     def tensors(self) -> int:
-        """How many arguments of the forward are tensors, some of which may be absent: its first ones."""
+        """How many arguments of the forward are tensors or None. They come first."""
         return len(self.inputs) + _PARAMETERS.count(",") + 1
 
     def schemas(self, prefix: str) -> tuple[str, str]:
@@ -52,7 +53,7 @@ class Contract(NamedTuple):
 
 
 def define(contract: Contract) -> dict[str, Callable[..., Any]]:
-    """The op by backend, callable also under torch.func. The extension holds the kernels for CPU and CUDA tensors."""
+    """The op as a function for each backend. cpp and cuda are one op, which has a kernel for each device."""
     ops = {backend: _define(contract, backend) for backend in PREFIX}
     return {**ops, "cuda": ops["cpp"]}
 
@@ -78,7 +79,7 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
 
 
 def _bind_triton(name: str) -> None:
-    """Triton is imported at the first call. On CPU tensors only its interpreter runs."""
+    """Registers the Triton kernels. Triton is imported at the first call. On CPU tensors only its interpreter runs."""
 
     def bound(function: str) -> Callable[..., Any]:
         def kernel(*args: Any) -> Any:
@@ -92,11 +93,11 @@ def _bind_triton(name: str) -> None:
 
 
 def _transformable(name: str, save: Callable[..., None], backward: Callable[..., Any], cast: int) -> Callable[..., Any]:
-    """``capsfast::name`` in the way that is right, and quick, for who calls.
+    """A function that calls ``capsfast::name`` in the way that suits its caller.
 
-    A compiler and autocast see the op itself. torch.func has no rule for the grad of ops registered in torch.library,
-    and their autograd is most of an eager call's host time: there the same glue runs as an autograd.Function.
-    cast: how many tensors autocast casts.
+    Under torch.compile and autocast it calls the op itself. torch.func cannot differentiate ops registered with
+    torch.library, and in eager mode their autograd takes most of the host time of a call. In both cases save and
+    backward run in an autograd.Function instead. cast: how many of the first arguments autocast casts.
     """
     op = _overload(f"capsfast::{name}")
 
@@ -134,7 +135,8 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
                 return Transformed.apply(*_cast(inputs, torch.get_autocast_dtype(device), cast))
         if casting:
             return op(*inputs)
-        # A Function without a jvp says so to forward-mode differentiation; the op would drop the tangent.
+        # Under forward-mode differentiation the Function raises an error, as it has no jvp. The op would silently drop
+        # the tangent.
         differentiated = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in inputs)
         if differentiated or forward_ad._current_level >= 0:
             return Eager.apply(*inputs)
@@ -145,7 +147,7 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
 
 
 def _cast(args: Sequence[Any], dtype: torch.dtype, count: int) -> list[Any]:
-    """The first tensors in the dtype of autocast. Like torch's own rules: float64 is left alone."""
+    """args, the first ``count`` of them cast to dtype. float64 is not cast, as in torch's own autocast rules."""
     low = (torch.float32, torch.float16, torch.bfloat16)
     return [arg.to(dtype) if n < count and arg.dtype in low else arg for n, arg in enumerate(args)]
 
@@ -180,7 +182,7 @@ def _register_autocast(name: str, device: str, cast: int) -> None:
 
 
 def _vmap(op: Callable[..., Any]) -> Callable[..., Any]:
-    """One call per element: the kernels batch over B themselves, so vmap is a convenience."""
+    """A vmap rule that makes one call per element. It is only a convenience: the kernels batch over B themselves."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         calls = [

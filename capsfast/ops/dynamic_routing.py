@@ -1,14 +1,13 @@
 """The op behind :func:`capsfast.dynamic_routing`.
 
-``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], norm [2, r, B, J])``:
-the output capsules and the last coupling (empty without return_coupling) in the dtype of u, and what
-the backward needs in the dtype sums are formed in: every iteration's weighted sum (without the bias),
-and with softmax "in" the normaliser over the input capsules: a number m that the largest logit
-exceeds by 8 at most and ``1 / sum_i exp(b - m)`` (else empty). The votes, the coupling and the logits of
-earlier iterations are not kept: V_t is the sum of the squashed s up to t.
+``capsfast::dynamic_routing`` returns ``(v [B, J, D], c [B, I, J], s [r, B, J, D], norm [2, r, B, J])``. v and the last
+coupling c (empty without return_coupling) have the dtype of u. s and norm are what the backward needs, in the dtype
+that sums are formed in. s is every iteration's weighted sum, without the bias. norm, empty unless softmax is "in", is
+the normaliser over the input capsules: a number m that the largest logit exceeds by 8 at most, and
+``1 / sum_i exp(b - m)``. The backward recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t.
 
-``capsfast::dynamic_routing_backward`` returns ``(du, dweight, dlogits, dbias)``, empty where the
-need_ flag is false. tf32: products of float32 may be rounded to TF32; without effect on the CPU.
+``capsfast::dynamic_routing_backward`` returns ``(du, dweight, dlogits, dbias)``, each empty if its need_ flag is false.
+tf32: products of float32 may be rounded to TF32; it has no effect on the CPU.
 """
 
 from typing import Any
@@ -37,7 +36,7 @@ def call(
     share_batch_logits: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """``(v, c)`` from the chosen backend, on arguments that were checked."""
+    """``(v, c)`` from the chosen backend. The arguments were checked by the caller."""
     cannot = why_not_fused(u.dtype, weight.shape[2], share_batch_logits)
     chosen = select(
         "capsfast.dynamic_routing",

@@ -1,7 +1,7 @@
 """The op behind :func:`capsfast.route_votes`.
 
-``capsfast::route_votes`` and ``capsfast::route_votes_backward`` are ``capsfast::dynamic_routing`` with
-the votes in the place of u and weight: the same outputs, ``dvotes`` in the place of ``du, dweight``.
+``capsfast::route_votes`` and ``capsfast::route_votes_backward`` have the contract of ``capsfast::dynamic_routing``,
+with votes instead of u and weight, and ``dvotes`` instead of ``du, dweight``.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def call(
     share_batch_logits: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """``(v, c)`` from the chosen backend, on arguments that were checked."""
+    """``(v, c)`` from the chosen backend. The arguments were checked by the caller."""
     cannot = why_not_fused(votes.dtype, votes.shape[3], share_batch_logits)
     chosen = select(
         "capsfast.route_votes",

@@ -1,7 +1,8 @@
 """Tile sizes, in one place, with the reason beside each number.
 
-They follow from what the compiler reports (tests/test_triton_compile.py holds it to that), not yet from
-measurements on a GPU. ``tune.py`` measures; the table it writes is used where CAPSFAST_TRITON_TABLE names it.
+The numbers follow from the registers and spills that the compiler reports (tests/test_triton_compile.py checks
+these), not from measurements on a GPU. ``tune.py`` measures and writes a table, which is used if
+CAPSFAST_TRITON_TABLE names it.
 """
 
 import functools
@@ -13,23 +14,23 @@ from typing import NamedTuple
 import torch
 import triton
 
-# Rows of a tile of samples: the M of one mma instruction. Fewer samples are padded.
+# Samples of a tile: the M of one mma instruction. Smaller batches are padded.
 ROWS = 16
-# The K of the smallest tl.dot: Triton up to 3.8 asks for 16 whatever the dtype, later ones for 32 bytes.
+# The smallest K of tl.dot, by bytes of an element. Triton up to 3.8 requires 16 for all dtypes, later ones 32 bytes.
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
-# Larger K is taken in steps, whose tiles of W have to fit the registers.
+# A larger K is taken in steps of this size, as the tiles of W of a step have to fit the registers.
 LARGEST_K = 32
-# Loads are pipelined where this holds the tiles that are under way: what a program of any GPU from 8.0 on may have
-# (99 KiB on 8.6, 8.9 and 12.0), less what changes of layout take.
+# Loads are pipelined if the tiles that are loaded ahead take no more bytes of shared memory than this. A program may
+# have 99 KiB on every GPU from 8.0 on (that much on 8.6, 8.9 and 12.0); changes of layout need some of it.
 SHARED = 64 * 1024
 
 
 class Choice(NamedTuple):
     """How one kernel is cut.
 
-    columns: padded columns (j, d) of a tile row that one warp may hold. warps: the most of a program.
-    resident: warps per multiprocessor that the grid is to give work. chunk: the most input capsules of a
-    program; 0: as few programs as fill the device.
+    columns: how many padded columns (j, d) a warp may hold. warps: the most of a program. resident: for how many
+    warps per multiprocessor the grid is made. chunk: the most input capsules of a program, or 0 for as few programs
+    as fill the device.
     """
 
     columns: int
@@ -38,23 +39,23 @@ class Choice(NamedTuple):
     chunk: int = 0
 
 
-# resident 16: two to four programs a multiprocessor, so that one computes while others wait for memory.
+# The default of resident, 16, is two to four programs a multiprocessor: one computes while others wait for memory.
 TABLE = {
-    # Sums, votes and V: 40 registers a thread each at J=10, D=16 with two warps, 225 in all, no spills.
+    # Holds sums, votes and V: at J=10, D=16 with two warps, 40 registers a thread for each, 225 in all, no spills.
     "accumulate": Choice(80, 8),
-    # ds passes through as well: 24 registers a tile set at J=10, D=16 with four warps, 251 in all.
+    # Also reads ds: at J=10, D=16 with four warps, 24 registers for each of these sets of tiles, 251 in all.
     "accumulate_gradient": Choice(64, 8),
-    # Coefficients of all iterations beside the votes. Above 40, Triton 3.6 spills at r=3.
-    # chunk 8: W, u, V and ds of a tile are in L1 after the first input capsule, and dW stays within L2.
+    # Holds the coefficients of all iterations beside the votes. With more than 40, Triton 3.6 spills at r=3.
+    # chunk 8: V and ds of a tile stay in L1 after the first input capsule, and dW of a chunk stays in L2.
     "gradient": Choice(40, 8, chunk=8),
-    # One tile after the other; nothing is kept but numbers per row.
+    # Takes one tile after the other and keeps only a few numbers per row.
     "sweep": Choice(64, 8),
     "coupling": Choice(64, 8),
 }
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts samples and outputs, in the symbols of kernels/tiles.py. groups of NT tiles cover all j."""
+    """How a kernel cuts samples and outputs; kernels/tiles.py has the symbols. ``groups`` of NT tiles cover all j."""
 
     BB: int
     JT: int
@@ -71,7 +72,7 @@ class Tiles(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a row of the table is for, beside the kernel. K: 0 where votes are given. shared: one weight for all i."""
+    """The layer that a row of the table is for. K is 0 for route_votes. shared: one weight for all input capsules."""
 
     J: int
     D: int
@@ -86,10 +87,10 @@ def power_of_two(n: int) -> int:
 
 @functools.cache
 def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
-    """The fewest warps whose registers hold all outputs; if not even the most do, groups of outputs.
+    """The fewest warps whose registers hold all outputs. If even the most warps cannot, groups of outputs.
 
-    A tile has 16 columns per warp, so that every warp owns whole outputs of all samples: what the sum over d
-    needs stays in one warp, and only a maximum and a sum per row cross warps. Few warps pad few columns.
+    A tile has 16 columns per warp (more if D is larger), so that a warp has whole outputs: sums over d stay within the
+    warp, and only a maximum and a sum per row cross warps. With fewer warps fewer columns are padding.
     """
     J, D, K, itemsize, _ = layer
     DP = power_of_two(D)
@@ -106,16 +107,16 @@ def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     fit = 1 if kernel == "sweep" else max(1, choice.columns * warps // columns)
     groups = -(-NT // fit)
     NT = -(-NT // groups)
-    # What Triton's pipeline keeps in shared memory: u and all tiles of W twice, for two steps of K at most.
+    # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
     steps = min(2, -(-K // KP))
     pipeline = 2 * (NT * columns + ROWS) * KP * steps * itemsize
-    # The last pass would also pipeline V and ds of every iteration, through 330 KiB at J=10, D=16.
+    # Not in the last pass: Triton would also pipeline V and ds of every iteration, 330 KiB at J=10, D=16.
     pipelined = pipeline <= SHARED and kernel != "gradient"
     return Tiles(ROWS, JT, DP, KP, NT, groups, warps, 3 if pipelined else 1)
 
 
 def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:
-    """The row of the tuned table for this layer and device, else that of TABLE."""
+    """The choice of the tuned table for this layer and device, or that of TABLE if there is none."""
     name = os.environ.get("CAPSFAST_TRITON_TABLE")
     if name and device.type == "cuda":
         return tuned(name, torch.cuda.get_device_name(device)).get((kernel, layer), TABLE[kernel])
@@ -124,10 +125,10 @@ def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:
 
 @functools.cache
 def tuned(name: str, device: str) -> dict[tuple[str, Layer], Choice]:
-    """The rows for a device in a table that tune.py wrote.
+    """The choices for a device from a table that tune.py wrote, by kernel and layer.
 
     Raises:
-        ValueError: the file is missing or is no such table.
+        ValueError: the file is missing or is not such a table.
     """
     try:
         rows = [row for row in json.loads(Path(name).read_text())["rows"] if row["device"] == device]

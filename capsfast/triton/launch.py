@@ -1,4 +1,4 @@
-"""A call as the kernels see it: pointers, strides, sizes, precision, and the grid of each pass."""
+"""The arguments of a call as kernels take them: tensors, strides, sizes, precision, and the grid of each pass."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
-    """How votes are multiplied: 16-bit operands, one TF32 product where that is allowed, else three."""
+    """DOT of the votes' product (kernels/tiles.py): float32 takes one TF32 product if that is allowed, else three."""
     if dtype != torch.float32:
         return "half"
     return "tf32" if tf32 else "tf32x3"
@@ -34,7 +34,7 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
 
 
 class Plan(NamedTuple):
-    """How a kernel is launched. chunk: input capsules of a split. constants: keywords of all its launches."""
+    """How a kernel is launched. chunk: input capsules of a split. constants: keyword arguments of every launch."""
 
     tiles: Tiles
     splits: int
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Call:
-    """x: u [B, I, K], or votes [B, I, J, D] and no weight. Tensors may have any strides. tf32: it is allowed."""
+    """A call. x: u [B, I, K], or votes [B, I, J, D] without a weight. Tensors may have any strides. tf32: allowed."""
 
     x: Tensor
     weight: Tensor | None
@@ -77,7 +77,7 @@ class Call:
 
     @property
     def uniform_start(self) -> bool:
-        """Without logits the first coupling is the same for all pairs of a sample."""
+        """Whether the first coupling of a sample is one number for all (i, j): there are no logits."""
         return self.logits is None
 
     @functools.cached_property
@@ -86,7 +86,7 @@ class Call:
 
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
-        """What varies with the batch or the number of input capsules; see shape for the others."""
+        """The strides over b and i, and those of logits and masks. shape() has the others."""
         w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
         pairs, mask = pair_strides(self.logits), matrix_strides(self.mask)
         return (*self.x.stride()[:2], w_i, *pairs, *mask, *self.out_strides)
@@ -106,13 +106,13 @@ class Call:
 
     @functools.cached_property
     def wide(self) -> bool:
-        """Offsets within a tile of 16 samples, all outputs and all K need 64 bits."""
+        """WIDE: whether offsets within 16 samples, all outputs and all K may need 64 bits."""
         B, I, J, D, K = self.sizes
-        # Inputs' gradients, and V and ds of all iterations.
+        # The gradients of inputs, and V and ds of all iterations.
         reach = [config.ROWS * I * max(J * D, K, J), config.ROWS * 2 * self.options.num_iterations * J * D]
         for tensor in self.tensors:
             if tensor is not None and tensor is not self.weight:
-                # logits [I, J] are the same for all samples.
+                # Logits [I, J] have no axis of samples.
                 batch = 0 if tensor is self.logits and tensor.dim() == 2 else config.ROWS * tensor.stride(0)
                 reach.append(batch + sum((n - 1) * stride for n, stride in _inner(tensor)))
         if self.weight is not None:
@@ -122,7 +122,7 @@ class Call:
 
     @property
     def back_dot(self) -> str:
-        """For products with dvotes, which are float32 whatever the inputs: 16-bit operands are exact in TF32."""
+        """DOT of products with dvotes, which are float32 also if the inputs, the other operand, are 16-bit."""
         precision = dot_precision(self.x.dtype, self.tf32)
         return "tf32x2" if precision == "half" else precision
 
@@ -138,7 +138,7 @@ class Call:
         return config.tiles(kernel, self.layer, self.choice(kernel))
 
     def plan(self, kernel: str) -> Plan:
-        """Made once a call: passes are launched again and again."""
+        """The plan of a kernel. Made once, as the passes of a call launch it several times."""
         if kernel not in self._plans:
             tiles = self.tiles(kernel)
             splits, chunk = self.split(kernel)
@@ -147,7 +147,7 @@ class Call:
         return self._plans[kernel]
 
     def shape(self, tiles: Tiles) -> dict[str, int]:
-        """Compile-time constants: offsets within a tile are then immediates instead of registers."""
+        """Sizes and inner strides, which are compile-time constants: then offsets in a tile need no registers."""
         B, I, J, D, K = self.sizes
         x = self.x.stride()[2:] if self.weight is None else (0, self.x.stride(2))
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
@@ -157,11 +157,11 @@ class Call:
 
     def wanted_programs(self, kernel: str) -> int:
         if not self.x.is_cuda:
-            return 3  # the interpreter runs one program after the other: as few as still split every sum
+            return 3  # the interpreter runs them one by one: few, but enough to split every sum
         return cdiv(multiprocessors(self.x.device) * self.choice(kernel).resident, self.tiles(kernel).warps)
 
     def split(self, kernel: str) -> tuple[int, int]:
-        """(splits, input capsules of one): as many as fill the device, with the tiles of batch and outputs."""
+        """(splits, input capsules of a split): with the tiles of batch and outputs, they fill the device."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
         others = cdiv(B, tiles.BB) * (1 if kernel == "sweep" else tiles.groups)
@@ -169,11 +169,11 @@ class Call:
         return cdiv(max(I, 1), chunk), chunk
 
     def split_gradient(self) -> tuple[int, int, int, int]:
-        """(chunks, input capsules of one, splits of the batch, batch tiles of one)."""
+        """(chunks, input capsules of a chunk, splits of the batch, batch tiles of a split) for the last pass."""
         B, I, *_ = self.sizes
         wanted = self.wanted_programs("gradient")
         fair = cdiv(max(I, 1), min(wanted, max(I, 1)))
-        # A shared weight has a partial dW per program: no more of them than fill the device.
+        # A shared weight has a partial dW per program, so no more programs are made than fill the device.
         chunk = fair if self.shared else min(self.choice("gradient").chunk, fair)
         chunks = cdiv(max(I, 1), chunk)
         batch = cdiv(B, self.tiles("gradient").BB)
@@ -181,7 +181,7 @@ class Call:
         return chunks, chunk, cdiv(batch, each), each
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device and its current stream."""
+        """Makes the device of the call the current one: Triton launches there, on its current stream."""
         return torch.cuda.device(self.x.device) if self.x.is_cuda else contextlib.nullcontext()
 
     def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -192,13 +192,13 @@ class Call:
 
 
 def _inner(tensor: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides of what lies behind b and i, or behind the first of two axes."""
+    """Sizes and strides of the axes after b and i, or after the first of two axes."""
     behind = 2 if tensor.dim() > 2 else 1
     return list(zip(tensor.shape[behind:], tensor.stride()[behind:], strict=True))
 
 
 def pair_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """(b, i, j) of [B, I, J] or [I, J]."""
+    """The strides over (b, i, j) of a tensor [B, I, J] or [I, J]."""
     if tensor is None:
         return (0, 0, 0)
     return tensor.stride() if tensor.dim() == 3 else (0, *tensor.stride())

@@ -1,4 +1,4 @@
-"""Launches of the kernels, one function each; on the current device, which is that of the call."""
+"""A function for each kernel, which launches it. The device of the call must be the current one."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from .launch import Call, cdiv, pair_strides
 
 
 def mode(call: Call, kernel: str) -> str:
-    """MODE of softmax.py: outputs that do not fit one program are swept first."""
+    """MODE of kernels/softmax.py. If a program does not hold all outputs, a sweep has to come first."""
     if call.options.softmax == "in":
         return "in"
     return "out" if call.tiles(kernel).groups == 1 else "swept"
 
 
 def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
-    """The coupling of a pass without logits, [B] or one number for all samples."""
+    """The coupling of a first pass without logits: [B] and 0, or None and one number for all samples."""
     B, I, J, *_ = call.sizes
     valid, count = (call.mask, I) if call.options.softmax == "in" else (call.out_mask, J)
     extra = int(call.options.leaky)
@@ -32,7 +32,7 @@ def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
 
 
 def sweep(call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor, with_ds: bool) -> None:
-    """Fills rows [3, B, I]. state: V [B, J, D], or with_ds V and ds, one iteration of [B, J, R, 2, D]."""
+    """Fills rows [3, B, I]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
     tiles, splits, chunk, constants = call.plan("sweep")
     B, I, *_ = call.sizes
     sweep_kernel[(cdiv(B, tiles.BB), splits)](
@@ -42,7 +42,7 @@ def sweep(call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor, wit
 
 
 def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool) -> tuple[Tensor, Tensor | None]:
-    """Partial sums [splits, B, J, D], and for an online softmax its state [2, splits, B, J]."""
+    """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J]."""
     tiles, splits, chunk, constants = call.plan("accumulate")
     B, I, J, D, _ = call.sizes
     kind = "uniform" if uniform else mode(call, "accumulate")
@@ -58,7 +58,7 @@ def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool)
 def accumulate_gradient(
     call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...]
 ) -> Tensor:
-    """Partial sums [splits, B, J, D] of what the iteration adds to G. norm: maximum, 1 / sum, s . ds [B, J]."""
+    """Partial sums [splits, B, J, D] of what an iteration adds to G. norm: maximum, 1 / sum, s . ds, [B, J] each."""
     tiles, splits, chunk, constants = call.plan("accumulate_gradient")
     B, I, J, D, _ = call.sizes
     partial = call.new(splits, B, J, D)
@@ -79,7 +79,7 @@ def coupling(call: Call, V: Tensor, rows: Tensor | None, norm: tuple[Tensor | No
 
 
 def _finish_grid(call: Call) -> tuple[tuple[int], dict[str, Any]]:
-    """128 numbers a program, and 16 splits read at a time: 2 048 loads in flight."""
+    """Grid and sizes of a step between passes. A program has 128 numbers and reads 16 splits at once: 2 048 loads."""
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
     RB = max(1, 128 // DP)
@@ -103,7 +103,7 @@ def finish(
     following: Tensor | None,
     v: Tensor | None,
 ) -> None:
-    """s, norm, and V of the next iteration (following) or the output v."""
+    """Fills s, norm, and V of the next iteration (following) or, in the last one, the output v."""
     grid, shape = _finish_grid(call)
     finish_kernel[grid](
         partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
@@ -113,7 +113,7 @@ def finish(
 
 
 def restore(call: Call, s: Tensor) -> Tensor:
-    """V of every iteration, and room for ds, as [B, J, R, 2, D] from s [R, B, J, D]."""
+    """From s [R, B, J, D]: state [B, J, R, 2, D], with V of every iteration and room for ds."""
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
     grid, shape = _finish_grid(call)
@@ -142,9 +142,10 @@ def gradient(
     dx: Tensor | None,
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fills dx; returns partial dW [splits or programs, ...] and dlogits ([B, I, J], or partial [splits, I, J]).
+    """Fills dx, unless it is None. Returns partial sums of dW, [splits, I, J, D, K] or for a shared weight
+    [programs, J, D, K], and dlogits [B, I, J] or their partial sums [splits, I, J].
 
-    needed: dW, dlogits.
+    needed: whether dW, and whether dlogits.
     """
     tiles, _, _, constants = call.plan("gradient")
     chunks, chunk, splits, batch_tiles = call.split_gradient()

@@ -1,6 +1,6 @@
-"""Forward and backward as sequences of passes, for votes that are given and votes that are made.
+"""Forward and backward as sequences of passes, for route_votes as well as for dynamic_routing.
 
-All launches go to the current stream without a look at any result, so that a CUDA graph can hold them.
+All launches go to the current stream, and nothing waits for a result, so that a CUDA graph can capture them.
 """
 
 import torch
@@ -13,7 +13,7 @@ Nothing: tuple[None, None, None] = (None, None, None)
 
 
 def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(v, coupling, s, norm)`` as ops/dynamic_routing.py says."""
+    """Returns ``(v, coupling, s, norm)``; ops/dynamic_routing.py has the contract."""
     with call.on_device():
         return _forward(call, return_coupling)
 
@@ -63,7 +63,7 @@ def backward(
     norm: Tensor,
     needed: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(dx, dweight, dlogits, dbias)``, empty where not needed."""
+    """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes."""
     with call.on_device():
         return _backward(call, dv, dcoupling, coupling, s, norm, needed)
 
@@ -117,7 +117,7 @@ def _backward(
     need_x, need_weight, need_logits, need_bias = needed
     dx, dweight, dlogits, dbias = (_zeros(call, tensor, False) for tensor in _given(call))
     if I == 0:
-        # No program of the last pass has anything to do.
+        # Without input capsules the last pass has no programs, so it would write nothing.
         dx, dweight, dlogits = (
             _zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call)[:3], needed[:3], strict=True)
         )
@@ -137,7 +137,7 @@ def _given(call: Call) -> tuple[Tensor | None, ...]:
 
 
 def _zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:
-    """The gradient of a tensor that nothing depends on, empty where it is not wanted."""
+    """Zeros of the shape of the tensor, or an empty gradient if it is absent or not wanted."""
     like = call.x if tensor is None else tensor
     return like.new_zeros(like.shape if wanted and tensor is not None else (0,))
 
@@ -151,12 +151,13 @@ def _last_pass(
     start: int,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dlogits as far as they are needed."""
+    """dx, dweight and dlogits; None if not needed."""
     need_x, need_weight, need_logits, _ = needed
     dx = dweight = dlogits = None
     target = None
     if need_x:
-        # Groups of outputs, and tiles where K takes several steps, add to du one after the other, in float32.
+        # du is a sum over groups of outputs and, if K takes several steps, over tiles. The kernel adds these to memory
+        # one after the other, so it has to be float32.
         tiles = call.tiles("gradient")
         in_parts = not call.votes_given and (tiles.groups > 1 or call.sizes[-1] > tiles.KP)
         target = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)

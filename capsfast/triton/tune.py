@@ -1,6 +1,6 @@
 """Measures tile sizes for one layer on this GPU and writes the table that CAPSFAST_TRITON_TABLE names.
 
-Nothing is measured behind a user's back: the defaults of config.py hold until a table is named.
+Nothing is measured unless this is called. Without a table the defaults of config.py are used.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from . import config, routing
 from .config import Choice
 from .launch import Call
 
-# What is tried beside the default, by field of config.Choice.
+# Values to try beside the default, for each field of config.Choice.
 CANDIDATES = {
     "columns": (24, 32, 40, 48, 64, 80, 96),
     "warps": (4, 8),
     "resident": (8, 12, 16, 24, 32),
     "chunk": (2, 4, 8, 16, 32),
 }
-# What a forward and a backward launch, in the order in which they are tuned.
+# The kernels that are tuned, in this order. A forward and a backward launch all of them, the sweep for large J only.
 KERNELS = ("accumulate", "accumulate_gradient", "gradient", "sweep")
 
 Timer = Callable[[Callable[[], Any]], float]
@@ -33,7 +33,7 @@ Timer = Callable[[Callable[[], Any]], float]
 
 @contextlib.contextmanager
 def using(kernel: str, choice: Choice) -> Iterator[None]:
-    """The default choice of a kernel, for a time."""
+    """Replaces the default choice of a kernel inside the with block."""
     before = config.TABLE[kernel]
     config.TABLE[kernel] = choice
     try:
@@ -43,14 +43,14 @@ def using(kernel: str, choice: Choice) -> Iterator[None]:
 
 
 def gpu_milliseconds(function: Callable[[], Any]) -> float:
-    """Median time of a call on the GPU."""
+    """The median time of a call on the GPU, in ms."""
     from triton.testing import do_bench
 
     return float(do_bench(function, warmup=10, rep=50, return_mode="median"))
 
 
 def workload(call: Call) -> Callable[[], Any]:
-    """One forward and one backward."""
+    """A function that runs one forward and one backward."""
     v, coupling, s, norm = routing.forward(call, False)
     dv = torch.randn_like(v)
     needed = (True, call.weight is not None, False, False)
@@ -67,8 +67,8 @@ def tune(
 ) -> list[dict[str, Any]]:
     """The rows of the table for ``u [B, I, K]`` and ``weight [I or 1, J, D, K]``: the best choice of every kernel.
 
-    Kernel by kernel and number by number, the others held at the best found. A candidate that does not compile or
-    needs more shared memory than there is does not count.
+    Tries one kernel after the other, and for each one field after the other. All other choices stay at the best found
+    so far. A candidate that raises an error, because it does not compile or needs too much shared memory, is skipped.
     """
     if os.environ.get("CAPSFAST_TRITON_TABLE"):
         raise ValueError("tune: unset CAPSFAST_TRITON_TABLE, its choices would stand in the way of those to be tried")
@@ -112,7 +112,7 @@ def tune(
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds rows to the table at path, in the place of those for the same device, kernel and layer."""
+    """Adds rows to the table at path. They replace those for the same device, kernel and layer."""
     table = json.loads(path.read_text())["rows"] if path.exists() else []
     new = {(row["device"], row["kernel"], tuple(row["layer"])) for row in rows}
     kept = [row for row in table if (row["device"], row["kernel"], tuple(row["layer"])) not in new]

@@ -1,4 +1,4 @@
-// Instruction sets: chosen at run time, so that one binary serves every x86-64 machine.
+// The instruction set is chosen at run time, so that one binary serves every x86-64 machine.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace capsfast {
 
 enum class Isa : int { portable, avx2, avx512 };
 
-// The widest set this machine has; CAPSFAST_ISA=portable|avx2|avx512 asks for a narrower one.
+// The widest set this machine has, or a narrower one if CAPSFAST_ISA=portable|avx2|avx512 names it.
 Isa isa();
 const char* isa_name(Isa which);
 

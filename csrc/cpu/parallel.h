@@ -1,4 +1,4 @@
-// torch's own thread pool through the stable ABI: torch.set_num_threads is honoured.
+// Uses torch's own thread pool through the stable ABI, so that torch.set_num_threads holds here too.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,7 +9,8 @@ namespace capsfast {
 
 inline int64_t num_threads() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
 
-// f(begin, end) over [0, count), at least `grain` at a time. What f throws arrives as a runtime error.
+// Calls f(begin, end) on parts of [0, count) of at least `grain` elements. An exception from f reaches the caller as a
+// std::runtime_error.
 template <class F>
 void parallel(int64_t count, int64_t grain, const F& f) {
   if (count > 0) torch::stable::parallel_for(0, count, grain, f);

@@ -1,5 +1,5 @@
-// Multiply-adds on registers alone: the rate that bounds every kernel of this instruction set.
-// `rounds` times 12 chains, which hide the latency of two units with up to 6 cycles.
+// Multiply-adds on registers alone: their rate bounds every kernel of this instruction set. A round is one multiply-add
+// in each of 12 independent chains: enough to keep two units busy whose latency is up to 6 cycles.
 
 template <class T>
 T multiply_adds(int64_t rounds) {

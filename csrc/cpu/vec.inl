@@ -1,8 +1,8 @@
-// Vectors of one instruction set. Included once per instruction set, inside the target region of its
-// source file: no include guard, no standard headers (they would be compiled for it).
+// Vectors of one instruction set. This file is included once per instruction set, inside the target region of its
+// source file. It therefore has no include guard, and no standard headers: those would be compiled for that set.
 //
-// A Vec<T, L> is a compiler vector of L lanes; arithmetic is the compiler's, a * b + c contracts to
-// a fused multiply-add. kBytes, the width of a register, comes from the region.
+// A Vec<T, L> is a compiler vector of L lanes with the compiler's operators; a * b + c contracts to a fused
+// multiply-add. The including file defines kBytes, the width of a register in bytes.
 
 template <class T, int L>
 struct VecOf {
@@ -47,7 +47,7 @@ CAPSFAST_INLINE Vec<T, L> broadcast(T x) {
   return x - Vec<T, L>{};
 }
 
-// The first n < L lanes of p, zeros behind.
+// The first n < L lanes come from p, the others are 0.
 template <int L, class T>
 CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
   alignas(sizeof(T) * L) T lanes[L] = {};
@@ -62,7 +62,7 @@ CAPSFAST_INLINE void store_part(T* p, Vec<T, L> v, int64_t n) {
   for (int64_t l = 0; l < n; ++l) p[l] = lanes[l];
 }
 
-// *high + *low + x with the rounding of the first sum moved to low (Knuth's two-sum).
+// Adds x to *high, and what that addition rounds off to *low (Knuth's two-sum).
 template <class V>
 CAPSFAST_INLINE void add_exactly(V x, V* high, V* low) {
   const V total = *high + x, back = total - *high;
@@ -70,7 +70,8 @@ CAPSFAST_INLINE void add_exactly(V x, V* high, V* low) {
   *high = total;
 }
 
-// b where a is not greater: a NaN in b wins, one in a is dropped (the exponential brings it back).
+// The result is b where a is not greater. So a NaN in b is kept and one in a is dropped. Dropping is harmless in a
+// softmax: the exponential of the NaN logit is NaN again.
 template <class V>
 CAPSFAST_INLINE V max(V a, V b) {
   return a > b ? a : b;
@@ -84,7 +85,7 @@ CAPSFAST_INLINE bool any_different(Vec<T, L> a, Vec<T, L> b) {
   return some != 0;
 }
 
-// Lanes of two vectors in a constant order.
+// Picks lanes of a (0 to L - 1) and b (L to 2 L - 1) in a constant order.
 
 template <class T, int L, int... N>
 CAPSFAST_INLINE Vec<T, L> shuffle_of(Vec<T, L> a, Vec<T, L> b, std::integer_sequence<int, N...>) {
@@ -95,7 +96,8 @@ CAPSFAST_INLINE Vec<T, L> shuffle_of(Vec<T, L> a, Vec<T, L> b, std::integer_sequ
 #endif
 }
 
-// Lane n of the permutation that swaps blocks of H lanes between a and b: `high` picks the second result.
+// Which lane of (a, b) becomes lane n when a and b exchange blocks of H lanes. The exchange has two results; `high`
+// selects the second.
 constexpr int block_lane(int n, int L, int H, bool high) {
   const bool odd = (n / H) % 2 != 0;
   if (!high) return odd ? L + n - H : n;
@@ -111,7 +113,7 @@ CAPSFAST_INLINE Vec<T, L> swap_blocks(Vec<T, L> a, Vec<T, L> b) {
   return shuffle_of<T, L>(a, b, block_sequence<L, H, high>(std::make_integer_sequence<int, L>{}));
 }
 
-// Transposes L x L in place: log2(L) rounds that exchange off-diagonal blocks of H lanes.
+// Transposes the L x L matrix m in place, in log2(L) rounds. A round exchanges off-diagonal blocks of H x H.
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE void transpose(Vec<T, L>* m) {
   if constexpr (H >= 1) {
@@ -127,13 +129,13 @@ CAPSFAST_INLINE void transpose(Vec<T, L>* m) {
   }
 }
 
-// Lane n of the result is the sum of the lanes of m[n]; m is used up.
+// Lane n of the result is the sum of the lanes of m[n]. Overwrites m.
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE Vec<T, L> sums(Vec<T, L>* m) {
   if constexpr (H >= 1) {
 #pragma GCC unroll 16
     for (int i = 0; i < H; ++i) {
-      // Blocks of H lanes of vector i and of vector i + H, folded onto each other.
+      // Folds vectors i and i + H into one, whose alternating blocks of H lanes belong to the one and the other.
       m[i] = swap_blocks<T, L, H, false>(m[i], m[i + H]) + swap_blocks<T, L, H, true>(m[i], m[i + H]);
     }
     return sums<T, L, H / 2>(m);
@@ -142,7 +144,7 @@ CAPSFAST_INLINE Vec<T, L> sums(Vec<T, L>* m) {
   }
 }
 
-// Lane n holds lane n ^ H.
+// Lane n of the result is lane n ^ H of v.
 template <class T, int L, int H, int... N>
 CAPSFAST_INLINE Vec<T, L> swapped(Vec<T, L> v, std::integer_sequence<int, N...>) {
   return shuffle_of<T, L>(v, v, std::integer_sequence<int, (N ^ H)...>{});
@@ -154,14 +156,15 @@ CAPSFAST_INLINE T sum(Vec<T, L> v) {
   return v[0];
 }
 
-// NaN lanes may be dropped, as in max.
+// May drop NaN lanes, as max() does.
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE T largest(Vec<T, L> v) {
   if constexpr (H >= 1) return largest<T, L, H / 2>(max(v, swapped<T, L, H>(v, std::make_integer_sequence<int, L>{})));
   return v[0];
 }
 
-// The exponential of arguments below 80: a softmax subtracts its maximum. exp(x) = 2^n exp(f) with n = round(x / ln 2), |f| <= ln 2 / 2. NaN stays NaN, what underflows is 0.
+// The exponential of arguments below 80, which is enough for a softmax: it subtracts the maximum first.
+// exp(x) = 2^n exp(f) with n = round(x / ln 2) and |f| <= ln 2 / 2. NaN stays NaN; a result that underflows is 0.
 
 template <int L>
 CAPSFAST_INLINE Vec<float, L> exp(Vec<float, L> x) {
@@ -170,7 +173,7 @@ CAPSFAST_INLINE Vec<float, L> exp(Vec<float, L> x) {
   const F lowest = broadcast<L>(-87.3f);
   const auto tiny = x < lowest;
   const F y = tiny ? lowest : x;
-  // Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
+  // Adding 1.5 * 2^23 leaves the integer nearest to y / ln 2 in the low bits of `shifted`.
   const F shifted = y * 1.44269504088896341f + 12582912.f;
   const F n = shifted - 12582912.f;
   F f = y - n * 0.693359375f;

@@ -1,4 +1,4 @@
-// CUDA's error codes as exceptions.
+// Turns error codes of CUDA into exceptions.
 #pragma once
 
 #include <cuda_runtime.h>

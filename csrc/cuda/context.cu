@@ -4,8 +4,8 @@
 
 #include <atomic>
 
-// In a CUDA build of torch only; the extension also loads where there is none. From torch 2.13 on
-// Stream::nativeHandle() would do.
+// Weak, because only a CUDA build of torch has this function and the extension loads without one. From torch 2.13 on
+// Stream::nativeHandle() could replace it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace capsfast::gpu {
@@ -14,10 +14,10 @@ namespace {
 
 constexpr int kDevices = 64;
 
-// Asking the driver at every call would take longer than a small launch.
+// Remembers attributes: asking the driver at every call would take longer than a small launch.
 template <cudaDeviceAttr kAttribute>
 int attribute_of(int device) {
-  static std::atomic<int> known[kDevices];  // plus one: 0 is not known yet
+  static std::atomic<int> known[kDevices];  // the value plus one; 0 is not known yet
   int value = device < kDevices ? known[device].load(std::memory_order_relaxed) - 1 : -1;
   if (value < 0) {
     check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");

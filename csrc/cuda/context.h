@@ -1,4 +1,4 @@
-// Where a call runs: its device made the current one, its stream, its size. tests/emulator has another context.cu.
+// The device and the stream of a call. tests/emulator/context_host.cpp takes the place of context.cu.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -12,7 +12,7 @@ namespace capsfast::gpu {
 
 class Context {
  public:
-  // The device of `tensor`, and the stream torch works on there.
+  // Makes the device of `tensor` the current one for the life of this object, and takes torch's current stream there.
   explicit Context(const torch::stable::Tensor& tensor);
   ~Context();
   Context(const Context&) = delete;
@@ -20,11 +20,11 @@ class Context {
 
   Stream stream() const { return stream_; }
   int64_t multiprocessors() const { return multiprocessors_; }
-  // The most shared memory that a block may ask for.
+  // The most shared memory that a block may ask for, in bytes.
   int64_t shared_bytes() const { return shared_bytes_; }
-  // All shared memory of a multiprocessor, which its blocks share out; each takes a KiB more than it asked for.
+  // The shared memory of a multiprocessor, in bytes, for all its blocks. A block takes a KiB more than it asks for.
   int64_t shared_bytes_together() const { return shared_bytes_together_; }
-  // Whether a launch may consist of clusters, and of blocks that all run at the same time.
+  // Whether the device has clusters, and whether it has cooperative launches.
   bool clusters() const { return clusters_; }
   bool cooperative() const { return cooperative_; }
 

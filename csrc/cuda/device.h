@@ -1,7 +1,8 @@
-// All that device code uses of the machine: indices, barriers, shuffles, memory, copies, tensor cores, launches.
+// Everything that kernels use of CUDA: indices, barriers, shuffles, memory, copies, tensor cores, launches. Kernels
+// include no header of CUDA itself.
 //
-// tests/emulator holds a second implementation, for the host, which checks every access: it is taken where
-// CAPSFAST_EMULATED is defined. Kernels include this header and no other of CUDA.
+// With CAPSFAST_EMULATED this is the implementation of tests/emulator instead, which runs on the host and checks every
+// access.
 #pragma once
 
 #if defined(CAPSFAST_EMULATED)
@@ -16,10 +17,11 @@
 #include "check.h"
 
 #define CAPSFAST_DEVICE __device__ __forceinline__
-// At most `threads` a block, at least `blocks` of them on a multiprocessor: what registers are shared out for.
+// A kernel whose blocks have at most `threads` threads. The compiler leaves each thread so few registers that a
+// multiprocessor can run `blocks` blocks at the same time.
 #define CAPSFAST_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 
-// Global<const T> keeps the conversion that it has no use for.
+// Global<const T> has a conversion to itself, which is never used: nvcc warns about it.
 #pragma nv_diag_suppress 554
 
 namespace capsfast::gpu {
@@ -29,7 +31,8 @@ struct Grid {
 };
 
 CAPSFAST_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
-// The same, asked for anew: what follows from it is not kept in registers from one phase of a kernel to the next.
+// The same index, read from the hardware at each call. The compiler cannot merge two calls, so it does not keep the
+// index and what is computed from it in registers between them.
 CAPSFAST_DEVICE int thread_anew() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -43,11 +46,11 @@ CAPSFAST_DEVICE int64_t blocks_x() { return gridDim.x; }
 CAPSFAST_DEVICE int64_t blocks_y() { return gridDim.y; }
 CAPSFAST_DEVICE void barrier() { __syncthreads(); }
 CAPSFAST_DEVICE void warp_barrier() { __syncwarp(); }
-// Of all blocks of a cooperative launch; what they wrote to memory before it is there for all after it.
+// A barrier of all threads of a cooperative launch. After it every thread sees what any wrote to memory before it.
 CAPSFAST_DEVICE void grid_barrier() { cooperative_groups::this_grid().sync(); }
 
-// Clusters: neighbours along x that run together and can read each other's shared memory. Before architecture 9.0
-// a block is a cluster of its own.
+// A cluster is a number of neighbouring blocks along x. They run at the same time and can read each other's shared
+// memory. Before architecture 9.0 every block is a cluster of one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define CAPSFAST_CLUSTERS 1
 #endif
@@ -65,7 +68,7 @@ CAPSFAST_DEVICE int cluster_rank() {
   return 0;
 #endif
 }
-// Of all threads of the cluster. No block may leave while another can still read its shared memory.
+// A barrier of all threads of the cluster. Needed before a block leaves whose shared memory another may still read.
 CAPSFAST_DEVICE void cluster_barrier() {
 #ifdef CAPSFAST_CLUSTERS
   cooperative_groups::this_cluster().sync();
@@ -84,17 +87,17 @@ CAPSFAST_DEVICE T shuffle(T value, int lane) {
   return __shfl_sync(0xFFFFFFFFu, value, lane);
 }
 
-// Whether it is so in any lane of the warp.
+// Whether `value` is true in any lane of the warp.
 CAPSFAST_DEVICE bool any(bool value) { return __any_sync(0xFFFFFFFFu, value) != 0; }
 
-// 1 / x, off by an ulp, where neither x nor 1 / x is subnormal.
+// 1 / x with an error of an ulp, if neither x nor 1 / x is subnormal.
 CAPSFAST_DEVICE float reciprocal(float x) {
   float to;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(x));
   return to;
 }
 
-// Memory of the device. The count is for the emulator, which checks every index.
+// Elements in device memory. The counts in this interface are for the emulator, which checks every index.
 template <class T>
 class Global {
  public:
@@ -121,19 +124,20 @@ class Global {
   T* data_ = nullptr;
 };
 
-// Two neighbours, moved as one.
+// Two neighbouring floats, loaded or stored at once.
 struct alignas(8) Pair {
   float first, second;
 };
 
+// Elements in the block's shared memory.
 template <class T>
 class Shared {
  public:
   CAPSFAST_DEVICE explicit Shared(T* data) : data_(data) {}
   CAPSFAST_DEVICE T& operator[](int n) const { return data_[n]; }
-  // Elements n and n + 1, n even.
+  // Elements n and n + 1, for even n.
   CAPSFAST_DEVICE Pair pair(int n) const { return *reinterpret_cast<const Pair*>(data_ + n); }
-  // As many neighbours as Vector holds, moved as one; n a multiple of their number.
+  // As many elements as Vector holds, from n on, loaded or stored at once. n is a multiple of their number.
   template <class Vector>
   CAPSFAST_DEVICE Vector vector(int n) const {
     return *reinterpret_cast<const Vector*>(data_ + n);
@@ -163,15 +167,16 @@ CAPSFAST_DEVICE Shared<T> shared(int offset, int /*count*/) {
   return Shared<T>(reinterpret_cast<T*>(capsfast_shared + offset));
 }
 
-// Runs of memory on their way into shared memory, past the registers, in up to kStages stages that are waited for one
-// by one. Each stage is used once. All threads of the block call every function.
+// Asynchronous copies from device memory to shared memory, which need no registers. There are kStages of them, called
+// stages, each used once; threads can wait for one after the other. All threads of the block call every function.
 template <int kStages>
 class Copies {
   static_assert(kStages >= 1 && kStages <= 4);
 
  public:
-  static constexpr int bytes = 8 * kStages;  // of shared memory, from byte `offset` on, a multiple of 8
+  static constexpr int bytes = 8 * kStages;  // of shared memory that Copies itself takes
 
+  // offset: where these bytes begin, a multiple of 8.
   CAPSFAST_DEVICE explicit Copies(int offset) : arrivals_(shared<uint64_t>(offset, kStages).data()) {
 #ifdef CAPSFAST_CLUSTERS
     if (thread() == 0) {
@@ -184,8 +189,8 @@ class Copies {
 #endif
   }
 
-  // Elements [n, n + count) of `from` to element `at` of `to`, both at a multiple of 16 bytes, as is their size, which
-  // may be 0. The stages start in their order.
+  // Starts copying elements [n, n + count) of `from` to element `at` of `to`. Both addresses and the size are multiples
+  // of 16 bytes; the size may be 0. Stages are started in the order of their numbers.
   template <class T>
   CAPSFAST_DEVICE void start(int stage, Shared<T> to, int at, Global<const T> from, int64_t n, int count) {
     const uint32_t size = static_cast<uint32_t>(count * static_cast<int>(sizeof(T)));
@@ -209,7 +214,8 @@ class Copies {
 #endif
   }
 
-  // The stage is there for this thread; every stage has been started before. In the order of the stages.
+  // Returns when the stage has arrived and this thread can read it. All stages are started before the first wait, and
+  // waited for in the order of their numbers.
   CAPSFAST_DEVICE void wait(int stage) const {
 #ifdef CAPSFAST_CLUSTERS
     uint32_t done = 0;
@@ -220,7 +226,7 @@ class Copies {
                    : "memory");
     }
 #else
-    switch (kStages - 1 - stage) {  // groups that may still be on their way
+    switch (kStages - 1 - stage) {  // how many later stages may still be under way
       case 0:
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         break;
@@ -245,14 +251,15 @@ class Copies {
   uint64_t* arrivals_;
 };
 
-// The nearest number with 10 bits of mantissa, ties away from zero.
+// The nearest TF32 number (10 bits of mantissa), ties away from zero.
 CAPSFAST_DEVICE float to_tf32(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
   return __uint_as_float(bits);
 }
 
-// c[4] += a[16 x 8] b[8 x 8] of the warp, in the fragment layout of PTX.
+// c [16, 8] += a [16, 8] b [8, 8]. Each lane of the warp has 4, 4 and 2 of their elements, in the fragment layout of
+// PTX's mma.m16n8k8.
 CAPSFAST_DEVICE void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -263,7 +270,7 @@ CAPSFAST_DEVICE void mma_tf32(float (&c)[4], const float (&a)[4], const float (&
 
 using Stream = cudaStream_t;
 
-// Blocks that run at the same time: clusters of this many along x, or the whole grid.
+// Which blocks of a launch must run at the same time: clusters of `cluster` blocks along x, or, if `grid`, all blocks.
 struct Together {
   int cluster = 1;
   bool grid = false;
@@ -280,7 +287,7 @@ void allow_shared(Kernel<Args> kernel, int shared_bytes) {
   }
 }
 
-// A launch to be, with what `together` asks of it.
+// The configuration of a launch, with the attributes for `together`.
 class Launching {
  public:
   Launching(Grid grid, int threads, int shared_bytes, Stream stream, Together together) {
@@ -309,8 +316,8 @@ class Launching {
   cudaLaunchConfig_t config_ = {};
 };
 
-// Checked; nothing is waited for. False: the whole grid was to run at the same time, and the device has less room than
-// it says, as where processes share it.
+// Launches and checks for errors, without waiting for the kernel. False if all blocks were to run at the same time and
+// do not fit: the device may have less room than it reports, for example if processes share it.
 template <class Args>
 [[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                             const Args& args, Together together) {
@@ -318,7 +325,7 @@ template <class Args>
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
   if (together.grid && code == cudaErrorCooperativeLaunchTooLarge) {
-    static_cast<void>(cudaGetLastError());  // or the next check of anybody would find it
+    static_cast<void>(cudaGetLastError());  // clears the error, which a later check would report
     return false;
   }
   check(code, "a kernel launch");
@@ -332,7 +339,7 @@ void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Strea
     check(cudaErrorCooperativeLaunchTooLarge, "a kernel launch");
 }
 
-// How many blocks of a launch one multiprocessor runs at a time.
+// How many blocks of a kernel a multiprocessor runs at the same time.
 template <class Args>
 int64_t blocks_at_a_time(Kernel<Args> kernel, int threads, int shared_bytes) {
   allow_shared(kernel, shared_bytes);
@@ -342,8 +349,8 @@ int64_t blocks_at_a_time(Kernel<Args> kernel, int threads, int shared_bytes) {
   return blocks;
 }
 
-// How many clusters of `size` blocks the device runs at a time; none where the kernel was compiled for an architecture
-// without them, as that of PTX may be older than the device.
+// How many clusters of `size` blocks the device runs at the same time. 0 if the kernel was compiled for an architecture
+// without clusters: PTX that is translated for a newer device keeps the abilities of the older one.
 template <class Args>
 int64_t clusters_at_a_time(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
   cudaFuncAttributes compiled{};

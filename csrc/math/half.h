@@ -1,5 +1,5 @@
-// bfloat16 and float16 bits to float and back, rounding to nearest even. Branch-free where it helps
-// the compiler turn a loop over them into vector code. A GPU has instructions for it.
+// Converts bfloat16 and float16 bits to float and back, rounding to nearest even. The host code has no branches, so
+// that the compiler can turn a loop over it into vector code. A GPU has instructions for three of the conversions.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) float half_to_float(u
 #else
   const uint32_t sign = (static_cast<uint32_t>(h) & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(h) & 0x7FFFu;
-  // The exponent bias differs by 112; the product also normalises subnormal numbers.
+  // The exponent bias of float exceeds that of float16 by 112. The product also normalises subnormal numbers.
   const float scaled = float_of_bits(magnitude << 13) * 0x1p112f;
   const uint32_t finite = bits_of_float(scaled);
   const uint32_t special = (magnitude << 13) | 0x7F800000u;  // inf and NaN
@@ -62,9 +62,9 @@ CAPSFAST_HOST_DEVICE inline __attribute__((always_inline)) uint16_t float_to_hal
   const uint32_t bits = bits_of_float(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  // Normal results: rebias, round to nearest even on the 13 bits that go.
+  // Normal results: change the exponent bias, then round to nearest even as the low 13 bits are dropped.
   const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-  // Subnormal results: adding 0.5 aligns the bits that stay, the adder rounds.
+  // Subnormal results: adding 0.5 shifts the bits of the result to the low end, and the addition rounds.
   const uint32_t subnormal = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3F000000u;
   uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
   result = magnitude >= 0x477FF000u ? 0x7C00u : result;  // rounds to infinity

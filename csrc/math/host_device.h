@@ -1,4 +1,4 @@
-// Marks functions that CPU and CUDA share.
+// CAPSFAST_HOST_DEVICE marks functions that both CPU and CUDA code call.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,5 +1,5 @@
-// The squash v = f(n) s, n = |s|^2, and its derivative, for CPU and CUDA.
-// capsfast/reference/squash.py holds the same table of factors f.
+// The squash v = f(n) s with n = |s|^2, and the derivative of f, for CPU and CUDA.
+// capsfast/reference/squash.py holds the same factors f.
 #pragma once
 
 #include <cmath>

@@ -1,8 +1,9 @@
-// The routing ops: stable-ABI tensors in, tensors out. Arguments were checked in Python; what is checked here is
-// what would make the kernels read out of bounds.
+// The routing ops: stable-ABI tensors in, tensors out. Python checks the arguments. Checked again here are only shapes,
+// devices and dtypes, which would make the kernels read out of bounds.
 //
-// An Engine is where they run: `device` by name, `holds(tensor)`, and `forward<T>` and `backward<T>`, T what sums are
-// formed in, given the problem, the outputs and a tensor to allocate like.
+// An Engine is where the ops run. It has the device's name `device`, `holds(tensor)`, `forward<T>` and `backward<T>`,
+// where T is the type that sums are formed in. These take the problem, its outputs (the backward its inputs as well)
+// and a tensor `like` whose device and allocator new memory comes from.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,8 +22,8 @@
 
 namespace capsfast {
 
-// Counts up with every change of the signatures below: BINDINGS in capsfast/native.py must agree, or Python and a
-// library that was not built anew would take each other's arguments for others.
+// Increased with every change of the signatures below. capsfast/native.py compares it with its BINDINGS, so that a
+// library that was built for other signatures is refused instead of called with the wrong arguments.
 constexpr int kBindings = 2;
 
 namespace bindings {
@@ -70,11 +71,11 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
 }
 
-// A contiguous gradient like `tensor`, empty where none is wanted.
+// A contiguous gradient of the shape of `tensor`, which `view` then describes; [0] if no gradient is wanted.
 inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view) {
   if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
   Tensor gradient = torch::stable::new_empty(tensor, tensor.sizes());
-  // With an empty axis there may be no capsule to write what is left: the gradient of an empty sum.
+  // If any axis is empty, no kernel may run over what remains of the gradient, which then is 0.
   if (empty_problem) torch::stable::zero_(gradient);
   if (gradient.numel() > 0) *view = view_of(gradient);
   return gradient;
@@ -168,7 +169,7 @@ class Ops {
     return {static_cast<const uint8_t*>(mask->data_ptr()), {mask->stride(0), mask->stride(1)}};
   }
 
-  // Everything but u, weight and votes; sizes are set.
+  // Fills in everything but u, weight and votes. The sizes in p are set already.
   static void fill(Problem& p, const Options& options, const OptionalTensor& logits, const OptionalTensor& bias,
                    const OptionalTensor& mask, const OptionalTensor& out_mask) {
     STD_TORCH_CHECK(options.num_iterations >= 1, "capsfast: num_iterations must be at least 1");
@@ -285,7 +286,7 @@ class Ops {
 
 }  // namespace bindings
 
-// Under the names of the schemas in capsfast/ops/_register.py, `prefix` before each.
+// Registers the ops under the names of the schemas in capsfast/ops/_register.py, each preceded by `prefix`.
 template <class Engine, class Library>
 void register_ops(Library& library, const std::string& prefix = "") {
   library.impl((prefix + "dynamic_routing").c_str(), TORCH_BOX(&bindings::Ops<Engine>::dynamic_routing));

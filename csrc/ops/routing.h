@@ -13,14 +13,14 @@ namespace capsfast {
 
 enum class Storage : int { f32, f64, bf16, f16 };
 
-// A strided tensor; strides in elements. data is null for an absent argument.
+// A strided tensor; strides in elements. `data` is null if the argument is absent.
 struct View {
   void* data = nullptr;
   Storage storage = Storage::f32;
   int64_t stride[4] = {0, 0, 0, 0};
 };
 
-// A bool matrix; data is null where everything is valid.
+// A bool matrix. `data` is null if there is no mask: then everything is valid.
 struct MaskView {
   const uint8_t* data = nullptr;
   int64_t stride[2] = {0, 0};
@@ -30,19 +30,19 @@ struct MaskView {
 struct Problem {
   int64_t B = 0, I = 0, J = 0, D = 0, K = 1;
   int64_t iterations = 1;
-  bool softmax_in = false;     // over the input capsules instead of the output capsules
-  bool gradient_last = false;  // the agreement counts as a constant
-  bool leaky = false;
+  bool softmax_in = false;     // softmax over the input instead of the output capsules
+  bool gradient_last = false;  // gradient="last": the agreement is a constant
+  bool leaky = false;          // every softmax has one more entry, of logit 0, whose coupling is thrown away
   Squash squash = Squash::paper;
   double eps = 1e-8;
   bool tf32 = false;  // float32 products may be rounded to TF32
 
   bool votes_given = false;    // route_votes: votes instead of u and weight, K = 1
-  bool shared_weight = false;  // one weight row for all input capsules: dweight is summed over them
+  bool shared_weight = false;  // one weight for all input capsules: dweight is the sum over them
   View u;                      // [B, I, K]
-  View weight;                 // [I, J, D, K], stride 0 over I if shared
+  View weight;                 // [I, J, D, K]; the stride over I is 0 if shared
   View votes;                  // [B, I, J, D]
-  View logits;                 // [B, I, J], stride 0 over B for [I, J]
+  View logits;                 // [B, I, J]; the stride over B is 0 for logits [I, J]
   View bias;                   // [J, D]
   MaskView mask;               // [B, I]
   MaskView out_mask;           // [B, J]
@@ -50,32 +50,32 @@ struct Problem {
   bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
 };
 
-// v [B, J, D] and coupling [B, I, J] in the storage of the inputs; for the backward, in the type sums are
-// formed in, s [r, B, J, D] (without bias) and, for the softmax over the input capsules, norm
-// [2, r, B, J]: m, which the largest logit exceeds by 8 at most, and 1 / sum_i exp(b - m). All contiguous.
+// Contiguous tensors. v and coupling have the storage of the inputs. s and norm are kept for the backward, in the type
+// that sums are formed in. norm is written for the softmax over the input capsules only: norm[0] is a number m that
+// the largest logit exceeds by 8 at most, norm[1] is 1 / sum_i exp(b - m).
 struct ForwardOutputs {
-  int64_t batch = 0;  // what B is in s and norm: a part of the batch may be worked on
-  View v;
-  View coupling;  // data null: not wanted
-  void* s = nullptr;
-  void* norm = nullptr;
+  int64_t batch = 0;     // B of s and norm; larger than Problem::B if the call works on a part of the batch
+  View v;                // [B, J, D]
+  View coupling;         // [B, I, J]; data is null if it is not wanted
+  void* s = nullptr;     // [r, B, J, D], without bias
+  void* norm = nullptr;  // [2, r, B, J]
 };
 
 struct BackwardInputs {
-  int64_t batch = 0;
-  View dv;         // [B, J, D]
-  View dcoupling;  // [B, I, J], data null: zero
-  View coupling;   // [B, I, J], needed beside dcoupling
-  const void* s = nullptr;
-  const void* norm = nullptr;
+  int64_t batch = 0;           // as in ForwardOutputs, and so are s and norm
+  View dv;                     // [B, J, D]
+  View dcoupling;              // [B, I, J]; data is null if it is zero
+  View coupling;               // [B, I, J]; needed only with dcoupling
+  const void* s = nullptr;     // [r, B, J, D]
+  const void* norm = nullptr;  // [2, r, B, J]
 };
 
-// Contiguous; data null: not wanted.
+// Contiguous gradients; `data` is null if one is not wanted.
 struct BackwardOutputs {
-  View du;
-  View dweight;  // also dvotes
+  View du;       // [B, I, K]
+  View dweight;  // [I or 1, J, D, K]; for route_votes dvotes [B, I, J, D]
   View dlogits;  // [I, J] or, if per_sample_logits, [B, I, J]
-  View dbias;
+  View dbias;    // [J, D]
   bool per_sample_logits = false;
   int64_t weight_rows = 0;  // I, or 1 for a shared weight
 };

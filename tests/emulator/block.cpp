@@ -36,7 +36,7 @@ void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const
   }
 }
 
-// Inlined, as is the next: after a switch every return on the way is one that the processor guesses wrong.
+// This and the next function are inlined because a processor mispredicts every return that follows a switch of stacks.
 [[gnu::always_inline]] inline void Block::suspend(Wait wait, int line) {
   State& mine = state();
   mine.wait = wait;
@@ -100,7 +100,7 @@ bool Block::release_together(size_t first, size_t count, Wait wait) {
   return true;
 }
 
-// Threads that wait for a copy go on when all have started it.
+// Lets threads that wait for a copy go on if all threads have started it. Returns whether any does.
 bool Block::release_copies() {
   bool any = false;
   for (size_t n = 0; n < count_; ++n) {
@@ -111,12 +111,14 @@ bool Block::release_copies() {
   return any;
 }
 
-// Lets go whoever is complete: all lanes of a warp at one exchange, or all threads at one barrier.
+// Lets threads go on that have waited for each other: all lanes of a warp at the same exchange, or all threads of the
+// block at the same barrier. Returns whether any does.
 bool Block::release() {
   thread_ = -1;
   bool any = copying_.used() && release_copies();
   for (size_t warp = 0; warp < count_ / kWarp; ++warp) any |= release_together(warp * kWarp, kWarp, Wait::warp);
-  // Copies are made with a barrier on some devices only: it is none for the memory.
+  // All threads wait for each other when they construct Copies. Only some devices have a barrier there, so it does not
+  // order accesses to shared memory.
   if (any || release_together(0, count_, Wait::making)) return true;
   if (!release_together(0, count_, Wait::barrier)) return false;
   copying_.check_even();
@@ -157,14 +159,15 @@ void Block::grid_barrier(int line) {
 }
 
 void Block::warp_barrier(int line) {
-  // Every lane arrives before any goes on, so each may count the epoch up by its own share.
+  // All lanes arrive before one goes on, and all have the same count of exchanges. The first to go on raises the epoch
+  // to that count, which the others leave as it is.
   suspend(Wait::warp, line);
   uint32_t& epoch = warp_epoch_[static_cast<size_t>(thread_) / kWarp];
   epoch = std::max(epoch, ++state().exchanges);
 }
 
 const unsigned char* Block::exchange(const void* value, size_t size, int line) {
-  // Two sets of slots in turn: no lane writes the set that others still read.
+  // There are two sets of slots, used in turn, so that no lane writes to the set that others still read.
   unsigned char* set = slots_.data() + (state().exchanges++ % 2 == 0 ? 0 : slots_.size() / 2);
   std::memcpy(set + static_cast<size_t>(thread_) * kSlot, value, size);
   suspend(Wait::warp, line);

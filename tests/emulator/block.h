@@ -1,4 +1,4 @@
-// One block of threads, each a fiber: barriers, exchanges within a warp, shared memory, and what goes wrong there.
+// One block of threads, each a fiber, with barriers, exchanges within a warp and shared memory. Reports their misuse.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,12 @@
 
 namespace capsfast::emulator {
 
-constexpr size_t kSlot = 64;  // bytes a lane gives away in one exchange
+constexpr size_t kSlot = 64;  // how many bytes a lane can give in one exchange
 
-// What a thread does, or waits for.
+// What a thread waits for: none if it can run, done if it has left the kernel.
 enum class Wait : uint8_t { none, barrier, cluster, grid, warp, making, copy, done };
 
-// Where a block is among those that run with it.
+// Which block of a launch this is.
 struct Place {
   Dim grid, index;
   int cluster = 1, rank = 0;
@@ -30,7 +30,7 @@ struct Place {
 
 class Block {
  public:
-  // The block of the thread that runs, or ran last.
+  // The block of the thread that runs now, or that ran last.
   static Block& current() {
     if (running == nullptr) no_launch();
     return *running;
@@ -45,13 +45,14 @@ class Block {
   void cluster_barrier(int line);
   void grid_barrier(int line);
   void warp_barrier(int line);
-  // Gives `size` bytes to the warp; returns the 32 slots, kSlot bytes each. All lanes must call it at one line.
+  // Gives `size` bytes to the other lanes of the warp. Returns what the 32 lanes gave, kSlot bytes for each. All lanes
+  // must call it from the same line.
   const unsigned char* exchange(const void* value, size_t size, int line);
 
   unsigned char* shared(size_t offset, size_t bytes, size_t alignment) { return memory_.at(offset, bytes, alignment); }
   void reads(const void* where, size_t size) { memory_.read(where, size, now()); }
   void writes(const void* where, size_t size) { memory_.write(where, size, now()); }
-  // Reads what lies at `where` here in the memory of block `rank` of the cluster.
+  // Reads from the memory of block `rank` of the cluster, at the offset that `where` has in the memory of this block.
   void read_from(int rank, const void* where, size_t size, void* to);
 
   size_t make_copies(size_t offset, int stages, int line);
@@ -60,16 +61,18 @@ class Block {
   }
   void wait_for_copy(const Stage& stage, int line);
 
-  // What the team does with its blocks. Block `neighbours[rank]` is the one of that rank in the cluster.
+  // What follows is for the Team that runs the block. neighbours[rank] is the block of that rank in the cluster.
   void begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body,
              const std::unique_ptr<Block>* neighbours);
-  // Runs until all threads have left or wait for other blocks.
+  // Runs until every thread has left the kernel or waits for other blocks.
   void run(bool backwards);
   bool left() const { return left_; }
-  // The line where all threads wait at a barrier of this kind, 0 if they do not.
+  // The line of the barrier of this kind at which all threads wait; 0 if they do not.
   int waits_at(Wait wait) const;
+  // All threads go on from a barrier of the cluster or of the grid.
   void go_on();
-  // Where the threads are, by what they have in common, `most` places at most.
+  // A description of where the threads are, for a fault. Neighbours at the same place are named once; at most `most`
+  // places.
   std::string whereabouts(int most) const;
 
  private:
@@ -78,8 +81,8 @@ class Block {
     Fiber fiber;
     Wait wait = Wait::none;
     int line = 0;
-    uint32_t exchanges = 0;
-    Stage stage;
+    uint32_t exchanges = 0;  // how often this thread has exchanged, or waited for its warp
+    Stage stage;             // if it waits for a copy
   };
 
   State& state() { return *states_[static_cast<size_t>(thread_)]; }
@@ -95,7 +98,7 @@ class Block {
   Place place_;
   int thread_ = 0;
   size_t count_ = 0;
-  std::vector<std::unique_ptr<State>> states_;  // more than threads where a launch before had more: stacks are kept
+  std::vector<std::unique_ptr<State>> states_;  // never fewer than in an earlier launch: their stacks are used again
   Memory memory_;
   Copying copying_{memory_};
   std::vector<unsigned char> slots_;

@@ -1,4 +1,4 @@
-// The context of a call on the emulated device.
+// gpu::Context for the emulated device.
 #include "../../csrc/cuda/context.h"
 #include "machine.h"
 

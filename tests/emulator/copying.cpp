@@ -23,7 +23,7 @@ size_t Copying::make(size_t offset, int stages, const Moment& now) {
     if (sets_[set].offset != offset || sets_[set].stages != stages) fault("threads make different Copies");
     return set;
   }
-  // Its words are never for the kernel, as nobody sees them arrive.
+  // The kernel must not touch the memory of Copies itself: an arrival that no thread ever sees makes that a fault.
   const size_t bytes = 8 * static_cast<size_t>(stages);
   memory_.expect(memory_.at(offset, bytes, 8), bytes, now, now.epoch, "other Copies");
   sets_.push_back(
@@ -56,7 +56,8 @@ void Copying::start(const Stage& stage, unsigned char* to, const unsigned char* 
           std::to_string(memory_.offset(to)));
   }
   Flight flight{to, from, size, {from, from + size}, 0, false};
-  // What is written there after the copies are made may come after the bytes of the copy, barrier or not.
+  // Even after a barrier, a write to the target since the set was made is a fault. A GPU may start the copy at once, so
+  // that the write would come after its bytes.
   flight.name = memory_.expect(to, size, now, set.epoch, "a copy that was not waited for");
   set.flights.push_back(std::move(flight));
 }

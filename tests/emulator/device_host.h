@@ -1,4 +1,4 @@
-// The host implementation of csrc/cuda/device.h. Every access is checked.
+// The implementation of csrc/cuda/device.h that runs on the host and checks every access.
 #pragma once
 
 #include <cmath>
@@ -61,7 +61,7 @@ inline bool any(bool value, int line = __builtin_LINE()) {
 
 inline float reciprocal(float x) { return 1.0f / x; }
 
-// Memory of the device: a pointer and how many elements are there.
+// `count` elements in device memory.
 template <class T>
 class Global {
  public:
@@ -103,7 +103,7 @@ class Global {
   int64_t count_ = 0;
 };
 
-// An element of shared memory: knows reads from writes.
+// Stands for an element of shared memory, to tell reads from writes.
 template <class T>
 class Element {
  public:
@@ -198,7 +198,7 @@ class Copies {
       to.check(at, count);
       from.check(n, count);
     } else {
-      at = 0, n = 0;  // where nothing goes does not matter
+      at = 0, n = 0;  // the place of an empty copy does not matter
     }
     Block::current().start_copy(
         {set_, stage}, reinterpret_cast<unsigned char*>(to.data_ + at),
@@ -219,7 +219,7 @@ using Kernel = void (*)(Args);
 template <class Args>
 void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args,
             Together together = {}) {
-  // "... [with Args = capsfast::cuda::TilePasses<true>]"
+  // The type of the arguments, from "... [with Args = capsfast::cuda::TilePasses<true>]", without <...>.
   std::string name = __PRETTY_FUNCTION__;
   name = name.substr(name.find("Args = ") + 7);
   emulator::Team::launch(

@@ -1,4 +1,4 @@
-// Cooperative threads: each has a stack of its own and runs until it hands control back.
+// A cooperative thread. It has a stack of its own and runs until it hands control back.
 #pragma once
 
 #include <cstddef>

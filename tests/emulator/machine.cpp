@@ -52,7 +52,7 @@ void Machine::check_launch(const Dim& grid, int threads, int64_t shared, const T
 
 }  // namespace capsfast::emulator
 
-// Exchanges the settings, in their order, for those of `values`.
+// Exchanges the settings of the device with those in `values`, in the order of the fields of Machine.
 extern "C" __attribute__((visibility("default"))) void capsfast_exchange_device(int64_t* values) {
   capsfast::emulator::Machine& now = capsfast::emulator::Machine::current();
   const capsfast::emulator::Machine before = now;

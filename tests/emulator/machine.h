@@ -1,4 +1,4 @@
-// The emulated device: what it has, which launches it refuses, and how faults are told.
+// The emulated device: its resources, which launches it refuses, and how faults are reported.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,13 @@
 
 namespace capsfast::emulator {
 
-// What a GPU would not tell: a race, an index out of bounds, a barrier that some threads never reach.
+// An error in a kernel that a GPU would not report: a race, an index out of bounds, a barrier that some threads never
+// reach.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A Fault that names the running block and thread, where there is one.
+// Throws a Fault that names the running block and thread, if one is running.
 [[noreturn]] void fault(const std::string& what);
 
 struct Dim {
@@ -22,25 +23,26 @@ std::string to_string(const Dim& d);
 
 constexpr int kWarp = 32, kMostThreads = 1024;
 
-// Blocks that run at the same time: clusters of this many along x, or the whole grid.
+// Which blocks of a launch run at the same time: clusters of `cluster` blocks along x, or, if `grid`, all blocks.
 struct Together {
   int cluster = 1;
   bool grid = false;
 };
 
-// Few multiprocessors, so that small shapes are cut into several blocks, and as much shared memory as every
-// architecture from 8.0 on has.
+// The settings of the device. There are few multiprocessors, so that kernels cut even small shapes into several blocks.
+// Shared memory, in bytes, is what every architecture from 8.0 on has.
 struct Machine {
   int64_t multiprocessors = 2, shared_bytes = 99 * 1024, shared_bytes_together = 100 * 1024;
   bool clusters = true, cooperative = true;
-  bool crowded = false;  // others have so much of it that no cooperative launch is granted
+  bool crowded = false;  // cooperative launches are refused, as if other processes used the device
 
   static Machine& current();
 
-  // On one multiprocessor: two at most, so that little is enough to fill the device.
+  // How many blocks one multiprocessor runs at the same time. At most two, so that few blocks fill the device.
   int64_t blocks_at_a_time(int threads, int64_t shared) const;
-  // On the device, all of whose multiprocessors can be of one cluster.
+  // How many clusters of `size` blocks the device runs at the same time. A cluster may span all multiprocessors.
   int64_t clusters_at_a_time(int size, int threads, int64_t shared) const;
+  // Faults if a GPU would refuse the launch.
   void check_launch(const Dim& grid, int threads, int64_t shared, const Together& together) const;
 
  private:

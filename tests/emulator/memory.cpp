@@ -6,7 +6,7 @@ namespace capsfast::emulator {
 
 namespace {
 
-constexpr size_t kGranule = 2;  // bytes with a shadow of their own: the smallest element
+constexpr size_t kGranule = 2;  // bytes that share a shadow: the size of the smallest element
 
 bool same_warp(const Moment& a, const Moment& b) { return a.thread / kWarp == b.thread / kWarp; }
 
@@ -20,7 +20,7 @@ bool ordered(const Moment& before, const Moment& now) {
 void Memory::begin(size_t bytes) {
   bytes_.resize(bytes);
   shadows_.resize(bytes / kGranule + 1);
-  // NaN in every floating type, and no valid index.
+  // These bits are NaN in every floating-point type and no valid index.
   std::fill(bytes_.begin(), bytes_.end(), static_cast<unsigned char>(0xFF));
   first_arrival_ += static_cast<uint32_t>(arrivals_.size());
   arrivals_.clear();
@@ -29,7 +29,7 @@ void Memory::begin(size_t bytes) {
 
 unsigned char* Memory::at(size_t offset, size_t bytes, size_t alignment) {
   if (offset % alignment != 0) fault("shared memory at " + std::to_string(offset) + " is not aligned");
-  if (offset > bytes_.size() || bytes > bytes_.size() - offset) {  // what was negative is large
+  if (offset > bytes_.size() || bytes > bytes_.size() - offset) {  // a negative argument became a large one
     fault(std::to_string(bytes) + " bytes of shared memory from " + std::to_string(static_cast<int64_t>(offset)) +
           " on, of " + std::to_string(bytes_.size()));
   }

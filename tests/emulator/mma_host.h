@@ -1,4 +1,4 @@
-// Tensor-core products of a warp, by the fragment layouts of PTX (mma.m16n8k8, mma.m16n8k16).
+// Products of tensor cores, in the fragment layout of PTX's mma.m16n8k8.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace capsfast::gpu {
 
-// The nearest number with 10 bits of mantissa, ties away from zero: cvt.rna.tf32.f32.
+// The nearest TF32 number (10 bits of mantissa), ties away from zero, as cvt.rna.tf32.f32 rounds.
 inline float to_tf32(float x) {
   if (!std::isfinite(x)) return x;
   uint32_t bits;
@@ -19,7 +19,8 @@ inline float to_tf32(float x) {
   return x;
 }
 
-// c[4] += a[16 x 8] b[8 x 8] of the warp. Bits below those of tf32 are dropped, as the tensor core does.
+// c [16, 8] += a [16, 8] b [8, 8], of which each lane has 4, 4 and 2 elements. Bits of a and b that TF32 does not have
+// are dropped, as tensor cores do.
 inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
   emulator::Block& block = emulator::Block::current();
   float mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};

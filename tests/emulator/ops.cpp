@@ -1,4 +1,4 @@
-// The routing ops with the CUDA kernels on CPU tensors: capsfast::emulated_<op>.
+// Registers capsfast::emulated_<op>: the routing ops on CPU tensors, with the CUDA kernels run by the emulator.
 #include "../../csrc/ops/bindings.h"
 #include "../../csrc/ops/cuda/engine.h"
 

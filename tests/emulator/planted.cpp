@@ -1,9 +1,9 @@
-// The entry of the planted kernels.
+// Runs the kernels of planted.h for the Python tests.
 #include "planted.h"
 
 using namespace planted;
 
-// Runs a kernel on `size` numbers; "" or what the emulator found.
+// Runs a kernel with `size` numbers in `in` and `out`. Returns the fault that the emulator found, or "".
 extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted(
     const char* kernel, const char* fault, float* in, float* out, int size) {
   static std::string found;
@@ -20,7 +20,7 @@ extern "C" __attribute__((visibility("default"))) const char* capsfast_run_plant
   return found.c_str();
 }
 
-// How many blocks, or clusters of `size`, run at a time; -1 where the emulator finds a fault.
+// How many blocks (size 0) or clusters of `size` blocks run at the same time; -1 if the emulator finds a fault.
 extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_at_a_time(int size, int threads,
                                                                                      int shared_bytes) {
   const gpu::Kernel<Args> kernel = of_a_block.at("rotate").run;

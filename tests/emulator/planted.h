@@ -1,4 +1,4 @@
-// Small kernels, each right and with a fault planted, for the tests of the emulator itself.
+// Small kernels that test the emulator itself. Each is correct as it is, and wrong in the way that Args::fault names.
 #pragma once
 
 #include <map>
@@ -15,7 +15,7 @@ using gpu::Shared;
 constexpr int kThreads = 64;
 
 struct Args {
-  std::string fault;  // empty: none
+  std::string fault;  // empty for the correct kernel
   Global<float> in, out;
 
   bool is(const char* name) const { return fault == name; }

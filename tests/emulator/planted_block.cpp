@@ -1,4 +1,4 @@
-// Of one block: barriers, shuffles, shared memory, tensor cores.
+// Kernels that test what one block does: barriers, shuffles, shared memory, tensor cores.
 #include "planted.h"
 
 namespace planted {
@@ -22,7 +22,7 @@ rotate(Args a) {
   if (a.is("overwritten too soon")) box[n] = 0.0f;
 }
 
-// Blocks are summed up by shuffles.
+// Sums up the numbers of each warp by shuffles.
 CAPSFAST_KERNEL(kThreads, 1)
 sum(Args a) {
   float x = a.in[gpu::thread()];
@@ -32,8 +32,8 @@ sum(Args a) {
   a.out[gpu::thread()] = x;
 }
 
-// Threads of a warp hand numbers on in shared memory, ordered by the barrier of the warp alone; both read the number
-// that one of them writes then.
+// Neighbouring threads of a warp exchange numbers in shared memory, with barriers of the warp only. Then both read a
+// number that one of them writes afterwards.
 CAPSFAST_KERNEL(kThreads, 1)
 warp(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads);
@@ -64,7 +64,7 @@ diverge(Args a) {
   if (!a.is("early exit") || gpu::thread() != 7) a.out[gpu::thread()] = a.in[gpu::thread()];
 }
 
-// The first number as both warps read it, and then as a thread of the first writes it anew.
+// Both warps read the first number, and then a thread of the first warp overwrites it.
 CAPSFAST_KERNEL(kThreads, 1)
 reread(Args a) {
   const Shared<float> box = gpu::shared<float>(0, 1);
@@ -86,7 +86,7 @@ struct alignas(16) Quad {
   float numbers[4];
 };
 
-// Four numbers at once out of shared memory, in the opposite order.
+// Reads four numbers at once from shared memory and writes them in the opposite order.
 CAPSFAST_KERNEL(kThreads, 1)
 vectors(Args a) {
   const Shared<float> box = gpu::shared<float>(16, kThreads);
@@ -99,7 +99,7 @@ vectors(Args a) {
   for (int m = 0; m < 4; ++m) a.out[kThreads - 1 - (4 * n + m)] = quad.numbers[m];
 }
 
-// out[16 x 8] = in[16 x 8] in[8 x 8] of one warp's tensor core.
+// out [16, 8] = in [16, 8] in [8, 8], one product of tensor cores.
 CAPSFAST_KERNEL(32, 1)
 product(Args a) {
   const int group = gpu::thread() / 4, quad = gpu::thread() % 4;
@@ -113,7 +113,7 @@ product(Args a) {
   for (int n = 0; n < 4; ++n) a.out[(group + n / 2 * 8) * 8 + 2 * quad + n % 2] = c[n];
 }
 
-// Blocks add to one number each in their turn: the result depends on which comes last.
+// Every block writes its index to the same element, so the result depends on which block runs last.
 CAPSFAST_KERNEL(32, 1)
 order(Args a) {
   if (gpu::thread() == 0) a.out[0] = static_cast<float>(gpu::block_x());

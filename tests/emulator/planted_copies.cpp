@@ -1,4 +1,4 @@
-// Of copies that run beside the threads.
+// Kernels that test asynchronous copies.
 #include "planted.h"
 
 namespace planted {
@@ -8,7 +8,8 @@ namespace {
 constexpr int kHalf = kThreads / 2;
 using Halves = gpu::Copies<2>;
 
-// Both halves of the numbers are copied in, one after the other; every thread writes the number of its neighbour.
+// Copies the two halves of the numbers to shared memory, as two stages. Every thread writes the number of its
+// neighbour.
 CAPSFAST_KERNEL(kThreads, 1)
 halves(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads), other = gpu::shared<float>(512, kThreads);
@@ -41,7 +42,7 @@ halves(Args a) {
   if (a.is("overwritten after the wait")) box[n] = 0.0f;
 }
 
-// The same as far as it goes, with a fault in what start() and wait() are called with.
+// Copies in the same way, with a fault in the arguments of start() or wait().
 CAPSFAST_KERNEL(kThreads, 1)
 starts(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads + 4);
@@ -75,7 +76,7 @@ starts(Args a) {
   a.out[n] = box[n];
 }
 
-// The words that Copies keep in shared memory.
+// Accesses the shared memory that Copies itself needs.
 CAPSFAST_KERNEL(kThreads, 1)
 words(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads), other = gpu::shared<float>(512, kThreads);
@@ -92,7 +93,8 @@ words(Args a) {
   a.out[n] = box[n];
 }
 
-// A second Copies at another place, into the memory that the first has filled, and stages of no size.
+// A second object Copies with another place, which copies to the memory that the first has filled; and stages of size
+// 0.
 CAPSFAST_KERNEL(kThreads, 1)
 again(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads), odd = gpu::shared<float>(900, 1);
@@ -111,7 +113,7 @@ again(Args a) {
   a.out[n] = x + box[n];
 }
 
-// Blocks of a cluster read what was copied to the others.
+// Blocks of a cluster read what was copied to the shared memory of others.
 CAPSFAST_KERNEL(kThreads, 1)
 remote(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads);

@@ -1,4 +1,4 @@
-// Of blocks that run together: clusters and whole grids.
+// Kernels that test clusters and cooperative launches.
 #include "planted.h"
 
 namespace planted {
@@ -46,8 +46,8 @@ collect(Args a) {
   if (!a.is("missing barrier at the end")) gpu::cluster_barrier();
 }
 
-// Sums over the cluster, several times, with one barrier each: what was read last round may be written in the next but
-// one.
+// Sums over the cluster several times, with one barrier of the cluster for each. Two buffers in turn make this right:
+// what others read in a round is written again two rounds later.
 CAPSFAST_KERNEL(kThreads, 1)
 rounds(Args a) {
   const Shared<float> box = gpu::shared<float>(0, 2 * kThreads);
@@ -64,7 +64,7 @@ rounds(Args a) {
   a.out[gpu::block_x() * kThreads + n] = x;
 }
 
-// Sums over all blocks, in memory: every block adds up what all have written.
+// Sums over all blocks through device memory: every block adds up what all have written.
 CAPSFAST_KERNEL(kThreads, 1)
 gather(Args a) {
   const int n = gpu::thread();
@@ -86,7 +86,7 @@ gather(Args a) {
   }
 }
 
-// Both kinds: each cluster sums up through shared memory, the grid through memory.
+// A cooperative launch of clusters. Each cluster sums up through shared memory, the grid through device memory.
 CAPSFAST_KERNEL(kThreads, 1)
 both(Args a) {
   const Shared<float> box = gpu::shared<float>(0, kThreads);
@@ -95,7 +95,7 @@ both(Args a) {
   if (a.is("barrier of the cluster alone")) {
     gpu::cluster_barrier();
   } else {
-    gpu::grid_barrier();  // is one of every cluster
+    gpu::grid_barrier();  // is also a barrier of every cluster
   }
   float sum = 0.0f;
   for (int rank = 0; rank < gpu::cluster_size(); ++rank) sum += box.read_from(rank, n);

@@ -11,7 +11,7 @@ std::map<std::string, int>& launched() {
   return counts;
 }
 
-// A launch that ended with a fault leaves no thread running.
+// Marks a launch in progress. Its destructor makes sure that after a fault no block counts as running.
 struct Launching {
   static bool now;
   Launching() { now = true; }
@@ -37,7 +37,8 @@ void Team::launch(const Dim& grid, int threads, size_t shared_bytes, const Toget
   ++launched()[name + (together.cluster > 1 ? " cluster" + std::to_string(together.cluster) : "") +
                (together.grid ? " cooperative" : "")];
   static int64_t launches = 0;
-  // The sequence of Thue and Morse: no call of several launches meets the same directions again and again.
+  // The direction follows the Thue-Morse sequence. It is not periodic, so a test that repeats some launches does not
+  // meet the same directions each time.
   const bool backwards = __builtin_popcountll(static_cast<unsigned long long>(launches++)) % 2 == 1;
   const int64_t all = grid.x * grid.y * grid.z;
   const size_t count = static_cast<size_t>(together.grid ? all : together.cluster);
@@ -71,14 +72,15 @@ void Team::run(size_t count, bool backwards) {
   if (!std::all_of(blocks_.begin(), blocks_.begin() + static_cast<std::ptrdiff_t>(count), left)) stuck(count);
 }
 
-// As far as it gets without the others, so that what only a barrier of the grid would order is not in order.
+// Runs a cluster as far as it gets without the other clusters. So if a barrier of the grid is missing, a cluster runs
+// ahead and the result is wrong.
 void Team::run_cluster(size_t first, bool backwards) {
   do {
     for (size_t n = 0; n < cluster_; ++n) blocks_[first + (backwards ? cluster_ - 1 - n : n)]->run(backwards);
   } while (release(first, cluster_, Wait::cluster));
 }
 
-// Lets `count` blocks go if all their threads are at the same barrier.
+// Lets `count` blocks go on if all their threads wait at the same barrier. Returns whether they do.
 bool Team::release(size_t first, size_t count, Wait wait) {
   const int line = blocks_[first]->waits_at(wait);
   if (line == 0) return false;
@@ -106,7 +108,8 @@ void Team::stuck(size_t count) const {
 
 }  // namespace capsfast::emulator
 
-// "Name count" a line, of the launches since the last call; "Name cluster4 cooperative count" for one of both kinds.
+// The launches since the last call, a line "name count" for each kernel. For clusters and cooperative launches the name
+// is longer: "name cluster4 cooperative count".
 extern "C" __attribute__((visibility("default"))) const char* capsfast_take_launches() {
   static std::string text;
   text.clear();

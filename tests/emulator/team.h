@@ -1,4 +1,5 @@
-// Launches: blocks that run together, a cluster or a whole grid, take turns; all others run one after the other.
+// Launches. A team is a cluster, or all blocks of a cooperative launch: its blocks take turns. Teams run one after the
+// other.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +15,12 @@ namespace capsfast::emulator {
 
 class Team {
  public:
-  // Runs `body` as every thread of every block. Half of the launches run teams, blocks and threads backwards, so that
-  // a result that depends on their order differs from launch to launch.
+  // Runs `body` as every thread of every block. Half of the launches run teams, blocks and threads in the opposite
+  // order, so that a result that depends on the order differs from launch to launch.
   static void launch(const Dim& grid, int threads, size_t shared_bytes, const Together& together,
                      const std::function<void()>& body, const std::string& name);
-  // How often kernels were launched since the last call, by what they are called with and how.
+  // How often each kernel was launched since the last call. A kernel is named by the type of its arguments and the kind
+  // of launch.
   static std::map<std::string, int> take_launches();
 
  private:
@@ -27,7 +29,7 @@ class Team {
   bool release(size_t first, size_t count, Wait wait);
   [[noreturn]] void stuck(size_t count) const;
 
-  std::vector<std::unique_ptr<Block>> blocks_;  // more than run where a launch before had more: stacks are kept
+  std::vector<std::unique_ptr<Block>> blocks_;  // never fewer than in an earlier launch: their stacks are used again
   size_t cluster_ = 1;
 };
 

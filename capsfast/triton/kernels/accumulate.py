@@ -1,8 +1,8 @@
-"""One routing pass over the input capsules: partial sums of s, and in the backward of G.
+"""One routing pass over the input capsules: partial sums of s in the forward, of G in the backward.
 
-Program (batch tile, split, group) owns BB samples, a slice of the input capsules and NT tiles of outputs. It keeps
-its sums in registers and stores them as partial[split]: finish.py adds the splits in order, so no sum depends on
-which program comes first.
+Program (batch tile, split, group) has BB samples, a slice of the input capsules and NT tiles of outputs. It keeps its
+sums in registers and stores them as partial[split]. finish.py adds the splits in a fixed order, so no sum depends on
+the order in which programs run.
 """
 
 import triton
@@ -32,7 +32,7 @@ def accumulate_kernel(
     V_ptr,  # [B, J, D] float32
     rows_ptr,  # [3, B, I] float32, MODE "swept"
     partial_ptr,  # [splits, B, J, D] float32
-    online_ptr,  # [2, splits, B, J] float32, MODE "in": maximum and sum of exponentials
+    online_ptr,  # [2, splits, B, J] float32, out for MODE "in": maximum and sum of exponentials
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
@@ -40,7 +40,7 @@ def accumulate_kernel(
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr,
 ):
-    """MODE as in softmax.py, or "uniform": without logits every coupling of the first pass is the same."""
+    """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1."""
     rows = batch_rows(tl.program_id(0), BB, WIDE)
     split = tl.program_id(1)
     first = tl.program_id(2) * NT
@@ -89,7 +89,7 @@ def accumulate_kernel(
                 x = x + (votes,)
             sums = ()
             if MODE == "in":
-                # The softmax over i as it comes: sums so far are scaled whenever the maximum grows.
+                # The online softmax over i: when the maximum grows, the sums so far are rescaled.
                 maxima = ()
                 totals = ()
                 for n in tl.static_range(NT):
@@ -119,7 +119,7 @@ def accumulate_kernel(
             tl.store(at + tl.cast(tl.num_programs(1), tl.int64) * B * J, total[n], mask=within)
 
 
-# Slices of [R, ...] tensors: where they begin depends on B, and an alignment that is known would be compiled in.
+# These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
 @triton.jit(
     do_not_specialize=["B", "I", "chunk"],
     do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr", "delta_ptr"],
@@ -138,7 +138,7 @@ def accumulate_gradient_kernel(
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Partial sums of what one iteration adds to G: sum_i db votes."""
+    """Partial sums of sum_i db votes, which one iteration adds to G."""
     rows = batch_rows(tl.program_id(0), BB, WIDE)
     split = tl.program_id(1)
     first = tl.program_id(2) * NT

@@ -1,6 +1,6 @@
-"""Between two passes: partial sums of the splits, in order, to s, v and V, or to G and ds.
+"""The steps between passes: they add up the partial sums of the splits in order, and compute s, v and V, or G and ds.
 
-Program: RB rows, a row being one output capsule of one sample; its D components padded to DP.
+A program has RB rows. A row is one output capsule of one sample, its D components padded to DP.
 """
 
 import triton
@@ -12,7 +12,7 @@ from .squash import squash, squash_gradient
 
 @triton.jit
 def sum_splits(partial_ptr, at, within, splits, plane, SB: tl.constexpr):
-    """Rows [RB, DP] at ``at``, summed over the splits, SB of which are read together."""
+    """Rows at the offsets ``at`` [RB, DP], summed over the splits, of which SB are read at once."""
     total = tl.zeros(at.shape, tl.float32)
     for start in range(0, splits, SB):
         split = start + tl.arange(0, SB)
@@ -34,17 +34,17 @@ def load_bias(bias_ptr, rows, d, within, J: tl.constexpr, D: tl.constexpr):
     return tl.load(bias_ptr + ((rows % J) * D)[:, None] + d[None, :], mask=within, other=0.0).to(tl.float32)
 
 
-# Slices of [R, ...] tensors: where they begin depends on B, and an alignment that is known would be compiled in.
+# These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
 @triton.jit(
     do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr", "norm_ptr", "inverse_ptr"]
 )
 def finish_kernel(
     partial_ptr,  # [splits, B, J, D] float32
-    online_ptr,  # [2, splits, B, J] float32, ONLINE
+    online_ptr,  # [2, splits, B, J] float32, if ONLINE: maximum and sum of exponentials of each split
     factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
-    V_ptr,  # [B, J, D] float32, what the pass used, or None: zero
+    V_ptr,  # [B, J, D] float32, what the pass scored with, or None for zero
     s_ptr,  # [B, J, D] float32, out
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
     next_ptr,  # [B, J, D] float32, out: V + v, or None
@@ -60,7 +60,7 @@ def finish_kernel(
     at = (rows * D)[:, None] + d[None, :]
     plane = tl.cast(B, tl.int64) * J
     if ONLINE:
-        # The splits' softmaxes over their input capsules, combined in order.
+        # Combines the splits, each a softmax over its own input capsules, in order.
         m = tl.full([RB], 0.0 if LEAKY else float("-inf"), tl.float32)
         total = tl.full([RB], 1.0 if LEAKY else 0.0, tl.float32)
         s = tl.zeros([RB, DP], tl.float32)
@@ -88,7 +88,7 @@ def finish_kernel(
             each = tl.zeros([RB], tl.float32) + factor
         s = s * each[:, None]
         if norm_ptr is not None:
-            # A uniform pass of softmax "in": all logits are 0.
+            # After a uniform pass of softmax "in" the maximum is 0, as all logits are.
             tl.store(norm_ptr + rows, tl.zeros([RB], tl.float32), mask=ok)
             tl.store(inverse_ptr + rows, each, mask=ok)
     tl.store(s_ptr + at, s, mask=within)
@@ -108,7 +108,7 @@ def restore_kernel(
     s_ptr,  # [r, B, J, D] float32
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
-    state_ptr,  # [B, J, R, 2, D] float32, out: V of every iteration, 0 for the first, beside room for ds
+    state_ptr,  # [B, J, R, 2, D] float32: [..., t, 0, :] is V of iteration t, out; [..., t, 1, :] is for ds
     o_b, o_j, B, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
 ):
@@ -132,12 +132,12 @@ def restore_kernel(
 
 @triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr", "delta_ptr"])
 def finish_gradient_kernel(
-    partial_ptr,  # [splits, B, J, D] float32, what this pass adds to G, or None: dv is G
-    G_ptr,  # [B, J, D]: G before, and with partial_ptr float32 and G after
+    partial_ptr,  # [splits, B, J, D] float32, what this pass adds to G, or None: G is dv
+    G_ptr,  # [B, J, D]: G so far; with partial_ptr it is float32 and updated
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
-    s_ptr,  # [B, J, D] float32, of the iteration whose ds this gives
-    ds_ptr,  # ds of the iteration in [B, J, R, 2, D] float32, out
+    s_ptr,  # [B, J, D] float32, of the iteration whose ds is computed
+    ds_ptr,  # points to ds of that iteration in [B, J, R, 2, D] float32, out
     delta_ptr,  # [B, J] float32, out: s . ds, or None
     o_b, o_j, B, splits, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr, R: tl.constexpr,

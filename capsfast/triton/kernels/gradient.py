@@ -1,12 +1,13 @@
 """The last pass of the backward: dvotes = sum_t c_t ds_t + db_t V_t, and from it du, dW and dlogits.
 
-Program (chunk, split) owns the input capsules of its chunk for the batch tiles of its split. It alone writes
-du [b, i] of those samples and dW [i] of partial[split], and adds to them where a tile of outputs or of the batch
-is not the first: no atomics, and sums in an order that does not depend on which program comes first. The splits of
-dW are added up in order by the launcher. A weight shared by all i has one partial per program.
+V_t is what iteration t scored with; t counts from 0, so V_0 = 0. Program (chunk, split) has the input capsules of its
+chunk and the batch tiles of its split. No other program writes du of these, or dW of these input capsules in
+partial[split]; tiles of outputs and of the batch after the first are added to what it stored before. So there are no
+atomics, and no sum depends on the order in which programs run. routing.py adds up the splits of dW in order. A weight
+that all input capsules share has a partial dW per program.
 
-The coefficients c_t and db_t of all iterations come first, numbers per pair; then one tile of dvotes at a time is
-made from them and used up. Tiles of dvotes for all outputs beside those of the votes would not fit the registers.
+The coefficients c_t and db_t of all iterations are computed first. Then dvotes are made from them and used up one tile
+after the other: the registers would not hold dvotes of all outputs beside the votes.
 """
 
 import triton
@@ -36,7 +37,7 @@ from .tiles import (
 
 @triton.jit
 def add_to(at, value, within, stored):
-    """Stores value, or adds it to what this program stored before (stored > 0)."""
+    """Stores value or, if stored > 0, adds it to what this program stored before."""
     again = tl.zeros(within.shape, tl.int32) + stored > 0
     before = tl.load(at, mask=within & again, other=0.0)
     tl.store(at, before.to(tl.float32) + value, mask=within)
@@ -47,7 +48,7 @@ def add_weight_gradient(
     dw_ptr, value, n, k0, stored,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):
-    """Tile n of dW_i [J, D, K]."""
+    """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
     j, d = columns(n, JT, DP, False)
     k = components(k0, KP, False)
     within = ((j < J) & (d < D))[:, None] & (k < K)[None, :]
@@ -58,7 +59,7 @@ def add_weight_gradient(
 def add_input_gradient(
     dx_ptr, value, rows, inside, i, k0, I, stored, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr
 ):
-    """du_i [B, I, K] of the samples, components from k0."""
+    """Stores du of input capsule i for the samples, in [B, I, K], components k from k0 on."""
     k = components(k0, KP, WIDE)
     at = dx_ptr + (rows[0] * I + i) * K + (rows[1] * I * K)[:, None] + k[None, :]
     add_to(at, value, inside[:, None] & (k < K)[None, :], stored)
@@ -69,7 +70,7 @@ def store_votes_gradient(
     dx_ptr, value, rows, inside, i, n, I,
     J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Tile n of dvotes_i [B, I, J, D] of the samples."""
+    """Stores tile n of dvotes of input capsule i for the samples, in [B, I, J, D]."""
     j, d = columns(n, JT, DP, WIDE)
     at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
     tl.store(at, value, mask=inside[:, None] & ((j < J) & (d < D))[None, :])
@@ -80,7 +81,7 @@ def store_logits_gradient(
     dl_ptr, value, rows, inside, i, n, I, split, stored,
     J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
 ):
-    """Tile n of dlogits_i: [B, I, J] of the samples, or their sum in [splits, I, J]."""
+    """Stores tile n of dlogits of input capsule i: per sample in [B, I, J] or, if SUM, summed in [splits, I, J]."""
     j = outputs(n, JT, WIDE)
     if SUM:
         add_to(dl_ptr + (tl.cast(split, tl.int64) * I + i) * J + j, tl.sum(value, 0), j < J, stored)
@@ -94,13 +95,13 @@ def store_logits_gradient(
 )
 def gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
-    state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32: offsets between them are immediates
+    state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32, so that offsets between them are constants
     rows_ptr,  # [R, 3, B, I] float32, MODE "swept"
     norm_ptr, inverse_ptr, delta_ptr,  # [R, B, J] float32, MODE "in"
-    factor_ptr,  # [B] float32 or None, UNIFORM
-    dx_ptr,  # [B, I, K] or dvotes [B, I, J, D], or None
-    dw_ptr,  # [splits, I, J, D, K], SHARED: [programs, J, D, K], or None
-    dl_ptr,  # [B, I, J], SUM_LOGITS: [splits, I, J], or None
+    factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
+    dx_ptr,  # out: du [B, I, K] or dvotes [B, I, J, D], or None
+    dw_ptr,  # out: [splits, I, J, D, K] or, if SHARED, [programs, J, D, K], or None
+    dl_ptr,  # out: [B, I, J] or, if SUM_LOGITS, [splits, I, J], or None
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
     B, I, chunk, tiles, groups, factor,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
@@ -111,9 +112,8 @@ def gradient_kernel(
     START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
     SHARED: tl.constexpr, SUM_LOGITS: tl.constexpr, WARPS: tl.constexpr,
 ):
-    """START: the first iteration with coefficients per pair; UNIFORM: those of the one before are one number.
-
-    AGREEMENT: V depends on the inputs (gradient "full"). tiles: batch tiles of a split.
+    """START: the first iteration whose coupling depends on the pair (i, j). UNIFORM: the iteration before START has a
+    gradient too, and all its couplings are equal. AGREEMENT: gradient="full". tiles: batch tiles of a split.
     """
     split = tl.program_id(1)
     lo = tl.program_id(0) * chunk
@@ -152,7 +152,7 @@ def gradient_kernel(
                     ),)
                     valid = valid + (known[n] & ok[:, None],)
 
-                weights = ()  # by iteration: c and db, each a tile [BB, JT] for every n
+                weights = ()  # for each iteration a pair (c, db) of tuples of NT tiles [BB, JT]
                 for t in tl.static_range(START, R):
                     at = t * plane
                     b = ()
@@ -231,7 +231,7 @@ def gradient_kernel(
                                     dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, inside, i, k0, I, first + n, K,
                                     KP, WIDE
                                 )
-                            # The next tile adds to what this one stored, perhaps in other threads.
+                            # The next tile adds to what was stored here, which other threads may have done.
                             tl.debug_barrier()
                         if dw_ptr is not None and keep_dw:
                             dx_each = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
@@ -262,9 +262,9 @@ def gradient_kernel(
                             WIDE
                         )
                 if SHARED and not keep_dw:
-                    # The next input capsule adds to the same dW, perhaps in other threads.
+                    # The next input capsule adds to this dW, which other threads may have stored.
                     tl.debug_barrier()
-            # The next tile or group adds to what was stored.
+            # The next tile or group adds to what other threads may have stored.
             tl.debug_barrier()
             if keep_dw and dw_ptr is not None:
                 owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)

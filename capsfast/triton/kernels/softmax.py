@@ -1,8 +1,8 @@
-"""Coupling coefficients of one input capsule i from its routing logits b, tuples of NT tiles [BB, JT].
+"""Coupling coefficients of one input capsule i from its routing logits b; both are tuples of NT tiles [BB, JT].
 
-MODE "out": softmax over the outputs, all of which are in the tiles. MODE "swept": the same where they are not;
-a sweep before has kept each row's maximum and 1 / sum (rows_ptr [3, B, I]: these and sum_j c dc). MODE "in":
-softmax over the input capsules, its maximum and 1 / sum known from the forward (norm [B, J] each).
+MODE "out": softmax over the outputs; the tiles hold all of them. MODE "swept": softmax over the outputs; the tiles hold
+some of them. A sweep has computed each row's maximum, 1 / sum and sum_j c dc, rows_ptr [3, B, I]. MODE "in": softmax
+over the input capsules, whose maximum and 1 / sum, [B, J] each, are known from the forward.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def finite_or_zero(m):
-    """A maximum to subtract: 0 where no logit is finite, whose softmax then gives 0."""
+    """The maximum m to subtract from logits, or 0 if it is -inf: then exp(b - m) is 0 instead of NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -45,7 +45,7 @@ def over_outputs(b, NT: tl.constexpr, LEAKY: tl.constexpr):
 def couple(
     b, rows_ptr, norm, rows, ok, i, B, I, NT: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr
 ):
-    """c of all tiles. norm: tuples (maximum, 1 / sum) of [BB, JT] for MODE "in"."""
+    """c of all tiles. norm: for MODE "in" a pair (maximum, 1 / sum) of tuples of NT tiles [BB, JT]."""
     if MODE == "out":
         c = over_outputs(b, NT, LEAKY)
     elif MODE == "swept":
@@ -66,7 +66,7 @@ def couple(
 def agreement_gradient(
     c, dc, valid, rows_ptr, delta, rows, ok, i, B, I, NT: tl.constexpr, MODE: tl.constexpr
 ):
-    """db = c (dc - sum c dc), the sum over what the softmax is over. delta: for MODE "in" that sum, [BB, JT] a tile."""
+    """db = c (dc - sum c dc), summed over what the softmax runs over. delta: for MODE "in" that sum, NT tiles."""
     db = ()
     if MODE == "in":
         for n in tl.static_range(NT):

@@ -1,4 +1,4 @@
-"""The squash v = f(n) s, n = |s|^2, on rows [R, DP]; reference/squash.py holds the table of factors f."""
+"""The squash v = f(n) s with n = |s|^2, on rows [R, DP]. reference/squash.py holds the same factors f."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def minus_expm1(x):
-    """1 - exp(-x) for x >= 0; a series where the difference would cancel."""
+    """1 - exp(-x) for x >= 0, by its series for small x, where the difference would cancel."""
     series = x * (1.0 - x * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0)))))
     return tl.where(x < 0.1, series, 1.0 - tl.exp(-x))
 
@@ -46,7 +46,7 @@ def radial_derivative(n, eps, KIND: tl.constexpr):
         f = q * q * p - q * root * p * p / 2.0
     elif KIND == "exp":
         norm = tl.sqrt_rn(n + eps)
-        # (exp(-x) x - (1 - exp(-x))) / (2 x^3), by its series where the difference cancels.
+        # (exp(-x) x - (1 - exp(-x))) / (2 x^3), by its series for small x, where the difference would cancel.
         series = -0.25 + norm * (1.0 / 6.0 - norm * (1.0 / 16.0 - norm * (1.0 / 60.0 - norm * (1.0 / 288.0))))
         exact = (tl.exp(-norm) * norm - minus_expm1(norm)) / (2.0 * norm * norm * norm)
         f = tl.where(norm < 0.1, series / norm, exact)
@@ -66,7 +66,7 @@ def squash(s, eps, KIND: tl.constexpr):
 
 @triton.jit
 def squash_gradient(s, dv, eps, KIND: tl.constexpr):
-    """ds for v = f(|s|^2) s."""
+    """ds from dv for v = f(|s|^2) s."""
     n = tl.sum(s * s, 1)
     along = 2.0 * radial_derivative(n, eps, KIND) * tl.sum(s * dv, 1)
     return radial(n, eps, KIND)[:, None] * dv + along[:, None] * s

@@ -1,4 +1,4 @@
-"""Passes that keep something per pair or per row: the softmax of rows too long for one program, and the coupling."""
+"""Two more passes: the sweep, for a softmax over more outputs than a program holds, and the one that writes c."""
 
 import triton
 import triton.language as tl
@@ -22,8 +22,8 @@ from .tiles import (
 @triton.jit(do_not_specialize=["B", "I", "chunk", "groups"], do_not_specialize_on_alignment=["rows_ptr"])
 def sweep_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
-    state_ptr,  # V [B, J, D] float32, or WITH_DS V and ds of this iteration in [B, J, R, 2, D]
-    rows_ptr,  # [3, B, I] float32
+    state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
+    rows_ptr,  # [3, B, I] float32, out
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
     B, I, chunk, groups,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
@@ -32,9 +32,9 @@ def sweep_kernel(
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     WITH_DS: tl.constexpr, R: tl.constexpr,
 ):
-    """Maximum and 1 / sum of every row of logits, and WITH_DS sum_j c dc, over all outputs tile by tile.
+    """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Takes the outputs tile by tile.
 
-    Program (batch tile, split) owns its rows b, i.
+    Program (batch tile, split) has BB samples and a slice of the input capsules.
     """
     rows = batch_rows(tl.program_id(0), BB, WIDE)
     inside = rows[0] + rows[1] < B
@@ -47,7 +47,7 @@ def sweep_kernel(
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
-        # leaky: one more entry of logit 0.
+        # If LEAKY, there is one more entry, of logit 0.
         m = tl.full([BB], 0.0 if LEAKY else float("-inf"), tl.float32)
         total = tl.full([BB], 1.0 if LEAKY else 0.0, tl.float32)
         inner = tl.zeros([BB], tl.float32)
@@ -86,7 +86,7 @@ def coupling_kernel(
     V_ptr,  # [B, J, D] float32
     rows_ptr,  # [3, B, I] float32, MODE "swept"
     norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
-    coupling_ptr,  # [B, I, J]
+    coupling_ptr,  # [B, I, J], out
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
@@ -94,7 +94,7 @@ def coupling_kernel(
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr,
 ):
-    """The coupling of one iteration. Programs as in accumulate.py, each owning its pairs."""
+    """Writes the coupling of one iteration. Programs are cut as in accumulate.py."""
     rows = batch_rows(tl.program_id(0), BB, WIDE)
     first = tl.program_id(2) * NT
     inside = rows[0] + rows[1] < B

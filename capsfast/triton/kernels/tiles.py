@@ -1,9 +1,9 @@
-"""What every kernel does with a tile: [BB samples, N columns], a column being one component d of one output j.
+"""What every kernel does with a tile [BB, N]: BB samples, N columns. A column is one component d of one output j.
 
-A kernel holds NT such tiles (tuples below), N = JT * DP columns each: JT outputs, their D components padded
-to DP. rows is (number of the first sample, 0 ... BB-1). Strides come as tuples: xs of u (b, i, -, k) or votes
-(b, i, j, d), ws of the weight (i, j, d, k). Offsets within a tile are 32-bit, for half the registers, unless the
-launcher finds that they don't fit (WIDE); where the tile is in memory is 64-bit always.
+A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. rows is
+(number of the first sample, 0 ... BB-1). Strides are tuples: xs of u (b, i, -, k) or votes (b, i, j, d), ws of the
+weight (i, j, d, k). The address of a tile is 64-bit. Offsets within it are 32-bit, which takes half the registers,
+unless they may be too large (WIDE, see launch.py).
 """
 
 import triton
@@ -20,7 +20,7 @@ def batch_rows(tile, BB: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def outputs(n, JT: tl.constexpr, WIDE: tl.constexpr):
-    """The j of tile n."""
+    """The output capsules j of tile n: [JT]."""
     j = n * JT + tl.arange(0, JT)
     if WIDE:
         j = j.to(tl.int64)
@@ -29,7 +29,7 @@ def outputs(n, JT: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def columns(n, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr):
-    """j and d of the columns of tile n."""
+    """j and d of the columns of tile n: [N] each."""
     column = tl.arange(0, JT * DP)
     if WIDE:
         column = column.to(tl.int64)
@@ -49,10 +49,11 @@ def load_vectors(
     ptr, rows, ok, n, J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     S: tl.constexpr = 1, AGAIN: tl.constexpr = False,
 ):
-    """Tile n of float32 vectors [B, J, D], or, ptr pointing to the one that is wanted, of [B, J, S, D]. 0 outside.
+    """Tile n of float32 vectors [B, J, D], 0 outside. With S > 1 they are one of the S vectors in [B, J, S, D], to
+    which ptr points.
 
-    AGAIN: loads what was loaded before, from L1. The compiler would keep the tile in registers if it saw that it is
-    the same load.
+    AGAIN: the same tile was loaded before. The cache modifier makes this a different load, so that the compiler reads
+    L1 again instead of keeping the tile in registers in between.
     """
     j, d = columns(n, JT, DP, False)
     inside = ok[:, None] & ((j < J) & (d < D))[None, :]
@@ -74,35 +75,35 @@ def store_vectors(ptr, value, rows, ok, n, J: tl.constexpr, D: tl.constexpr, JT:
 
 @triton.jit
 def load_numbers(ptr, rows, valid, n, J: tl.constexpr, JT: tl.constexpr):
-    """Tile n of float32 numbers [B, J], 0 where not valid."""
+    """Tile n of float32 numbers [B, J]: [BB, JT], 0 where not valid."""
     j = outputs(n, JT, False)
     return tl.load(ptr + rows[0] * J + (rows[1] * J)[:, None] + j[None, :], mask=valid, other=0.0)
 
 
 @triton.jit
 def score(x, p, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
-    """Dot products over d of two tiles: [BB, JT]."""
+    """Dot products over d of two tiles [BB, N]: [BB, JT]."""
     return tl.sum(tl.reshape(x * p, [BB, JT, DP]), 2)
 
 
 @triton.jit
 def spread(c, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
-    """A number per output [BB, JT] to all its columns."""
+    """Repeats a number per output, [BB, JT], in all columns of the output: [BB, N]."""
     return tl.reshape(tl.broadcast_to(c[:, :, None], [BB, JT, DP]), [BB, JT * DP])
 
 
 @triton.jit
 def head(x):
-    """The part of a float32 that TF32 holds. The rest, x - head(x), is exact and fits again but for 2 bits."""
+    """x cut to TF32. The rest, x - head(x), is exact; it has 2 bits more than TF32 holds."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def product(a, b, acc, DOT: tl.constexpr):
-    """acc + a b by tensor cores. DOT "tf32x3": float32 as three TF32 products; "tf32": one; "half": 16-bit operands;
-    "tf32x2": b came from 16 bits and is exact in TF32.
+    """acc + a b by tensor cores. DOT "half": 16-bit operands. "tf32": one TF32 product. "tf32x3": three TF32 products,
+    for the accuracy of float32. "tf32x2": two, for a b that was converted from 16 bits and is exact in TF32.
 
-    The split is done here: input_precision="tf32x3" also replaces infinities, with a select for every element.
+    input_precision="tf32x3" is not used, as it also replaces infinities, with a select for every element.
     """
     if DOT == "half":
         acc = tl.dot(a, b, acc)
@@ -122,17 +123,17 @@ def product(a, b, acc, DOT: tl.constexpr):
 
 @triton.jit
 def by_warp(tile, BB: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
-    """[BB, N] as [WARPS, BB, N / WARPS], every warp with the columns it holds.
+    """[BB, N] as [WARPS, BB, N / WARPS], so that every warp keeps the columns it has.
 
-    A product over the columns then is one for each warp and a sum over warps. Without this every warp would be
-    given all columns, and the registers for them.
+    A product that sums over columns then is a product in each warp and a sum over warps. Without this every warp
+    would get all columns, in registers.
     """
     return tl.permute(tl.reshape(tile, [BB, WARPS, N // WARPS]), (1, 0, 2))
 
 
 @triton.jit
 def input_capsules(x_ptr, rows, ok, i, k0, xs, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr):
-    """u_i of the samples, components from k0: [BB, KP], 0 outside."""
+    """u of input capsule i for the samples, components k from k0 on: [BB, KP], 0 outside."""
     k = components(k0, KP, WIDE)
     at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (k * xs[3])[None, :]
     return tl.load(at, mask=ok[:, None] & (k < K)[None, :], other=0.0)
@@ -144,7 +145,7 @@ def weight_tile(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """W_ij of tile n, components from k0: [N, KP], 0 outside."""
+    """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside."""
     j, d = columns(n, JT, DP, WIDE)
     k = components(k0, KP, WIDE)
     at = w_ptr + i * ws[0] + (j * ws[1] + d * ws[2])[:, None] + (k * ws[3])[None, :]
@@ -158,9 +159,10 @@ def votes_tile(
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Tile n of the votes for input capsule i: read where they exist, else W_ij u_i. u: its first components.
+    """Tile n of the votes of input capsule i: if VOTES they are read, else computed as W_ij u_i. u: the first KP
+    components of the pose.
 
-    Sums over i are not left to tl.dot: the adders of tensor cores round towards zero, a drift that grows with I.
+    tl.dot does not sum over i: tensor cores round sums towards zero, an error that would grow with I.
     """
     if VOTES:
         j, d = columns(n, JT, DP, WIDE)
@@ -176,14 +178,14 @@ def votes_tile(
                 w_more = weight_tile(w_ptr, i, n, k0, ws, J, D, K, JT, DP, KP, WIDE)
                 votes = product(more, tl.trans(w_more), votes, DOT)
         if mask_ptr is not None:
-            # The weight of a masked input capsule may hold anything.
+            # The weight of a masked input capsule may hold NaN.
             votes = tl.where(ok[:, None], votes, 0.0)
     return votes
 
 
 @triton.jit
 def valid_inputs(mask_ptr, rows, ok, i, m_b, m_i):
-    """Which samples have input capsule i: [BB]."""
+    """For which samples input capsule i is not masked: [BB]."""
     if mask_ptr is not None:
         at = mask_ptr + (rows[0] * m_b + i * m_i) + rows[1] * m_b
         ok = ok & (tl.load(at, mask=ok, other=0) != 0)
@@ -192,7 +194,7 @@ def valid_inputs(mask_ptr, rows, ok, i, m_b, m_i):
 
 @triton.jit
 def valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
-    """Which outputs of tile n the samples have: [BB, JT]."""
+    """Which outputs of tile n exist and are not masked, for each sample: [BB, JT]."""
     j = outputs(n, JT, WIDE)
     valid = ok[:, None] & (j < J)[None, :]
     if out_mask_ptr is not None:

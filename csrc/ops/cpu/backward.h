@@ -1,4 +1,4 @@
-// The backward: from the last iteration to the second a reducing pass each, then one last pass for all.
+// The backward: a reducing pass for each iteration from the last to the second, then one last pass for all iterations.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace capsfast::driver {
 template <class T>
 class Backward {
  public:
-  // dlogits_sum [I, J] and dbias_sum [J, D], added to; null where they are not wanted.
+  // Adds to dlogits_sum [I, J] and dbias_sum [J, D], each null if it is not wanted.
   Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, double* dlogits_sum,
            double* dbias_sum, int64_t threads)
       : context(problem, threads),
@@ -29,7 +29,7 @@ class Backward {
         in_norm(context.layout, p.softmax_in ? p.iterations : 0),
         c_dc(p.softmax_in ? p.iterations * context.layout.scalars() : 0),
         bias(static_cast<size_t>(p.J * p.D), T(0)) {
-    // Lanes without a sample read as zero capsules.
+    // Lanes without a sample hold zeros, so that they add nothing to any sum.
     std::fill_n(V.get(), p.iterations * context.layout.vectors(), T(0));
     std::fill_n(ds.get(), p.iterations * context.layout.vectors(), T(0));
     if (p.bias.data != nullptr)
@@ -57,7 +57,8 @@ class Backward {
       if (t == r - 1) pass.dcoupling = in.dcoupling;
       pass.sum = sums.high();
       pass.low = sums.low();
-      // The sums go on from iteration to iteration: V_t holds every earlier v, so G adds up.
+      // Not cleared between iterations: each v is part of every later V, so its gradient G is the sum over all passes
+      // so far.
       if (t == r - 1) sums.clear();
       context.reduce(pass);
       parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
@@ -69,7 +70,8 @@ class Backward {
   }
 
  private:
-  // V_t of every iteration from the saved s, and the normalisers, in the plan's layout.
+  // Computes V of every iteration of sample b from the saved s, and copies the normalisers, both in the layout of the
+  // passes.
   void restore(int64_t b) {
     const Place at = context.layout.of(b);
     const int64_t pitch = context.layout.vectors();
@@ -94,7 +96,7 @@ class Backward {
   T biased(const T* s, int64_t row) const { return s[row] + bias[static_cast<size_t>(row)]; }
   const T* saved_s(int64_t t, int64_t b) const { return static_cast<const T*>(in.s) + (t * in.batch + b) * p.J * p.D; }
 
-  // ds_t from dv_t: the given dv for the last iteration, else the sum of the reducing passes.
+  // Computes ds_t from dv_t: if `given`, dv_t is the gradient of the output, else the sum of the reducing passes.
   void differentiate(int64_t t, int64_t b, bool given) {
     const Place at = context.layout.of(b);
     const int64_t pitch = context.layout.vectors();
@@ -124,7 +126,7 @@ class Backward {
         total += value * s[j * p.D + d];
       }
       if (!p.softmax_in) continue;
-      // sum_i c dc = ds . sum_i c votes, and what the coupling's own gradient adds.
+      // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
       if (given && in.dcoupling.data != nullptr) total += coupling_gradient(b, j);
       c_dc.get()[t * context.layout.scalars() + at.scalar + j * at.stride] = total;
     }
@@ -154,9 +156,10 @@ class Backward {
     const Plan& plan = context.plan;
     const int64_t groups = plan.final_groups, splits = plan.final_splits, tasks = groups * splits;
     const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
-    // Who adds to one dW: every task if the weight is shared, every group of tiles otherwise.
+    // How many partial sums of dW there are: one for each task if the weight is shared, else one for each group of
+    // tiles, and none if there is one group: then every task writes the dW of its input capsules.
     const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
-    // Groups of tiles add up their own dlogits; a single one adds to the result.
+    // Each group of tiles has its own sum of dlogits. If there is one group it adds to the result directly.
     const int64_t logits = dlogits_sum_ != nullptr && groups > 1 ? p.I * p.J : 0;
     const Sums<T> dweight(adders * weights);
     const Buffer<double> dlogits(groups * logits);

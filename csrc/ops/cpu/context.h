@@ -1,4 +1,4 @@
-// What forward and backward share: where numbers stand in the plan's layout, and how passes are run.
+// What forward and backward share: the layout of per-sample arrays, and how passes are run.
 #pragma once
 
 #include <algorithm>
@@ -17,11 +17,11 @@ namespace capsfast::driver {
 
 #include "gather.inl"
 
-// Where the numbers of sample b stand: element (j, d) of a per-output array at base + (j D + d) stride,
-// element j of a per-logit array at base + j stride. Natural order for tensors, the plan's for passes.
+// Where sample b stands in the arrays of a pass (see passes.h for the two layouts). An array with J D numbers a sample
+// has element (j, d) at `vector` + (j D + d) `stride`; one with J numbers has element j at `scalar` + j `stride`.
 struct Place {
-  int64_t vector;  // base in an array [.., J D]
-  int64_t scalar;  // base in an array [.., J]
+  int64_t vector;
+  int64_t scalar;
   int64_t stride;
 };
 
@@ -55,7 +55,8 @@ inline int64_t valid_count(const MaskView& mask, int64_t b, int64_t size) {
   return count;
 }
 
-// The parts in a fixed order, so that the result depends on the number of threads only.
+// Adds parts [count][size] up and writes them to `to`. The order is fixed, so that for a number of threads the result
+// is always the same. Overwrites the first part.
 template <class T>
 void add_up(T* parts, int64_t count, int64_t size, const View& to) {
   if (count == 0) return;
@@ -67,7 +68,7 @@ void add_up(T* parts, int64_t count, int64_t size, const View& to) {
   });
 }
 
-// What forward and backward share: the plan, the layout, the kernels and the output mask in lanes.
+// The plan of a call, its layout, its kernels, and the output mask in that layout.
 template <class T>
 struct Context {
   const Problem& p;
@@ -83,7 +84,7 @@ struct Context {
         layout(problem, plan),
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
     const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
-    // A masked capsule's votes are replaced by zeros, which takes a copy too.
+    // Votes are also copied if there is a mask: those of a masked capsule are replaced by zeros.
     plan.gather_rows =
         p.votes_given ? !is_run<T>(p.votes, {1, p.J, p.D}, {0, votes[2], votes[3]}) || p.mask.data != nullptr
                       : !is_run<T>(p.weight, {p.J, p.D, p.K}, {weight[1], weight[2], weight[3]});
@@ -98,10 +99,11 @@ struct Context {
   const T* valid() const { return p.out_mask.data == nullptr ? nullptr : valid_out.get(); }
   bool is_valid(int64_t b, int64_t j) const { return p.out_mask.data == nullptr || p.out_mask.at(b, j); }
 
-  // Samples at a time for the work between passes: enough for a task to be worth a thread.
+  // The fewest samples a task gets for the work between passes: with fewer, starting it would cost more than it does.
   int64_t grain() const { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.J * p.D)); }
 
-  // Runs a reducing pass; split s adds to sum and low + s * vectors (and max, norm + s * scalars).
+  // Runs a reducing pass. Split k of the input capsules adds to the k-th part of sum and low, [splits][vectors()], and
+  // of max, norm and norm_low, [splits][scalars()].
   void reduce(ReducePass<T> pass) const {
     pass.problem = &p;
     pass.plan = &plan;
@@ -131,8 +133,8 @@ struct Context {
   }
 };
 
-// The saved normalisers of `iterations` iterations in the plan's layout. Lanes without a sample get the
-// maximum inf, which makes their c zero whatever their logits.
+// The saved normalisers of the softmax over the input capsules, [iterations][scalars()], in the layout of the passes.
+// Lanes without a sample get the maximum inf, which makes their c zero whatever their logits.
 template <class T>
 class InNormArrays {
  public:
@@ -143,7 +145,7 @@ class InNormArrays {
   }
   T* max() const { return memory_.get(); }
   T* scale() const { return memory_.get() + count_; }
-  // Iteration t of sample b of the saved tensor [2, r, batch, J], to the `to`-th place here.
+  // Copies iteration t of sample b of `saved` [2, r, batch, J] to iteration `to` of these arrays.
   void restore(const T* saved, const Problem& p, int64_t batch, int64_t t, int64_t b, const Place& at,
                int64_t to) const {
     const T* from = saved + (t * batch + b) * p.J;

@@ -1,12 +1,13 @@
-// Routing logits to coupling coefficients and back, on arrays [J][L]. In the lanes layout the lanes are
-// samples, in the rows layout input capsules.
+// The softmax and its backward, on arrays [J][L]. In the lanes layout the L lanes are samples, in the rows layout input
+// capsules.
 
 template <class T, int L>
 struct Coupling {
   using V = Vec<T, L>;
-  static constexpr int64_t kPart = 32;  // terms added up before they join a longer sum
+  static constexpr int64_t kPart = 32;  // a long sum is made of sums of so many terms, to round less
 
-  // b[j] += prior logits; then -inf for pairs that a mask takes out.
+  // Adds the prior logits to b [J][L], `shared` [J] or `sample` [J][L]. Then masked entries become -inf, where valid_in
+  // [L] or valid_out [J][L] is 0. Each pointer is null if there is nothing of its kind.
   static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out,
                                         int64_t J, T* b) {
     if (shared != nullptr) {
@@ -25,7 +26,7 @@ struct Coupling {
     }
   }
 
-  // b to c = softmax over j, in place. Without any finite logit c is 0.
+  // Replaces b by c, the softmax over j. If all logits are -inf, c is 0.
   static CAPSFAST_INLINE void softmax_out(int64_t J, bool leaky, T* b) {
     V m = broadcast<L>(leaky ? T(0) : kLowest<T>);
     for (int64_t j = 0; j < J; ++j) m = max(m, load<L>(b + j * L));
@@ -43,14 +44,14 @@ struct Coupling {
     for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * scale);
   }
 
-  // b to c = exp(b - max) scale, in place: the softmax over the input capsules, its normaliser given.
+  // Replaces b by c = exp(b - in_max) in_scale: the softmax over the input capsules, whose normaliser is known.
   static CAPSFAST_INLINE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* b) {
     for (int64_t j = 0; j < J; ++j) {
       store<L>(b + j * L, exp<L>(load<L>(b + j * L) - load<L>(in_max + j * L)) * load<L>(in_scale + j * L));
     }
   }
 
-  // dc to db = c (dc - sum_j c dc), in place; with c_dc the sum over i is given instead.
+  // Replaces dc by db = c (dc - sum_j c dc). If c_dc [J][L] is not null it holds the sum, over i instead of j.
   static CAPSFAST_INLINE void softmax_backward(int64_t J, const T* c, const T* c_dc, T* dc) {
     V total = V{};
     for (int64_t j0 = 0; j0 < J && c_dc == nullptr; j0 += kPart) {

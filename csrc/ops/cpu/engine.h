@@ -1,4 +1,4 @@
-// The CPU kernels behind the ops.
+// The Engine (see bindings.h) of CPU tensors.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

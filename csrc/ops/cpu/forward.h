@@ -1,4 +1,4 @@
-// The iterations of the forward: a reducing pass each, and between them s_t, v_t and V_t.
+// The forward: each iteration is a reducing pass, after which s_t, v_t and V_t are computed from its sums.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 
 namespace capsfast::driver {
 
-// The normaliser of a softmax over the input capsules from those of the splits.
+// The normaliser of a softmax over the input capsules, combined from those of the splits. `pitch` is the distance
+// between splits in the arrays.
 template <class T>
 struct InNorm {
   T max = std::numeric_limits<T>::lowest();
@@ -49,9 +50,9 @@ class Forward {
       const bool wants_coupling = last && out.coupling.data != nullptr;
       ReducePass<T> pass;
       pass.V = t == 0 ? nullptr : V.get();
-      // "in": c is known only when the pass is over.
+      // With softmax "in", c is known only after the pass.
       if (wants_coupling && !p.softmax_in) pass.coupling = out.coupling;
-      // A mask takes votes out one by one, which the plain product can't.
+      // The unweighted pass over the poses is a matrix product, which cannot leave out masked votes.
       const bool masked = !p.votes_given && p.mask.data != nullptr;
       pass.unweighted = t == 0 && p.logits.data == nullptr && pass.coupling.data == nullptr && !masked;
       sums.clear();
@@ -73,7 +74,7 @@ class Forward {
   }
 
  private:
-  // The leaky entry, with logit 0, is in the first split only.
+  // The leaky entry, with logit 0, must count once: the first split has it.
   void start_norms() {
     const int64_t pitch = context.layout.scalars();
     std::fill_n(max.get(), context.plan.splits * pitch, std::numeric_limits<T>::lowest());
@@ -83,7 +84,7 @@ class Forward {
     std::fill_n(norms.high(), pitch, T(1));
   }
 
-  // s_t, v_t and V_t of one sample from the partial sums.
+  // Computes s_t, v_t and V_t of sample b from the partial sums.
   void finish(bool unweighted, int64_t t, int64_t b) {
     const Place at = context.layout.of(b);
     const int64_t splits = context.plan.splits, pitch = context.layout.vectors(),
@@ -96,7 +97,7 @@ class Forward {
     for (int64_t j = 0; j < p.J; ++j) {
       const bool valid = context.is_valid(b, j);
       const int64_t scalar = at.scalar + j * at.stride;
-      // c is exp(b - in_max) scale with "in", else what the passes weighted with, times scale.
+      // With softmax "in" c is exp(b - in_max) scale. Else it is the coefficient that the pass used, times scale.
       T scale = unweighted ? (valid && entries > 0 ? 1 / entries : T(0)) : T(1), in_max = 0;
       if (p.softmax_in) {
         if (!unweighted) {
@@ -120,7 +121,8 @@ class Forward {
     }
   }
 
-  // v = squash(s + bias) of one output capsule, added to V_t; of the last iteration also to the result.
+  // Adds v = squash(s + bias) of output capsule j to V_t. If last_of_sample is not -1 this is the last iteration of
+  // that sample, and v is also the result.
   void add_output(const T* s, int64_t j, bool valid, T* V_t, int64_t stride, int64_t last_of_sample) const {
     const T* bias_j = bias.data() + j * p.D;
     T n = 0;
@@ -133,7 +135,8 @@ class Forward {
     }
   }
 
-  // c = exp(b - max) scale takes a pass of its own, before V_t gets the last v.
+  // With softmax "in" the coupling takes a pass of its own, with the V that the last iteration scored with. V already
+  // contains the last v, so that sum is made again in `before`.
   void write_coupling(int64_t t) {
     InNormArrays<T> in_norm(context.layout, 1);
     Buffer<T> before(context.layout.vectors());

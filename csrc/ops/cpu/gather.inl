@@ -1,4 +1,4 @@
-// Strided storage of any type to rows of T and back.
+// Copies strided tensors of any dtype to contiguous T, and back.
 
 template <class T>
 CAPSFAST_INLINE T read(const View& view, int64_t offset) {
@@ -34,7 +34,7 @@ CAPSFAST_INLINE void write(const View& view, int64_t offset, T x) {
 template <class T>
 inline constexpr Storage kStorage = sizeof(T) == 4 ? Storage::f32 : Storage::f64;
 
-// A [n1][n2][n3] box behind `offset`, innermost strides s; n3 runs fastest in `out`.
+// Copies the box [n[0]][n[1]][n[2]] of `view` that begins at element `offset`, with strides s, to contiguous `out`.
 template <class T>
 void gather(const View& view, int64_t offset, const int64_t (&n)[3], const int64_t (&s)[3], T* out) {
   for (int64_t a = 0; a < n[0]; ++a) {
@@ -56,6 +56,7 @@ void gather(const View& view, int64_t offset, const int64_t (&n)[3], const int64
   }
 }
 
+// The opposite of gather().
 template <class T>
 void scatter(const View& view, int64_t offset, const int64_t (&n)[3], const int64_t (&s)[3], const T* in) {
   for (int64_t a = 0; a < n[0]; ++a) {
@@ -77,7 +78,7 @@ void scatter(const View& view, int64_t offset, const int64_t (&n)[3], const int6
   }
 }
 
-// Whether the box is one run of T in memory.
+// Whether a box of gather() is contiguous and of type T, so that it can be used in place.
 template <class T>
 bool is_run(const View& view, const int64_t (&n)[3], const int64_t (&s)[3]) {
   return view.storage == kStorage<T> && (n[2] == 1 || s[2] == 1) && (n[1] == 1 || s[1] == n[2]) &&

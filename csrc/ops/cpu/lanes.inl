@@ -1,8 +1,8 @@
-// Building blocks of the lanes layout: one vector holds one number of L samples.
+// Building blocks of the lanes layout: one vector holds one number of L samples. A row is an index (j, d) of the votes.
 //
-// A block of R rows of votes lives in registers while the K products are added, each weight broadcast
-// from memory straight into the multiply-add: with K = 8 that is 8 loads and 8 multiply-adds a row,
-// what two load and two multiply-add ports can do together.
+// R rows of votes stay in registers while their K products are added. Each weight is broadcast from memory by the
+// multiply-add that uses it. With K = 8 that is 8 loads and 8 multiply-adds a row, so that a core with two load ports
+// and two multiply-add ports keeps all four busy.
 
 template <class T, int K_>
 struct Lanes : Coupling<T, kLanes<T>> {
@@ -10,10 +10,10 @@ struct Lanes : Coupling<T, kLanes<T>> {
   static constexpr int R = kRegisters / 2;
   using V = Vec<T, L>;
 
-  // rows[n] = w[n] . u
+  // rows[n] = w[n] . u for n < N. w [N][K], u [K][L].
   template <int N>
   static CAPSFAST_INLINE void votes_block(const T* w, const T* u, int64_t K, V* rows) {
-    // The block after this one is on its way while this one is worked on.
+    // Fetches the weights of the next block into the cache while this one is computed.
     if constexpr (K_ > 0 && N == R) {
 #pragma GCC unroll 16
       for (int n = 0; n < N * K_ * static_cast<int>(sizeof(T)); n += 64) {
@@ -38,7 +38,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
     }
   }
 
-  // Zeros in the lanes that valid [L] takes out; null takes none.
+  // Clears the lanes for which valid [L] is 0. Does nothing if `valid` is null.
   template <int N>
   static CAPSFAST_INLINE void keep_valid(const T* valid, V* rows) {
     if (valid == nullptr) return;
@@ -56,12 +56,12 @@ struct Lanes : Coupling<T, kLanes<T>> {
     for (int n = 0; n < N; ++n) store<L>(x + n * L, rows[n]);
   }
 
-  // x[row] = w[row] . u for `rows` rows of K numbers; 0 in masked lanes, whatever the weight holds.
+  // x[row] = w[row] . u. w [rows][K], u [K][L], x [rows][L]. Masked lanes become 0 even if the weight holds NaN.
   static CAPSFAST_INLINE void votes(const T* w, const T* u, const T* valid, int64_t K, int64_t rows, T* x) {
     int64_t row = 0;
     for (; row + R <= rows; row += R) votes_stored<R>(w + row * K, u, valid, K, x + row * L);
     if (row == rows) return;
-    if (rows >= R) {  // once more over the last R rows: the same numbers again
+    if (rows >= R) {  // the last R rows as a full block; some of them are computed a second time
       row = rows - R;
       votes_stored<R>(w + row * K, u, valid, K, x + row * L);
       return;
@@ -70,9 +70,9 @@ struct Lanes : Coupling<T, kLanes<T>> {
     for (; row < rows; ++row) votes_stored<1>(w + row * K, u, valid, K, x + row * L);
   }
 
-  // Votes of `outputs` output capsules, and for each of `sets` arrays p [outputs D][L] the dots
-  // out[set][j] = votes_j . p_j. Where D is whole blocks the dots are taken from registers, and the
-  // votes are stored only if x is given.
+  // Computes the votes of `outputs` output capsules and, for each of `sets` arrays p[set] [outputs D][L], the dot
+  // products out[set][j] = votes[j] . p[set][j]. If D is a multiple of R these are taken from registers, and votes are
+  // stored only if x is not null. Else votes are stored to x or, if x is null, to `spare`; both are [outputs D][L].
   static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, int64_t K, int64_t outputs,
                                            int64_t D, T* x, T* spare, int64_t sets, const T* const* p, T* const* out) {
     if (D % R != 0) {
@@ -107,7 +107,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
     }
   }
 
-  // sum over n of x[n] p[n]; four chains, so that the adder's latency is hidden.
+  // The sum of x[d] p[d] over d < n, in four chains, which hide the latency of the additions.
   static CAPSFAST_INLINE V dot(const T* x, const T* p, int64_t n) {
     V a[4] = {V{}, V{}, V{}, V{}};
     int64_t d = 0;
@@ -119,13 +119,13 @@ struct Lanes : Coupling<T, kLanes<T>> {
     return (a[0] + a[1]) + (a[2] + a[3]);
   }
 
-  // y[n] += c x[n]
+  // y[d] += c x[d] for d < n
   static CAPSFAST_INLINE void add_scaled(V c, const T* x, int64_t n, T* y) {
 #pragma GCC unroll 4
     for (int64_t d = 0; d < n; ++d) store<L>(y + d * L, load<L>(y + d * L) + c * load<L>(x + d * L));
   }
 
-  // Per-sample runs [count] (rows of T, `pitch` apart) to [count][L]; lanes from `samples` on are 0.
+  // Transposes from[l] [count] of each sample l < samples to `to` [count][L]. Lanes from `samples` on become 0.
   static void interleave(const T* const* from, int64_t samples, int64_t count, T* to) {
     int64_t n = 0;
     for (; n + L <= count; n += L) {
@@ -141,6 +141,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
     }
   }
 
+  // The opposite of interleave().
   static void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
     int64_t n = 0;
     for (; n + L <= count; n += L) {
@@ -155,8 +156,8 @@ struct Lanes : Coupling<T, kLanes<T>> {
     }
   }
 
-  // Boxes [n1][n2] of a [B, ., .] tensor to lanes: to[(i n2 + k)][L] for input capsules i0 ... and samples b0 ...
-  // `buffer` takes L boxes where the storage is not a run of T.
+  // Copies [b0, b0 + samples) x [i0, i0 + n1) x [0, n2) of a [B, I, n2] tensor to lanes, `to` [n1][n2][L]. If it is not
+  // contiguous and of type T it is first copied to `buffer` [L][n1][n2].
   static void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer,
                    T* to) {
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
@@ -173,6 +174,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
     interleave(from, samples, n1 * n2, to);
   }
 
+  // The opposite of pack().
   static void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer,
                      const View& view) {
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
@@ -189,7 +191,8 @@ struct Lanes : Coupling<T, kLanes<T>> {
     }
   }
 
-  // Poses of a chunk to lanes [chunk][K][L], zeros where mask is false; `valid` [chunk][L] gets 1 or 0.
+  // Copies the poses of a chunk to u [chunk][K][L], with zeros for masked capsules. If there is a mask it is copied to
+  // valid [chunk][L] as 1 or 0.
   static void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* u,
                          T* valid) {
     pack(p.u, b0, samples, i0, count, p.K, buffer, u);
@@ -204,7 +207,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
     }
   }
 
-  // Logits of a chunk: [chunk][J][L] if they differ between samples, else [chunk][J].
+  // Copies the logits of a chunk: to [chunk][J][L] if they differ between samples, else to [chunk][J].
   static void pack_logits(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* to) {
     if (p.logits.stride[0] != 0) {
       pack(p.logits, b0, samples, i0, count, p.J, buffer, to);
@@ -213,7 +216,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
     gather<T>(p.logits, i0 * p.logits.stride[1], {1, count, p.J}, {0, p.logits.stride[1], p.logits.stride[2]}, to);
   }
 
-  // Lanes [J][L] of one input capsule to a [B, I, J] tensor (out), or added from it.
+  // If `out`, writes lanes [J][L] of input capsule i to `view` [B, I, J]. Else adds `view` to them.
   template <bool out>
   static void transfer(const View& view, int64_t b0, int64_t samples, int64_t i, int64_t J, T* lanes) {
     for (int64_t l = 0; l < samples; ++l) {
@@ -228,7 +231,8 @@ struct Lanes : Coupling<T, kLanes<T>> {
     }
   }
 
-  // The rows of the weight of a chunk, as runs [count][J D K]: in place, or copied to `buffer`.
+  // The weights [J D K] of `count` input capsules, *pitch elements apart (0 if shared): in place if they are contiguous
+  // and of type T, else copied to `buffer`.
   static const T* weight_chunk(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
     const View& w = p.weight;
     const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};

@@ -1,21 +1,21 @@
 // The backward's last pass in the lanes layout, all iterations at once:
 //   dvotes = sum_t [ c_t ds_t + db_t V_t ];  du = W^T dvotes;  dW = sum_b dvotes u^T;  dlogits = sum_t db_t
-// (0-based t, V_0 = 0). A task owns its input capsules for its samples, so du and dlogits are written
-// once; dW is too, unless the batch is split (tile groups) or the weight shared: then tasks have
-// partial sums that are added in order.
+// Here t counts from 0 and V_t is what iteration t scored with, so V_0 = 0. A task is alone with its input capsules and
+// samples, so it writes du and dlogits of a sample once. It also writes dW, unless several tasks have the same input
+// capsules (the batch is split) or the weight is shared: then tasks have partial sums that are added in a fixed order.
 //
-// dW sums over the lanes. A block of L rows of dvotes is transposed in registers, so that its rows lie
-// along the lanes and each sample's pose is broadcast: the sum over samples becomes a chain of
-// multiply-adds into [K][L] accumulators, which are transposed back once per chunk. Long sums (du over
-// all rows, dW over all samples) are made of the sums of blocks: their error grows with the number of blocks.
+// dW is a sum over samples, which are the lanes. A block of L rows (j, d) of dvotes is transposed in registers: its
+// rows then lie along the lanes, and the numbers of a sample's pose are broadcast. The sum over samples is a chain of
+// multiply-adds into accumulators [K][L], which are transposed back once per chunk. Long sums (du over all rows, dW
+// over all samples) are sums of the sums of blocks, so their error grows with the number of blocks only.
 
 template <class T, int K_>
 struct LanesFinal {
   using B_ = Lanes<T, K_>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
-  static constexpr int kTogether = 4;                      // iterations scored from one evaluation of the votes
-  static constexpr int kPoses = kRegisters >= 32 ? 8 : 4;  // accumulators beside L rows in registers
+  static constexpr int kTogether = 4;                      // iterations that are scored each time the votes are made
+  static constexpr int kPoses = kRegisters >= 32 ? 8 : 4;  // accumulators that registers hold beside L rows
 
   struct Tile {
     int64_t t, b0, samples, i0, count;
@@ -37,7 +37,8 @@ struct LanesFinal {
     return all + (iteration * pass.plan->tiles + t) * JD * L;
   }
 
-  // Agreement and dc of every iteration, for output capsules [j0, j1) of a chunk.
+  // Dot products of the votes with V and ds of every iteration, for output capsules [j0, j1) and all input capsules of
+  // a chunk. They go to at.c and at.db.
   static void score(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t j0,
                     int64_t j1) {
     const Problem& p = *pass.problem;
@@ -67,7 +68,7 @@ struct LanesFinal {
     }
   }
 
-  // Agreement to c, dc to db.
+  // Replaces those dot products by c and db.
   static void coefficients(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, chunk = pass.plan->final_chunk, tiles = pass.plan->tiles;
@@ -95,7 +96,7 @@ struct LanesFinal {
     }
   }
 
-  // rows[n] = dvotes of (i, j) from component d on, for N components.
+  // rows[n] = component d + n of dvotes of (i, j), for n < N.
   template <int N>
   static CAPSFAST_INLINE void vote_gradient(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at,
                                             int64_t i, int64_t j, int64_t d, V* rows) {
@@ -117,7 +118,7 @@ struct LanesFinal {
     }
   }
 
-  // The same for output capsules [j0, j1), to at.dx.
+  // Writes dvotes of input capsule i for output capsules [j0, j1) to at.dx [(j1 - j0) D][L].
   static void vote_gradients(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i,
                              int64_t j0, int64_t j1) {
     const int64_t D = pass.problem->D;
@@ -137,7 +138,7 @@ struct LanesFinal {
     }
   }
 
-  // du[k] += sum over rows of w[row][k] dx[row], N poses at a time.
+  // du[k] += sum over rows of w[row][k] dx[row], for the N components k of a pose.
   template <int N>
   static CAPSFAST_INLINE void pose_gradient_block(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
     V a[N];
@@ -152,7 +153,7 @@ struct LanesFinal {
     for (int k = 0; k < N; ++k) store<L>(du + k * L, load<L>(du + k * L) + a[k]);
   }
 
-  // The same for L rows in registers.
+  // The same for L rows of dvotes that are in registers.
   template <int N>
   static CAPSFAST_INLINE void pose_gradient_rows(const T* w, int64_t K, const V* rows, T* du) {
     V a[N];
@@ -191,7 +192,7 @@ struct LanesFinal {
     for (int k = 0; k < N; ++k) store<L>(dw + k * L, load<L>(dw + k * L) + a[k]);
   }
 
-  // dw [K][L] += sum over samples of m u^T, m [samples][L rows] in registers.
+  // dw [K][L] += sum over samples l of m[l] u[k][l]. m: L rows of dvotes, transposed, in registers.
   static CAPSFAST_INLINE void weight_gradient_rows(const V* m, const T* u, int64_t K, T* dw) {
     if constexpr (K_ > 0 && K_ % kPoses == 0) {
 #pragma GCC unroll 4
@@ -203,8 +204,8 @@ struct LanesFinal {
     }
   }
 
-  // Everything of capsule i and output j for whole blocks of L components, without leaving registers:
-  // dvotes, then du, then, transposed, dW.
+  // All gradients of input capsule i that come from output capsule j, if D is a multiple of L. dvotes stay in
+  // registers: first du is computed from them and then, after transposing them, dW.
   static void blocks(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j,
                      T* dw) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
@@ -225,7 +226,7 @@ struct LanesFinal {
     }
   }
 
-  // dw [rows / L][K][L] += sum over samples of dx u^T; rows a multiple of L.
+  // dw [rows / L][K][L] += sum over samples of dx [rows][L] times u [K][L]. `rows` is a multiple of L.
   static void weight_gradient(const T* u, int64_t K, const T* dx, int64_t rows, T* dw) {
     for (int64_t row = 0; row < rows; row += L) {
       V m[L];
@@ -236,7 +237,7 @@ struct LanesFinal {
     }
   }
 
-  // dw [rows / L][K][L] to rows of K numbers.
+  // Transposes dw [ceil(rows / L)][K][L] to out [rows][K].
   static void weight_rows(const T* dw, int64_t K, int64_t rows, T* out) {
     for (int64_t row = 0; row < rows; row += L) {
       const int64_t some = row + L < rows ? L : rows - row;

@@ -1,8 +1,8 @@
 // The reducing passes in the lanes layout: sum_i c votes (forward), sum_i db votes (backward).
 //
-// A chunk of weights is read once for all tiles of samples. While the votes of all J output capsules
-// fit (plan.out_tile >= J) they are made once, scored and added up; otherwise a first sweep over tiles
-// of output capsules keeps only the scores [chunk][J], and a second makes the votes again.
+// A chunk of weights is read once for all tiles of samples. If the votes of all J output capsules fit the cache
+// (plan.out_tile >= J) they are made once, scored and added up. Else a first sweep over tiles of output capsules keeps
+// only the scores [chunk][J], and a second sweep makes the votes again and adds them up.
 
 template <class T, int K_>
 struct LanesReduce {
@@ -10,7 +10,9 @@ struct LanesReduce {
   using V = typename B_::V;
   static constexpr int L = B_::L;
 
-  // Everything that is fixed while one chunk of one tile is worked on.
+  // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
+  // count). The pointers are those of ReducePass at tile t. weights: [J D K] of each input capsule, `pitch` elements
+  // apart.
   struct Tile {
     int64_t t, b0, samples, i0, count;
     const T *V_t, *ds, *valid_out, *in_max, *in_scale, *c_dc;
@@ -22,7 +24,8 @@ struct LanesReduce {
     return pass.problem->mask.data == nullptr ? nullptr : at.valid + i * L;
   }
 
-  // Votes of output capsules [j0, j1), to x if given, with their agreement and (backward) dc.
+  // Makes the votes of input capsule i for output capsules [j0, j1) and stores them to x unless it is null. Writes
+  // their dot products with V to b [J][L] and, in the backward, with ds to dc [J][L].
   static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at,
                                     int64_t i, int64_t j0, int64_t j1, T* x, T* b, T* dc) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
@@ -43,7 +46,8 @@ struct LanesReduce {
     B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, x, at.x, sets, p, out);
   }
 
-  // Scores to the coefficients of the sum, in b (forward: c) or dc (backward: db).
+  // Turns scores into the coefficients of the sum: b becomes c and, in the backward, dc becomes db. With the softmax
+  // over the input capsules in the forward, b stays the logits, and online() or chunk_online() goes on from there.
   static CAPSFAST_INLINE void coefficients(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at,
                                            int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
@@ -65,7 +69,7 @@ struct LanesReduce {
     B_::softmax_backward(J, b, tile.c_dc, dc);
   }
 
-  // A new maximum of output capsule j: all that was added up before shrinks by `scale`.
+  // After the maximum of output capsule j has grown: multiplies all that was added up before by `scale`.
   static void rescale(const ReducePass<T>& pass, const Tile& tile, int64_t j, V scale, T* chunk_sum) {
     const int64_t J = pass.problem->J, D = pass.problem->D;
     const int64_t scalar = (tile.t * J + j) * L, vector = (tile.t * J + j) * D * L;
@@ -78,7 +82,7 @@ struct LanesReduce {
     }
   }
 
-  // Softmax over the input capsules, one at a time: scores become exponentials.
+  // Softmax over the input capsules, for one of them: replaces scores [J][L] by exp(b - max), max the largest so far.
   static CAPSFAST_INLINE void online(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
     const int64_t J = pass.problem->J;
     T* max_of = pass.max + tile.t * J * L;
@@ -98,7 +102,7 @@ struct LanesReduce {
     }
   }
 
-  // The same for a whole chunk: one rescaling for its maximum.
+  // As online(), for the scores of a whole chunk. Sums are rescaled once, for its maximum.
   static void chunk_online(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
     const int64_t J = pass.problem->J;
     T* max_of = pass.max + tile.t * J * L;
@@ -160,8 +164,8 @@ struct LanesReduce {
     }
   }
 
-  // First iteration without logits: every coefficient is the same, and what is left of the pass is a
-  // matrix product. A block of R rows stays in registers over the whole chunk.
+  // In the first iteration without logits all coefficients are the same, so the pass is a matrix product. A block of N
+  // rows (j, d) stays in registers over the whole chunk.
   template <int N>
   static CAPSFAST_INLINE void plain_block(const Tile& tile, const T* u, int64_t K, int64_t row, T* sum) {
     V rows[N];
@@ -188,7 +192,7 @@ struct LanesReduce {
     for (; row < rows; ++row) plain_block<1>(tile, u, K, row, sum);
   }
 
-  // A chunk's sums to those of the pass.
+  // Adds the sums of a chunk, from [rows][L], to those of the pass, high + low.
   static void join(const T* from, int64_t rows, T* high, T* low) {
     for (int64_t n = 0; n < rows * L; n += L) {
       V h = load<L>(high + n), l = load<L>(low + n);

@@ -1,4 +1,4 @@
-// Memory of a call: aligned buffers, and sums with what their additions round off.
+// Memory of a call: aligned buffers, and sums that keep what their additions round off.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,8 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
-// CAPSFAST_POISON=1 fills fresh memory with NaN, for tests: what is read before it is written shows.
+// With CAPSFAST_POISON=1 fresh memory is filled with NaN. In the tests this shows memory that is read before it is
+// written.
 inline bool poisoned() {
   static const bool asked = [] {
     const char* value = std::getenv("CAPSFAST_POISON");
@@ -23,7 +24,7 @@ inline bool poisoned() {
   return asked;
 }
 
-// Uninitialised, on a cache line.
+// Uninitialised memory that starts at a cache line.
 template <class T>
 class Buffer {
  public:
@@ -39,7 +40,7 @@ class Buffer {
   std::unique_ptr<T, Free> memory_;
 };
 
-// Sums and what their additions rounded off.
+// `count` sums, each as high + low, where low is what additions to high rounded off.
 template <class T>
 class Sums {
  public:

@@ -1,8 +1,9 @@
-// What a pass over the input capsules gets and gives, and the table of kernels per instruction set.
+// Inputs and outputs of a pass over the input capsules, and the table of kernels of an instruction set.
 //
-// Two layouts. "lanes": L samples stand in the lanes of a vector; per-sample arrays are
-// [tiles][rows][L] with tiles = ceil(B / L), weights are broadcast. "rows", for votes that exist: the
-// lanes run along a vote; per-sample arrays are [B][rows]. T is the type sums are formed in.
+// There are two layouts. In "lanes" a vector holds one number of L samples and weights are broadcast; an array with n
+// numbers a sample is [tiles][n][L] with tiles = ceil(B / L). In "rows", for votes in memory, a vector holds L numbers
+// of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. T is the type sums are
+// formed in.
 #pragma once
 
 #include <cstdint>
@@ -13,49 +14,52 @@ namespace capsfast {
 
 // How the passes cut their work; chosen by plan.cpp.
 struct Plan {
-  bool lanes = true;         // layout
-  bool small_batch = false;  // rows: the votes are made once and kept
-  int64_t L = 1;             // samples (lanes) or row elements (rows) in a vector
+  bool lanes = true;         // layout: lanes, else rows
+  bool small_batch = false;  // the votes are made once and kept, then routed in rows
+  int64_t L = 1;             // of a vector: samples in lanes, numbers of a vote in rows
   int64_t tiles = 1;         // lanes: ceil(B / L); rows: B
   int64_t chunk = 1;         // input capsules whose weights and poses are prepared at a time
   int64_t out_tile = 1;      // lanes: output capsules whose votes are held at a time
-  int64_t tile_groups = 1;   // tasks along the batch
-  int64_t splits = 1;        // tasks along the input capsules
-  int64_t final_chunk = 1;   // the same three for the backward's last pass
+  int64_t tile_groups = 1;   // parts of the tiles; a task has one of these and one split
+  int64_t splits = 1;        // parts of the input capsules
+  int64_t final_chunk = 1;   // this and the next three: the same for the backward's last pass
   int64_t final_out_tile = 1;
   int64_t final_groups = 1;
   int64_t final_splits = 1;
-  bool gather_rows = false;  // weight or votes are not runs of T: they are copied first
+  bool gather_rows = false;  // weight or votes are not contiguous rows of T, so they are copied first
 };
 
-// One task's share.
+// The tiles [tile0, tile1) and input capsules [i0, i1) of a task.
 struct Range {
   int64_t tile0 = 0, tile1 = 0;
   int64_t i0 = 0, i1 = 0;
 };
 
-// A reducing pass. Forward: sum_i c votes. Backward: sum_i db votes with
-// db = c (dc - sum c dc), dc = votes . ds + dcoupling.
+// A reducing pass. Forward: sum_i c votes. Backward: sum_i db votes with db = c (dc - sum c dc) and
+// dc = votes . ds + dcoupling, where sum c dc runs over what the softmax runs over.
 template <class T>
 struct ReducePass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
-  const T* V = nullptr;          // [tiles][J D][L], null in the first iteration (V_0 = 0)
-  const T* ds = nullptr;         // backward: the same shape; null forward
-  const T* valid_out = nullptr;  // [tiles][J][L], 1 or 0; null where out_mask is absent
-  const T* in_max = nullptr;     // softmax "in", backward and coupling: c = exp(b - max) scale, [tiles][J][L]
-  const T* in_scale = nullptr;
-  const T* c_dc = nullptr;  // softmax "in", backward: sum_i c dc, [tiles][J][L]
-  View dcoupling;           // [B, I, J], backward of the last iteration
-  View coupling;            // [B, I, J], where c is written
-  bool unweighted = false;  // c is 1 everywhere: the caller scales the sum
-  // Out, added to. What an addition rounds off is kept in `low`, so that the error of a sum over many
-  // chunks stays that of one chunk.
+  const T* V = nullptr;          // [tiles][J D][L]; null in the first iteration (V_0 = 0)
+  const T* ds = nullptr;         // [tiles][J D][L] in the backward; null in the forward
+  const T* valid_out = nullptr;  // [tiles][J][L], 1 or 0; null without out_mask
+  // Softmax over the input capsules with a known normaliser: c = exp(b - in_max) in_scale. Null in the forward, but for
+  // the pass that writes the coupling.
+  const T* in_max = nullptr;    // [tiles][J][L]
+  const T* in_scale = nullptr;  // [tiles][J][L]
+  const T* c_dc = nullptr;      // sum_i c dc [tiles][J][L], with in_max in the backward
+  View dcoupling;               // [B, I, J], in the backward of the last iteration
+  View coupling;                // [B, I, J], written unless data is null
+  bool unweighted = false;      // c is taken as 1 everywhere: the caller scales the sum
+  // Outputs, which the pass adds to. `low` keeps what additions to `sum` round off, so that the error of a sum over
+  // many chunks stays that of one chunk.
   T* sum = nullptr;  // [tiles][J D][L]; null when only c is wanted
-  T* low = nullptr;
-  T* max = nullptr;  // softmax "in" forward: running maximum and sum of exponentials, [tiles][J][L]
-  T* norm = nullptr;
-  T* norm_low = nullptr;
+  T* low = nullptr;  // as sum
+  // Softmax over the input capsules, forward: the largest logit so far, and sum_i exp(b - max) as norm + norm_low.
+  T* max = nullptr;       // [tiles][J][L]
+  T* norm = nullptr;      // [tiles][J][L]
+  T* norm_low = nullptr;  // [tiles][J][L]
 };
 
 // The backward's last pass: du, dweight (or dvotes) and dlogits from every iteration at once.
@@ -63,24 +67,25 @@ template <class T>
 struct FinalPass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
-  int64_t first = 0;      // iterations [first, r) take part
-  const T* V = nullptr;   // [r][tiles][J D][L]; V[0] = 0 is not read
+  int64_t first = 0;      // iterations [first, r) have gradients
+  const T* V = nullptr;   // [r][tiles][J D][L]; V[t] is what iteration t scored with, and V[0] = 0 is not read
   const T* ds = nullptr;  // [r][tiles][J D][L]
   const T* valid_out = nullptr;
   const T* in_max = nullptr;  // [r][tiles][J][L]
   const T* in_scale = nullptr;
   const T* c_dc = nullptr;    // [r][tiles][J][L]
-  View dcoupling;             // of the last iteration
+  View dcoupling;             // [B, I, J], of the last iteration
   View du;                    // [B, I, K]
   View dvotes;                // [B, I, J, D]
-  View dlogits_sample;        // [B, I, J]: per-sample logits
-  double* dlogits = nullptr;  // [I, J], added to: shared logits
-  T* dweight_sum = nullptr;   // [I or 1, J, D, K], added to; null when dweight is written once, below
-  T* dweight_low = nullptr;   // what those additions round off
+  View dlogits_sample;        // [B, I, J], if the logits are [B, I, J]
+  double* dlogits = nullptr;  // [I, J], added to, if the logits are [I, J]
+  T* dweight_sum = nullptr;   // [I or 1, J, D, K], added to; null if the pass writes dweight itself
+  T* dweight_low = nullptr;   // as dweight_sum: what those additions round off
   View dweight;               // [I, J, D, K]
 };
 
-// What a small batch makes of dvotes [B, I, J, D]; fields as in FinalPass, dweight_sum for a shared weight.
+// The gradients that a small batch derives from dvotes [B, I, J, D]. The fields are those of FinalPass; dweight_sum is
+// null unless the weight is shared.
 template <class T>
 struct SmallBatchGradients {
   const T* dvotes = nullptr;
@@ -90,7 +95,7 @@ struct SmallBatchGradients {
   T* dweight_low = nullptr;
 };
 
-// Kernels of one instruction set; scratch is laid out by scratch.h and aligned to 64 bytes.
+// The kernels of one instruction set. `scratch` is aligned to 64 bytes; scratch.h says what is in it.
 template <class T>
 struct Kernels {
   int64_t L;
@@ -98,10 +103,10 @@ struct Kernels {
   void (*lanes_final)(const FinalPass<T>&, const Range&, T* scratch);
   void (*rows_reduce)(const ReducePass<T>&, const Range&, T* scratch);
   void (*rows_final)(const FinalPass<T>&, const Range&, T* scratch);
-  // The small batch's own, for input capsules [i0, i1).
+  // For input capsules [i0, i1) of a small batch; small_batch.inl has the shapes.
   void (*small_votes)(const Problem&, int64_t i0, int64_t i1, T* votes, T* scratch);
   void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t i0, int64_t i1, T* scratch);
-  T (*multiply_adds)(int64_t rounds);  // 12 vectors a round
+  T (*multiply_adds)(int64_t rounds);  // 12 L multiply-adds a round
 };
 
 }  // namespace capsfast

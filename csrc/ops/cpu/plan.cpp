@@ -7,21 +7,22 @@ namespace capsfast {
 
 namespace {
 
-// What a core's caches are taken to hold; a little less than the smallest of current x86-64 servers
-// (32 KiB L1, 512 KiB L2), since other data passes through.
+// How many bytes of a core's caches a plan counts on: less than the smallest of current x86-64 servers have (32 KiB L1,
+// 512 KiB L2), since other data passes through.
 constexpr int64_t kL1 = 24 * 1024;
 constexpr int64_t kL2 = 256 * 1024;
-// Scores of a chunk that is swept twice: from L3 at worst, and still less than V and s would be.
+// Bytes of scores of a chunk that is swept twice. They come from L3 at worst. A larger chunk reads V and s less often.
 constexpr int64_t kScores = 1024 * 1024;
 
-// Votes of a slice, which all iterations find in the cache; and dlogits of all tasks together.
+// Bytes of the votes of a slice, which are to stay in the cache for all iterations; and of dlogits of all tasks
+// together.
 constexpr int64_t kSliceBytes = 512 * 1024;
 constexpr int64_t kSliceLogits = 16 * 1024 * 1024;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// groups x splits tasks, at most `threads`, so that the largest task is small. Splits along the
-// input capsules cost partial sums, so they come second.
+// Chooses groups x splits tasks, at most `threads`, so that the largest task is as small as possible. Splits along the
+// input capsules cost partial sums, so among equals the fewest splits win.
 void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_t* splits) {
   *groups = *splits = 1;
   int64_t best = -1;
@@ -36,12 +37,12 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
   }
 }
 
-// A tile of lanes costs the same however many of them are samples: about as much as routing 3/8 of them
-// one by one, over votes made once.
+// A tile in the lanes layout costs the same however many of its lanes hold samples. That is about what 3/8 as many
+// samples cost as a small batch, which makes their votes once and routes them one by one.
 int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, lanes * 3 / 8); }
 
-// The votes of a small batch, 1 / K of the weight a sample, are kept up to this size in all; beyond it the lanes
-// layout serves, where they never are.
+// A small batch keeps its votes if they take at most this many bytes; a sample's have 1 / K of the size of the weight.
+// Else the lanes layout serves the call, which keeps none.
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
 bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
@@ -53,14 +54,15 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t L = plan->L, row = p.J * p.D * p.K * size, vote = p.D * L * size;
   plan->tiles = divide_up(p.B, L);
 
-  // Votes, V and s of the outputs worked on stay in L1 or close by.
+  // The votes, V and s of the output capsules of a tile are to stay in L1 or close to it.
   plan->out_tile = p.J * vote <= 2 * kL1 ? p.J : std::max<int64_t>(1, kL1 / 2 / vote);
   const bool held = plan->out_tile >= p.J;
   plan->chunk = std::clamp<int64_t>(kL2 / std::max<int64_t>(row, 1), 1, 32);
   if (!held) plan->chunk = std::clamp<int64_t>(kScores / (2 * p.J * L * size), 1, 32);
   cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
 
-  // The last pass: per iteration V and ds of the outputs worked on, and whole vectors of rows for dW.
+  // The last pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple of
+  // L rows (j, d), that is a multiple of `whole` output capsules.
   const int64_t terms = 2 * p.iterations;
   const int64_t whole = L / std::gcd(p.D, L);
   plan->final_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
@@ -78,7 +80,7 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   plan->tiles = p.B;
   plan->chunk = 64;
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
-  // The last pass writes per capsule: cut along the input capsules it needs no partial sums.
+  // The last pass writes gradients of input capsules. Cut along these it needs no partial sums.
   plan->final_splits = std::clamp<int64_t>(divide_up(p.I, 16), 1, threads);
   plan->final_groups = std::clamp<int64_t>(threads / plan->final_splits, 1, std::max<int64_t>(1, p.B));
 }
@@ -88,7 +90,7 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
 Slices make_slices(const Problem& p, int64_t threads, int64_t size, bool shared_logits_gradient) {
   Slices slices;
   if (p.B < threads || p.I == 0) return slices;
-  // A task adds up its own dlogits.
+  // Each task needs its own sum of dlogits [I, J], in double.
   if (shared_logits_gradient && threads * p.I * p.J * 8 > kSliceLogits) return slices;
   slices.tasks = threads;
   const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
@@ -100,7 +102,7 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   Plan plan;
   plan.L = lanes;
   plan.small_batch = !p.votes_given && !p.empty() && is_small_batch(p, lanes, size);
-  // Without numbers to route there is nothing to tile: at most a coupling that the logits alone decide.
+  // If there are no votes there is nothing to tile. At most (D = 0) there is a coupling, which follows from the logits.
   const bool nothing = p.B == 0 || p.I == 0 || p.J == 0 || p.D == 0;
   plan.lanes = !p.votes_given && !plan.small_batch && !nothing;
   if (plan.lanes) {
@@ -113,7 +115,8 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
 
 namespace {
 
-// Multiply-adds per vote of making it: in the lanes layout in every pass, twice where it is not held.
+// Multiply-adds per number of a vote that are spent on making it: `once` in a call, and `each` in every later pass. The
+// lanes layout makes votes in every pass, twice if it does not hold them. Votes that are inputs cost nothing.
 struct Making {
   double once, each;
 
@@ -132,7 +135,8 @@ double flops(const Problem& p, double per_vote) {
 
 double forward_flops(const Problem& p, const Plan& plan) {
   const Making making(p, plan);
-  // The first pass without logits is a sum, in the lanes layout a product; the others score and sum.
+  // The first pass, without logits, only adds votes up; in the lanes layout it makes them as well. The other passes
+  // score votes and add them up.
   const double first = plan.lanes ? double(p.K) : 1;
   return flops(p, making.once + first + double(p.iterations - 1) * (making.each + 2));
 }

@@ -1,24 +1,25 @@
-// How a call is cut into tasks and tiles; exposed to Python as the launch plan.
+// How a call is cut into tasks and tiles. Python gets it from capsfast._C.launch_plan().
 #pragma once
 
 #include "passes.h"
 
 namespace capsfast {
 
-// lanes: of a full register for the type sums are formed in; threads: that the call may use.
+// lanes: how many numbers of the type that sums are formed in fill a register. bytes_per_number: size of that type.
+// threads: how many the call may use.
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
 
-// Votes that exist are read once per iteration. Sample by sample, all iterations of one before the next,
-// they come from memory once and from the cache after that; a task then has samples of its own, and a
-// plan for one thread.
+// Votes in memory are read in every iteration. If a task takes few samples at a time, and runs all iterations of these
+// before the next ones, only the first iteration reads from memory and the others from the cache. The passes over such
+// a slice of the batch are planned for one thread.
 struct Slices {
-  int64_t tasks = 0;    // 0: the whole batch at once
-  int64_t samples = 0;  // worked on together
+  int64_t tasks = 0;    // 0: the batch is not sliced
+  int64_t samples = 0;  // of a slice
 };
 
 Slices make_slices(const Problem& p, int64_t threads, int64_t bytes_per_number, bool shared_logits_gradient);
 
-// What the passes of a plan execute, a multiply-add counted as two.
+// How many FLOPs the passes of a plan execute. A multiply-add counts as two.
 double forward_flops(const Problem& p, const Plan& plan);
 double backward_flops(const Problem& p, const Plan& plan);
 

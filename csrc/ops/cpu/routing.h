@@ -1,4 +1,4 @@
-// Forward and backward of routing on the CPU: the passes, what happens between them, and the tasks.
+// Forward and backward of routing on the CPU. T is the type that sums are formed in.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The CPU kernels for AVX2 with FMA.
-// Standard headers come before the target region: compiled inside, their inline functions could be
-// linked into code that runs on older machines.
+// Standard headers come before the target region. Inside it their inline functions would be compiled for this
+// instruction set, and the linker could choose that copy for code that runs on older machines.
 #include <cstdint>
 #include <utility>
 
@@ -18,8 +18,8 @@
 #endif
 
 namespace capsfast::avx2 {
-constexpr int kBytes = 32;      // a vector
-constexpr int kRegisters = 16;  // vectors that registers hold
+constexpr int kBytes = 32;      // of a register
+constexpr int kRegisters = 16;  // how many the set has
 #include "../../cpu/vec.inl"
 #include "routing_kernels.inl"
 

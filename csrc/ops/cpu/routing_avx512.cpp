@@ -1,6 +1,6 @@
 // The CPU kernels for AVX-512 (F, BW, DQ, VL).
-// Standard headers come before the target region: compiled inside, their inline functions could be
-// linked into code that runs on older machines.
+// Standard headers come before the target region. Inside it their inline functions would be compiled for this
+// instruction set, and the linker could choose that copy for code that runs on older machines.
 #include <cstdint>
 #include <utility>
 
@@ -19,8 +19,8 @@
 #endif
 
 namespace capsfast::avx512 {
-constexpr int kBytes = 64;      // a vector
-constexpr int kRegisters = 32;  // vectors that registers hold
+constexpr int kBytes = 64;      // of a register
+constexpr int kRegisters = 32;  // how many the set has
 #include "../../cpu/vec.inl"
 #include "routing_kernels.inl"
 

@@ -1,4 +1,4 @@
-// The table of kernels of one instruction set: run-time sizes to template constants.
+// The table of kernels of one instruction set. Its functions turn the sizes of a call into template constants.
 // Included once per instruction set, inside its namespace and target region.
 
 #include "../../cpu/peak.inl"
@@ -12,7 +12,7 @@
 #include "rows_reduce.inl"
 #include "small_batch.inl"
 
-// Calls Pass<T, K>::run with K a constant for the common poses.
+// Calls Pass<T, K>::run. Common K are template constants; 0 stands for any other.
 template <template <class, int> class Pass, class T, class Arguments>
 void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
   if constexpr (sizeof(T) == 4) {
@@ -28,7 +28,8 @@ void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
   Pass<T, 0>::run(pass, range, scratch);
 }
 
-// Full registers for long votes, parts of one for short ones.
+// Calls Pass<T, L, NV>::run, where L is the number of lanes that the plan chose: fewer than a register has for short
+// votes. NV is the number of vectors of a vote if it is a constant, else 0.
 template <template <class, int, int> class Pass, class T, class Arguments>
 void rows_run(const Arguments& pass, const Range& range, T* scratch) {
   constexpr int L = kLanes<T>;

@@ -8,8 +8,8 @@
 #include "scratch.h"
 
 namespace capsfast::portable {
-constexpr int kBytes = 16;      // a vector
-constexpr int kRegisters = 16;  // vectors that registers hold
+constexpr int kBytes = 16;      // of a register
+constexpr int kRegisters = 16;  // how many the set has
 #include "../../cpu/vec.inl"
 #include "routing_kernels.inl"
 

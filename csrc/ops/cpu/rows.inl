@@ -1,8 +1,9 @@
-// Building blocks of the rows layout: the lanes run along the D components of one vote. For votes that
-// exist, be it that they were given or that a small batch has made them.
+// Building blocks of the rows layout: a vector holds L of the D components of one vote. The votes are in memory, as the
+// input of route_votes or made by a small batch.
 //
-// L input capsules make a block: the L partial sums of one output capsule are added up by one
-// transposing tree, which leaves the scores as [J][L] with the capsules in the lanes.
+// L input capsules make a block. The dot products of one output capsule are L vectors, one for each input capsule,
+// whose lanes are still to be added up. One call of sums() does that for all of them, and leaves the scores of the
+// block as [J][L] with the input capsules in the lanes.
 
 template <class T, int L_, int NV>
 struct Rows : Coupling<T, L_> {
@@ -10,7 +11,7 @@ struct Rows : Coupling<T, L_> {
   static constexpr int64_t kOutputs = 16;  // output capsules scored at a time: their partial sums stay in L1
   using V = Vec<T, L>;
 
-  // D numbers as vectors: NV of them, or any number and a tail.
+  // Lanes [d, d + L) of the D numbers at p. If NV > 0, D is NV L; else the last vector may be partly filled.
   static CAPSFAST_INLINE V read_vector(const T* p, int64_t d, int64_t D) {
     if constexpr (NV > 0) return load<L>(p + d);
     return d + L <= D ? load<L>(p + d) : load_part<L>(p + d, D - d);
@@ -23,8 +24,8 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // out[j][n] = votes_nj . p_j for `count` capsules n. A capsule's row is read from end to end, which
-  // the prefetcher follows; `part` [kOutputs][L][L].
+  // out[j][n] = votes[n][j] . p[j] for `count` input capsules n and all j. votes[n] and p are [J][D], out is [J][L],
+  // part [kOutputs][L][L]. The votes of a capsule are read from end to end, which the prefetcher can follow.
   static CAPSFAST_INLINE void dots(const T* const* votes, int64_t count, const T* p, int64_t J, int64_t D_given,
                                    T* part, T* out) {
     const int64_t D = NV > 0 ? NV * L : D_given;
@@ -48,7 +49,8 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // sum[j] += c[j L] votes_j for all j, of one capsule.
+  // sum[j] += c[j L] votes[j] for all j, for one input capsule. c points to its lane of [J][L]; votes and sum are
+  // [J][D].
   static CAPSFAST_INLINE void add_scaled(const T* c, const T* votes, int64_t J, int64_t D_given, T* sum) {
     const int64_t D = NV > 0 ? NV * L : D_given;
     for (int64_t j = 0; j < J; ++j) {
@@ -60,13 +62,13 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // high[n] + low[n] += from[n]
+  // Adds from[n] to the sum high[n] + low[n], for n < count.
   static void join(const T* from, int64_t count, T* high, T* low) {
     for (int64_t n = 0; n < count; ++n) add_exactly(from[n], high + n, low + n);
   }
 
-  // Adds the prior logits of capsules i0 ... of sample b to scores [J][L]; -inf for what the masks take
-  // out and for the lanes behind `count`.
+  // Adds the prior logits of input capsules [i0, i0 + count) of sample b to scores [J][L]. Masked entries and the lanes
+  // from `count` on become -inf.
   static void add_prior(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid_out, T* scores) {
     const int64_t J = p.J;
     const T out = -static_cast<T>(__builtin_inf());
@@ -85,18 +87,18 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // Softmax over the input capsules, its normaliser per output capsule given.
+  // As in Coupling, but in_max and in_scale are [J].
   static void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* scores) {
     for (int64_t j = 0; j < J; ++j) store<L>(scores + j * L, exp<L>(load<L>(scores + j * L) - in_max[j]) * in_scale[j]);
   }
 
-  // dc to db; with c_dc the sum over i of c dc is given per output capsule.
+  // As in Coupling, but c_dc is [J].
   static void softmax_backward(int64_t J, const T* c, const T* c_dc, T* dc) {
     if (c_dc == nullptr) return Coupling<T, L>::softmax_backward(J, c, nullptr, dc);
     for (int64_t j = 0; j < J; ++j) store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - c_dc[j]));
   }
 
-  // [J][L] of capsules i0 ... to a [B, I, J] tensor (out), or added from it.
+  // If `out`, writes lanes [J][L] of input capsules [i0, i0 + count) to `view` [B, I, J]. Else adds `view` to them.
   template <bool out>
   static void transfer(const View& view, int64_t b, int64_t i0, int64_t count, int64_t J, T* lanes) {
     for (int64_t n = 0; n < count; ++n) {
@@ -111,7 +113,8 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // The votes of a block: in place, or gathered to `buffer` [L][J D]. A masked capsule's read as zeros.
+  // Sets to[n] to the votes [J][D] of input capsule i0 + n: in place if they are a run of T, else copied to `buffer`
+  // [L][J D]. Those of a masked capsule are zeros.
   static void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** to) {
     const View& view = p.votes;
     const int64_t size = p.J * p.D, n[3] = {1, p.J, p.D}, s[3] = {0, view.stride[2], view.stride[3]};

@@ -1,4 +1,4 @@
-// The backward's last pass in the rows layout, all iterations at once: see lanes_final.inl.
+// The backward's last pass in the rows layout, all iterations at once. lanes_final.inl has the formulas.
 
 template <class T, int L_, int NV>
 struct RowsFinal {
@@ -55,7 +55,7 @@ struct RowsFinal {
     }
   }
 
-  // dvotes of capsule n of the block.
+  // Computes dvotes [J][D] of input capsule n of the block.
   static void gradients(const FinalPass<T>& pass, const RowsFinalScratch<T>& at, const Block& block, int64_t n,
                         T* dvotes) {
     const Problem& p = *pass.problem;
@@ -97,7 +97,7 @@ struct RowsFinal {
         const Block block{b, i0, i0 + L < range.i1 ? L : range.i1 - i0, votes};
         B_::rows(p, b, i0, block.count, at.rows, votes);
         coefficients(pass, at, block);
-        // The block's votes have been read: dvotes may take their place in memory.
+        // A small batch writes dvotes over its votes. No later block reads those of this one.
         for (int64_t n = 0; n < block.count && pass.dvotes.data != nullptr; ++n) write_votes(pass, at, block, n);
       }
     }

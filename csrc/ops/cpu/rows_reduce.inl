@@ -6,13 +6,14 @@ struct RowsReduce {
   using V = typename B_::V;
   static constexpr int L = L_;
 
-  // L input capsules at most, of one sample.
+  // At most L input capsules of sample b. votes[n] points to the votes [J][D] of capsule i0 + n.
   struct Block {
     int64_t b, i0, count;
     const T* const* votes;
   };
 
-  // A new maximum over the input capsules rescales what was added up before.
+  // Softmax over the input capsules: replaces scores [J][L] by exp(b - max), where max is the largest so far. If it
+  // grows, all that was added up before is rescaled.
   static void online(const ReducePass<T>& pass, const Block& block, T* scores, T* chunk_sum, T* chunk_norm) {
     const Problem& p = *pass.problem;
     for (int64_t j = 0; j < p.J; ++j) {

@@ -1,4 +1,4 @@
-// One task's scratch memory, laid out for a plan. With base = nullptr only the size counts.
+// Lays out the scratch memory of a task. If `base` is null only `size`, in elements, is of use.
 #pragma once
 
 #include "passes.h"
@@ -9,7 +9,7 @@ template <class T>
 class Carver {
  public:
   explicit Carver(T* base) : base_(base) {}
-  // Runs of whole cache lines, so that vectors in different arrays never share one.
+  // Every array starts at a multiple of 16 elements, hence at a cache line, so that full vectors are aligned.
   T* take(int64_t count) {
     T* here = base_ == nullptr ? nullptr : base_ + used_;
     used_ += (count + 15) / 16 * 16;
@@ -22,9 +22,10 @@ class Carver {
   int64_t used_ = 0;
 };
 
-// weights [chunk][J D K] where they are not a run of T; buffer: strided storage on its way to lanes;
-// u [chunk][K][L]; logits [chunk][J][L]; valid [chunk][L]; scores and dc [scored][J][L] with scored = 1
-// while all votes are held, else chunk; x, the votes held; sum [J D][L] and norm [J][L] of a chunk.
+// weights [chunk][J D K], or [1][J D K] if shared: copies, if gather_rows. buffer [L][chunk][K or J]: copies of poses
+// or logits before they are transposed. u [chunk][K][L], logits [chunk][J][L], valid [chunk][L] (0 if masked). scores
+// and dc [scored][J][L], where scored is 1 if all votes are held and else chunk. x [out_tile D][L]: the votes held.
+// sum [J D][L] and norm [J][L]: the sums of a chunk.
 template <class T>
 struct LanesReduceScratch {
   T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm;
@@ -47,8 +48,10 @@ struct LanesReduceScratch {
   }
 };
 
-// As above; c and db [iterations][chunk][J][L]; x and dx [out_tile D, to a multiple of L][L];
-// du [chunk][K][L]; dweight [chunk][J D / L][K][L], transposed; dlogits [chunk][J][L]; row [J D K].
+// weights, buffer, u, logits and valid as above. c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes
+// and their gradients, padded to a multiple of L rows. du [chunk][K][L]. dweight [chunk or 1][ceil(J D / L)][K][L]:
+// blocks of L rows, transposed. dlogits [chunk][J][L]. row [J D K]: dweight of an input capsule before it is added or
+// converted.
 template <class T>
 struct LanesFinalScratch {
   T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row;
@@ -75,8 +78,8 @@ struct LanesFinalScratch {
   }
 };
 
-// Blocks of L input capsules: rows [L][J D] where the votes are not runs of T; part, partial sums of 16
-// output capsules; scores and dc [J][L]; sum [J D] and norm [J] of a chunk.
+// For blocks of L input capsules. rows [L][J D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of 16
+// output capsules. scores and dc [J][L]. sum [J D] and norm [J]: the sums of a chunk.
 template <class T>
 struct RowsReduceScratch {
   T *rows, *part, *scores, *dc, *sum, *norm;
@@ -95,7 +98,7 @@ struct RowsReduceScratch {
   }
 };
 
-// As above; c and db [iterations][J][L]; row [J D], dvotes on their way to another storage.
+// rows and part as above. c and db [iterations][J][L]. row [J D]: dvotes before they are converted to another dtype.
 template <class T>
 struct RowsFinalScratch {
   T *rows, *part, *c, *db, *row;

@@ -1,5 +1,5 @@
-// A small batch makes its votes once, keeps them and routes them: the weight is read once a direction
-// instead of once an iteration.
+// A small batch makes its votes once, keeps them and routes them. So the forward reads the weight once, and the
+// backward twice (for the votes and for du), instead of once an iteration.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class SmallBatch {
     });
   }
 
-  // The same routing with the votes given.
+  // The same problem as route_votes poses it, for the votes that were made.
   Problem routed() const {
     Problem q = p;
     q.votes_given = true;
@@ -31,7 +31,7 @@ class SmallBatch {
     return q;
   }
 
-  // dvotes took the place of the votes: du and dW from them.
+  // Computes du and dW from dvotes, which the last pass has written over the votes.
   void finish(const BackwardOutputs& out) const {
     if (out.du.data == nullptr && out.dweight.data == nullptr) return;
     const int64_t adders = p.shared_weight && out.dweight.data != nullptr ? num_threads() : 0;

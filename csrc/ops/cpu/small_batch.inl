@@ -1,12 +1,12 @@
-// What a small batch does with the weight: its votes once, and the gradients of dvotes at the end.
-// Between the two it routes votes that exist, see rows.inl.
+// The two steps of a small batch that need the weight: making its votes, and at the end of the backward du and dW from
+// dvotes. Between the two the votes are routed by rows_reduce.inl and rows_final.inl.
 
 template <class T>
 struct SmallBatch {
   static constexpr int L = kLanes<T>;
   using V = Vec<T, L>;
 
-  // Sums within groups of K lanes: lane g K + q of the result is that of group g of m[q].
+  // Adds up groups of K neighbouring lanes. Lane g K + q of the result is the sum of group g of m[q]. Overwrites m.
   template <int K, int H = K / 2>
   static CAPSFAST_INLINE V group_sums(V* m) {
     if constexpr (H >= 1) {
@@ -19,13 +19,14 @@ struct SmallBatch {
     }
   }
 
-  // Vector q of a block of L rows of K numbers holds rows q L / K ...: to the order of the rows.
+  // A block of L rows with K numbers each is K vectors. Vector q holds rows [q L / K, (q + 1) L / K), so group_sums()
+  // leaves the sum of row q L / K + g in lane g K + q. This moves it to the lane of its row.
   template <int K, int... N>
   static CAPSFAST_INLINE V in_order(V v, std::integer_sequence<int, N...>) {
     return shuffle_of<T, L>(v, v, std::integer_sequence<int, (N % (L / K) * K + N / (L / K))...>{});
   }
 
-  // x[row] = w[row] . u for rows of K numbers, L of them at a time.
+  // x[row] = w[row] . u, for rows w[row] of K numbers, L rows at a time.
   template <int K>
   static CAPSFAST_INLINE void row_products(const T* w, const T* u, int64_t rows, T* x) {
     alignas(sizeof(V)) T repeated[L];
@@ -63,7 +64,7 @@ struct SmallBatch {
     for (int64_t row = 0; row < rows; ++row) x[row] = product(w + row * K, u, K);
   }
 
-  // The weight row of capsule i: in place or gathered to `buffer`.
+  // The weight [J D K] of input capsule i: in place if it is a contiguous run of T, else copied to `buffer`.
   static const T* weight_row(const Problem& p, int64_t i, T* buffer) {
     const View& w = p.weight;
     const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
@@ -72,14 +73,14 @@ struct SmallBatch {
     return buffer;
   }
 
-  // Zeros for a masked capsule, whatever it holds.
+  // Copies the pose of input capsule i of sample b to u [K]; a masked one becomes zeros, even if it holds NaN.
   static void pose_of(const Problem& p, int64_t b, int64_t i, T* u) {
     const bool masked = p.mask.data != nullptr && !p.mask.at(b, i);
     const int64_t at = b * p.u.stride[0] + i * p.u.stride[1];
     for (int64_t k = 0; k < p.K; ++k) u[k] = masked ? T(0) : read<T>(p.u, at + k * p.u.stride[2]);
   }
 
-  // votes [B, I, J, D] of input capsules [i0, i1); scratch [J D K + K].
+  // Writes the votes of input capsules [i0, i1) to `votes` [B, I, J, D]. scratch [J D K + K].
   static void votes(const Problem& p, int64_t i0, int64_t i1, T* votes, T* scratch) {
     const int64_t rows = p.J * p.D;
     T* u = scratch + rows * p.K;
@@ -93,7 +94,7 @@ struct SmallBatch {
     }
   }
 
-  // du = sum over rows of g[row] w[row], with K a constant where that makes a row one vector.
+  // du = sum over rows of g[row] w[row]. With constant K a row of the weight is one vector.
   template <int K>
   static CAPSFAST_INLINE void pose_gradient_of(const T* w, const T* g, int64_t rows, T* du) {
     Vec<T, K> a[4] = {};
@@ -116,7 +117,7 @@ struct SmallBatch {
     }
   }
 
-  // dw[row] = (or +=) g[row] u.
+  // dw[row] = g[row] u, added to dw if `add`.
   template <int K>
   static CAPSFAST_INLINE void weight_gradient_of(const T* u, const T* g, bool add, int64_t rows, T* dw) {
     const Vec<T, K> pose = load<K>(u);
@@ -135,7 +136,7 @@ struct SmallBatch {
     }
   }
 
-  // du and dW of input capsules [i0, i1) from dvotes; scratch [2 J D K + 2 K].
+  // Computes du and dW of input capsules [i0, i1) from dvotes. scratch [2 J D K + 2 K].
   static void gradients(const SmallBatchGradients<T>& out, const Problem& p, int64_t i0, int64_t i1, T* scratch) {
     const int64_t rows = p.J * p.D, size = rows * p.K;
     T *u = scratch + 2 * size, *du = u + p.K;

@@ -1,4 +1,4 @@
-// The backward: from the last iteration to the second a reducing pass each, then one last pass for all.
+// The backward: a reducing pass for each iteration from the last to the second, then one last pass for all iterations.
 #include "call.h"
 #include "given_call.h"
 #include "steps.h"
@@ -58,7 +58,8 @@ class Backward {
   int64_t row_count() const { return p.B * p.I; }
   bool wants_logits() const { return out.dlogits.data != nullptr; }
 
-  // The normaliser of iteration t over the output capsules, in a sweep of its own.
+  // Computes the normaliser of the softmax over the output capsules in iteration t, in a sweep of its own. with_dc:
+  // also sum_j c dc.
   Normaliser<T> rows(int64_t t, bool with_dc) const {
     const int64_t from = t * row_count(), count = row_count();
     Scoring<T> with = steps.scoring(t);
@@ -93,7 +94,7 @@ class Backward {
     if (p.softmax_in) general.norm = steps.columns;
     if (plan.final_rows_apart) {
       for (int64_t t = steps.first; t < p.iterations; ++t) {
-        // The reducing passes have left theirs.
+        // If the reducing passes had a sweep too, its normalisers are still there.
         if (!(plan.rows_apart && t > steps.first)) rows(t, wants_logits() || (t > 0 && !p.gradient_last));
       }
       general.norm = {row_max, row_scale, row_mean};
@@ -110,8 +111,8 @@ class Backward {
     });
   }
 
-  // parts: of the samples, each with a sum of dweight and dlogits of its own. blocks: along the input capsules, which
-  // of a shared weight have theirs as well.
+  // Runs the last pass and adds up its partial sums. The samples are cut into `parts`, each with its own sum of dweight
+  // and dlogits. The input capsules are cut into `blocks`; if the weight is shared each has its own sum of dweight.
   template <class Args, class Pass>
   void finish(Args args, int64_t parts, int64_t blocks, const Pass& pass) {
     args.in = call.in;

@@ -1,6 +1,6 @@
-// What happens between the passes, on arrays without an axis of input capsules: sums of parts, squash and its
-// derivative. A warp has an output capsule of a sample. Each step is a function that all blocks of a grid call,
-// however many there are, and a kernel of its own.
+// The steps between the passes, on arrays [.., B, J, D]: they add up partial sums and compute the squash or its
+// derivative. A warp has one output capsule of a sample at a time. Each step is a function that all blocks of a grid of
+// any size call, and also a kernel.
 #pragma once
 
 #include <type_traits>
@@ -21,28 +21,31 @@ struct Squashing {
   }
 };
 
-// Partial sums of the reducing pass. With max and total each split has its own maximum over its input capsules.
+// Partial sums of a reducing pass. If max and total are there, each split has weighted its input capsules with
+// exp(b - max), where max is the largest logit b of that split, and total is the sum of these weights.
 template <class T>
 struct Parts {
   int64_t splits;
-  Global<double> sum;      // [splits, B, J, D], from the general kernels
-  Global<float> sum_tile;  // the same from the tile kernels, whose sums are shorter
+  Global<double> sum;      // [splits, B, J, D], of the general kernels
+  Global<float> sum_tile;  // the same of the other kernels, whose sums are short enough for float
   Global<T> max;           // [splits, B, J]
-  Global<double> total;
+  Global<double> total;    // [splits, B, J]
 
   CAPSFAST_DEVICE double part(int64_t n) const {
     return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_tile[n]);
   }
 };
 
-// An output capsule of a sample, and this lane of its warp: one of `lanes` along the components, one of `slices` along
-// what is summed up. The sums end in slice 0, which goes on with them.
+// Output capsule j of sample b, row = b J + j, and what this lane of its warp does: it is number `lane` of `lanes`
+// along the components, and number `slice` of `slices` among the lanes that share the splits. The lanes of slice 0 end
+// with the sums over all splits and go on alone.
 struct Place {
   int64_t b, j, row;
   int lane, lanes, slice, slices;
 };
 
-// f(place) for every output capsule, dealt out to the warps of the grid. width: components of a lane.
+// Calls f(place) for every output capsule of every sample, each on one warp of the grid. width: how many components a
+// lane has at a time.
 template <class F>
 CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
   const int warps = gpu::threads() / 32, thread = gpu::thread_anew(), lane = thread % 32;
@@ -59,7 +62,7 @@ CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
   }
 }
 
-// c = exp(b - max) scale of one output capsule, from the parts of the splits.
+// The normaliser of c = exp(b - max) scale for one output capsule, combined from those of the splits.
 template <class T>
 struct ColumnNorm {
   T max, scale;
@@ -79,8 +82,8 @@ struct ColumnNorm {
   }
 };
 
-// Components [d, d + kWidth) of the sum over the splits, in slice 0. Where the splits follow maxima of their own,
-// they are brought to this one.
+// sum = components [d, d + kWidth) of the sum over the splits, in the lanes of slice 0. If `follows`, each split has
+// its own maximum, and its part is rescaled to the common one, `max`.
 template <int kWidth, class T>
 CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Place& at, int64_t d, bool follows, T max,
                                double (&sum)[kWidth]) {
@@ -105,7 +108,7 @@ CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Pl
   }
 }
 
-// f(integral constant): components of a lane. Sums of the tile kernels are read four at a time.
+// Calls f(width), an integral constant: how many components a lane has at a time. sum_tile is read four at a time.
 constexpr int kPartWidth = 4;
 template <class T, class F>
 CAPSFAST_DEVICE void with_width(const Parts<T>& parts, const F& f) {
@@ -115,7 +118,7 @@ CAPSFAST_DEVICE void with_width(const Parts<T>& parts, const F& f) {
   f(std::integral_constant<int, 1>());
 }
 
-// The coupling where all logits are 0 and all input capsules count, of an output capsule that is valid or not.
+// The coupling if all logits are 0 and no input capsule is masked. valid: whether out_mask keeps the output capsule.
 template <class T>
 CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
   int64_t entries = in.I;
@@ -130,17 +133,17 @@ CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
   return valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
 }
 
-// s_t, its normaliser, v_t and V_t.
+// The step that computes s_t, its normaliser, v_t and V_t from the sums of pass t.
 template <class T>
 struct OutputArgs {
   Inputs in;
   Squashing squash;
   Parts<T> parts;
-  bool unweighted, first;
-  Global<T> s;           // [B, J, D] of this iteration
-  Global<T> max, scale;  // [B, J] of this iteration, softmax over the input capsules
-  Global<T> V;           // [B, J, D]; not in the last iteration
-  Operand v;             // [B, J, D]; in the last iteration
+  bool unweighted, first;  // unweighted: the pass took every coefficient as 1. first: V so far is 0
+  Global<T> s;             // [B, J, D] of this iteration
+  Global<T> max, scale;    // [B, J] of this iteration, softmax over the input capsules
+  Global<T> V;             // [B, J, D], added to; absent in the last iteration
+  Operand v;               // [B, J, D], written; absent but in the last iteration
 };
 
 template <class T, int kWidth>
@@ -193,7 +196,8 @@ output_kernel(OutputArgs<T> a) {
   make_outputs(a);
 }
 
-// V_t of every iteration from the saved s: V[0] = 0.
+// The step that computes V from the saved s. V[t] is what iteration t scored with (t from 0): the sum of the outputs of
+// the iterations before.
 template <class T>
 struct RestoreArgs {
   Inputs in;
@@ -234,19 +238,20 @@ restore_kernel(RestoreArgs<T> a) {
   restore(a);
 }
 
-// ds_t from dv_t: what the caller gave for the last iteration, else the sum of the reducing passes so far.
+// The step that computes ds_t from dv_t: the gradient of the output in the last iteration, else the sum G of the
+// reducing passes so far.
 template <class T>
 struct DifferentiateArgs {
   Inputs in;
   Squashing squash;
-  Operand dv;                   // [B, J, D], in the last iteration
-  Operand coupling, dcoupling;  // [B, I, J], in the last iteration
+  Operand dv;                   // [B, J, D]; absent but in the last iteration
+  Operand coupling, dcoupling;  // [B, I, J]; absent but in the last iteration
   Parts<T> parts;
-  bool first;         // the parts are the first ones
-  Global<T> G;        // [B, J, D], what the passes summed up
-  Global<const T> s;  // [B, J, D] of this iteration, and below
-  Global<T> ds;
-  Global<T> mean;  // [B, J]: sum_i c dc, softmax over the input capsules
+  bool first;         // the parts are those of the first pass, before which G counts as 0
+  Global<T> G;        // [B, J, D], the sum of all passes so far
+  Global<const T> s;  // [B, J, D] of this iteration, without bias
+  Global<T> ds;       // [B, J, D] of this iteration, written
+  Global<T> mean;     // [B, J], written: sum_i c dc, softmax over the input capsules
 };
 
 template <class T, int kWidth>
@@ -290,7 +295,7 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
     }
   }
   if (!in.softmax_in) return;
-  // sum_i c dc = ds . sum_i c votes, and what the gradient of the coupling adds.
+  // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
   if (a.dcoupling.data) {
     const int64_t *c = a.coupling.stride, *dc = a.dcoupling.stride;
     for (int64_t i = gpu::thread() % 32; i < in.I; i += 32) {
@@ -316,14 +321,15 @@ differentiate_kernel(DifferentiateArgs<T> a) {
   differentiate(a);
 }
 
-// dbias = sum over iterations and samples of ds. A block has some rows (j, d), each shared by kSumLanes threads.
+// dbias = sum of ds over iterations and samples. A block has some rows (j, d); kSumLanes threads share the sum of a
+// row.
 constexpr int kSumLanes = 8;
 
 template <class T>
 struct BiasArgs {
-  int64_t count, rows;  // iterations times samples, J times D
+  int64_t count, rows;  // iterations times samples; J times D
   Global<const T> ds;   // [count, rows]
-  Operand dbias;
+  Operand dbias;        // [rows], written
 };
 
 template <class T>
@@ -343,12 +349,12 @@ bias_kernel(BiasArgs<T> a) {
   a.dbias.template write<double>(row, sum);
 }
 
-// to[n] = sum over the parts, in their order.
+// to[n] = sum of from[part, n] over the parts, in their order.
 template <class N>
 struct JoinArgs {
   int64_t parts, size;
   Global<const N> from;  // [parts, size]
-  Operand to;            // contiguous
+  Operand to;            // [size], contiguous
 };
 
 template <class N>

@@ -1,4 +1,4 @@
-// What forward and backward share: the kernel's view of a call, scratch memory, launches.
+// What forward and backward share: arguments as kernels take them, scratch memory, launches.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,7 +19,7 @@ namespace capsfast::cuda {
 
 using torch::stable::Tensor;
 
-// Elements from the first to the last of a strided tensor.
+// How many elements of memory a strided tensor spans, from its first to its last.
 inline int64_t extent(std::initializer_list<int64_t> sizes, const int64_t* stride) {
   int64_t last = 0;
   for (const int64_t size : sizes) {
@@ -80,12 +80,13 @@ class Call {
         squash{problem.squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
         like_(like) {}
 
-  // Fresh memory that lives as long as the call; the caching allocator knows when its stream is done with it.
+  // Uninitialised memory that is released with this object. That may be before the kernels have run: the caching
+  // allocator reuses memory in the order of the stream.
   template <class N>
   Global<N> scratch(int64_t count) {
     using torch::headeronly::ScalarType;
     const ScalarType type = std::is_same_v<N, double> ? ScalarType::Double : ScalarType::Float;
-    // Never null: for a kernel that would be an absent argument.
+    // At least one element, because a null pointer is an absent argument to a kernel.
     memory_.push_back(torch::stable::new_empty(like_, {std::max<int64_t>(count, 1)}, type));
     return {static_cast<N*>(memory_.back().data_ptr()), count};
   }
@@ -105,7 +106,8 @@ class Call {
     }
   }
 
-  // For sums alone, or also for the maxima of the softmax over the input capsules.
+  // Memory for the partial sums of a pass. with_columns: also for the maxima and totals of the softmax over the input
+  // capsules.
   Parts<T> parts(bool with_columns) {
     Parts<T> to{};
     to.splits = given ? given->plan.splits : tiled ? tiles.splits : plan.splits;
@@ -121,8 +123,8 @@ class Call {
     return to;
   }
 
-  // All passes and the steps between them in one launch; false where they do not run on tensor cores, or their blocks
-  // not all at the same time.
+  // Runs all passes and the steps between them in one cooperative launch. False if that cannot be: the passes do not
+  // run on tensor cores, or the device does not run all their blocks at the same time. Then nothing was launched.
   template <bool kBackward, class Steps>
   bool run_together(const Steps& steps) const {
     if constexpr (std::is_same_v<T, float>) {
@@ -133,7 +135,8 @@ class Call {
     return false;
   }
 
-  // Pass n alone. rows: the normaliser of rows too long for a tile.
+  // Launches pass n alone. rows: the normaliser [B, I] of the softmax over the output capsules, if a tile does not hold
+  // all of them.
   template <bool kBackward, class Steps>
   void reduce(const Steps& steps, int64_t n, const Normaliser<T>* rows = nullptr) const {
     if (p.I == 0) return;
@@ -148,7 +151,7 @@ class Call {
     kernels().reduce(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
   }
 
-  // f(E{}, K) for the type of u and its K, which a tile kernel is compiled for.
+  // Calls f(E{}, K) with the element type of u and its K, an integral constant: tile kernels are compiled for both.
   template <class F>
   auto for_tiles(const F& f) const {
     const auto of_type = [&](auto type) {
@@ -188,11 +191,11 @@ class Call {
     return tile_kernel<kBackward>().launch(passes, tile_threads(), {{tiles.tiles, tiles.splits, 1}, context.stream()});
   }
 
-  // The last pass of `terms` iterations on tensor cores; false where shared memory cannot hold them.
+  // Whether the last pass can run on tensor cores: shared memory must hold V and ds of `terms` iterations.
   bool tile_final_fits(int64_t terms) const {
     if (!tiled || terms > 64 || tile_threads() > 32 * TileSize::final_warps) return false;
     const int floats = for_tiles([&](auto type, auto K) {
-      // D changes nothing of the sizes.
+      // The sizes do not depend on D, so any will do.
       return FinalTiles<decltype(type), K, 8>::memory(
                  static_cast<int>(p.J), tile_threads(), static_cast<int>(terms), p.softmax_in)
           .end;
@@ -206,31 +209,32 @@ class Call {
     launcher(args, tile_threads(), {{tiles.final_parts, tiles.final_splits, 1}, context.stream()});
   }
 
-  // One warp for 32 columns.
+  // A warp has 32 columns (j, d).
   int tile_threads() const { return static_cast<int>(32 * tile_warps(p)); }
 
-  // The normaliser of rows too long for a tile, [B, I].
+  // Computes the normaliser [B, I] of the softmax over the output capsules, if a tile does not hold all of them.
   void rows(const RowsArgs<T>& args) const {
     kernels().rows(args, {{divide_up(p.I, ReduceTile<T>::inputs), grid_rows(plan.tiles), 1}, context.stream()});
   }
 
-  // A kernel with a warp an output capsule.
+  // Launches a kernel in which a warp has one output capsule of a sample at a time.
   template <class Args>
   void per_output(void (*kernel)(Args), const Args& args) const {
-    // Warps walk on, so that the grid stays within its limit.
+    // A warp may take several in turn, so the size of the grid can be limited.
     const int64_t blocks = std::min<int64_t>(divide_up(scalars(), kThreads / 32), 1 << 20);
     gpu::launch(kernel, {blocks, 1, 1}, kThreads, 0, context.stream(), args);
   }
 
+  // to[n] = sum of from[part, n] over `parts` parts, n < size.
   template <class N>
   void join(const Global<N>& from, int64_t parts, int64_t size, const View& to) const {
-    // Each thread has several numbers, so that the grid stays within its limit.
+    // A thread may take several n in turn, so the size of the grid can be limited.
     const int64_t blocks = std::min<int64_t>(divide_up(size, kThreads), 1 << 20);
     gpu::launch(join_kernel<N>, {blocks, 1, 1}, kThreads, 0, context.stream(),
                 JoinArgs<N>{parts, size, from, operand(to, {size})});
   }
 
-  // to[n] = sum of from[0, n] to from[count - 1, n].
+  // to[n] = sum of from[k, n] over k < count, n < rows. For large `count`: several threads share a sum.
   template <class N>
   void sum_rows(const Global<N>& from, int64_t count, int64_t rows, const View& to) const {
     gpu::launch(bias_kernel<N>, {divide_up(rows, kThreads / kSumLanes), 1, 1}, kThreads, kThreads * 8, context.stream(),
@@ -239,23 +243,23 @@ class Call {
 
   int64_t vectors() const { return p.B * p.J * p.D; }
   int64_t scalars() const { return p.B * p.J; }
-  // The y axis of a grid is short; kernels walk on.
+  // The y axis of a grid has at most 65535 blocks. Blocks of these kernels take several tiles in turn.
   static int64_t grid_rows(int64_t tiles) { return std::clamp<int64_t>(tiles, 1, 65535); }
 
   const Problem& p;
   const gpu::Context context;
   const Inputs in;
-  const std::optional<GivenPasses> given;  // the passes over given votes
+  const std::optional<GivenPasses> given;  // of route_votes, unless the general kernels serve it
   const GeneralPlan plan;
-  const bool tiled;  // the reducing passes run on tensor cores
-  const bool two;    // with two row tiles a block
+  const bool tiled;  // whether the reducing passes run on tensor cores
+  const bool two;    // whether their blocks have two row tiles, 32 samples
   const TilePlan tiles;
   const Squashing squash;
 
  private:
   static GeneralPlan plan_of(const Problem& p, bool given, int64_t multiprocessors) {
     GeneralPlan plan = plan_general<T>(p, multiprocessors);
-    // Those passes have all output capsules of an input capsule in a block.
+    // In the passes over given votes a block has all output capsules of an input capsule.
     if (given) plan.rows_apart = plan.final_rows_apart = false;
     return plan;
   }

@@ -1,4 +1,4 @@
-// Routing logits of a tile, their softmax, and the way back, in shared memory: what every pass has in common.
+// The routing logits of a tile in shared memory, their softmax and its backward, for the general kernels.
 #pragma once
 
 #include <cmath>
@@ -10,13 +10,14 @@ namespace capsfast::cuda {
 
 using gpu::Shared;
 
-// Lanes that share the dot product of one vote: the power of two that D fills, a warp at most.
+// How many lanes share a dot product over D components: the smallest power of two >= D, at most 32.
 CAPSFAST_DEVICE int lanes_for(int64_t D) {
   int lanes = 1;
   while (lanes < D && lanes < 32) lanes *= 2;
   return lanes;
 }
 
+// The sum over groups of `lanes` neighbouring lanes, in all of them.
 template <class T>
 CAPSFAST_DEVICE T lane_sum(T value, int lanes) {
   for (int mask = lanes / 2; mask > 0; mask /= 2) value += gpu::shuffle_xor(value, mask);
@@ -28,22 +29,25 @@ CAPSFAST_DEVICE T larger(T a, T b) {
   return a > b ? a : b;
 }
 
-// What one iteration scores with. V: sum of the outputs so far [B, J, D], absent in the first iteration. ds: gradient
-// of s_t [B, J, D], in the backward. dcoupling [B, I, J]: added to dc, in the last iteration.
+// What iteration t scores votes with. V [B, J, D] is the sum of the outputs before t, absent in the first iteration.
+// ds [B, J, D] is the gradient of s_t, absent in the forward. dcoupling [B, I, J] is added to dc, absent but in the
+// last iteration of a backward.
 template <class T>
 struct Scoring {
   Global<const T> V, ds;
   Operand dcoupling;
 };
 
-// The normaliser of c = exp(b - max) scale, and mean = sum c dc. Of rows (a sample's input capsule) [B, I] for the
-// softmax over the output capsules, absent where a block sees all of them; of columns [B, J] for the other.
+// The normaliser of c = exp(b - max) scale, and mean = sum c dc. For the softmax over the output capsules there is one
+// for each row, an input capsule of a sample: arrays [B, I], absent if a block has all output capsules. For the softmax
+// over the input capsules there is one for each column, an output capsule of a sample: arrays [B, J].
 template <class T>
 struct Normaliser {
   Global<const T> max, scale, mean;
 };
 
-// logits[pair][j] and, with ds, dc[pair][j] for pair = input * kSamples + sample; rows of `pitch`.
+// The scores of a tile: logits[pair][j] and, in the backward, dc[pair][j], where pair = input * kSamples + sample.
+// `pitch` is the distance between pairs.
 template <class T, int kSamples>
 struct Scores {
   Shared<T> logits, dc;
@@ -52,12 +56,14 @@ struct Scores {
   CAPSFAST_DEVICE int at(int input, int sample, int j) const { return (input * kSamples + sample) * pitch + j; }
 };
 
-// votes . V + logits (-inf where masked), and votes . ds + dcoupling.
+// Writes votes . V + logits, or -inf for what is masked, to to.logits. If there is ds, also writes votes . ds +
+// dcoupling to to.dc.
 template <class T, class E, bool kVotes, int kSamples>
 CAPSFAST_DEVICE void score(const Inputs& in, const Tile& tile, const Scoring<T>& with, const Scores<T, kSamples>& to) {
   const int lanes = lanes_for(in.D), lane = gpu::thread() % lanes, groups = gpu::threads() / lanes;
   const int units = tile.inputs * tile.outputs;
-  // Every group makes the same number of rounds, so that whole warps meet in the shuffles.
+  // A unit is a pair of input and output capsule; a group of lanes has one at a time. All groups make the same number
+  // of rounds, so that all lanes of a warp take part in every shuffle.
   for (int first = 0; first < units; first += groups) {
     const int unit = first + gpu::thread() / lanes;
     const bool mine = unit < units;
@@ -105,11 +111,12 @@ CAPSFAST_DEVICE void score(const Inputs& in, const Tile& tile, const Scoring<T>&
   }
 }
 
-// Running max, sum of exp and sum of exp dc of every row: [pair][3].
+// rows [pair][3] holds, for each row of scores, the maximum m so far, the sum of exp(b - m) and that of exp(b - m) dc.
+// start_rows() sets it up and add_rows() adds the scores of a tile.
 template <class T>
 CAPSFAST_DEVICE void start_rows(int pairs, bool leaky, Shared<T> rows) {
   for (int pair = gpu::thread(); pair < pairs; pair += gpu::threads()) {
-    // The leaky entry: logit 0, and nothing flows back through it.
+    // The leaky entry has logit 0, and its dc is 0.
     rows[pair * 3] = leaky ? T(0) : Extreme<T>::lowest;
     rows[pair * 3 + 1] = leaky ? T(1) : T(0);
     rows[pair * 3 + 2] = T(0);
@@ -136,7 +143,7 @@ CAPSFAST_DEVICE void add_rows(const Tile& tile, const Scores<T, kSamples>& score
     }
     sum = lane_sum(sum, kLanes);
     mean = lane_sum(mean, kLanes);
-    gpu::warp_barrier();  // all lanes have read the row's state
+    gpu::warp_barrier();  // all lanes have read what is overwritten below
     if (!mine || lane != 0) continue;
     const T factor = std::exp(before - m);
     rows[pair * 3] = m;
@@ -145,15 +152,16 @@ CAPSFAST_DEVICE void add_rows(const Tile& tile, const Scores<T, kSamples>& score
   }
 }
 
-// exp(x) in half the instructions: the rounding of the product costs what one of x would.
+// exp(x) with half the instructions of std::exp. Rounding the product changes the result no more than rounding x does.
 CAPSFAST_DEVICE float exponential(float x) { return std::exp2(x * 1.44269504f); }
 
-// Without any finite logit the coupling is 0.
+// 1 / sum, or 0 if the sum is: then no logit is finite, and the coupling is to be 0.
 template <class T>
 CAPSFAST_DEVICE T inverse(T sum) {
   return sum == T(0) ? T(0) : T(1) / sum;
 }
 
+// Turns rows [pair][3] into maximum, scale and mean.
 template <class T>
 CAPSFAST_DEVICE void end_rows(int pairs, Shared<T> rows) {
   for (int pair = gpu::thread(); pair < pairs; pair += gpu::threads()) {
@@ -163,7 +171,8 @@ CAPSFAST_DEVICE void end_rows(int pairs, Shared<T> rows) {
   }
 }
 
-// logits to c, and dc to db = c (dc - mean), in place. Where `all` lacks a maximum, rows hold what it would.
+// Replaces logits by c and, if with_dc, dc by db = c (dc - mean). If `all.max` is null, `rows` [pair][3] holds max,
+// scale and mean.
 template <class T, int kSamples>
 CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Normaliser<T>& all, Shared<T> rows,
                                bool with_dc, const Scores<T, kSamples>& scores) {
@@ -190,7 +199,7 @@ CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Normali
   }
 }
 
-// score, softmax and its derivative of a tile, from votes to c and db. Starts and ends at a barrier.
+// Computes c and, in the backward, db of a tile from its votes. Must be called after a barrier, and ends with one.
 template <class T, class E, bool kVotes, int kSamples>
 CAPSFAST_DEVICE void couple(const Inputs& in, const Tile& tile, const Scoring<T>& with, const Normaliser<T>& all,
                             Shared<T> rows, const Scores<T, kSamples>& to) {

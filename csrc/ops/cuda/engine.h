@@ -1,4 +1,4 @@
-// The CUDA kernels behind the ops.
+// The Engine (see bindings.h) of CUDA tensors.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,8 +1,8 @@
-// The backward's last pass, all iterations at once: du, dweight or dvotes, dlogits.
+// The general last pass of the backward, for all iterations at once: du and dweight, or dvotes, and dlogits.
 //
-// A block owns input capsules for a split of the samples. It writes their du (or dvotes, and dlogits of a sample)
-// and alone adds to dweight and dlogits of that split; those parts are added up in a fixed order afterwards. With a
-// shared weight every block has a part of its own.
+// A block has some input capsules and a split of the samples. It writes du or dvotes, and dlogits [B, I, J], of these.
+// dweight and dlogits [I, J] are sums over samples: every split has its own, which no other block adds to, and these
+// are added up in a fixed order afterwards. With a shared weight every block has its own sum of dweight.
 #pragma once
 
 #include "coupling.h"
@@ -13,18 +13,18 @@ namespace capsfast::cuda {
 template <class T>
 struct FinalArgs {
   Inputs in;
-  int64_t first, iterations;  // [first, iterations) carry gradients
+  int64_t first, iterations;  // iterations [first, iterations) have gradients
   bool gradient_last;
   int64_t outputs, components;  // of a tile
-  Global<const T> V, ds;        // [r, B, J, D]
-  Normaliser<T> norm;           // [r, B, J] or [r, B, I]; absent where a tile holds all output capsules
+  Global<const T> V, ds;        // [r, B, J, D]; V[t] is what iteration t scored with, V[0] = 0
+  Normaliser<T> norm;           // columns [r, B, J], or rows [r, B, I], absent if a tile has all output capsules
   Operand dcoupling;
   bool shared_weight;
   Operand du;              // [B, I, K]
   Operand dvotes;          // [B, I, J, D]
-  Global<double> dweight;  // [splits, I, J, D, K], or [splits, blocks, J, D, K] of a shared weight
-  Operand dlogits_sample;  // [B, I, J]
-  Global<double> dlogits;  // [splits, I, J]
+  Global<double> dweight;  // [splits, I, J, D, K], or [splits, blocks, J, D, K] for a shared weight
+  Operand dlogits_sample;  // [B, I, J], if the logits are [B, I, J]
+  Global<double> dlogits;  // [splits, I, J], if the logits are [I, J]
 };
 
 template <class T>
@@ -37,14 +37,14 @@ struct FinalShared {
   static constexpr int bytes = du_at + Size::pairs * Size::columns * unit;
 };
 
-// One part of the work of a block: a tile, components [d0, d0 + components) of its outputs, components
-// [k0, k0 + columns) of its inputs.
+// Which components of a tile a block works on at a time: [d0, d0 + components) of the output capsules and
+// [k0, k0 + columns) of the input capsules.
 struct Piece {
   int64_t d0, k0;
   int components, columns;
 };
 
-// dvotes += c ds_t + db V_{t-1}; each thread has rows of its own.
+// dvotes [pair][row] += c ds[t] + db V[t]. Each thread has rows (j, d) of its own.
 template <class T>
 CAPSFAST_DEVICE void add_gradients(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t t,
                                    const Scores<T, FinalTile<T>::samples>& scores, bool with_db, Shared<T> dvotes) {
@@ -116,7 +116,7 @@ CAPSFAST_DEVICE void write_dvotes(const FinalArgs<T>& a, const Tile& tile, const
   }
 }
 
-// du[pair][k] += sum over the rows of the tile of dvotes W.
+// du [pair][k] += sum of dvotes W over the rows (j, d) of the tile.
 template <class T, class E>
 CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, bool first, Shared<T> dvotes,
                             Shared<T> du) {
@@ -141,7 +141,7 @@ CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece
   }
 }
 
-// dweight += sum over the samples of the tile of dvotes u.
+// dweight += sum of dvotes u over the samples of the tile.
 template <class T, class E>
 CAPSFAST_DEVICE void add_dweight(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split, bool first,
                                  Shared<T> dvotes) {
@@ -183,7 +183,7 @@ CAPSFAST_DEVICE void write_du(const FinalArgs<T>& a, const Tile& tile, const Pie
   }
 }
 
-// What iteration t scores with, and its normaliser.
+// Sets what iteration t scores with and its normaliser.
 template <class T>
 CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc, Scoring<T>* scoring,
                                   Normaliser<T>* norm) {
@@ -200,7 +200,8 @@ CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc
   norm->mean = a.norm.mean.from(t * scalars, scalars);
 }
 
-// One piece of a tile: every iteration's coefficients, their gradients of the votes, and where those go.
+// All gradients of a piece of a tile: dvotes of all iterations first, then what follows from them. first_samples and
+// first_dweight: sums start here, so memory is overwritten instead of added to.
 template <class T, class E, bool kVotes>
 CAPSFAST_DEVICE void finish_piece(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split,
                                   bool first_samples, bool first_dweight) {
@@ -251,7 +252,7 @@ final_kernel(FinalArgs<T> a) {
       tile.samples = least(in.B - tile.b0, Size::samples);
       const bool first_samples = b_tile == tile_begin;
       const bool first_dweight = first_samples && (!a.shared_weight || tile.i0 == gpu::block_x() * Size::inputs);
-      // Vectors without components still have couplings, whose logits get a gradient.
+      // do ... while, because with K = 0 or D = 0 there are still couplings, and their logits have a gradient.
       piece.k0 = 0;
       do {
         piece.columns = least(in.K - piece.k0, Size::columns);

@@ -1,4 +1,4 @@
-// The forward: a reducing pass an iteration, and between them s, v and V.
+// The forward: each iteration is a reducing pass, after which s, v and V are computed from its sums.
 #include "call.h"
 #include "given_call.h"
 #include "steps.h"

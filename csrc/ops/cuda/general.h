@@ -7,6 +7,7 @@
 
 namespace capsfast::cuda {
 
+// Where a kernel is launched.
 struct Launch {
   gpu::Grid grid;
   gpu::Stream stream;
@@ -19,7 +20,8 @@ struct GeneralKernels {
   void (*final)(const FinalArgs<T>&, const Launch&);
 };
 
-// For inputs of type E; votes: they are given. One file general_<type>.cu each, so that they compile side by side.
+// The kernels for inputs of type E. votes: for route_votes. Each type has a file general_<type>.cu, so that types
+// compile in parallel.
 template <class E>
 const GeneralKernels<typename WideOf<E>::type>& general_kernels(bool votes);
 

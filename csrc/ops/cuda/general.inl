@@ -1,4 +1,4 @@
-// The launchers of one type; included by general_<type>.cu.
+// Launchers of the general kernels of one element type; included by general_<type>.cu.
 #include "general.h"
 
 namespace capsfast::cuda {

@@ -1,4 +1,4 @@
-// Tiles and grids of the general kernels.
+// Tiles and grids of the general kernels, with the reason beside each number.
 #pragma once
 
 #include <algorithm>
@@ -9,16 +9,16 @@
 namespace capsfast::cuda {
 
 constexpr int kThreads = 128;
-// Blocks a multiprocessor must hold: leaves a thread the registers it needs not to spill.
+// How many blocks a multiprocessor must hold. Few, so that a thread has enough registers not to spill.
 template <class T>
 constexpr int kBlocksFor = sizeof(T) == 8 ? 2 : 3;
 
 // A tile of the reducing pass.
 template <class T>
 struct ReduceTile {
-  static constexpr int samples = 8;                         // a weight that was read serves this many
-  static constexpr int inputs = 8;                          // summed in T before they join a sum in double
-  static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;  // logits and dc then fill 32 KiB
+  static constexpr int samples = 8;                         // a weight is read once for so many
+  static constexpr int inputs = 8;                          // so many votes are added in T, then in double
+  static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;  // logits and dc take 32 KiB
   static constexpr int pairs = samples * inputs;
 };
 
@@ -26,13 +26,13 @@ struct ReduceTile {
 template <class T>
 struct FinalTile {
   static constexpr int samples = 8;
-  static constexpr int inputs = 2;  // more blocks: each owns its input capsules
+  static constexpr int inputs = 2;  // few, so that there are more blocks
   static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;
-  static constexpr int rows = sizeof(T) == 8 ? 128 : 256;  // of votes, 16 KiB of their gradients
-  static constexpr int columns = 64;                       // components of u at a time
+  static constexpr int rows = sizeof(T) == 8 ? 128 : 256;  // (j, d) of votes: their gradients take 16 KiB
+  static constexpr int columns = 64;                       // components k of u at a time
   static constexpr int pairs = samples * inputs;
 
-  // Output capsules and their components at a time.
+  // How many output capsules a tile has, and how many of their components.
   static int64_t outputs_for(int64_t J, int64_t D) {
     return std::clamp<int64_t>(rows / std::max<int64_t>(D, 1), 1, std::min<int64_t>(std::max<int64_t>(J, 1), outputs));
   }
@@ -42,16 +42,18 @@ struct FinalTile {
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct GeneralPlan {
-  int64_t tiles;         // of samples
-  int64_t splits;        // of the input capsules, in the reducing pass
-  int64_t out_tiles;     // of output capsules, in the reducing pass
-  int64_t final_blocks;  // along the input capsules
-  int64_t final_splits;  // of the samples
-  bool rows_apart;       // the softmax over the output capsules takes a sweep of its own, in the forward
-  bool final_rows_apart;
+  int64_t tiles;         // parts of the samples, in the reducing passes
+  int64_t splits;        // parts of the input capsules, in the reducing passes
+  int64_t out_tiles;     // parts of the output capsules, in the reducing passes
+  int64_t final_blocks;  // parts of the input capsules, in the last pass
+  int64_t final_splits;  // parts of the samples, in the last pass
+  // Whether the softmax over the output capsules takes a sweep of its own (rows_kernel), as a tile does not hold them
+  // all.
+  bool rows_apart;        // in the reducing passes of forward and backward
+  bool final_rows_apart;  // in the last pass
 };
 
-// A few blocks a multiprocessor hide latencies; more splits would only add partial sums.
+// So many blocks hide latencies. With more splits there would only be more partial sums.
 constexpr int64_t kBlocksPerMultiprocessor = 4;
 
 template <class T>
@@ -68,7 +70,7 @@ GeneralPlan plan_general(const Problem& p, int64_t multiprocessors) {
 
   plan.final_rows_apart = !p.softmax_in && F::outputs_for(p.J, p.D) < p.J;
   const int64_t final_chunks = divide_up(p.I, F::inputs);
-  // With a shared weight every block sums up a gradient of its own, so there are no more than are wanted.
+  // With a shared weight every block has its own sum of dweight, so there are no more blocks than the device needs.
   plan.final_blocks = p.shared_weight ? std::min(final_chunks, wanted) : final_chunks;
   plan.final_splits = std::clamp<int64_t>(
       wanted / std::max<int64_t>(1, plan.final_blocks), 1, std::max<int64_t>(1, divide_up(p.B, F::samples)));

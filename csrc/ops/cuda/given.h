@@ -1,4 +1,5 @@
-// The kernels for votes that are given, by type.
+// Chooses a kernel for given votes, that is for route_votes, whose input are the votes themselves. "Resident" kernels
+// keep the votes of a sample in shared memory, "streaming" ones read them from device memory in every pass.
 #pragma once
 
 #include "general.h"
@@ -18,7 +19,8 @@ struct GivenStreamKernels {
   gpu::Kernel<GivenFinalArgs> final;
 };
 
-// Two files of each type, so that they compile side by side.
+// Each type has files given_<type>.cu and given_resident_<type>.cu, so that these compile in parallel. numbers: of a
+// vote that a thread has, GivenSize::few or many.
 template <class E>
 GivenResidentKernels given_resident_kernels(Exchange exchange, int numbers);
 template <class E>

@@ -1,4 +1,4 @@
-// The kernels of one type; included by given_<type>.cu and given_resident_<type>.cu.
+// The kernels for given votes of one element type; included by given_<type>.cu and given_resident_<type>.cu.
 #include "given.h"
 
 namespace capsfast::cuda {

@@ -6,7 +6,7 @@ namespace capsfast::cuda {
 
 namespace {
 
-// A call, and the clusters that hold its samples.
+// A call with its plan for the resident kernels.
 class ResidentCall {
  public:
   ResidentCall(const Problem& problem, const Tensor& like, bool backward)
@@ -14,8 +14,8 @@ class ResidentCall {
         p(problem),
         plan(planned(call.context.clusters() ? GivenSize::cluster : 1, backward)),
         kernels(kernels_of(problem, plan.shape)) {
-    // A device that is cut into instances may have no room for a cluster as large, and kernels compiled for an
-    // architecture before clusters have none.
+    // The device may refuse such a cluster: an instance of a partitioned GPU may be too small for it, and kernels that
+    // were compiled for an older architecture have no clusters.
     while (plan.cluster > 1 && clusters_at_a_time(backward) == 0) plan = planned(plan.cluster / 2, backward);
   }
 
@@ -31,7 +31,8 @@ class ResidentCall {
                 args, {plan.cluster, false});
   }
 
-  // Each with a part of dlogits [I, J], to which it adds those of its samples: as many as the device runs at a time.
+  // How many clusters to launch if each has its own sum of dlogits [I, J]: as many as the device runs at the same time,
+  // but at least so many that none has more than GivenSize::samples samples.
   int64_t clusters_that_join() const {
     const int64_t least = divide_up(p.B, GivenSize::samples);
     return std::clamp<int64_t>(2 * call.context.multiprocessors() / plan.cluster, least, p.B);
@@ -80,7 +81,8 @@ bool resident_forward(const Problem& p, const ForwardOutputs& out, const Tensor&
 }
 
 bool resident_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const Tensor& like) {
-  // dbias of the last iteration alone needs no votes, and a block must not leave before its copies have come.
+  // If only dbias is wanted, of one iteration, the kernel would not read the votes it has started to copy, and a block
+  // must not leave before its copies have arrived.
   const bool reads_votes =
       out.dweight.data != nullptr || out.dlogits.data != nullptr || first_term(p) + 1 < p.iterations;
   if (why_not_given(p) != nullptr || !reads_votes) return false;

@@ -1,4 +1,5 @@
-// Calls of route_votes whose samples fit the shared memory of a cluster: one launch, where others take one a pass.
+// Calls of route_votes with the resident kernels, if a sample fits the shared memory of a cluster. They take one
+// launch; the streaming kernels take one for each pass.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -7,7 +8,7 @@
 
 namespace capsfast::cuda {
 
-// False: the resident kernels do not serve the call, and nothing was done.
+// False if the resident kernels do not serve the call; then nothing was launched.
 bool resident_forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor& like);
 bool resident_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
                        const torch::stable::Tensor& like);

@@ -1,16 +1,17 @@
-// What the threads of a block, and the blocks of a cluster, have summed up, added together in a fixed order: by threads
-// with four numbers of an output capsule each.
+// Adds up the sums of the threads of a block, and those of the blocks of a cluster, in a fixed order. For this the
+// threads have other places (Output): each has four components of an output capsule.
 #pragma once
 
 #include "given_passes.h"
 
 namespace capsfast::cuda {
 
-// Such a thread's place: `lanes` neighbours have an output capsule. Asked for where it is used, not kept through passes.
+// A thread's place among those that have output capsules: number `lane` of the `lanes` neighbours that have capsule j.
+// It is computed where it is needed, so that it takes no registers during a pass.
 struct Output {
   int lanes, lane, j;
-  int four, fours;  // of all output capsules
-  bool mine;
+  int four, fours;  // this thread's group of four among the J D / 4 of all output capsules, `fours`
+  bool mine;        // the thread has such a place
 
   CAPSFAST_DEVICE Output(const GivenShape& shape, const Inputs& in) : lanes(1 << shape.output_lanes_log) {
     const int of_one = static_cast<int>(in.D) / GivenSize::few, thread = gpu::thread_anew();
@@ -25,12 +26,12 @@ struct Output {
 
 using FourSum = Sum<GivenSize::few>;
 
-// Adds up `count` sums: max(k), total(k), value(k) of the k-th.
+// Adds up `count` sums; `of` has max(k), total(k) and value(k) of the k-th. kFollow: each has a maximum of its own.
 template <bool kFollow, class Of>
 CAPSFAST_DEVICE FourSum gather(int count, bool leaky, const Of& of) {
   FourSum all;
   if constexpr (kFollow) {
-    // The leaky entry, of logit 0.
+    // The leaky entry has logit 0.
     if (leaky) all.max = 0.0f;
     for (int k = 0; k < count; ++k) all.max = larger<float>(all.max, of.max(k));
     if (leaky) all.total = exponential(-all.max);
@@ -49,6 +50,7 @@ CAPSFAST_DEVICE FourSum gather(int count, bool leaky, const Of& of) {
   return all;
 }
 
+// The sums of the rows of a block, for gather().
 struct OfRows {
   Shared<Four> sums;
   Shared<float> columns;
@@ -58,6 +60,7 @@ struct OfRows {
   CAPSFAST_DEVICE Four value(int k) const { return sums.vector<Four>(k * fours + four); }
 };
 
+// The sums of the blocks of a cluster, for gather().
 struct OfBlocks {
   Shared<Four> sums;
   Shared<float> columns;
@@ -67,8 +70,8 @@ struct OfBlocks {
   CAPSFAST_DEVICE Four value(int k) const { return sums.read_from(k, four); }
 };
 
-// Of the block. Ends without a barrier: before the next call there must be one. kFollow: each sum has a maximum of its
-// own.
+// Adds up the sums `mine` of the threads of a block, in the threads with an Output. There must be a barrier between
+// this and the next call. kFollow: each sum has a maximum of its own.
 template <bool kFollow, class Tr>
 CAPSFAST_DEVICE FourSum join_rows(const Inputs& in, const Spot<Tr>& at, const Output& output, const GivenMemory& memory,
                                   bool leaky, const Sum<Tr::numbers>& mine) {
@@ -92,7 +95,8 @@ CAPSFAST_DEVICE FourSum join_rows(const Inputs& in, const Spot<Tr>& at, const Ou
   return output.mine ? gather<kFollow>(at.rows, leaky, of) : FourSum{};
 }
 
-// Of the cluster. buffer: 0 and 1 in turn, so that one barrier of the cluster will do.
+// The same for all blocks of a cluster; every block gets the result. buffer: 0 and 1 in turn, so that one barrier of
+// the cluster a call is enough.
 template <bool kFollow, class Tr>
 CAPSFAST_DEVICE FourSum join_cluster(const Inputs& in, const Spot<Tr>& at, const Output& output,
                                      const GivenMemory& memory, int buffer, const Sum<Tr::numbers>& mine) {

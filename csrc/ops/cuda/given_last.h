@@ -1,31 +1,33 @@
-// The last pass over a block's votes: dvotes = sum_t c_t ds_t + db_t V_{t-1} and dlogits = sum_t db_t, all iterations
-// at once. Its Source has `V(t)`, `ds(t)` and `column(t)` of the thread's output capsule as well.
+// The last pass over a block's votes, for all iterations at once: dvotes = sum_t c_t ds_t + db_t V_{t-1} and
+// dlogits = sum_t db_t. Its Source (given_passes.h) also has `V(t)`, what iteration t scored with, `ds(t)` and the
+// normaliser `column(t)`, of the thread's output capsule. t counts from 0.
 #pragma once
 
 #include "given_votes.h"
 
 namespace capsfast::cuda {
 
-// What the last pass is asked for, and where this block's part of dlogits [I, J] is.
+// What the last pass has to compute.
 struct LastPass {
   const FinalArgs<float>& a;
-  int together;  // softmaxes of that many iterations at a time
-  Global<double> dlogits;
-  bool fresh;  // nothing has been added to it
+  int together;            // iterations whose softmaxes share barriers
+  Global<double> dlogits;  // [I, J], this block's own sum, or absent
+  bool fresh;              // dlogits is not written yet
 
   CAPSFAST_DEVICE bool wants_logits() const { return a.dlogits_sample.data || a.dlogits; }
-  // db_t is wanted for V_{t-1}, which is 0 in the first iteration.
+  // Whether dvotes have the term db V(t): not in the first iteration, where V(0) = 0, and not with gradient="last".
   CAPSFAST_DEVICE bool with_db(int64_t t) const { return t > 0 && !a.gradient_last; }
   CAPSFAST_DEVICE Operand dcoupling(int64_t t) const { return t + 1 == a.iterations ? a.dcoupling : Operand{}; }
 };
 
-// Gradients of kCount votes while iterations are added to them.
+// Gradients of kCount votes and of their logits, summed over the iterations so far.
 template <int kNumbers, int kCount>
 struct Gradients {
   Vector<kNumbers> votes[kCount];
   float logits[kCount];
 };
 
+// Adds the terms of iteration t.
 template <int kNumbers, int kCount, class Source>
 CAPSFAST_DEVICE void add_iteration(const LastPass& pass, int64_t t, const float (&c)[kCount], const float (&db)[kCount],
                                    const Source& source, Gradients<kNumbers, kCount>* to) {
@@ -41,7 +43,7 @@ CAPSFAST_DEVICE void add_iteration(const LastPass& pass, int64_t t, const float 
   for (int n = 0; n < kCount; ++n) add(db[n], V, &to->votes[n]);
 }
 
-// votes . V_{t-1} and votes . ds_t, as far as iteration t has use for them.
+// b = votes . V(t) and dc = votes . ds(t), or 0 if they are not needed.
 template <class Tr, int kCount, class Source>
 CAPSFAST_DEVICE void agree(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount], const LastPass& pass,
                            int64_t t, const Source& source, float (&b)[kCount], float (&dc)[kCount]) {

@@ -1,4 +1,4 @@
-// The launches for given votes, but for what forward and backward set up.
+// Launches of the kernels for given votes.
 #pragma once
 
 #include "../../cuda/context.h"
@@ -6,7 +6,7 @@
 
 namespace capsfast::cuda {
 
-// f(E{}) for the type of the votes.
+// Calls f(E{}) with the element type of the votes.
 template <class F>
 auto for_given(const Problem& p, const F& f) {
   switch (p.votes.storage) {
@@ -19,7 +19,7 @@ auto for_given(const Problem& p, const F& f) {
   }
 }
 
-// The streaming passes of a call.
+// The streaming passes of a call: plans and launches them.
 class GivenPasses {
  public:
   GivenPasses(const Problem& problem, const gpu::Context& on)

@@ -1,29 +1,30 @@
-// Resident or streaming: shared memory and grids of the kernels for given votes.
+// Shared memory and grids of the resident and of the streaming kernels for given votes.
 #pragma once
 
 #include "given_plan.h"
 
 namespace capsfast::cuda {
 
-// Lays arrays out one after the other.
+// Lays out arrays one after the other, each at a multiple of 16 bytes.
 class GivenLayout {
  public:
   explicit GivenLayout(int64_t from) : end_((from + 15) / 16 * 16) {}
   int add(int64_t bytes) {
     const int64_t at = end_;
     end_ += (bytes + 15) / 16 * 16;
-    return static_cast<int>(std::min<int64_t>(at, INT32_MAX));  // more than any block has
+    return static_cast<int>(std::min<int64_t>(at, INT32_MAX));  // clipped: no block has so much
   }
 
  private:
   int64_t end_;
 };
 
+// What the shared memory of a block has to hold.
 struct GivenNeeds {
-  int64_t votes = 0;     // bytes
-  int64_t blocks = 1;    // of a cluster
-  int64_t terms = 0;     // iterations whose V and ds a block keeps
-  int64_t together = 1;  // and whose scores
+  int64_t votes = 0;     // bytes of votes
+  int64_t blocks = 1;    // blocks of a cluster
+  int64_t terms = 0;     // for how many iterations V and ds
+  int64_t together = 1;  // for how many iterations scores
   bool backward = false;
 };
 
@@ -48,28 +49,29 @@ inline GivenMemory given_memory(const Problem& p, const GivenShape& shape, const
   return memory;
 }
 
-// What a device offers the blocks of a launch.
+// What a device offers the blocks of a launch. Names as in gpu::Context.
 struct Offer {
   int64_t multiprocessors, shared_bytes, shared_bytes_together;
-  int64_t cluster;  // blocks of one at most
+  int64_t cluster;  // blocks of a cluster at most
 };
 
 struct ResidentPlan {
   GivenShape shape{};
-  int cluster = 0;     // blocks that have a sample; 0: no cluster holds one, and its votes are read once a pass
-  bool twice = false;  // a multiprocessor has shared memory for two of them
-  bool alone = false;  // each on its multiprocessor
-  int capsules = 0, stage = 0;  // of a block, of a copy
-  int together = 1;             // softmaxes of the last pass at a time
+  int cluster = 0;              // blocks that share a sample; 0 if no cluster can hold one
+  bool twice = false;           // a multiprocessor has shared memory for two blocks
+  bool alone = false;           // each block has a multiprocessor to itself
+  int capsules = 0, stage = 0;  // input capsules of a block; of a stage of its copies
+  int together = 1;             // iterations of the last pass whose softmaxes share barriers
   GivenMemory memory{};
 };
 
-// [first, iterations) carry gradients, in the backward.
+// Iterations [first_term(), iterations) have gradients in the backward.
 inline int64_t first_term(const Problem& p) { return p.gradient_last ? p.iterations - 1 : 0; }
 inline int64_t terms_together(const Problem& p, const GivenShape& shape) {
   return shape.exchange == Exchange::block ? std::min<int64_t>(GivenSize::together, p.iterations - first_term(p)) : 1;
 }
 
+// The plan for a cluster of that many blocks, whether it fits or not.
 inline ResidentPlan resident_of(const Problem& p, const GivenShape& shape, int64_t cluster, bool backward) {
   const int64_t capsules = divide_up(p.I, cluster), chunk = shape.rows * shape.votes(backward);
   GivenNeeds needs;
@@ -88,7 +90,8 @@ inline ResidentPlan resident_of(const Problem& p, const GivenShape& shape, int64
   return plan;
 }
 
-// The smallest cluster of which a multiprocessor holds two blocks, or else the smallest that holds a sample.
+// The plan for the smallest cluster whose blocks fit a multiprocessor twice, or if there is none the smallest that
+// holds a sample. Small batches get larger clusters.
 inline ResidentPlan smallest_resident(const Problem& p, const GivenShape& shape, const Offer& offer, bool backward) {
   const int64_t chunk = shape.rows * shape.votes(backward);
   ResidentPlan chosen;
@@ -97,7 +100,7 @@ inline ResidentPlan smallest_resident(const Problem& p, const GivenShape& shape,
     ResidentPlan plan = resident_of(p, shape, cluster, backward);
     const int64_t bytes = plan.memory.end;
     if (bytes > offer.shared_bytes) continue;
-    // While there are idle multiprocessors it takes more blocks, and a chunk of input capsules for each.
+    // As long as multiprocessors would be idle, more blocks are taken, if each gets at least a chunk of input capsules.
     const bool idle = p.B * cluster <= offer.multiprocessors;
     plan.twice = 2 * (bytes + 1024) <= offer.shared_bytes_together;
     plan.alone = idle || !plan.twice;
@@ -106,11 +109,11 @@ inline ResidentPlan smallest_resident(const Problem& p, const GivenShape& shape,
   return chosen;
 }
 
-// A sample's votes in the shared memory of as few blocks as hold them twice over on their multiprocessors: one block
-// then waits for its copies or its neighbours while another computes. Fewer blocks, fewer parts to join.
+// Plans a cluster of as few blocks as possible, since their partial sums have to be joined. But a multiprocessor should
+// hold two blocks, so that one computes while the other waits for copies or for its cluster.
 //
-// A sample that fits is small beside what a launch costs, so even a batch of one is better off here than with a launch
-// a pass.
+// Even a batch of one goes here: routing a sample that fits a cluster takes little time compared with a launch for each
+// pass.
 inline ResidentPlan plan_resident(const Problem& p, const Offer& offer, bool backward) {
   const ResidentPlan plan = smallest_resident(p, given_shape(p, true, backward, false), offer, backward);
   if (!plan.alone) return plan;
@@ -118,8 +121,8 @@ inline ResidentPlan plan_resident(const Problem& p, const Offer& offer, bool bac
   return large.cluster == plan.cluster ? large : plan;
 }
 
-// The streaming passes: splits of the input capsules, and rows of blocks along the batch; in the last pass as many as
-// there are parts of dlogits [I, J].
+// The grids of the streaming passes: `splits` along the input capsules, `rows` along the batch. In the last pass every
+// row has its own sum of dlogits [I, J].
 struct StreamPlan {
   int64_t splits, rows, final_splits, final_rows;
 };

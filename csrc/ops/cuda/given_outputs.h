@@ -1,4 +1,5 @@
-// Squash and its derivative in the threads of the output capsules. All threads of a warp call these.
+// Squash and its derivative, by the threads that have output capsules (Output). All threads of a warp call these,
+// because they shuffle.
 #pragma once
 
 #include "between.h"
@@ -8,7 +9,7 @@ namespace capsfast::cuda {
 
 using FourVector = Vector<GivenSize::few>;
 
-// Where the numbers of this thread's output capsule stand in memory, [n, J, D] in fours.
+// The index of this thread's group of four in a tensor [.., J, D] whose elements are such groups, at index n.
 CAPSFAST_DEVICE int64_t four_at(const Output& at, int64_t n) { return n * at.fours + at.four; }
 
 // s + bias.
@@ -21,7 +22,7 @@ CAPSFAST_DEVICE FourVector biased(const Squashing& squash, const Output& at, con
   return to;
 }
 
-// 0 for an output capsule that does not count.
+// squash(s + bias); 0 unless `valid`.
 CAPSFAST_DEVICE FourVector squashed(const Squashing& squash, const Output& at, bool valid, const FourVector& s) {
   const FourVector x = biased(squash, at, s);
   const float n = lane_sum(product(x, x), at.lanes), f = radial<float>(squash.kind, n, static_cast<float>(squash.eps));
@@ -30,7 +31,7 @@ CAPSFAST_DEVICE FourVector squashed(const Squashing& squash, const Output& at, b
   return to;
 }
 
-// The gradient of s from g, that of squash(s + bias).
+// The gradient of s, if g is that of squash(s + bias); 0 unless `valid`.
 CAPSFAST_DEVICE FourVector differentiated(const Squashing& squash, const Output& at, bool valid, const FourVector& s,
                                           const FourVector& g) {
   const FourVector x = biased(squash, at, s);

@@ -1,6 +1,7 @@
-// The passes over a block's votes: sum_i c votes, and sum_i db votes.
+// The passes over a block's votes: sum_i c votes in the forward, sum_i db votes in the backward.
 //
-// A Source is where votes are: `fetch` reads this thread's numbers of each of a chunk.
+// A Source is where the votes are. Its `fetch(at, chunk, votes)` reads this thread's components of the votes of a
+// chunk.
 #pragma once
 
 #include "final.h"
@@ -8,19 +9,21 @@
 
 namespace capsfast::cuda {
 
-// What a pass has summed up; max and total = sum_i exp(b - max) where it follows the maximum.
+// What a pass has summed up. If the normaliser is not known yet, `value` is weighted with exp(b - max), where max is
+// the largest logit so far, and total = sum_i exp(b - max).
 template <int kNumbers>
 struct Sum {
   Vector<kNumbers> value = {};
   float max = Extreme<float>::lowest, total = 0.0f;
 };
 
-// The normaliser of the softmax over the input capsules, for one output capsule: c = exp(b - max) scale.
+// The normaliser of the softmax over the input capsules, for one output capsule: c = exp(b - max) scale. mean = sum_i c
+// dc, in the backward.
 struct Column {
   float max, scale, mean;
 };
 
-// b to c, and dc to db, with a normaliser that is known.
+// Replaces b by c and, in the backward, dc by db, with a known normaliser.
 template <bool kBackward, int kCount>
 CAPSFAST_DEVICE void softmax_known(const Column& column, float (&b)[kCount], float (&dc)[kCount]) {
 #pragma unroll
@@ -30,7 +33,7 @@ CAPSFAST_DEVICE void softmax_known(const Column& column, float (&b)[kCount], flo
   }
 }
 
-// b to exp(b - max), max the largest so far of this thread's votes.
+// Replaces b by exp(b - max), where max is the largest so far of this thread's votes, and rescales `sum` if max grows.
 template <int kNumbers, int kCount>
 CAPSFAST_DEVICE void follow_maximum(float (&b)[kCount], Sum<kNumbers>* sum) {
   float m = sum->max, here = 0.0f;
@@ -47,7 +50,8 @@ CAPSFAST_DEVICE void follow_maximum(float (&b)[kCount], Sum<kNumbers>* sum) {
   sum->max = m;
 }
 
-// sum += sum_n c votes. Many are added up by themselves: rounding errors of a long sum stay those of its chunks.
+// sum += sum_n c[n] votes[n]. More than two are added to each other first: the rounding error of a sum of sums is
+// smaller.
 template <int kNumbers, int kCount>
 CAPSFAST_DEVICE void add_votes(const float (&c)[kCount], const Vector<kNumbers> (&votes)[kCount],
                                Vector<kNumbers>* sum) {
@@ -62,7 +66,8 @@ CAPSFAST_DEVICE void add_votes(const float (&c)[kCount], const Vector<kNumbers> 
   }
 }
 
-// votes . V to c and, backward, votes . ds to db, by what the exchange is. dcoupling: added to dc.
+// Replaces b = votes . V by c and, in the backward, dc = votes . ds by db. Adds the logits to b and dcoupling to dc
+// before.
 template <class Tr, bool kBackward, int kCount>
 CAPSFAST_DEVICE void softmax(const Inputs& in, const Spot<Tr>& at, const Part& part, const Chunk& chunk,
                              const Operand& dcoupling, const Column& column, const GivenScores& scores,
@@ -77,7 +82,7 @@ CAPSFAST_DEVICE void softmax(const Inputs& in, const Spot<Tr>& at, const Part& p
   } else if constexpr (Tr::exchange == Exchange::warp) {
     softmax_warp<kBackward>(in, at, b, dc);
   } else {
-    gpu::warp_barrier();  // every lane has taken what is now overwritten
+    gpu::warp_barrier();  // all lanes have read what is overwritten now
     const int J = static_cast<int>(in.J);
     put(at, J, part, chunk, 0, b, in.logits, scores.b);
     if constexpr (kBackward) put(at, J, part, chunk, 0, dc, dcoupling, scores.dc);
@@ -94,8 +99,8 @@ struct ForwardPass {
   bool unweighted;  // every coefficient is 1
   bool with_V;
   typename Tr::Numbers V;
-  bool follow;       // softmax over the input capsules: the normaliser is not known yet
-  Column column;     // or it is, and only the coupling is wanted
+  bool follow;       // softmax over the input capsules whose normaliser is not known yet
+  Column column;     // the normaliser if it is known: then only the coupling is wanted
   Operand coupling;  // [B, I, J], written
 };
 
@@ -115,7 +120,7 @@ CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& 
 #pragma unroll
     for (int n = 0; n < kCount; ++n) c[n] = pass.unweighted ? 1.0f : 0.0f;
     if (pass.unweighted) {
-      // As if all logits were 0.
+      // The maximum and the total of logits that are all 0.
       sum.max = 0.0f;
 #pragma unroll
       for (int n = 0; n < kCount; ++n) sum.total += chunk.counts >> n & 1 ? 1.0f : 0.0f;

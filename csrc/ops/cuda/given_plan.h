@@ -1,4 +1,4 @@
-// The kernels of route_votes: which calls they serve, and how they cut them up.
+// The kernels of route_votes: which calls they serve and how they cut them, with the reason beside each number.
 #pragma once
 
 #include <algorithm>
@@ -9,81 +9,87 @@
 namespace capsfast::cuda {
 
 struct GivenSize {
-  static constexpr int few = 4;    // neighbouring numbers of a vote that a thread holds: 16 bytes of float32, one load
-  static constexpr int many = 16;  // or so many: fewer threads to exchange dots and scores with
-  static constexpr int components = 128;  // D: in fours, those of an output capsule are lanes of one warp
-  static constexpr int wide = 4;          // scores of a lane at a time, in the softmax over J
-  static constexpr int together = 4;      // softmaxes of the last pass that share a pair of barriers: iterations
-  static constexpr int stages = 4;    // copies that a block waits for one by one: its first sums start with a quarter
-  static constexpr int samples = 16;  // of a cluster at most, as a copy's barrier serves once: half a KiB of those
-  static constexpr int cluster = 8;   // blocks, the most that every device with clusters runs
-  static constexpr int each_split = 64;  // chunks whose sums a thread adds up in float32, while there are splits left
-  static constexpr int splits = 1024;    // partial sums of a batch of one then fill a few MiB
-  static constexpr int blocks = 8;       // streaming ones a multiprocessor: some rounds of those that fit, to even out
+  static constexpr int few = 4;           // components of a vote that a thread has: 16 bytes of float32, one load
+  static constexpr int many = 16;         // or so many: then fewer threads have to exchange dot products and scores
+  static constexpr int components = 128;  // the largest D: one warp has all components of an output capsule
+  static constexpr int wide = 4;          // how many scores a lane loads at a time in the softmax over J
+  static constexpr int together = 4;      // iterations of the last pass whose softmaxes share a pair of barriers
+  static constexpr int stages = 4;  // copies of a sample, awaited one by one: a quarter of the votes suffices to start
+  static constexpr int samples = 16;     // at most for a cluster: their copies need barriers, half a KiB in all
+  static constexpr int cluster = 8;      // blocks of a cluster at most: every device with clusters has so many
+  static constexpr int each_split = 64;  // chunks that a float32 sum of a thread runs over, unless `splits` is reached
+  static constexpr int splits = 1024;    // at most: for one sample the partial sums take a few MiB
+  static constexpr int blocks = 8;       // streaming blocks for each multiprocessor: several rounds even out the work
   static constexpr int parts =
-      32;  // of dlogits [I, J] in the streaming last pass: memory, against blocks to fill a device
+      32;  // sums of dlogits [I, J] in the streaming last pass: more would let more blocks run, but take more memory
 };
 
-// What the softmax takes: nothing over the input capsules, whose maximum each thread follows for itself; over the output
-// capsules, scores from other lanes of the warp, or from all threads of the block.
+// Which threads have to exchange scores for the softmax. none: softmax over the input capsules, where each thread keeps
+// a maximum of its own. warp, block: softmax over the output capsules, whose scores are in one warp or in all threads
+// of the block.
 enum class Exchange : int { none, warp, block };
 
-// Votes of a thread at a time. More of them: fewer barriers, more loads on their way, and V and ds read once for more;
-// a register a number, and in the last pass another for its gradient.
+// How many votes a thread has at a time. More of them need fewer barriers, keep more loads under way, and read V and ds
+// less often. But each number of a vote takes a register, and in the last pass another for its gradient.
 CAPSFAST_HOST_DEVICE constexpr int given_votes(Exchange exchange, int numbers, bool backward) {
   if (numbers == GivenSize::many) return 2;
   return exchange == Exchange::block && !backward ? 6 : 4;
 }
 
-// Threads of a block of which a multiprocessor has two. With many numbers a thread of the backward needs more than 128
-// registers, for votes, V and ds, and the sum or the gradient: fewer threads have up to 168. A block that is alone has
-// twice as many threads.
+// Threads of a block, if a multiprocessor runs two blocks; if it runs one, the block has twice as many. In the backward
+// a thread with `many` numbers needs more than 128 registers, for votes, V, ds, and the sum or the gradient. With fewer
+// threads each can have 168.
 CAPSFAST_HOST_DEVICE constexpr int given_threads(int numbers, bool backward) {
   return numbers == GivenSize::many && backward ? 192 : 256;
 }
 
-// How the threads of a block share votes. A vote belongs to `lanes` neighbours, an input capsule to width of them, and
-// `rows` input capsules stand side by side.
+// How the threads of a block share votes. A vote belongs to `lanes` neighbouring threads, an input capsule (its J
+// votes) to J `lanes` of them, called a row, and a block has `rows` input capsules at a time.
 struct GivenShape {
   Exchange exchange;
-  int numbers;                   // of a vote, in each of its lanes
-  int lanes, rows, warp_rows;    // warp_rows: with the exchange in a warp, its rows
-  int lanes_log, row_lanes_log;  // to base 2; row_lanes: neighbours that share a softmax over J, in a block
-  int output_lanes_log;          // lanes of an output capsule, four numbers each
+  int numbers;                   // of a vote that a thread has
+  int lanes, rows, warp_rows;    // warp_rows: rows of a warp, with Exchange::warp
+  int lanes_log, row_lanes_log;  // base 2; row_lanes: lanes that share a softmax over J, with Exchange::block
+  int output_lanes_log;          // base 2, of the lanes of an output capsule (Output), four numbers each
   int threads;
 
   int votes(bool backward) const { return given_votes(exchange, numbers, backward); }
 };
 
-// How votes may be read: as runs of whole input capsules, as aligned vectors, or number by number.
+// How votes may be read: in runs of whole input capsules, in aligned vectors of a thread's numbers, or number by
+// number.
 enum class Access : int { runs, vectors, numbers };
 
-// Shared memory of a block, in bytes from its beginning, where a resident block has its votes. Q = J D / 4 vectors.
+// Where the arrays of a block begin in its shared memory, in bytes. A resident block has its votes before them.
+// Elements are vectors of four floats where the shape says Q = J D / 4, else floats.
 struct GivenMemory {
-  int sums, columns;          // [rows][Q]; [rows][J][2] max and total
-  int shares, share_columns;  // the same of the whole block, in two buffers in turn
-  int V, ds, norm;            // [terms][Q]; [terms][J][3]
-  int b, dc;                  // scores
-  int copies, end;
+  int sums, columns;          // [rows][Q]; [rows][J][2], max and total of each row
+  int shares, share_columns;  // [2][Q]; [2][J][2]: the same for the whole block, in two buffers in turn
+  int V, ds, norm;            // [terms][Q] each; [terms][J][3], max, scale and mean
+  int b, dc;                  // scores, see GivenScores
+  int copies, end;            // what Copies needs; size of all
 };
 
-inline int64_t given_element(const Problem& p) { return p.votes.storage == Storage::f32 ? 4 : 2; }  // bytes
+inline int64_t given_element(const Problem& p) { return p.votes.storage == Storage::f32 ? 4 : 2; }  // in bytes
 
+// The smallest power of two >= n.
 inline int64_t power_of_two_from(int64_t n) {
   int64_t power = 1;
   while (power < n) power *= 2;
   return power;
 }
 
+// The logarithm of a power of two to base 2.
 inline int log_of(int64_t power) {
   int log = 0;
   for (; power > 1; power /= 2) ++log;
   return log;
 }
 
+// How many lanes a vote has if each has so many numbers of it.
 inline int64_t lanes_of(const Problem& p, int64_t numbers) { return power_of_two_from(divide_up(p.D, numbers)); }
 
-// The reason why not, or null: these kernels serve the call.
+// Null if these kernels serve the call, else the reason why not.
 inline const char* why_not_given(const Problem& p) {
   if (!p.votes_given) return "votes are made";
   if (p.votes.storage == Storage::f64) return "sums are formed in float32";
@@ -93,10 +99,11 @@ inline const char* why_not_given(const Problem& p) {
   return nullptr;
 }
 
-// alone: its block is, on a multiprocessor.
+// alone: a multiprocessor runs one block of this shape at a time, else two.
 inline GivenShape given_shape(const Problem& p, bool resident, bool backward, bool alone) {
   GivenShape shape{};
-  // What comes from memory is read by neighbours side by side, four numbers each.
+  // Only resident blocks give a thread `many` numbers: neighbouring threads that read device memory should read
+  // neighbouring addresses, four numbers each.
   const int64_t all = p.J * lanes_of(p, GivenSize::few), wide = p.J * lanes_of(p, GivenSize::many);
   const bool many = resident && p.D % GivenSize::many == 0 &&
                     (p.softmax_in ? all <= given_threads(GivenSize::many, true) : wide <= 32);
@@ -105,7 +112,8 @@ inline GivenShape given_shape(const Problem& p, bool resident, bool backward, bo
   shape.lanes = static_cast<int>(lanes_of(p, shape.numbers));
   shape.lanes_log = log_of(shape.lanes);
   shape.output_lanes_log = log_of(lanes_of(p, GivenSize::few));
-  // Threads for all output capsules, but no more rows than input capsules.
+  // As many rows as `wanted` threads have, but no more than there are input capsules. There are at least `all` threads,
+  // as each output capsule needs its own (Output).
   const int64_t width = p.J * shape.lanes, wanted = given_threads(shape.numbers, backward) * (alone ? 2 : 1);
   if (shape.exchange == Exchange::warp) {
     shape.warp_rows = static_cast<int>(32 / width);
@@ -116,7 +124,8 @@ inline GivenShape given_shape(const Problem& p, bool resident, bool backward, bo
   }
   shape.rows = static_cast<int>(std::max(std::min(wanted / width, power_of_two_from(p.I)), divide_up(all, width)));
   shape.threads = static_cast<int>(divide_up(shape.rows * width, 32) * 32);
-  // As many as let one round of the block have the softmaxes of a chunk, but no more scores for each than at a time.
+  // Lanes for a softmax over J: so many that the block does all softmaxes of a chunk in one round (`round`), but at
+  // least so many that a lane has no more scores than it loads at a time (`enough`).
   const int64_t round = std::max<int64_t>(1, power_of_two_from(width / shape.votes(false) + 1) / 2);
   const int64_t enough = power_of_two_from(divide_up(p.J, GivenSize::wide));
   shape.row_lanes_log = log_of(std::min<int64_t>(std::clamp(round, enough, power_of_two_from(p.J)), 32));
@@ -127,7 +136,7 @@ inline Access given_access(const Problem& p, const GivenShape& shape) {
   const int64_t element = given_element(p), size = std::min<int64_t>(16, shape.numbers * element),
                 *stride = p.votes.stride;
   const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.votes.data));
-  // The stride of an axis of one matters to nobody.
+  // The stride of an axis of length 1 has no meaning.
   const auto fits = [&](int64_t length, int64_t at, int64_t bytes) { return length == 1 || at * element % bytes == 0; };
   const bool vectors = stride[3] == 1 && address % size == 0 && fits(p.B, stride[0], size) &&
                        fits(p.I, stride[1], size) && fits(p.J, stride[2], size);

@@ -1,8 +1,9 @@
-// The forward with a sample's votes in the shared memory of a cluster: they are read from memory once, and all
-// iterations run there.
+// The resident forward: a cluster keeps the votes of a sample in its shared memory and runs all iterations on them. So
+// they are read from device memory once.
 //
-// A block has a part of the input capsules. Partial sums of the blocks are read across the cluster, added in the order
-// of their ranks and squashed by every block for itself, so an iteration takes one barrier of the cluster.
+// A block has a part of the input capsules. After each pass every block reads the partial sums of all blocks of the
+// cluster, adds them in the order of their ranks, and squashes the result itself. So an iteration takes one barrier of
+// the cluster.
 #pragma once
 
 #include "given_outputs.h"
@@ -21,20 +22,22 @@ struct GivenResidentArgs {
   Global<float> norm;  // [2, r, B, J], softmax over the input capsules
 };
 
-// The samples of a cluster, one after the other; f gets its part of the input capsules and how many came before. Behind
-// the last join f has a barrier of the cluster: no block may leave, or sum up another sample, while others read.
+// Calls f(part, before) for the samples of a cluster, one after the other. part: this block's input capsules. before:
+// how many samples came before. f must have a barrier of the cluster after its last join_cluster(): no block may leave
+// or begin another sample while others still read its sums.
 template <class F>
 CAPSFAST_DEVICE void each_sample(const Inputs& in, const Resident& resident, const F& f) {
   const int rank = gpu::cluster_rank(), size = gpu::cluster_size();
   for (int before = 0;; ++before) {
     const int64_t b = (gpu::block_x() + before * gpu::blocks_x()) / size;
     if (b >= in.B) return;
-    if (before > 0) gpu::barrier();  // the votes of the one before are read no more
+    if (before > 0) gpu::barrier();  // no thread still reads the votes of the sample before
     f(Part(in, b, rank, resident.capsules), before);
   }
 }
 
-// Vectors of output capsules, [Q], as the threads with votes have them. Lanes beyond D have 0.
+// This thread's components (Spot) of `from`, a vector [J, D] for each output capsule; `vector` is the number of output
+// capsules before it. 0 for a thread without a place.
 template <class Tr>
 CAPSFAST_DEVICE typename Tr::Numbers read_vector(const Spot<Tr>& at, const Inputs& in, const Shared<Four>& from,
                                                  int vector) {
@@ -46,7 +49,7 @@ CAPSFAST_DEVICE typename Tr::Numbers read_vector(const Spot<Tr>& at, const Input
   return to;
 }
 
-// s, v and the normaliser of iteration t.
+// Writes s, the normaliser of iteration t and, in the last one, v.
 template <class E>
 CAPSFAST_DEVICE void write_outputs(const GivenResidentArgs& a, const Output& at, int64_t b, int t, const FourVector& s,
                                    const FourVector& v, const Column& column) {
@@ -74,7 +77,8 @@ given_resident_kernel(GivenResidentArgs a) {
   const GivenScores scores(in, resident.shape, at, resident.memory, 1, false);
   const Shared<Four> all_V = gpu::shared<Four>(resident.memory.V, static_cast<int>(in.J * in.D) / GivenSize::few);
   const Shared<float> norm = gpu::shared<float>(resident.memory.norm, Tr::in ? 2 * static_cast<int>(in.J) : 0);
-  // The coupling over the input capsules is known when the last pass is over, and takes one more.
+  // With the softmax over the input capsules the coupling takes one more pass (`closing`), because the normaliser is
+  // known only after the last iteration.
   const int passes = a.iterations + (Tr::in && a.coupling.data ? 1 : 0);
   each_sample(in, resident, [&](const Part& part, int before) {
     SharedVotes<Tr> votes(in, at, part, resident, before);

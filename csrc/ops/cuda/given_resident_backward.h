@@ -1,5 +1,6 @@
-// The backward with a sample's votes in the shared memory of a cluster: restored V, the passes from the last iteration
-// to the second, and the last pass, which writes dvotes once. Votes are read from memory once.
+// The resident backward: a cluster keeps the votes of a sample in its shared memory, so that they are read from device
+// memory once. It restores V, runs the passes from the last iteration to the second, and then the last pass, which
+// writes dvotes.
 #pragma once
 
 #include "given_last.h"
@@ -10,15 +11,16 @@ namespace capsfast::cuda {
 struct GivenResidentBackwardArgs {
   Squashing squash;
   Resident resident;
-  FinalArgs<float> last;     // but for what is restored here; dlogits [clusters, I, J]
+  FinalArgs<float> last;     // V, ds and norm are unused: Terms has them. dlogits [clusters, I, J]
   Operand dv;                // [B, J, D]
-  Operand coupling;          // [B, I, J], where last has the gradient of one
+  Operand coupling;          // [B, I, J], if last.dcoupling is there
   Global<const float> s;     // [r, B, J, D]
   Global<const float> norm;  // [2, r, B, J], softmax over the input capsules
-  Global<float> ds;          // [r, B, J, D], written for dbias, or absent
+  Global<float> ds;          // [r, B, J, D], written if dbias is wanted, else absent
 };
 
-// V_{t-1} and ds_t of the iterations that carry gradients, and their normalisers, in shared memory.
+// V, ds and the normalisers of the iterations that have gradients, in shared memory. V of iteration t is what it scored
+// with; t counts from 0.
 struct Terms {
   int first, J, fours;
   Shared<Four> V, ds;
@@ -48,7 +50,7 @@ struct Terms {
   static CAPSFAST_DEVICE int count(const FinalArgs<float>& a) { return static_cast<int>(a.iterations - a.first); }
 };
 
-// The votes of a block together with its terms: the Source of the last pass.
+// The Source of the resident last pass: the votes of a block and its Terms.
 template <class Tr>
 struct ResidentSource : SharedVotes<Tr> {
   CAPSFAST_DEVICE ResidentSource(const Inputs& inputs, const Spot<Tr>& spot, const Part& part, const Resident& resident,
@@ -68,13 +70,14 @@ struct ResidentSource : SharedVotes<Tr> {
   const Terms& terms;
 };
 
+// This thread's components of the saved s_t.
 CAPSFAST_DEVICE FourVector saved(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, int64_t t) {
   FourVector s = {};
   if (at.mine) s.set_four(0, a.s.vector<Four>(GivenSize::few * four_at(at, t * a.last.in.B + b)));
   return s;
 }
 
-// V_{t-1} of every iteration from the saved s.
+// Computes V of the iterations that have gradients from the saved s.
 CAPSFAST_DEVICE void restore(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, bool valid,
                              const Terms& terms) {
   FourVector V = {};
@@ -84,7 +87,7 @@ CAPSFAST_DEVICE void restore(const GivenResidentBackwardArgs& a, const Output& a
   }
 }
 
-// sum_i c dcoupling of this block's input capsules, in the first number of an output capsule.
+// sum_i c dcoupling over this block's input capsules. A Sum has room for vectors only, so it is component 0 of one.
 template <class Tr>
 CAPSFAST_DEVICE Sum<Tr::numbers> agreement_given(const GivenResidentBackwardArgs& a, const Spot<Tr>& at,
                                                  const Part& part) {
@@ -94,15 +97,15 @@ CAPSFAST_DEVICE Sum<Tr::numbers> agreement_given(const GivenResidentBackwardArgs
     const int64_t i = part.begin + capsule;
     const float here = a.coupling.read<float>(part.b * c[0] + i * c[1] + at.j * c[2]) *
                        a.last.dcoupling.read<float>(part.b * dc[0] + i * dc[1] + at.j * dc[2]);
-    // Wherever that number stands in this thread.
+    // Component 0 is not always the first of this thread's (Spot::four).
 #pragma unroll
     for (int n = 0; n < Tr::Numbers::fours; ++n) sum.value.value[GivenSize::few * n] += at.four(n) == 0 ? here : 0.0f;
   }
   return sum;
 }
 
-// ds_t from g, the gradient of its output, for all threads to see after a barrier. given: what the gradient of the
-// coupling adds to sum_i c dc.
+// Computes ds_t from g, the gradient of v_t, and the normaliser of iteration t. Other threads can read them after a
+// barrier. given: what dcoupling adds to sum_i c dc.
 CAPSFAST_DEVICE void differentiate(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, bool valid,
                                    const Terms& terms, int64_t t, const FourVector& g, float given) {
   const Inputs& in = a.last.in;
@@ -150,7 +153,7 @@ given_resident_backward_kernel(GivenResidentBackwardArgs a) {
       const Operand dcoupling = last ? a.last.dcoupling : Operand{};
       const Sum<Tr::numbers> mine =
           backward_pass(in, at, part, source, source.V(t), source.ds(t), dcoupling, source.column(t), scores);
-      // v_{t-1} enters all later iterations by the same sum, V.
+      // v is part of V of all later iterations, so g is the sum over the passes of all of them.
       if (last) g = {};
       add(1.0f, join_cluster<false>(in, at, output, resident.memory, joined++ % 2, mine).value, &g);
     }

@@ -1,17 +1,18 @@
-// Where a thread works, and on which votes.
+// Which votes a thread works on.
 #pragma once
 
 #include "given_vector.h"
 
 namespace capsfast::cuda {
 
-// A thread's place among those that share votes. One beyond what there is to do only takes part in exchanges, with
-// numbers that another has as well.
+// A thread's place among those that share votes (GivenShape): output capsule j of the input capsule of `row`, and some
+// of the components. A block may have more threads than places. The others (`mine` is false) repeat the work of a
+// thread that has one, so that they can take part in shuffles and barriers, and write nothing.
 template <class Tr>
 struct Spot {
   int lanes, rows, row, j;
-  int segment, end, step;  // exchange in a warp: lanes of a row, the one behind its last, and from j to j + 1
-  int from;                // the first of this thread's numbers in their output capsule
+  int segment, end, step;  // Exchange::warp: lanes of a row; the lane after its last; lanes from j to j + 1
+  int from;                // the first of this thread's components
   int turn;                // see unit()
   bool mine;
 
@@ -20,7 +21,7 @@ struct Spot {
     segment = J * lanes;
     end = 32;
     step = 0;
-    int lane = thread & (lanes - 1);  // a power of two
+    int lane = thread & (lanes - 1);  // `lanes` is a power of two
     if constexpr (Tr::exchange == Exchange::warp) {
       const int part = thread % 32 / segment, at = thread % 32 - part * segment;
       mine = part < shape.warp_rows;
@@ -29,12 +30,12 @@ struct Spot {
         step = lanes;
       }
       row = mine ? thread / 32 * shape.warp_rows + part : 0;
-      j = at >> shape.lanes_log;  // the rest of a warp is less than a row
+      j = at >> shape.lanes_log;  // lanes after the last row of a warp are fewer than a row
       lane = at & (lanes - 1);
     } else {
       int group = thread >> shape.lanes_log;
       mine = group < rows * J;
-      if (!mine) group = rows * J - 1;  // which is in the same warp
+      if (!mine) group = rows * J - 1;  // that group is in the same warp
       row = group / J;
       j = group - row * J;
     }
@@ -43,24 +44,24 @@ struct Spot {
     turn = thread * Tr::units / 8 % Tr::units;
   }
 
-  // Whether what belongs to a vote as a whole is for this thread to write.
+  // Whether this thread writes what a vote has one of, such as its score.
   CAPSFAST_DEVICE bool leads() const { return mine && from == 0; }
-  // Which unit of its numbers the thread has n-th. Were it the n-th for all, the lanes of a warp would meet in the same
-  // banks of shared memory.
+  // Which unit of its components the thread reads n-th. The order differs between lanes: if all read their n-th unit at
+  // the same time, they would read the same banks of shared memory.
   CAPSFAST_DEVICE int unit(int n) const { return n ^ turn; }
-  // Which four of the output capsule it has n-th.
+  // Which group of four components of the output capsule this thread's n-th group is.
   CAPSFAST_DEVICE int four(int n) const {
     constexpr int kFours = Tr::unit / GivenSize::few;
     return from / GivenSize::few + unit(n / kFours) * kFours + n % kFours;
   }
 };
 
-// What a block works on: `count` input capsules of sample b, from `begin` on.
+// What a block works on: input capsules [begin, begin + count) of sample b.
 struct Part {
   int64_t b, begin;
   int count;
 
-  // capsules: of each block but the last ones, which may have fewer or none.
+  // capsules: how many a block has, but for the last blocks, which may have fewer or none.
   CAPSFAST_DEVICE Part(const Inputs& in, int64_t sample, int64_t part, int capsules)
       : b(sample), begin(part * capsules) {
     const int64_t left = in.I > begin ? in.I - begin : 0;
@@ -68,14 +69,15 @@ struct Part {
   }
 };
 
-// Input capsules first + row, first + row + rows, ... of the part, one for each vote that a thread has.
-// Bit n of `counts`: that vote counts. Bit n of `inside`: it exists, and what becomes of it is for this thread to write.
+// The votes that a thread has at a time: vote n is that of input capsule first + row + n rows of the part. Bit n of
+// `counts` is set if it exists and neither mask drops it. Bit n of `inside` is set if it exists and this thread writes
+// its results.
 struct Chunk {
   int first;
   unsigned inside, counts;
 };
 
-// valid: the output capsule of this thread.
+// valid: whether out_mask keeps the output capsule of this thread.
 template <int kCount, class Tr>
 CAPSFAST_DEVICE Chunk chunk_at(const Inputs& in, const Spot<Tr>& at, const Part& part, bool valid, int first) {
   unsigned there = (1u << kCount) - 1;
@@ -91,14 +93,15 @@ CAPSFAST_DEVICE Chunk chunk_at(const Inputs& in, const Spot<Tr>& at, const Part&
   int64_t element = from;
 #pragma unroll
   for (int n = 0; n < kCount; ++n, element += step) {
-    // The first one exists wherever another does: no load waits for a branch.
+    // Reads the mask of vote 0 for a vote that does not exist, so that the loads need no branch. If any vote exists,
+    // vote 0 does.
     const bool masked = in.mask.data[chunk.counts >> n & 1 ? element : from] == 0;
     if (masked) chunk.counts &= ~(1u << n);
   }
   return chunk;
 }
 
-// votes . with, known to all lanes of the vote.
+// to[n] = votes[n] . with, in all lanes of the vote.
 template <int kCount, class Tr>
 CAPSFAST_DEVICE void dots(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount],
                           const typename Tr::Numbers& with, float (&to)[kCount]) {
@@ -110,7 +113,7 @@ CAPSFAST_DEVICE void dots(const Spot<Tr>& at, const typename Tr::Numbers (&votes
   }
 }
 
-// f(n, m) for each vote that is set in `which`, m its element of [B, I, J].
+// Calls f(n, m) for each vote n whose bit is set in `which`. m is its element of a tensor [B, I, J].
 template <int kCount, class Tr, class F>
 CAPSFAST_DEVICE void each_element(const Operand& of, const Spot<Tr>& at, const Part& part, int first, unsigned which,
                                   const F& f) {
@@ -122,7 +125,7 @@ CAPSFAST_DEVICE void each_element(const Operand& of, const Spot<Tr>& at, const P
   }
 }
 
-// to += what a [B, I, J] holds for votes that count. The type is asked for once.
+// to[n] += the element of `from` [B, I, J] for each vote n that counts. The type is looked at once for all of them.
 template <int kCount, class Tr>
 CAPSFAST_DEVICE void add_elements(const Operand& from, const Spot<Tr>& at, const Part& part, const Chunk& chunk,
                                   float (&to)[kCount]) {
@@ -144,7 +147,7 @@ CAPSFAST_DEVICE void add_elements(const Operand& from, const Spot<Tr>& at, const
   }
 }
 
-// Votes that do not count may hold anything: they become 0, and their logits the least.
+// Votes that do not count may hold anything, even NaN. clear() makes them 0, exclude() makes their logits -inf.
 template <int kNumbers, int kCount>
 CAPSFAST_DEVICE void clear(const Chunk& chunk, Vector<kNumbers> (&votes)[kCount]) {
   if (chunk.counts == (1u << kCount) - 1) return;

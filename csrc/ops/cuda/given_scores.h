@@ -1,18 +1,19 @@
-// The softmax over the output capsules, whose scores are with other threads: of the warp, or through shared memory.
+// The softmax over the output capsules, whose scores other threads have: lanes of the same warp, which are asked by
+// shuffles, or any threads of the block, through shared memory.
 #pragma once
 
 #include "given_rows.h"
 
 namespace capsfast::cuda {
 
-// The lane of output capsule j + ahead, modulo J, in the row of `lane`; ahead <= J.
+// The lane that has output capsule (j + ahead) mod J of the same row, where j is that of `lane`. ahead <= J.
 template <class Tr>
 CAPSFAST_DEVICE int lane_ahead(const Spot<Tr>& at, int lane, int ahead) {
   const int to = lane + ahead * at.step;
   return to < at.end ? to : to - at.segment;
 }
 
-// The largest of a row, known to all its lanes, for each of kCount rows.
+// The maximum over the output capsules of a row, in all its lanes, for each x[n].
 template <int kCount, class Tr>
 CAPSFAST_DEVICE void row_max(const Spot<Tr>& at, int lane, int J, float (&x)[kCount]) {
 #pragma unroll
@@ -24,7 +25,8 @@ CAPSFAST_DEVICE void row_max(const Spot<Tr>& at, int lane, int J, float (&x)[kCo
   }
 }
 
-// Sums of rows: of 1, 2, 4, ... neighbours on, and J is a sum of such.
+// The sum over the output capsules of a row, in all its lanes, for each x[n]. `run` is the sum over 1, 2, 4, ... output
+// capsules from j on. The sum over all J is made of those whose lengths are the binary digits of J.
 template <int kCount, class Tr>
 CAPSFAST_DEVICE void row_sum(const Spot<Tr>& at, int lane, int J, float (&x)[kCount]) {
   float run[kCount];
@@ -43,13 +45,14 @@ CAPSFAST_DEVICE void row_sum(const Spot<Tr>& at, int lane, int J, float (&x)[kCo
   }
 }
 
-// Without any finite logit the coupling is 0.
+// 1 / sum, or 0 if the sum is: then no logit is finite, and the coupling is to be 0.
 CAPSFAST_DEVICE float scale_of(float sum) { return sum == 0.0f ? 0.0f : gpu::reciprocal(sum); }
 
-// b to c and dc to db = c (dc - sum_j c dc), within the warp. b is -inf for votes that do not count.
+// Replaces b by c and, in the backward, dc by db = c (dc - sum_j c dc), within the warp. b is -inf for votes that do
+// not count.
 template <bool kBackward, int kCount, class Tr>
 CAPSFAST_DEVICE void softmax_warp(const Inputs& in, const Spot<Tr>& at, float (&b)[kCount], float (&dc)[kCount]) {
-  constexpr float kNear = 40.0f;  // exp(b) and its product with dc are then far from the ends of float32
+  constexpr float kNear = 40.0f;  // up to here exp(b) and its product with dc are well within float32
   const int J = static_cast<int>(in.J), lane = gpu::thread_anew() % 32;
   float sum[kCount], mean[kCount], rest[kCount];
   bool far = false;
@@ -58,7 +61,7 @@ CAPSFAST_DEVICE void softmax_warp(const Inputs& in, const Spot<Tr>& at, float (&
     rest[n] = in.leaky ? 1.0f : 0.0f;
     far = far || (std::fabs(b[n]) > kNear && b[n] != -Extreme<float>::infinity);
   }
-  // Small logits need no maximum to be subtracted.
+  // If all logits of the warp are small, the maximum need not be subtracted.
   if (gpu::any(far)) {
     float m[kCount];
 #pragma unroll
@@ -85,11 +88,12 @@ CAPSFAST_DEVICE void softmax_warp(const Inputs& in, const Spot<Tr>& at, float (&
   }
 }
 
-// Scores of a chunk: [terms][capsule][J], capsules from the chunk's first on. Terms are iterations.
+// Scores of a chunk in shared memory, [terms][slots][J]: for some iterations (terms) and all input capsules of the
+// chunk (slots).
 struct GivenScores {
   Shared<float> b, dc;
-  int slots;                       // capsules of a chunk
-  int row_lanes, row, rows, lane;  // this thread among those that share a softmax: its first row, and rows at a time
+  int slots;                       // input capsules of a chunk
+  int row_lanes, row, rows, lane;  // lanes of a softmax; this thread's first one; how many at a time; its lane
 
   template <class Tr>
   CAPSFAST_DEVICE GivenScores(const Inputs& in, const GivenShape& shape, const Spot<Tr>& at, const GivenMemory& memory,
@@ -111,8 +115,9 @@ struct GivenScores {
   }
 };
 
-// There is room for a whole chunk: what is beyond the last capsule is read by nobody. Votes that count get what `more`
-// [B, I, J] holds for them on top.
+// Writes values[n] of this thread's votes to scores `to`, from element `from` on. Votes beyond the last input capsule
+// are written too: there is room for a whole chunk, and nobody reads them. For votes that count, adds the element of
+// `more` [B, I, J].
 template <int kCount, class Tr>
 CAPSFAST_DEVICE void put(const Spot<Tr>& at, int J, const Part& part, const Chunk& chunk, int from,
                          const float (&values)[kCount], const Operand& more, Shared<float> to) {
@@ -129,6 +134,7 @@ CAPSFAST_DEVICE void put(const Spot<Tr>& at, int J, const Part& part, const Chun
   }
 }
 
+// Reads what put() has written; 0 for votes that do not count.
 template <int kCount, class Tr>
 CAPSFAST_DEVICE void take(const Spot<Tr>& at, int J, const Chunk& chunk, int from, Shared<float> values,
                           float (&to)[kCount]) {
@@ -138,8 +144,9 @@ CAPSFAST_DEVICE void take(const Spot<Tr>& at, int J, const Chunk& chunk, int fro
     to[n] = chunk.counts >> n & 1 ? static_cast<float>(values[element]) : 0.0f;
 }
 
-// One row of J scores, of which this lane has every row_lanes-th: b to c and, with dc, dc to db = c (dc - sum_j c dc).
-// Some at a time: their loads are on their way together.
+// Softmax of the J scores from element `at` on, of which this lane has every row_lanes-th: replaces b by c and, in the
+// backward, dc by db = c (dc - sum_j c dc). GivenSize::wide scores at a time, so that their loads are under way
+// together. outputs: J, or 0 for lanes without a row, which take part in the shuffles.
 template <bool kBackward>
 CAPSFAST_DEVICE void softmax_row(const Inputs& in, const GivenScores& scores, int outputs, int at) {
   const auto each = [&](const auto& f) {
@@ -173,7 +180,7 @@ CAPSFAST_DEVICE void softmax_row(const Inputs& in, const GivenScores& scores, in
   });
 }
 
-// All rows of a chunk in shared memory.
+// The softmaxes of all input capsules of a chunk and of `terms` iterations, in shared memory.
 template <bool kBackward>
 CAPSFAST_DEVICE void softmax_block(const Inputs& in, const Part& part, int first, int terms,
                                    const GivenScores& scores) {

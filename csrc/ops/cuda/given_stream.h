@@ -1,5 +1,5 @@
-// The passes for samples that no cluster holds: votes are read from memory once a pass. A block has a split of the
-// input capsules; what stands between the passes is that of the other kernels (between.h).
+// The streaming passes, for samples that no cluster can hold: each pass reads the votes from device memory. A block has
+// a split of the input capsules. The steps between the passes are those of between.h.
 #pragma once
 
 #include "given_last.h"
@@ -9,15 +9,17 @@
 
 namespace capsfast::cuda {
 
+// The plan of a streaming kernel, as the kernel gets it.
 struct Stream {
   GivenShape shape;
   GivenMemory memory;
   Access access;
   int capsules;  // input capsules of a block
-  int together;  // softmaxes of the last pass at a time
+  int together;  // iterations of the last pass whose softmaxes share barriers
 };
 
-// One sample after the other; f gets its part of the input capsules, and whether it is the first.
+// Calls f(part, first) for the samples of this block, one after the other. part: this block's input capsules of the
+// sample. first: it is the block's first sample.
 template <class F>
 CAPSFAST_DEVICE void each_row(const Inputs& in, const Stream& stream, const F& f) {
   for (int64_t b = gpu::block_y(); b < in.B; b += gpu::blocks_y()) {
@@ -25,7 +27,7 @@ CAPSFAST_DEVICE void each_row(const Inputs& in, const Stream& stream, const F& f
   }
 }
 
-// This thread's numbers of [n, J, D], or 0 for what is absent and for lanes beyond D.
+// This thread's components of `from` [.., J, D] at index n; 0 if `from` is absent or the thread has no place.
 template <class Tr>
 CAPSFAST_DEVICE typename Tr::Numbers vector_of(const Inputs& in, const Spot<Tr>& at, const Global<const float>& from,
                                                int64_t n) {
@@ -37,13 +39,14 @@ CAPSFAST_DEVICE typename Tr::Numbers vector_of(const Inputs& in, const Spot<Tr>&
   return to;
 }
 
+// The normaliser of output capsule j at index n of [.., J].
 CAPSFAST_DEVICE Column column_of(const Inputs& in, int j, const Normaliser<float>& norm, int64_t n) {
   const int64_t row = n * in.J + j;
   return {norm.max[row], norm.scale[row], norm.mean ? norm.mean[row] : 0.0f};
 }
 
 struct GivenReduceArgs {
-  ReduceArgs<float> pass;  // sum_tile absent: only the coupling is wanted
+  ReduceArgs<float> pass;  // sum_tile is absent if only the coupling is wanted
   Stream stream;
 };
 
@@ -51,7 +54,7 @@ CAPSFAST_DEVICE void write_sum(const GivenReduceArgs& a, const Output& at, int64
   if (!at.mine) return;
   const int64_t row = gpu::block_x() * a.pass.in.B + b;
   a.pass.sum_tile.as<Four>()[four_at(at, row)] = sum.value.four(0);
-  if (!a.pass.max || at.lane != 0) return;  // absent in a pass without weights
+  if (!a.pass.max || at.lane != 0) return;  // max is absent in an unweighted pass
   a.pass.max[row * a.pass.in.J + at.j] = sum.max;
   a.pass.total[row * a.pass.in.J + at.j] = static_cast<double>(sum.total);
 }
@@ -102,11 +105,11 @@ given_backward_kernel(GivenReduceArgs a) {
 }
 
 struct GivenFinalArgs {
-  FinalArgs<float> last;  // dlogits [parts, I, J], a part for each row of the grid
+  FinalArgs<float> last;  // dlogits [blocks_y, I, J]
   Stream stream;
 };
 
-// The Source of the last pass.
+// The Source of the streaming last pass.
 template <class Tr>
 struct MemorySource : MemoryVotes<Tr> {
   CAPSFAST_DEVICE MemorySource(const GivenFinalArgs& with, const Spot<Tr>& spot, const Part& part)

@@ -1,11 +1,13 @@
-// Where the votes of a pass come from, and where their gradients go: the block's shared memory, or the device's.
+// Reading votes, from a block's shared memory or from device memory, and writing dvotes.
 #pragma once
 
 #include "given_join.h"
 
 namespace capsfast::cuda {
 
-// Units of a vote in memory, whose numbers are `step` apart, in this thread's order.
+// Calls f(n, unit) for the units of this thread's numbers of a vote, in the thread's order (Spot::unit). The vote
+// begins at element `vote` of `from`, its components are `step` apart. numbers: read number by number, else unit by
+// unit.
 template <class Tr, class F>
 CAPSFAST_DEVICE void read_units(const Global<const typename Tr::Type>& from, int64_t vote, int64_t step, bool numbers,
                                 const Spot<Tr>& at, const F& f) {
@@ -23,23 +25,25 @@ CAPSFAST_DEVICE void read_units(const Global<const typename Tr::Type>& from, int
   }
 }
 
+// Stores a unit as the n-th of this thread's numbers.
 template <class Tr>
 CAPSFAST_DEVICE void set_unit(int n, const typename Tr::Unit& unit, typename Tr::Numbers* to) {
 #pragma unroll
   for (int k = 0; k < Tr::unit; ++k) to->value[n * Tr::unit + k] = wide(unit.value[k]);
 }
 
-// A vote in units of its type, to where it stands in memory. All lanes of a warp call it; `mine`: this one has a vote.
+// Writes the `units` of this thread, which begin at unit `first` of `to`. All lanes of a warp call it; `mine` says
+// whether this one has something to write.
 //
-// Two neighbours write a pair of units together, half of it each, first those of one and then those of the other: 32
-// bytes in a run are what memory takes at once.
+// Device memory takes 32 bytes, two units, at once. So two neighbouring lanes write a pair of units together, one unit
+// each: first a pair of the even lane, then one of the odd lane.
 template <class Tr>
 CAPSFAST_DEVICE void write_pairs(const Global<typename Tr::Unit>& to, const Spot<Tr>& at, bool mine, int64_t first,
                                  const typename Tr::Unit (&units)[Tr::units]) {
   constexpr int kWords = sizeof(typename Tr::Unit) / 4;
   const bool odd = gpu::thread() % 2 != 0, theirs = gpu::shuffle_xor(static_cast<int>(mine), 1) != 0;
   const int64_t other = gpu::shuffle_xor(static_cast<long long>(first), 1);
-  // The lower of a pair is the first that a lane has of it where the turn, which neighbours share, is even.
+  // Both neighbours have the same turn. If it is even, the lower unit of a pair is the first in this thread's order.
   const bool swapped = odd != (at.turn % 2 != 0);
 #pragma unroll
   for (int n = 0; n < Tr::units; n += 2) {
@@ -51,7 +55,8 @@ CAPSFAST_DEVICE void write_pairs(const Global<typename Tr::Unit>& to, const Spot
       kept[k] = swapped ? words[1][k] : words[0][k];
       got[k] = gpu::shuffle_xor(swapped ? words[0][k] : words[1][k], 1);
     }
-    uint32_t upper[kWords], lower[kWords];  // of the lanes of the pair
+    // The unit that this lane writes of the even lane's pair is in `lower`, that of the odd lane's pair in `upper`.
+    uint32_t upper[kWords], lower[kWords];
 #pragma unroll
     for (int k = 0; k < kWords; ++k) {
       lower[k] = odd ? got[k] : kept[k];
@@ -66,7 +71,7 @@ CAPSFAST_DEVICE void write_pairs(const Global<typename Tr::Unit>& to, const Spot
   }
 }
 
-// dvotes [B, I, J, D], contiguous.
+// Writes the gradients of a chunk of votes to dvotes [B, I, J, D], which is contiguous.
 template <int kCount, class Tr>
 CAPSFAST_DEVICE void write_votes(const Operand& to, const Spot<Tr>& at, const Part& part, const Chunk& chunk,
                                  const typename Tr::Numbers (&votes)[kCount]) {
@@ -85,24 +90,26 @@ CAPSFAST_DEVICE void write_votes(const Operand& to, const Spot<Tr>& at, const Pa
   });
 }
 
-// How a resident block keeps its votes.
+// The plan of a resident kernel, as the kernel gets it.
 struct Resident {
   GivenShape shape;
   GivenMemory memory;
   Access access;
   int capsules;  // input capsules of a block
-  int stage;     // and of a copy, a multiple of a chunk
-  int together;  // softmaxes of the last pass at a time
+  int stage;     // input capsules of a stage, a multiple of those of a chunk
+  int together;  // iterations of the last pass whose softmaxes share barriers
 };
 
-// In shared memory, where they are copied in stages; the first pass waits for those as it gets there.
+// A Source (given_passes.h): votes in shared memory. They are copied there in stages, and the first pass waits for each
+// stage when it gets there.
 template <class Tr>
 class SharedVotes {
   using E = typename Tr::Type;
   using Copies = gpu::Copies<GivenSize::stages>;
 
  public:
-  // before: samples that the block has had. All threads of the block; nobody still reads what was here.
+  // Starts the copies. All threads of the block call it when none reads the votes of the sample before any more.
+  // before: how many samples the block has had.
   CAPSFAST_DEVICE SharedVotes(const Inputs& in, const Spot<Tr>& at, const Part& part, const Resident& resident,
                               int before)
       : copies_(resident.memory.copies + Copies::bytes * before),
@@ -121,7 +128,7 @@ class SharedVotes {
       }
       return;
     }
-    next_ = GivenSize::stages;  // nothing to wait for
+    next_ = GivenSize::stages;  // there is no copy to wait for
     const Shared<typename Tr::Unit> to = gpu::shared<typename Tr::Unit>(0, part.count * capsule_ / Tr::unit);
     for (int capsule = at.row; capsule < part.count && at.mine; capsule += at.rows) {
       read_units(from, start + capsule * stride[1] + at.j * stride[2], stride[3], resident.access == Access::numbers,
@@ -137,7 +144,7 @@ class SharedVotes {
     if (next_ < GivenSize::stages && chunk.first >= next_ * stage_) copies_.wait(next_++);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      // Beyond the last capsule it is read once more.
+      // A thread without a capsule reads the last one, whose votes it does not use.
       const int vote = least(chunk.first + at.row + n * at.rows, last_) * capsule_ + vote_ + at.from;
 #pragma unroll
       for (int k = 0; k < Tr::units; ++k)
@@ -153,7 +160,7 @@ class SharedVotes {
   Shared<E> votes_;
 };
 
-// In memory, read where they are used.
+// A Source (given_passes.h): votes in device memory, read where they are used.
 template <class Tr>
 class MemoryVotes {
  public:
@@ -167,7 +174,7 @@ class MemoryVotes {
 
   template <int kCount>
   CAPSFAST_DEVICE void fetch(const Spot<Tr>& at, const Chunk& chunk, typename Tr::Numbers (&votes)[kCount]) const {
-    // Asked once, so that all loads of a chunk are on their way together.
+    // One branch around all loads of a chunk instead of one for each load, so that they are under way together.
     numbers_ ? fetch_as(at, chunk, true, votes) : fetch_as(at, chunk, false, votes);
   }
 

@@ -1,4 +1,4 @@
-// What a kernel gets of a call: tensors with their strides, sizes, options.
+// The arguments of a call as kernels take them: tensors with their strides, sizes, options.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace capsfast::cuda {
 
 using gpu::Global;
 
-// Elements as they are stored; sums are formed in float, in double for double.
+// 16-bit elements as they are stored. Their sums are formed in float (see WideOf).
 struct BFloat16 {
   uint16_t bits;
 };
@@ -39,13 +39,13 @@ CAPSFAST_DEVICE double wide(double x) { return x; }
 CAPSFAST_DEVICE float wide(BFloat16 x) { return bf16_to_float(x.bits); }
 CAPSFAST_DEVICE float wide(Float16 x) { return half_to_float(x.bits); }
 
-// Neighbours that are moved as one.
+// kCount neighbouring elements that are loaded or stored at once.
 template <class E, int kCount>
 struct alignas(kCount * sizeof(E)) Run {
   E value[kCount];
 };
 
-// A tensor whose type is known at run time; strides in elements.
+// A tensor whose element type is known only at run time; strides in elements. `data` is null if it is absent.
 struct Operand {
   Global<unsigned char> data;
   Storage storage = Storage::f32;
@@ -84,7 +84,7 @@ struct Operand {
   }
 };
 
-// A bool matrix; without data everything is valid.
+// A bool matrix. If `data` is null everything is valid.
 struct Mask {
   Global<const uint8_t> data;
   int64_t stride[2] = {0, 0};
@@ -94,13 +94,14 @@ struct Mask {
   }
 };
 
-// The call. matrix: weight [I, J, D, K] with stride 0 over I if shared, or votes [B, I, J, D].
+// The inputs of a call. `matrix` is the weight [I, J, D, K], whose stride over I is 0 if it is shared, or for
+// route_votes the votes [B, I, J, D].
 struct Inputs {
   int64_t B, I, J, D, K;
   bool softmax_in, leaky;
-  Operand u, matrix;
-  Operand logits;  // [B, I, J]
-  Mask mask, out_mask;
+  Operand u, matrix;    // u [B, I, K], absent for route_votes
+  Operand logits;       // [B, I, J]
+  Mask mask, out_mask;  // [B, I], [B, J]
 };
 
 }  // namespace capsfast::cuda

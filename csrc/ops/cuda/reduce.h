@@ -1,8 +1,8 @@
-// The reducing pass: sum_i c votes (forward) or sum_i db votes (backward), for a split of the input capsules.
+// The general reducing pass: sum_i c votes (forward) or sum_i db votes (backward).
 //
-// A block owns a tile of samples and of output capsules and walks over its input capsules. It reads a weight once for
-// the samples of the tile; a thread owns rows (j, d) of the sum, so that no two add to one number. Partial sums are in
-// double and are added up in a fixed order by the kernel that follows (between.h).
+// A block has a tile of samples, a tile of output capsules and a split of the input capsules, over which it walks. It
+// reads a weight once for the samples of the tile. A thread has rows (j, d) of the sum, so that no two threads add to
+// one number. Partial sums are in double; the step after the pass adds them up in a fixed order (between.h).
 #pragma once
 
 #include "coupling.h"
@@ -16,10 +16,10 @@ struct ReduceArgs {
   Scoring<T> scoring;
   Normaliser<T> norm;
   bool unweighted;         // every coefficient is 1: the first iteration without logits
-  Global<double> sum;      // [splits, B, J, D]; absent: only the coupling is wanted
-  Global<float> sum_tile;  // the same for the tile kernels
-  Global<T> max;           // [splits, B, J]: softmax over the input capsules, normaliser not known yet
-  Global<double> total;    // [splits, B, J]
+  Global<double> sum;      // [splits, B, J, D]; absent if only the coupling is wanted
+  Global<float> sum_tile;  // the same for all kernels but the general ones
+  Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules of unknown normaliser
+  Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
   Operand coupling;        // [B, I, J], written
 };
 
@@ -33,7 +33,8 @@ struct ReduceShared {
   static constexpr int bytes = factor_at + columns * static_cast<int>(sizeof(T));
 };
 
-// Logits of a chunk to exp(b - max), max the largest so far; factor rescales what was added up before.
+// Replaces the logits of a tile by exp(b - max), where max is the largest of a column so far. `factor` is what the sum
+// so far has to be multiplied with. max, total and factor are [samples][outputs].
 template <class T, int kSamples>
 CAPSFAST_DEVICE void follow_maximum(const Tile& tile, const Scores<T, kSamples>& scores, Shared<T> max,
                                     Shared<double> total, Shared<T> factor) {
@@ -127,7 +128,7 @@ reduce_kernel(ReduceArgs<T> a) {
   for (tile.b0 = gpu::block_y() * kSamples; tile.b0 < in.B; tile.b0 += gpu::blocks_y() * kSamples) {
     tile.samples = static_cast<int>(in.B - tile.b0 < kSamples ? in.B - tile.b0 : kSamples);
     for (int n = gpu::thread(); n < Memory::columns && follow; n += gpu::threads()) {
-      const bool leaky = in.leaky && split == 0;  // its entry, of logit 0, counts once
+      const bool leaky = in.leaky && split == 0;  // the entry of logit 0 must count once: the first split has it
       max[n] = leaky ? T(0) : Extreme<T>::lowest;
       total[n] = leaky ? 1.0 : 0.0;
     }
@@ -156,12 +157,12 @@ reduce_kernel(ReduceArgs<T> a) {
   }
 }
 
-// The normaliser of rows too long for one block's tile: a sweep over the output capsules.
+// A sweep over the output capsules, for a softmax over more of them than a tile has: computes its normaliser.
 template <class T>
 struct RowsArgs {
   Inputs in;
   Scoring<T> scoring;
-  Global<T> max, scale, mean;  // [B, I]; mean only in the backward
+  Global<T> max, scale, mean;  // [B, I], written; mean only if scoring has ds
 };
 
 template <class T, class E, bool kVotes>

@@ -1,4 +1,4 @@
-// Forward and backward of routing on a GPU: the launches of a call, on torch's stream, without waiting for them.
+// Forward and backward of routing on a GPU. They launch kernels on torch's current stream and do not wait for them.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -7,7 +7,7 @@
 
 namespace capsfast::cuda {
 
-// like: where memory comes from, u or votes. T: what sums are formed in.
+// like: u or votes; new memory comes from its device and allocator. T: the type that sums are formed in.
 template <class T>
 void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor& like);
 template <class T>

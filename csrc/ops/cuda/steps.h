@@ -1,6 +1,6 @@
-// What a forward and a backward do, pass by pass: for the host, which launches a kernel a step, and for the kernels
-// that take all steps in one launch. pass(n): arguments of reducing pass n, 0 <= n < passes(). after(n): what all
-// threads of a grid do after it; of the backward after(-1) comes before the first.
+// The sequence of passes and steps of a forward and of a backward. The host uses it to launch a kernel for each, and
+// the tile kernels to run all of them in one launch. pass(n) has the arguments of reducing pass n, 0 <= n < passes().
+// after(n) is what all threads of the grid do after pass n. In the backward after(-1) comes before the first pass.
 #pragma once
 
 #include "../../math/host_device.h"
@@ -14,13 +14,14 @@ struct ForwardSteps {
   Inputs in;
   Squashing squash;
   int64_t iterations;
-  Operand coupling, v;  // [B, I, J], [B, J, D], written
-  Global<T> V;          // [B, J, D]
+  Operand coupling, v;  // written: [B, I, J], [B, J, D]
+  Global<T> V;          // [B, J, D], the sum of the outputs so far
   Global<T> s;          // [r, B, J, D]
   Global<T> norm;       // [2, r, B, J], softmax over the input capsules
   Parts<T> parts;
 
-  // With the softmax over the input capsules the last coupling is known when its pass is over, and takes one more.
+  // With the softmax over the input capsules the normaliser is known only after a pass. So writing the last coupling
+  // takes one more pass.
   CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations + (coupling.data && in.softmax_in); }
 
   CAPSFAST_HOST_DEVICE ReduceArgs<T> pass(int64_t t) const {
@@ -39,7 +40,7 @@ struct ForwardSteps {
     return args;
   }
 
-  // s_t, v_t and V_t from the sums of pass t.
+  // The step that computes s_t, v_t and V_t from the sums of pass t.
   CAPSFAST_HOST_DEVICE OutputArgs<T> output(int64_t t) const {
     OutputArgs<T> args{};
     args.in = in;
@@ -52,7 +53,7 @@ struct ForwardSteps {
       args.max = norm_of(0, t);
       args.scale = norm_of(1, t);
     }
-    // The last V is read by nobody, but for the coupling that needs the one before.
+    // The last iteration leaves V as it is: nobody needs its V_t, and the coupling pass needs the V it scored with.
     if (t + 1 < iterations) {
       args.V = V;
     } else {
@@ -85,14 +86,14 @@ template <class T>
 struct BackwardSteps {
   Inputs in;
   Squashing squash;
-  int64_t first, iterations;    // [first, iterations) carry gradients
+  int64_t first, iterations;    // iterations [first, iterations) have gradients
   Operand dv;                   // [B, J, D]
   Operand coupling, dcoupling;  // [B, I, J]
   Global<const T> s;            // [r, B, J, D]
   Global<T> V, ds;              // [r, B, J, D]
-  Global<T> G;                  // [B, J, D]
+  Global<T> G;                  // [B, J, D], the gradient of v so far
   Normaliser<T> columns;        // [r, B, J], softmax over the input capsules
-  Global<T> mean;               // what columns.mean reads
+  Global<T> mean;               // [r, B, J], the memory of columns.mean, which the steps write
   Parts<T> parts;
 
   CAPSFAST_HOST_DEVICE RestoreArgs<T> restore() const { return {in, squash, iterations, s, V}; }
@@ -105,7 +106,7 @@ struct BackwardSteps {
     return with;
   }
 
-  // From the last iteration down to the second one.
+  // One for each iteration from the last down to the second, or none for gradient="last".
   CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations - 1 - first; }
   CAPSFAST_HOST_DEVICE int64_t iteration_of(int64_t n) const { return iterations - 1 - n; }
 
@@ -123,7 +124,8 @@ struct BackwardSteps {
     return args;
   }
 
-  // ds_t from dv, or from the sums of the passes down to t + 1.
+  // The step that computes ds_t: from dv in the last iteration, else from the sums of all passes so far, down to that
+  // of iteration t + 1.
   CAPSFAST_HOST_DEVICE DifferentiateArgs<T> differentiate(int64_t t) const {
     DifferentiateArgs<T> args{};
     args.in = in;

@@ -1,9 +1,9 @@
-// The reducing pass on tensor cores: sum_i c votes (forward) or sum_i db votes (backward), for a tile of samples and a split
-// of the input capsules.
+// The reducing pass on tensor cores: sum_i c votes (forward) or sum_i db votes (backward). A block has a tile of
+// samples and a split of the input capsules.
 //
-// Votes of a capsule stay in registers until they are weighted, as does their sum. With the softmax over the input
-// capsules no warp waits for another: where the normaliser is not known yet, columns follow their maximum, and the splits
-// are combined by the kernel that follows (between.h).
+// The votes of an input capsule stay in registers until they are weighted, and so does their sum. With the softmax over
+// the input capsules no warp waits for another. In the forward its normaliser is not known yet: each column (sample, j)
+// keeps a running maximum, and the step after the pass combines the splits (between.h).
 #pragma once
 
 #include "steps.h"
@@ -13,18 +13,19 @@ namespace capsfast::cuda {
 
 struct TileArgs {
   Inputs in;
-  bool in_runs, tf32;
+  bool in_runs, tf32;         // in_runs: see poses_in_runs(). tf32: one TF32 product instead of three
   Global<const float> V, ds;  // [B, J, D]; V absent in the first iteration, ds in the forward
-  Operand dcoupling;
-  Operand coupling;  // written
-  bool unweighted;
-  Normaliser<float> norm;  // [B, J], softmax over the input capsules where it is known
-  Global<float> sum;       // [splits, B, J, D]; absent: only the coupling is wanted
-  Global<float> max;       // [splits, B, J], softmax over the input capsules where it is not
-  Global<double> total;
+  Operand dcoupling;          // [B, I, J]
+  Operand coupling;           // [B, I, J], written
+  bool unweighted;            // every coefficient is 1
+  Normaliser<float> norm;     // [B, J], for a softmax over the input capsules whose normaliser is known
+  Global<float> sum;          // [splits, B, J, D], written; absent if only the coupling is wanted
+  Global<float> max;          // [splits, B, J], written, for one whose normaliser is not known yet
+  Global<double> total;       // [splits, B, J], written with max: sum of exp(b - max)
 };
 
-// sum += coefficient votes. Columns of no output capsule have votes of 0, and any coefficient of the warp.
+// sum += coefficient votes. A warp may have columns beyond J D. Their votes are 0; they take the coefficient of the
+// warp's first output capsule, which always exists.
 template <class Tr>
 CAPSFAST_DEVICE void add_weighted(const Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles], const Lane& lane,
                                   bool unweighted, int J, Shared<float> coefficients, int base,
@@ -46,7 +47,7 @@ CAPSFAST_DEVICE void add_weighted(const Accumulator (&votes)[Tr::row_tiles][Tr::
   }
 }
 
-// A maximum has moved: the sum so far shrinks.
+// Multiplies the sum so far by `factor` [j][row], after maxima have grown.
 template <class Tr>
 CAPSFAST_DEVICE void rescale(const Lane& lane, int J, Shared<float> factor,
                              Accumulator (&sum)[Tr::row_tiles][Tr::column_tiles]) {
@@ -84,7 +85,8 @@ CAPSFAST_DEVICE void write_sum(const TileArgs& a, int b0, int split, const Lane&
   }
 }
 
-// One tile of samples, from b0 on, and one split of the input capsules. Begins with a barrier: the block may come from another tile.
+// The pass for the tile of samples from b0 on and one split of the input capsules. Begins with a barrier, because the
+// block may have used shared memory for a pass before.
 template <class Tr, class E>
 CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int splits) {
   constexpr bool kBackward = Tr::backward;
@@ -96,8 +98,10 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
   const Shared<float> V = gpu::shared<float>(0, vectors), ds = gpu::shared<float>(kBackward ? 4 * vectors : 0, vectors);
   const Shared<float> high = gpu::shared<float>(4 * high_at, Tr::poses),
                       low = gpu::shared<float>(4 * low_at, Tr::poses);
-  // Of scores two buffers in turn, so that no warp overwrites what another still reads: weights are c, or dc and then db.
-  // With the softmax over the input capsules one is enough, and the other ones have what is known of the columns.
+  // `logits` become c. `weights` are the coefficients of the sum: in the forward the same array as `logits`, in the
+  // backward dc, which becomes db. With the softmax over the output capsules each has two buffers in turn, so that no
+  // warp overwrites what another still reads. With the other one buffer is enough, and the memory of the rest holds the
+  // numbers of the columns, column(1) to column(3).
   const Shared<float> weights = gpu::shared<float>(4 * weights_at, 2 * size);
   const Shared<float> logits = gpu::shared<float>(4 * (weights_at + (kBackward ? 2 * size : 0)), 2 * size);
   const auto column = [&](int n) {
@@ -115,8 +119,7 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
   gpu::barrier();
   if (a.V) stage_vectors<Tr>(in, a.V, b0, lane, V, 0);
   if constexpr (kBackward) stage_vectors<Tr>(in, a.ds, b0, lane, ds, 0);
-  if (follows)
-    start_columns<Tr>(in, in.leaky && split == 0, b0, lane, running);  // the leaky entry, of logit 0, counts once
+  if (follows) start_columns<Tr>(in, in.leaky && split == 0, b0, lane, running);  // the leaky entry counts once
   if (in.softmax_in && a.norm.max) stage_columns<Tr>(in, a.norm.max, a.norm.scale, b0, lane, columns);
   int64_t from = weight_at<Tr>(in, i_begin, lane);
   float next[Tr::ahead ? Tr::column_tiles : 1][Tr::values];
@@ -152,7 +155,7 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
       if (a.V) dot<Tr>(votes, V, 0, lane, with_V);
       if constexpr (kBackward) dot<Tr>(votes, ds, 0, lane, with_ds);
       base = in.softmax_in ? 0 : size - base;
-      gpu::warp_barrier();  // the weights of the capsule before have been read
+      gpu::warp_barrier();  // all lanes have read the coefficients of the capsule before
       write_scores<Tr>(with_V, lane, J, base, logits);
       if constexpr (kBackward) write_scores<Tr>(with_ds, lane, J, base, weights);
       if (in.softmax_in) {
@@ -182,8 +185,8 @@ CAPSFAST_DEVICE void reduce_tile(const TileArgs& a, int b0, int split, int split
   }
 }
 
-// Passes [begin, end) of a direction; together: with all that comes before, between and after them, in a cooperative
-// launch. Else one pass and nothing more.
+// Passes [begin, end) of a forward or backward. If `together`, a cooperative launch runs these and the steps between
+// and after them; begin = -1 adds the step before pass 0. Else it is a launch of one pass without steps.
 template <bool kBackward>
 struct TilePasses {
   std::conditional_t<kBackward, BackwardSteps<float>, ForwardSteps<float>> steps;
@@ -198,7 +201,8 @@ struct TilePasses {
   }
 };
 
-// Blocks that read the same weights are neighbours: tiles of samples are the fast axis of the grid.
+// Tiles of samples are the fast axis of the grid: blocks that read the same weights are neighbours, and run at about
+// the same time.
 template <class E, int kK, int kD, bool kBackward, bool kTwo>
 CAPSFAST_KERNEL(32 * TileSize::resident_warps(kTwo), 1)
 tile_kernel(TilePasses<kBackward> a) {

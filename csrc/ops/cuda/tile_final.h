@@ -1,11 +1,13 @@
-// The backward's last pass on tensor cores: du, dweight and dlogits, all iterations at once.
+// The last pass of the backward on tensor cores, for all iterations at once: du, dweight and dlogits.
 //
-// A block has 16 samples and a split of the input capsules, a warp 32 columns (j, d), as in tile.h. V and ds of all
-// iterations wait in shared memory. For an input capsule: votes, their dots, the softmaxes of all iterations together,
-// then dvotes = sum_t c_t ds_t + db_t V_{t-1} in the registers that held the votes, from which two more products
-// give du = dvotes W and dweight = dvotes^T u. A block walks over tiles of samples, writes their du alone and alone adds
-// to one part of dweight, which has as many parts as there are blocks for an input capsule (blocks at all if the weight
-// is shared); the parts are added up in their order afterwards.
+// A block has 16 samples at a time and a split of the input capsules; a warp has 32 columns (j, d), as in tile.h. V and
+// ds of all iterations are in shared memory. For each input capsule a block computes the votes, their dot products, and
+// the softmaxes of all iterations. Then dvotes = sum_t c_t ds_t + db_t V_{t-1} takes the registers of the votes, and
+// two more products give du = dvotes W and dweight = dvotes^T u.
+//
+// A block walks over the tiles of samples of one part of the batch. It writes their du. Each part of the batch has its
+// own sum of dweight (each block, if the weight is shared), so no two blocks add to one number; these sums are added up
+// in a fixed order afterwards.
 #pragma once
 
 #include "tile.h"
@@ -14,28 +16,28 @@ namespace capsfast::cuda {
 
 struct TileFinalArgs {
   Inputs in;
-  int64_t first, iterations;  // [first, iterations) carry gradients
+  int64_t first, iterations;  // iterations [first, iterations) have gradients
   bool gradient_last, in_runs, tf32;
-  Global<const float> V, ds;  // [r, B, J, D]
+  Global<const float> V, ds;  // [r, B, J, D]; V[t] is what iteration t scored with, V[0] = 0
   Normaliser<float> norm;     // [r, B, J], softmax over the input capsules
-  Operand dcoupling;
+  Operand dcoupling;          // [B, I, J]
   bool shared_weight;
   Operand du;              // [B, I, K]
-  Global<float> dweight;   // [parts, I, J, D, K], or [parts, splits, J, D, K] of a shared weight
-  Operand dlogits_sample;  // [B, I, J]
-  Global<double> dlogits;  // [parts, I, J]
+  Global<float> dweight;   // [parts, I, J, D, K], or [parts, splits, J, D, K] for a shared weight
+  Operand dlogits_sample;  // [B, I, J], if the logits are [B, I, J]
+  Global<double> dlogits;  // [parts, I, J], if the logits are [I, J]
 };
 
 template <class E, int kK, int kD>
 struct FinalTiles : Tiles<E, kK, kD, true, false> {
   using Base = Tiles<E, kK, kD, true, false>;
-  static constexpr int inputs = 4;  // room for V and ds of all iterations
+  static constexpr int inputs = 4;  // fewer than in the other passes, as V and ds of all iterations need the memory
   static constexpr int poses = inputs * Base::pose_pitch;
   static constexpr int turn =
-      TileSize::columns + 8;  // pitch of a warp's transposed dvotes: no two lanes meet in a bank
+      TileSize::columns + 8;  // floats between samples of a warp's dvotes in shared memory: lanes read different banks
   static constexpr int k_tiles = kK == 16 ? 2 : 1;
 
-  // In floats, one after the other.
+  // Where the arrays of a block begin, in floats. They follow each other.
   struct Memory {
     int V, ds, high, low, scores, dc, columns, turned, du, end;
   };
@@ -50,14 +52,15 @@ struct FinalTiles : Tiles<E, kK, kD, true, false> {
     at.dc = at.scores + terms * Base::scores(J);
     at.columns = at.dc + terms * Base::scores(J);
     at.turned = at.columns + (softmax_in ? 2 * terms * Base::scores(J) : 0);
-    at.turned += at.turned & 1;  // pairs are aligned
+    at.turned += at.turned & 1;  // aligned for pairs
     at.du = at.turned + warps * Base::samples * turn;
     at.end = at.du + warps * Base::samples * kK;
     return at;
   }
 };
 
-// An operand of numbers that are no TF32 numbers, in the parts that a product takes: two or, with kOne, the nearest one.
+// Splits operands that are not TF32 numbers into two TF32 parts. With kOne `high` is the nearest TF32 number and `low`
+// is not set.
 template <bool kOne, int kCount>
 CAPSFAST_DEVICE void take_parts(const float (&x)[kCount], float (&high)[kCount], float (&low)[kCount]) {
 #pragma unroll
@@ -70,7 +73,7 @@ CAPSFAST_DEVICE void take_parts(const float (&x)[kCount], float (&high)[kCount],
   }
 }
 
-// c += a b, kLeft and kRight saying which operands have two parts.
+// c += a b. kLeft: a has two parts. kRight: b has two parts.
 template <bool kLeft, bool kRight>
 CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const float (&a_low)[4],
                               const float (&b_high)[2], const float (&b_low)[2]) {
@@ -79,7 +82,7 @@ CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const flo
   gpu::mma_tf32(c, a_high, b_high);
 }
 
-// dvotes = sum_t c_t ds_t + db_t V_{t-1}, in the layout of the accumulator; 0 for what a mask takes out.
+// dvotes = sum_t c_t ds_t + db_t V_{t-1}, in the accumulator layout; 0 for masked input capsules.
 template <class Tr>
 CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int b0, int i, const Lane& lane, int size, int vectors,
                              Shared<float> V, Shared<float> ds, Shared<float> scores, Shared<float> dc,
@@ -109,8 +112,8 @@ CAPSFAST_DEVICE void combine(const TileFinalArgs& a, int b0, int i, const Lane& 
   }
 }
 
-// The warp's part of du [16, K] = dvotes W. The columns of the product are dealt out so that the accumulator's layout
-// is the operand's: a lane's neighbouring columns are its slots `quad` and `quad + 4`.
+// The warp's part of du [16, K] = dvotes W, a sum over columns. A product may take these in any order: a lane's columns
+// 2 quad and 2 quad + 1 of the accumulator become k = quad and quad + 4 of the operand, so no lane passes dvotes on.
 template <class Tr, class E, bool kOne>
 CAPSFAST_DEVICE void product_du(const Inputs& in, int i, const Lane& lane,
                                 const Accumulator (&dvotes)[1][Tr::column_tiles], Shared<float> du) {
@@ -146,7 +149,8 @@ CAPSFAST_DEVICE void product_du(const Inputs& in, int i, const Lane& lane,
   }
 }
 
-// dweight [32, K] of the warp's columns += dvotes^T u, dvotes turned around in the warp's own shared memory.
+// dweight [32, K] += dvotes^T u for the warp's columns, a sum over samples. Lanes need other elements of dvotes for it
+// than they have, so these go through shared memory of the warp, turned [16 samples][turn].
 template <class Tr, bool kOne>
 CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumulator (&dvotes)[1][Tr::column_tiles],
                                      Shared<float> high, Shared<float> low, Shared<float> turned,
@@ -159,7 +163,8 @@ CAPSFAST_DEVICE void product_dweight(int input, const Lane& lane, const Accumula
       turned[base + (lane.group + n / 2 * 8) * Tr::turn + tile * 8 + 2 * lane.quad + n % 2] = dvotes[0][tile][n];
   }
   gpu::warp_barrier();
-  // Samples `quad` and quad + 4, and in their pairs those 8 further on, for the second step of the product.
+  // Poses of samples quad and quad + 4. Each is the first of a pair, whose second is the sample 8 further on, for the
+  // second step of the product.
   gpu::Pair u_high[Tr::k_tiles][2] = {}, u_low[Tr::k_tiles][2] = {};
 #pragma unroll
   for (int k_tile = 0; k_tile < Tr::k_tiles; ++k_tile) {
@@ -231,7 +236,7 @@ CAPSFAST_DEVICE void write_tile_dlogits(const TileFinalArgs& a, int b0, int i, b
   }
 }
 
-// du from the parts of the warps.
+// Adds up the parts of du that the warps have computed, and writes it.
 template <class Tr>
 CAPSFAST_DEVICE void write_tile_du(const TileFinalArgs& a, int b0, int i, Shared<float> du) {
   const int warps = gpu::threads() / 32;
@@ -269,7 +274,7 @@ tile_final_kernel(TileFinalArgs a) {
                    a.norm.mean.from((a.first + term) * scalars, scalars)};
   };
   const SoftmaxSet softmax{terms, size, terms - 1, {}, a.dcoupling};
-  // Blocks that read the same weights are neighbours: parts of the batch are the fast axis of the grid.
+  // Parts of the batch are the fast axis of the grid: blocks that read the same weights are neighbours.
   const int64_t part = gpu::block_x(), parts = gpu::blocks_x(), split = gpu::block_y(), all = in.B * in.J * Tr::D;
   const int64_t i_begin = in.I * split / gpu::blocks_y(), i_end = in.I * (split + 1) / gpu::blocks_y();
   float dweight[2][Tr::k_tiles][4] = {};
@@ -321,7 +326,7 @@ tile_final_kernel(TileFinalArgs a) {
         if constexpr (Tr::parted) {
           a.tf32 ? products(std::true_type()) : products(std::false_type());
         } else {
-          products(std::false_type());  // dvotes are float32 all the same
+          products(std::false_type());  // u and W need no split, but dvotes are float32
         }
         if (a.dweight && !a.shared_weight) {
           write_dweight<Tr>(a, part * in.I + i, first, lane, dweight);

@@ -1,4 +1,4 @@
-// The passes on tensor cores: which calls they serve, and their tiles.
+// The passes on tensor cores: which calls they serve and how they cut them, with the reason beside each number.
 #pragma once
 
 #include <algorithm>
@@ -9,32 +9,35 @@
 namespace capsfast::cuda {
 
 struct TileSize {
-  static constexpr int columns = 32;     // of votes a warp: 16 registers a row tile, and as many for their sum
-  static constexpr int outputs = 64;     // a row of the softmax stays within 16 numbers for each of its 4 lanes
-  static constexpr int inputs = 8;       // poses staged at a time: 16 KiB at most for each of their two parts
-  static constexpr int each_split = 64;  // input capsules a sum in float32 runs over, while there are splits left
-  static constexpr int splits = 1024;    // partial sums of a batch of one then fill a few MiB
-  // Row tiles of 16 samples a block. Two: a weight that was read serves both. One: half the registers, for batches
-  // that fill no second tile and for blocks of more warps than 255 registers a thread allow.
+  static constexpr int columns = 32;     // (j, d) of a warp: 16 registers a lane and row tile for votes, 16 for the sum
+  static constexpr int outputs = 64;     // at most: four lanes share a softmax over them, 16 logits each
+  static constexpr int inputs = 8;       // whose poses are staged at a time: at most 16 KiB for each of two parts
+  static constexpr int each_split = 64;  // input capsules a float32 sum runs over, unless `splits` is reached
+  static constexpr int splits = 1024;    // at most: for one sample the partial sums take a few MiB
+  // A block has one or two row tiles of 16 samples. With two, a weight is read once for both. One takes half the
+  // registers: for small batches, and for blocks with so many warps that two tiles would not fit the registers.
   static constexpr int row_tiles(bool two) { return two ? 2 : 1; }
   static constexpr int warps(bool two) { return two ? 8 : 16; }
-  // Of all blocks together, on a multiprocessor: 168 and 128 registers a thread, as each quarter of it has three or four.
+  // How many warps the blocks of a multiprocessor have together: three or four for each of its four register files,
+  // which leaves 168 or 128 registers a thread.
   static constexpr int resident_warps(bool two) { return two ? 12 : 16; }
-  static constexpr int final_warps = 12;  // three for each quarter of a multiprocessor: 168 registers a thread
-  static constexpr int final_blocks = 2;  // of the last pass a multiprocessor: its shared memory holds no more
+  static constexpr int final_warps = 12;  // of a block in the last pass: three a register file, 168 registers a thread
+  static constexpr int final_blocks = 2;  // on a multiprocessor in the last pass: its shared memory holds no more
   static constexpr int final_parts =
-      4;  // of dweight, each as large as the weight: memory, against blocks to fill a device
+      4;  // of dweight, each as large as the weight: more would let more blocks run, but take more memory
 };
 
-// Numbers of one input capsule's poses: input capsules start in different banks.
+// Distance in floats between the staged poses of two input capsules. The 4 makes them start in different banks.
 CAPSFAST_HOST_DEVICE constexpr int tile_pose_pitch(int samples, int K) { return samples * K + 4; }
 
-// Scores [j][row]: the four lanes of a row that take j, j + 1, j + 2, j + 3 are in different banks; two of them share one
-// with 16 rows, where gaps would cost the memory of long vectors.
+// Distance in floats between output capsules in scores [j][row]. Four lanes read j, j + 1, j + 2 and j + 3 of a row.
+// With 32 rows the pitch of 40 puts them in different banks. With 16 rows two of them share a bank; a larger pitch
+// would take shared memory that V and ds need.
 CAPSFAST_HOST_DEVICE constexpr int tile_score_pitch(int samples) { return samples == 32 ? 40 : samples; }
 
-// Shared memory of the reducing pass: V and ds, poses in two parts, two buffers of scores each or, for the softmax over
-// the input capsules, one of weights and three numbers of each column.
+// Bytes of shared memory of a reducing pass: V and in the backward ds, poses (two parts if `parted`), and scores. For
+// the softmax over the output capsules there are two buffers of logits and in the backward two of dc. For the other
+// there are four arrays [j][row]: coefficients and three numbers of each column.
 CAPSFAST_HOST_DEVICE constexpr int tile_bytes(int warps, int samples, int J, int K, bool parted, bool backward,
                                               bool softmax_in) {
   return 4 * (warps * TileSize::columns * samples * (backward ? 2 : 1) +
@@ -42,7 +45,7 @@ CAPSFAST_HOST_DEVICE constexpr int tile_bytes(int warps, int samples, int J, int
               J * tile_score_pitch(samples) * (backward || softmax_in ? 4 : 2));
 }
 
-// The word at fault, or null: the tile kernels serve the call.
+// Null if the tile kernels serve the call, else the reason why not.
 inline const char* why_no_tiles(const Problem& p) {
   if (p.votes_given) return "votes are given";
   if (p.u.storage == Storage::f64) return "tensor cores multiply in 32 bits at most";
@@ -69,7 +72,7 @@ inline int64_t tile_warps(const Problem& p) {
   return std::max<int64_t>(1, (p.J * p.D + TileSize::columns - 1) / TileSize::columns);
 }
 
-// Whether a block has two row tiles.
+// Whether a block has two row tiles, 32 samples, or one.
 inline bool two_row_tiles(const Problem& p, int64_t shared_bytes) {
   return p.B > 16 && tile_warps(p) <= TileSize::warps(true) &&
          tile_bytes(static_cast<int>(tile_warps(p)), 32, static_cast<int>(p.J), static_cast<int>(p.K), true, true,
@@ -77,13 +80,12 @@ inline bool two_row_tiles(const Problem& p, int64_t shared_bytes) {
 }
 
 struct TilePlan {
-  int64_t tiles, splits;
-  bool together;  // the device runs all blocks of a pass at the same time
-  // The last pass has one row tile a block.
-  int64_t final_parts, final_splits;
+  int64_t tiles, splits;              // of the samples and of the input capsules, in the reducing passes
+  bool together;                      // the device runs all blocks of a reducing pass at the same time
+  int64_t final_parts, final_splits;  // of the samples and of the input capsules, in the last pass
 };
 
-// at_a_time: blocks of a reducing pass that the device runs.
+// at_a_time: how many blocks of a reducing pass the device runs at the same time.
 inline TilePlan plan_tiles(const Problem& p, bool two, int64_t multiprocessors, int64_t at_a_time) {
   TilePlan plan;
   const int64_t samples = 16 * TileSize::row_tiles(two);

@@ -1,5 +1,6 @@
-// The softmaxes of the tile kernels, from dots to coefficients. Over the output capsules all warps of a block meet: scores
-// go through shared memory, between barriers. Over the input capsules a lane has columns (sample, j) to itself.
+// The softmaxes of the tile kernels. That over the output capsules needs scores of all warps of a block, which exchange
+// them through shared memory, between barriers. That over the input capsules needs no exchange: a column (sample, j)
+// belongs to one lane.
 #pragma once
 
 #include <cmath>
@@ -9,7 +10,8 @@
 
 namespace capsfast::cuda {
 
-// b of a pair from votes . V; -inf where a mask takes it out.
+// The routing logit b from dot = votes . V; -inf if the input capsule is not `valid` or out_mask drops the output
+// capsule.
 CAPSFAST_DEVICE float logit(const Inputs& in, bool valid, int64_t b, int64_t i, int64_t j, float dot) {
   float x = dot;
   if (in.logits.data)
@@ -17,7 +19,7 @@ CAPSFAST_DEVICE float logit(const Inputs& in, bool valid, int64_t b, int64_t i, 
   return valid && in.out_mask.at(b, j) ? x : -Extreme<float>::infinity;
 }
 
-// dc of a pair from votes . ds and, in the last iteration, the gradient of the coupling; 0 where a mask takes it out.
+// dc from dot = votes . ds and, in the `last` iteration, dcoupling; 0 if either capsule is masked.
 CAPSFAST_DEVICE float gradient(const Inputs& in, bool valid, int64_t b, int64_t i, int64_t j, float dot, bool last,
                                const Operand& dcoupling) {
   if (!(valid && in.out_mask.at(b, j))) return 0.0f;
@@ -26,15 +28,16 @@ CAPSFAST_DEVICE float gradient(const Inputs& in, bool valid, int64_t b, int64_t 
          dcoupling.template read<float>(b * dcoupling.stride[0] + i * dcoupling.stride[1] + j * dcoupling.stride[2]);
 }
 
-// The softmaxes to take: one for each of `count` iterations, whose scores are `stride` apart.
+// Which softmaxes to compute: one for each of `count` iterations, whose scores are `stride` elements apart.
 struct SoftmaxSet {
   int count, stride;
-  int last;          // the one whose dc gets the gradient of the coupling
-  Operand coupling;  // written
-  Operand dcoupling;
+  int last;           // the iteration whose dc dcoupling is added to
+  Operand coupling;   // [B, I, J], written
+  Operand dcoupling;  // [B, I, J]
 };
 
-// scores [j][row] to c, and dc to db = c (dc - sum_j c dc), by four lanes a row.
+// Softmax over the output capsules: replaces scores [j][row] by c and dc by db = c (dc - sum_j c dc). Four lanes share
+// a row.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b0, int i, const Lane& lane, int base,
                                   Shared<float> scores, Shared<float> dc) {
@@ -42,7 +45,7 @@ CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b
   const bool plain = !(in.logits.data || in.mask.data || in.out_mask.data || (kBackward && set.dcoupling.data));
   for (int first = 0; first < rows; first += gpu::threads() / 4) {
     const int unit = first + lane.thread / 4, which = unit / Tr::samples, row = unit % Tr::samples, b = b0 + row;
-    // Rows beyond the batch weigh votes that are 0.
+    // Rows beyond the batch keep their scores as they are: their votes are 0.
     const int outputs = unit < rows && b < in.B ? static_cast<int>(in.J) : 0;
     constexpr int kStep = 4 * Tr::score_pitch;
     const int start = base + which * set.stride + row, end = start + outputs * Tr::score_pitch,
@@ -88,19 +91,19 @@ CAPSFAST_DEVICE void softmax_rows(const Inputs& in, const SoftmaxSet& set, int b
   }
 }
 
-// f(b, j, at) for the columns of this lane: those whose dots it has. at: where [j][row] has them.
+// Calls f(b, j, at) for the columns (b, j) whose dot products this lane has. `at` is their index in arrays [j][row].
 template <class Tr, class F>
 CAPSFAST_DEVICE void each_column(const Inputs& in, int b0, const Lane& lane, const F& f) {
   const int row = own_row<Tr>(lane), first = lane.warp * Tr::outputs, J = static_cast<int>(in.J);
   if (!owns_row<Tr>(lane) || b0 + row >= in.B) return;
-  // Not unrolled: each round has a softmax of its own to keep registers for.
+  // Not unrolled, as a round keeps many registers for its softmax.
 #pragma unroll 1
   for (int j = first; j < J && j < first + Tr::outputs; ++j) f(b0 + row, j, j * Tr::score_pitch + row);
 }
 
-// What is known of a column: c = exp(b - max) scale, and mean = sum c dc in the backward. max and scale [j][row].
+// The known normaliser of the columns: c = exp(b - max) scale and, in the backward, mean = sum_i c dc.
 struct Columns {
-  Shared<float> max, scale;
+  Shared<float> max, scale;  // [j][row]
   Global<const float> mean;  // [B, J]
 };
 
@@ -113,7 +116,8 @@ CAPSFAST_DEVICE void stage_columns(const Inputs& in, const Global<const float>& 
   });
 }
 
-// scores to c, and dc to db, as softmax_rows(). coupling: written.
+// Softmax over the input capsules with a known normaliser: replaces scores [j][row] by c and, in the backward, dc by
+// db. Writes c to `coupling` too, if that is there.
 template <class Tr>
 CAPSFAST_DEVICE void softmax_columns(const Inputs& in, const Columns& norm, bool last, const Operand& dcoupling,
                                      const Operand& coupling, int b0, int i, const Lane& lane, int base,
@@ -129,13 +133,14 @@ CAPSFAST_DEVICE void softmax_columns(const Inputs& in, const Columns& norm, bool
   });
 }
 
-// What is known of a column on the way: c = exp(b - max) / total so far. factor: what its last capsule made of the sum.
+// The normaliser of the columns while it is computed, arrays [j][row]: after the input capsules so far,
+// c = exp(b - max) / total. factor: what the last one has multiplied earlier terms with.
 struct Running {
   Shared<float> max, total, factor;
 };
 
-// How far b may exceed the maximum before that follows: sums of exp(8) are far from the end of float, and after the first
-// input capsules they are hardly ever rescaled.
+// `max` is replaced only when b exceeds it by more than this. exp(8) is small enough for sums in float, and so they are
+// hardly ever rescaled after the first input capsules.
 constexpr float kSlack = 8.0f;
 
 template <class Tr>
@@ -146,7 +151,8 @@ CAPSFAST_DEVICE void start_columns(const Inputs& in, bool leaky, int b0, const L
   });
 }
 
-// scores to exp(b - max). Whether a maximum has moved of the four lanes that share this lane's samples.
+// Replaces scores [j][row] by exp(b - max). The result says whether `max` has changed in a column of this lane or of
+// the three other lanes of its group.
 template <class Tr>
 CAPSFAST_DEVICE bool follow_columns(const Inputs& in, const Running& run, int b0, int i, const Lane& lane,
                                     Shared<float> scores) {

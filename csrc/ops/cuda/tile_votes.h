@@ -1,7 +1,9 @@
-// Votes of one input capsule on tensor cores, and their dots with V and ds.
+// Votes of an input capsule on tensor cores, and their dot products with V and ds.
 //
-// A block has 16 or 32 samples, a warp 32 columns (j, d) of the votes: whole output capsules. Votes are products
-// [samples, K] x [K, 32] whose results stay in registers; poses, V and ds wait in shared memory, as lanes read them.
+// A block has 16 or 32 samples (rows), a warp 32 columns (j, d) of the votes, which are whole output capsules. The
+// votes are products [samples, K] x [K, 32]. They stay in registers, in the accumulator layout of PTX's mma.m16n8k8: a
+// row tile has 16 rows, a column tile 8 columns. Row `eight` * 8 + `group` of the tile belongs to the four lanes of a
+// group. Poses, V and ds are in shared memory, in the order in which lanes read them.
 #pragma once
 
 #include <type_traits>
@@ -19,19 +21,19 @@ struct Tiles {
   static constexpr bool backward = kBackward;
   static constexpr int row_tiles = TileSize::row_tiles(kTwo), column_tiles = TileSize::columns / 8;
   static constexpr int samples = 16 * row_tiles, eights = 2 * row_tiles;
-  static constexpr int outputs = TileSize::columns / D;        // of a warp
-  static constexpr int values = K == 16 ? 4 : K == 8 ? 2 : 1;  // neighbours along k that a lane holds of a row
-  static constexpr int steps = K == 16 ? 2 : 1;
-  static constexpr int slots = K == 4 ? 2 : 4;  // of a lane's operand, the others being 0
-  static constexpr int joint = D == 8 ? 1 : 2;  // column tiles of an output capsule whose V a lane reads at once
-  // float32 is split into two parts in TF32, three products of which make its accuracy; where TF32 is allowed, one
-  // product has to do. 16-bit numbers are TF32 numbers.
+  static constexpr int outputs = TileSize::columns / D;        // output capsules of a warp
+  static constexpr int values = K == 16 ? 4 : K == 8 ? 2 : 1;  // neighbours along k that a lane has of a weight row
+  static constexpr int steps = K == 16 ? 2 : 1;                // products over 8 k each
+  static constexpr int slots = K == 4 ? 2 : 4;                 // numbers of a lane's operand that are not always 0
+  static constexpr int joint = D == 8 ? 1 : 2;                 // column tiles for which a lane reads V or ds at once
+  // float32 numbers are split into two TF32 parts; three products of parts are as accurate as one of float32. If TF32
+  // is allowed one product of the first parts is taken. 16-bit numbers are TF32 numbers and need no second part.
   static constexpr bool parted = std::is_same_v<E, float>;
-  static constexpr int inputs = TileSize::inputs;  // poses staged at a time
-  // The next capsule's weights are on their way while this one's votes are made, where there are registers for them.
+  static constexpr int inputs = TileSize::inputs;  // input capsules whose poses are staged at a time
+  // Whether the weights of the next input capsule are loaded while the votes of this one are made: it takes registers.
   static constexpr bool ahead = K < 16 || kTwo;
   static constexpr int pose_pitch = tile_pose_pitch(samples, K);
-  static constexpr int poses = inputs * pose_pitch;  // of one part
+  static constexpr int poses = inputs * pose_pitch;  // floats of one part
   static_assert(K == 4 || K == 8 || K == 16);
   static_assert(D % 8 == 0 && TileSize::columns % D == 0);
 
@@ -43,10 +45,11 @@ struct Tiles {
   }
 };
 
-// A fragment of the accumulator: rows group and group + 8, two columns.
+// A lane's numbers of a 16 x 8 tile of the votes: columns 2 quad and 2 quad + 1 of row `group`, then of row `group` +
+// 8.
 using Accumulator = float[4];
 
-// Where a lane's numbers are: row `group` (and + 8) of a tile, columns 2 quad and 2 quad + 1.
+// This thread: its warp and its place there, lane = 4 group + quad, as PTX numbers lanes of a fragment.
 struct Lane {
   int thread, warp, group, quad;
 };
@@ -56,21 +59,22 @@ CAPSFAST_DEVICE Lane this_lane() {
   return {thread, thread / 32, lane / 4, lane % 4};
 }
 
-// x as the nearest TF32 number and the rest, of which the tensor core drops what is beyond 22 bits of x in all. A NaN
-// comes through in the rest: to_tf32() takes twice as long for looking at those first.
+// Splits x into the nearest TF32 number, high, and the rest, low. The tensor core drops the bits of low that TF32 does
+// not have, which leaves about 22 bits of x. Rounding in integers may turn a NaN into a number, but then low is NaN, so
+// no NaN is lost. to_tf32() takes twice as long, as it looks for NaN first.
 CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
   high = float_of_bits((bits_of_float(x) + 0x1000u) & 0xFFFFE000u);
   low = x - high;
 }
 
-// Where the weights of input capsule i begin for a lane: in its row of the first column tile.
+// The first element of the weight of input capsule i that this lane reads: in its row of the first column tile.
 template <class Tr>
 CAPSFAST_DEVICE int64_t weight_at(const Inputs& in, int i, const Lane& lane) {
   return i * in.matrix.stride[0] + (lane.warp * TileSize::columns + lane.group) * Tr::K + Tr::values * lane.quad;
 }
 
-// `values` weights along k of one row for each column tile. The k of the product are dealt out so that a lane's
-// neighbours in memory are its operands, alike for weights and poses.
+// Loads, for each column tile, the `values` neighbouring weights along k that this lane needs. A product may take its k
+// in any order, if weights and poses agree. The order is such that a lane's operands are neighbours in memory.
 template <class Tr, class E>
 CAPSFAST_DEVICE void fetch_weight(const Inputs& in, int64_t at, const Lane& lane,
                                   float (&to)[Tr::column_tiles][Tr::values]) {
@@ -87,15 +91,15 @@ CAPSFAST_DEVICE void fetch_weight(const Inputs& in, int64_t at, const Lane& lane
   }
 }
 
-// Where the pose of a sample has component k: lanes read whole operands, (row, k), (row + 8, k), (row, k + 1),
-// (row + 8, k + 1).
+// The index of component k of a pose in shared memory. A lane's operand is contiguous there: (row, k), (row + 8, k),
+// (row, k + 1), (row + 8, k + 1).
 template <class Tr>
 CAPSFAST_DEVICE int pose_at(int input, int sample, int k) {
   const int row = sample / 16, upper = sample / 8 % 2, group = sample % 8, quad = k / Tr::values, n = k % Tr::values;
   return input * Tr::pose_pitch + row * 16 * Tr::K + ((n / 2 * 32 + group * 4 + quad) * Tr::slots) + n % 2 * 2 + upper;
 }
 
-// Components [k, k + kCount) of a pose. in_runs: they lie side by side, in whole vectors.
+// Loads components [k, k + kCount) of a pose. in_runs: they may be loaded as one vector, see poses_in_runs().
 template <class Tr, class E, int kCount>
 CAPSFAST_DEVICE void read_pose(const Inputs& in, bool in_runs, int b, int i, int k, float (&x)[kCount]) {
   const Global<const E> u = in.u.data.as<const E>();
@@ -111,8 +115,8 @@ CAPSFAST_DEVICE void read_pose(const Inputs& in, bool in_runs, int b, int i, int
   for (int n = 0; n < kCount; ++n) x[n] = wide(run.value[n]);
 }
 
-// Poses of the chunk to shared memory, in two parts that add up to them; 0 for what a mask takes out. A thread has two
-// samples of an input capsule, of which it makes whole operands.
+// Copies the poses of `inputs` input capsules to shared memory, float32 in two parts that add up to them. Masked ones
+// become 0. A thread has two samples, 8 rows apart, of an input capsule, and so writes whole operands.
 template <class Tr, class E>
 CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int b0, int i0, int inputs,
                                  const Lane& lane, Shared<float> high, Shared<float> low) {
@@ -137,7 +141,8 @@ CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int 
           parts[0].value[slot] = pose;
           if constexpr (Tr::parted) {
             two_parts(pose, parts[0].value[slot], parts[1].value[slot]);
-            // What is not finite makes both parts NaN: plain TF32 has the first one alone.
+            // If the pose is NaN or infinite, so is low, and this makes high NaN too: with plain TF32 only high is
+            // used.
             parts[0].value[slot] += 0.0f * parts[1].value[slot];
           }
         }
@@ -149,7 +154,7 @@ CAPSFAST_DEVICE void stage_poses(const Inputs& in, bool in_runs, bool tf32, int 
   }
 }
 
-// The operand of one row tile from one part of the poses, for product step `step`.
+// Reads this lane's operand for a row tile and product `step` from one part of the poses.
 template <class Tr>
 CAPSFAST_DEVICE void read_operand(Shared<float> part, int input, int row, int step, const Lane& lane, float (&a)[4]) {
   const int at = input * Tr::pose_pitch + row * 16 * Tr::K + (step * 32 + lane.group * 4 + lane.quad) * Tr::slots;
@@ -158,7 +163,7 @@ CAPSFAST_DEVICE void read_operand(Shared<float> part, int input, int row, int st
   for (int slot = 0; slot < 4; ++slot) a[slot] = slot < Tr::slots ? run.value[slot % Tr::slots] : 0.0f;
 }
 
-// kThree: three products of the parts of float32, else one.
+// votes = poses x weights. kThree: as three products of the TF32 parts of float32, else as one.
 template <class Tr, bool kThree>
 CAPSFAST_DEVICE void multiply_poses(const float (&weight)[Tr::column_tiles][Tr::values], Shared<float> high,
                                     Shared<float> low, int input, const Lane& lane,
@@ -191,7 +196,7 @@ CAPSFAST_DEVICE void multiply_poses(const float (&weight)[Tr::column_tiles][Tr::
       };
       if constexpr (kThree) {
         read_operand<Tr>(low, input, row, step, lane, a_low);
-        // Small products first: what they add up to is not lost in the large one.
+        // The small products are added up first, so that less of them is rounded off.
         multiply(a_low, b_high);
         multiply(a_high, b_low);
       }
@@ -210,7 +215,7 @@ CAPSFAST_DEVICE void make_votes(const float (&weight)[Tr::column_tiles][Tr::valu
   multiply_poses<Tr, false>(weight, high, low, input, lane, votes);
 }
 
-// The votes of what a mask takes out are 0, whatever its weight holds.
+// Clears the votes of masked input capsules: 0 times a NaN in the weight is not 0.
 template <class Tr>
 CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const Lane& lane,
                                  Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles]) {
@@ -225,16 +230,16 @@ CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const Lane& la
   }
 }
 
-// Where V and ds keep a lane's two columns of row 8 eight + group. Those of the next tile follow where this one is even:
-// a warp reads runs of 128 numbers.
+// The index, in V or ds, of a lane's two columns of column tile `tile` in row 8 eight + group. After those of an even
+// tile come those of the next one, so that a lane reads four numbers at once and a warp 128 in a row.
 template <class Tr>
 CAPSFAST_DEVICE int vector_at(const Lane& lane, int tile, int eight) {
   return ((lane.warp * (Tr::column_tiles / 2) + tile / 2) * Tr::samples + eight * 8 + lane.group) * 16 + lane.quad * 4 +
          tile % 2 * 2;
 }
 
-// f(tile, n, number) for the lane's numbers of output capsule `out` of the warp, in row 8 eight + group of the vectors
-// that begin at `from`.
+// Calls f(tile, n, number) for this lane's numbers of V or ds, which begin at `from`: those of output capsule `out` of
+// the warp, in row 8 eight + group. n is 0 or 1, the column of the two that the lane has in `tile`.
 template <class Tr, class F>
 CAPSFAST_DEVICE void each_component(Shared<float> vectors, int from, const Lane& lane, int out, int eight, const F& f) {
 #pragma unroll
@@ -245,7 +250,7 @@ CAPSFAST_DEVICE void each_component(Shared<float> vectors, int from, const Lane&
   }
 }
 
-// V or ds of the tile to shared memory, from element `first` on; each warp has its own columns.
+// Copies V or ds of the block's samples to shared memory, from element `first` on. Each warp copies its own columns.
 template <class Tr>
 CAPSFAST_DEVICE void stage_vectors(const Inputs& in, const Global<const float>& from, int b0, const Lane& lane,
                                    Shared<float> to, int first) {
@@ -261,8 +266,9 @@ CAPSFAST_DEVICE void stage_vectors(const Inputs& in, const Global<const float>& 
   }
 }
 
-// votes . vectors for the warp's output capsules. Four lanes hold parts of the dots of a row; each hands rows to the others
-// and ends with whole dots of its own, those of row own_row().
+// whole[out] = votes . vectors for the warp's output capsules, in one row. The four lanes of a group have parts of the
+// dot products of several rows. They exchange parts, so that each ends with the whole dot products of one row,
+// own_row().
 template <class Tr>
 CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::row_tiles][Tr::column_tiles], Shared<float> vectors, int from,
                          const Lane& lane, float (&whole)[Tr::outputs]) {
@@ -290,7 +296,8 @@ CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::row_tiles][Tr::column_ti
   }
 }
 
-// The row of the tile whose dots this lane has, and whether no other lane has them too.
+// The row whose dot products this lane has after dot(). With one row tile two lanes have the same row; owns_row() is
+// true for one of them.
 template <class Tr>
 CAPSFAST_DEVICE int own_row(const Lane& lane) {
   return (Tr::row_tiles == 2 ? lane.quad : lane.quad / 2) * 8 + lane.group;
@@ -300,7 +307,7 @@ CAPSFAST_DEVICE bool owns_row(const Lane& lane) {
   return Tr::row_tiles == 2 || lane.quad % 2 == 0;
 }
 
-// Dots of dot() to scores [j][row].
+// Writes the dot products that dot() has computed to scores [j][row], from element `base` on.
 template <class Tr>
 CAPSFAST_DEVICE void write_scores(const float (&whole)[Tr::outputs], const Lane& lane, int J, int base,
                                   Shared<float> scores) {

@@ -1,4 +1,4 @@
-// The tile kernels by type, K and D.
+// Chooses a tile kernel by element type, K and D.
 #pragma once
 
 #include "general.h"
@@ -8,15 +8,15 @@ namespace capsfast::cuda {
 
 template <bool kBackward>
 struct TileKernel {
-  // False: the passes cannot run together after all.
+  // False if the passes were to run in one launch and the device refuses it. Nothing was launched then.
   bool (*launch)(const TilePasses<kBackward>&, int threads, const Launch&);
-  // How many blocks a multiprocessor runs at a time.
+  // How many blocks a multiprocessor runs at the same time.
   int64_t (*blocks)(int J, bool softmax_in, int threads);
 };
 
 using TileFinalLauncher = void (*)(const TileFinalArgs&, int threads, const Launch&);
 
-// One file tile_<type>_k<K>.cu each, so that they compile side by side.
+// Each type and K has a file tile_<type>_k<K>.cu, so that these compile in parallel. two: two row tiles a block.
 template <class E, int K, bool kBackward>
 TileKernel<kBackward> tile_kernel_for(int64_t D, bool two);
 template <class E, int K>

@@ -1,4 +1,4 @@
-// The launchers of one type and K; included by tile_<type>_k<K>.cu.
+// Launchers of the tile kernels of one element type and K; included by tile_<type>_k<K>.cu.
 #include "tiles.h"
 
 namespace capsfast::cuda {

@@ -1,4 +1,4 @@
-// Votes of one input capsule for the samples of a tile, made where they are used.
+// Votes of an input capsule for the samples of a tile, computed where the general kernels use them.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,14 @@
 
 namespace capsfast::cuda {
 
-// A block's part of a pass: `samples` from b0, `inputs` from i0, `outputs` from j0.
+// What a block works on at a time: samples [b0, b0 + samples), input capsules [i0, i0 + inputs), output capsules
+// [j0, j0 + outputs).
 struct Tile {
   int64_t b0, i0, j0;
   int samples, inputs, outputs;
 };
 
-// Bit n: input capsule i of sample b0 + n counts.
+// Bit n is set if sample b0 + n is in the tile and its input capsule i is not masked.
 CAPSFAST_DEVICE unsigned valid_samples(const Inputs& in, const Tile& tile, int64_t i) {
   unsigned valid = (1u << tile.samples) - 1;
   if (!in.mask.data) return valid;
@@ -23,10 +24,11 @@ CAPSFAST_DEVICE unsigned valid_samples(const Inputs& in, const Tile& tile, int64
   return valid;
 }
 
-// E: the type of u, weight and votes. kVotes: votes are given.
+// E is the element type of u, weight and votes. kVotes: the votes are an input (route_votes).
 template <class T, class E, bool kVotes>
 struct Votes {
-  // Number d of the vote of capsule i for output j; 0 for samples that are not valid, whatever they hold.
+  // votes[n] = component d of the vote of input capsule i for output capsule j, in sample b0 + n. 0 if bit n of `valid`
+  // is not set, even if inputs hold NaN.
   template <int kSamples>
   static CAPSFAST_DEVICE void make(const Inputs& in, const Tile& tile, unsigned valid, int64_t i, int64_t j, int64_t d,
                                    T (&votes)[kSamples]) {
