@@ -22,11 +22,11 @@ if not torch.cuda.is_available():
 import capsfast
 from capsfast import native
 
+from .support import interpreter
 from .support.backends import EMULATED, Backend, available
-from .support.interpreter import quicken
 from .support.problems import OPS, Op
 
-quicken()
+interpreter.prepare()
 
 # The same examples everywhere and in every run; "search" looks for new ones: --hypothesis-profile=search
 _common = {

@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 
 import capsfast
 
+from .support import interpreter
 from .support.accuracy import assert_close, relative_l2
 from .support.backends import Backend, Shape, assert_path, recorded_ops
-from .support.interpreter import quicken
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, call, make, run
 
 OPS = ("dynamic_routing", "route_votes")
@@ -295,7 +295,7 @@ def test_checkpointing_gives_the_same_gradients(backend: Backend) -> None:
 
 def _ddp_worker(rank: int, name: str, device: str, folder: str) -> None:
     torch.set_num_threads(1)
-    quicken()
+    interpreter.prepare()
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
     layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=name).to(device)
