@@ -362,4 +362,5 @@ def brief_output() -> Iterator[None]:
         os.close(shown)
 
 
-setup(**build())
+if __name__ == "__main__":
+    setup(**build())

@@ -1,10 +1,15 @@
 """Building: how setup.py finds a toolkit and architectures, and what it says when something is wrong."""
 
 import os
+import re
+import runpy
+import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,13 +18,38 @@ from capsfast import native
 ROOT = Path(__file__).parent.parent
 
 
-def configure(**environment: str) -> subprocess.CompletedProcess[str]:
-    """setup.py up to the point where it would start to compile."""
-    hidden = ("CAPSFAST_CUDA", "CAPSFAST_BUILD", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH")
-    clean = {name: value for name, value in os.environ.items() if name not in hidden}
-    return subprocess.run(
-        [sys.executable, "setup.py", "--name"], capture_output=True, text=True, cwd=ROOT, env=clean | environment
-    )
+class Configured(NamedTuple):
+    said: str
+    error: str  # "" if it would start to compile
+
+
+@pytest.fixture
+def configure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Configured]:
+    """setup.py up to the point where it would start to compile, on a machine with these GPUs."""
+    monkeypatch.chdir(ROOT)
+    functions = runpy.run_path(str(ROOT / "setup.py"))
+
+    def run(gpus: str = "", **environment: str) -> Configured:
+        for name in ("CAPSFAST_CUDA", "CAPSFAST_BUILD", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", "MAX_JOBS"):
+            monkeypatch.delenv(name, raising=False)
+        (tmp_path / "gpus").mkdir(exist_ok=True)
+        write_program(tmp_path / "gpus" / "nvidia-smi", f'#!/bin/sh\nprintf "%s\\n" {gpus}\n')
+        monkeypatch.setenv("PATH", f"{tmp_path / 'gpus'}{os.pathsep}{os.environ['PATH']}")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        error = ""
+        try:
+            functions["build"]()
+        except SystemExit as end:
+            error = str(end)
+        return Configured(capsys.readouterr().out, error)
+
+    return run
+
+
+Configure = Callable[..., Configured]
 
 
 @pytest.fixture
@@ -45,71 +75,151 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_the_default_is_every_architecture_the_toolkit_knows_and_ptx_of_the_newest(toolkit: Path) -> None:
+def test_which_gpus_it_is_compiled_for(configure: Configure, toolkit: Path) -> None:
+    home = str(toolkit)
+    assert f"CUDA 12.4 in {toolkit}, for 8.9\n" in configure(gpus="8.9 8.9", CUDA_HOME=home).said
+    # A GPU that this toolkit, or the kernels, do not know.
+    assert "for 8.0 9.0+PTX" in configure(gpus="12.0", CUDA_HOME=home).said
+    assert "for 8.0 9.0+PTX" in configure(gpus="7.5", CUDA_HOME=home).said
+    assert "for 8.0 9.0+PTX" in configure(CAPSFAST_CUDA="1", CUDA_HOME=home).said
+    assert "for 8.0 8.6 8.9 9.0+PTX" in configure(TORCH_CUDA_ARCH_LIST="all", CUDA_HOME=home).said
+
+
+def test_no_cuda_kernels_where_nothing_could_run_them(
+    configure: Configure, toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
     ran = configure(CUDA_HOME=str(toolkit))
-    assert ran.returncode == 0, ran.stderr
-    assert f"CUDA 12.4 in {toolkit}, for 8.0 8.6 8.9 9.0+PTX" in ran.stdout
+    assert not ran.error
+    assert "without CUDA kernels: no GPU here, and a torch without CUDA (CAPSFAST_CUDA=1 builds them)" in ran.said
+    monkeypatch.setattr("torch.version.cuda", "12.4")
+    assert "for 8.0 9.0+PTX" in configure(CUDA_HOME=str(toolkit)).said
 
 
-def test_a_wrapper_script_is_followed_to_the_toolkit(toolkit: Path, tmp_path: Path) -> None:
+def test_a_wrapper_script_is_followed_to_the_toolkit(configure: Configure, toolkit: Path, tmp_path: Path) -> None:
     folder = tmp_path / "wrapper" / "bin"
     folder.mkdir(parents=True)
     write_program(folder / "nvcc", f'#!/bin/sh\nexec "{toolkit}/bin/nvcc" "$@"\n')
-    ran = configure(PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
-    assert f"CUDA 12.4 in {toolkit}, for" in ran.stdout
+    ran = configure(PATH=f"{folder}{os.pathsep}{os.environ['PATH']}", CAPSFAST_CUDA="1")
+    assert f"CUDA 12.4 in {toolkit}, for" in ran.said
 
 
 @pytest.mark.parametrize("asked", ["8.0;9.0+PTX", "8.0 9.0+PTX", "8.0, 9.0+PTX"])
-def test_the_list_of_architectures_is_honoured(toolkit: Path, asked: str) -> None:
-    ran = configure(CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=asked)
-    assert "for 8.0 9.0+PTX" in ran.stdout
+def test_the_list_of_architectures_is_honoured(configure: Configure, toolkit: Path, asked: str) -> None:
+    assert "for 8.0 9.0+PTX" in configure(gpus="8.9", CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=asked).said
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("Hopper", "must list compute capabilities such as '8.0 9.0+PTX', got 'Hopper'"),
+        ("Hopper", "must list compute capabilities such as '8.0 9.0+PTX', or be 'all', got 'Hopper'"),
         ("10.0", "asks for 10.0, which the CUDA toolkit 12.4 in"),
         ("7.5", "need compute capability 8.0 or newer, got 7.5"),
     ],
 )
-def test_architectures_that_cannot_be_built_are_errors(toolkit: Path, asked: str, message: str) -> None:
-    ran = configure(CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=asked)
-    assert ran.returncode != 0
-    assert message in ran.stderr
+def test_architectures_that_cannot_be_built_are_errors(
+    configure: Configure, toolkit: Path, asked: str, message: str
+) -> None:
+    assert message in configure(CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=asked).error
 
 
-def test_an_old_toolkit_is_named(toolkit: Path) -> None:
+def test_an_old_toolkit_is_named(configure: Configure, toolkit: Path) -> None:
     nvcc = toolkit / "bin" / "nvcc"
     nvcc.write_text(nvcc.read_text().replace("12.4", "11.2"))
     ran = configure(CUDA_HOME=str(toolkit), CAPSFAST_CUDA="1")
-    assert ran.returncode != 0
-    assert f"CAPSFAST_CUDA=1, but the CUDA toolkit in {toolkit} is 11.2, the kernels need 12.0" in ran.stderr
-    ran = configure(CUDA_HOME=str(toolkit))
-    assert ran.returncode == 0
-    assert "building without CUDA kernels: the CUDA toolkit" in ran.stdout
+    assert f"CAPSFAST_CUDA=1, but the CUDA toolkit in {toolkit} is 11.2, the kernels need 12.0" in ran.error
+    ran = configure(gpus="8.0", CUDA_HOME=str(toolkit))
+    assert not ran.error
+    assert "building without CUDA kernels: the CUDA toolkit" in ran.said
 
 
-def test_no_toolkit(tmp_path: Path) -> None:
+def test_no_toolkit(configure: Configure, tmp_path: Path) -> None:
     missing = f"no CUDA toolkit with bin/nvcc and include/cuda_runtime.h in {tmp_path} (CUDA_HOME names the folder)"
-    ran = configure(CUDA_HOME=str(tmp_path), CAPSFAST_CUDA="1")
-    assert ran.returncode != 0
-    assert f"CAPSFAST_CUDA=1, but {missing}" in ran.stderr
-    ran = configure(CUDA_HOME=str(tmp_path))
-    assert ran.returncode == 0
-    assert f"building without CUDA kernels: {missing}" in ran.stdout
+    assert f"CAPSFAST_CUDA=1, but {missing}" in configure(CUDA_HOME=str(tmp_path), CAPSFAST_CUDA="1").error
+    ran = configure(gpus="8.0", CUDA_HOME=str(tmp_path))
+    assert not ran.error
+    assert f"building without CUDA kernels: {missing}" in ran.said
 
 
-def test_cuda_can_be_left_out(toolkit: Path) -> None:
-    ran = configure(CUDA_HOME=str(toolkit), CAPSFAST_CUDA="0")
-    assert ran.returncode == 0
-    assert "capsfast: CUDA" not in ran.stdout
+def test_cuda_can_be_left_out(configure: Configure, toolkit: Path) -> None:
+    ran = configure(gpus="8.0", CUDA_HOME=str(toolkit), CAPSFAST_CUDA="0")
+    assert not ran.error
+    assert "capsfast: CUDA" not in ran.said
 
 
-def test_a_wrong_wish_is_an_error() -> None:
-    ran = configure(CAPSFAST_CUDA="yes")
-    assert ran.returncode != 0
-    assert "CAPSFAST_CUDA must be 0, 1 or auto, got 'yes'" in ran.stderr
+def test_a_wrong_wish_is_an_error(configure: Configure) -> None:
+    assert "CAPSFAST_CUDA must be 0, 1 or auto, got 'yes'" in configure(CAPSFAST_CUDA="yes").error
+
+
+PROJECT = """
+import runpy
+from pathlib import Path
+from setuptools import setup, Extension
+
+module = runpy.run_path({setup!r}, run_name="functions")
+build = module["build"]
+made = dict(build())
+made["ext_modules"][0].sources = ["csrc/good.cpp", "csrc/other.cpp"]
+made["ext_modules"][0].depends = ["csrc/good.cpp"]
+build.__globals__["ROOT"] = Path({root!r})
+setup(name="small", packages=["capsfast"], **made)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A package of two files of its own that setup.py builds."""
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "capsfast").mkdir()
+    (tmp_path / "capsfast" / "__init__.py").touch()
+    (tmp_path / "csrc" / "good.cpp").write_text("int good() { return 1; }\n")
+    (tmp_path / "csrc" / "other.cpp").write_text("int other() { return 2; }\n")
+    (tmp_path / "run.py").write_text(PROJECT.format(setup=str(ROOT / "setup.py"), root=str(tmp_path)))
+    return tmp_path
+
+
+def start(small: Path, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "run.py", "-q", "build_ext", "--inplace"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=small,
+        env=os.environ | {"CAPSFAST_CUDA": "0", "MAX_JOBS": "2", "V": "", "CAPSFAST_BUILD": "1"} | environment,
+    )
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
+def test_a_line_for_each_file_and_whole_commands_where_one_fails(small: Path) -> None:
+    said, _ = start(small).communicate(timeout=120)
+    assert re.fullmatch(
+        r"capsfast: compiling 2 files, 2 at a time: about \d+ seconds\n"
+        r"\[1/2\] csrc/(good|other)\.cpp\n\[2/2\] csrc/(good|other)\.cpp\n",
+        said,
+    )
+    (built,) = (small / "capsfast").glob("_C*.so")
+    before = built.read_bytes()
+    (small / "csrc" / "other.cpp").write_text("int other() { return 2 }\n")
+    process = start(small)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "capsfast: compiling what has changed" in said and " -O3 " in said and "expected" in said
+    assert said.endswith("capsfast: the build failed: Error compiling objects for extension (V=1 shows all commands)\n")
+    # What was built stays.
+    assert built.read_bytes() == before
+    (small / "csrc" / "other.cpp").write_text("int other() { return 3; }\n")
+    said, _ = start(small, V="1").communicate(timeout=120)
+    assert " -O3 " in said
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
+def test_two_builds_at_once(small: Path) -> None:
+    both = [start(small), start(small)]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    waited = [text for text in said if "another build works in" in text]
+    assert len(waited) == 1 and "[1/2]" not in waited[0]
+    assert len(list((small / "capsfast").glob("_C*"))) == 1
 
 
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
