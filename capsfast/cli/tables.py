@@ -62,7 +62,8 @@ def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
     if with_ours:
         table.add_column("over capsfast", justify="right")
     if with_share:
-        table.add_column("multiply-adds", justify="right")
+        # Of the multiply-adds on registers; short, for a terminal of 80 columns.
+        table.add_column("of peak FLOP/s", justify="right")
     table.add_column("error", justify="right")
     if with_memory:
         table.add_column("peak MiB", justify="right")
@@ -96,7 +97,8 @@ def case_line(rows: Sequence[Row], limits: dict[str, float]) -> str:
 def roofline_table(lines: Sequence[Sequence[str]], op: str) -> Table:
     """Of capsfast.bench.roofline.table."""
     table = Table(title=f"{op}: cpp, share of the multiply-adds", title_justify="left", box=box.SIMPLE)
-    for n, name in enumerate(roofline.HEADER):
+    # The title says of what.
+    for n, name in enumerate([*roofline.HEADER[:-1], "share"]):
         table.add_column(name, justify="right" if n > 1 else "left", no_wrap=True)
     for line in lines:
         table.add_row(*line)
