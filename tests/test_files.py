@@ -76,6 +76,6 @@ def test_probe_finds_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_probe_takes_no_folder_no_device_and_nothing_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, Path("/dev/null"), tmp_path / "file" / "record.json"):
-        with pytest.raises(OSError, match="exists|directory"):
+        with pytest.raises(OSError, match=r"exists|directory"):
             probe(path)
     assert Path("/dev/null").is_char_device()

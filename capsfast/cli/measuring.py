@@ -98,7 +98,7 @@ def bench(
             for case in left:
 
                 def step(text: str, case: Case = case) -> None:
-                    shown.step(f"{case.name}: {text}")
+                    shown.step(f"{text}: {case.name}")
 
                 fresh = measure(
                     case,

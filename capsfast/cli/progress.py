@@ -8,6 +8,7 @@ from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 EVERY = 30.0  # seconds after which a log file says again what goes on
@@ -99,12 +100,10 @@ def progress(total: int, console: Console | None = None) -> Iterator[Reporter]:
     """A bar that vanishes at the end where ``console`` is a terminal, else flushed lines; default standard output."""
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
+        # The rest of the line; without a limit a long text would take the bar's place.
+        rest = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, console.width - 40))
+        what = TextColumn("{task.description}", markup=False, table_column=rest)
+        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), what)
         with Progress(*columns, console=console, transient=True) as bar:
             yield _Bar(bar, total)
         return

@@ -55,15 +55,16 @@ def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
     with_ours = results.ours(case) is not None
     with_memory = any(row.memory_bytes is not None for row in rows)
     with_share = any(roofline.share(row, limits) is not None for row in rows)
-    table = Table(title=case.name, title_justify="left", box=box.SIMPLE)
+    # Narrow gaps and short headers: a terminal has 80 columns.
+    table = Table(title=case.name, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("contender", no_wrap=True)
     table.add_column("median ms", justify="right")
-    table.add_column("10 % to 90 %", justify="right")
+    table.add_column("10-90 %", justify="right", no_wrap=True)
     if with_ours:
         table.add_column("over capsfast", justify="right")
     if with_share:
-        # Of the multiply-adds on registers; short, for a terminal of 80 columns.
-        table.add_column("of peak FLOP/s", justify="right")
+        # Of the multiply-adds on registers: FLOP/s.
+        table.add_column("of peak", justify="right")
     table.add_column("error", justify="right")
     if with_memory:
         table.add_column("peak MiB", justify="right")
@@ -71,7 +72,7 @@ def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
         if row.status == "ok":
             cells = [
                 milliseconds(row.seconds["median"]),
-                f"{milliseconds(row.seconds['p10'])} to {milliseconds(row.seconds['p90'])}",
+                f"{milliseconds(row.seconds['p10'])}-{milliseconds(row.seconds['p90'])}",
                 *([times(results.speedup(case, row.contender))] if with_ours else []),
                 *([percent(roofline.share(row, limits))] if with_share else []),
                 f"{max(row.errors.values()):.0e}",
