@@ -5,18 +5,21 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+import capsfast
 from capsfast.bench.cases import SWEEPS, Case, sweep
-from capsfast.bench.contenders import contender, contenders
+from capsfast.bench.checkout import why_not_this_one
+from capsfast.bench.contenders import OURS, contender, contenders, missing
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import InputSet, input_sets, step
 from capsfast.bench.measure import free_bytes
 
-# pytest-benchmark's clock is the host's; CUDA is measured by sweep.py, with events.
+# pytest-benchmark's clock is the host's; CUDA is measured by python -m capsfast bench, with events.
 CPU = torch.device("cpu")
 SECONDS = 1.0
 LEAST_ROUNDS, MOST_ROUNDS = 3, 500
@@ -29,11 +32,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hides = why_not_this_one("pytest benchmarks")
+    if hides:
+        raise pytest.UsageError(hides)
     # So that `pytest benchmarks` finds the files.
     config.addinivalue_line("python_files", "benchmark_*.py")
     threads = config.getoption("threads", default=None)
     if threads is not None:
         torch.set_num_threads(threads)
+
+
+def pytest_report_header() -> list[str]:
+    absent = [f"not measured, {OURS}{name}: {reason}" for name, reason in missing(CPU).items()]
+    return [f"capsfast: {capsfast.__version__} from {Path(capsfast.__file__).parent}", *absent]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -43,7 +54,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # Without "=" and blanks, which -k does not take.
         ids = [case.name.removeprefix(f"{op} ").replace("=", "").replace(" ", "-") for case in cases]
         metafunc.parametrize("case", cases, ids=ids, scope="module")
-        metafunc.parametrize("name", [each.name for each in contenders()])
+        absent = [pytest.param(OURS + name, marks=pytest.mark.skip(reason)) for name, reason in missing(CPU).items()]
+        metafunc.parametrize("name", [*absent, *(each.name for each in contenders())])
 
 
 @pytest.fixture(scope="module")

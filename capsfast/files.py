@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, whatever ends the process that writes them."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,28 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def probe(path: Path) -> None:
+    """Raises at once what writing to ``path`` after hours of work would raise, and leaves ``path`` as it is.
+
+    Makes the folder.
+
+    Raises:
+        OSError: no file can be made in the folder, the device is full, or ``path`` is no ordinary file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    # The name is that of the draft: what a probe that is killed leaves is overwritten.
+    draft = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        with draft.open("wb") as file:
+            file.write(b"0" * 65536)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

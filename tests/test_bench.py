@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from capsfast import native
 from capsfast.bench import measure as measuring
-from capsfast.bench import memory, overhead, record, report
+from capsfast.bench import memory, overhead, record, report, roofline
 from capsfast.bench.cases import AXES, CANONICAL, OPS, SWEEPS, Case, sweep
 from capsfast.bench.contenders import BROADCAST, COMPILED, EAGER, OURS, TUNED, Contender, contender, contenders
 from capsfast.bench.deadline import deadline
@@ -362,7 +363,15 @@ def test_limits_count_what_a_copy_and_a_product_do(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("capsfast.bench.limits.sizes", lambda device: (4096, 16))
     monkeypatch.setattr("capsfast.bench.limits.interleave", interleaved)
-    assert limits(CPU) == {"copy_bytes_per_second": 2 * 4096 / 0.5, "matmul_flops_per_second": 2 * 16**3 / 0.5}
+    rates = iter([3e9, 1e9, 2e9] * 3)
+    monkeypatch.setattr(native, "extension", SimpleNamespace(peak_flops=lambda: next(rates)))
+    assert limits(CPU) == {
+        "copy_bytes_per_second": 2 * 4096 / 0.5,
+        "matmul_flops_per_second": 2 * 16**3 / 0.5,
+        roofline.RATE: 2e9,
+    }
+    monkeypatch.setattr(native, "extension", None)
+    assert roofline.RATE not in limits(CPU)
     assert set(seen) == {"copy", "matmul"}
     assert not torch.backends.cuda.matmul.allow_tf32
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from capsfast.files import replacing, write_text
+from capsfast.files import probe, replacing, write_text
 
 
 def test_folders_are_made_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -50,3 +50,32 @@ with replacing(Path({str(path)!r})) as draft:
     write_text(path, "new")
     assert path.read_text() == "new"
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_probe_leaves_files_and_folders_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "record.json"
+    probe(path)
+    assert list(path.parent.iterdir()) == []
+    path.write_text("old")
+    probe(path)
+    assert [each.name for each in path.parent.iterdir()] == ["record.json"] and path.read_text() == "old"
+
+
+@pytest.mark.parametrize("full", ["open", "fsync"])
+def test_probe_finds_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    def fail(*args: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*(("capsfast.files.os.fsync", fail) if full == "fsync" else (Path, "open", fail)))
+    with pytest.raises(OSError, match="No space left"):
+        probe(tmp_path / "record.json")
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_probe_takes_no_folder_no_device_and_nothing_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, Path("/dev/null"), tmp_path / "file" / "record.json"):
+        with pytest.raises(OSError, match=r"exists|directory"):
+            probe(path)
+    assert Path("/dev/null").is_char_device()

@@ -8,7 +8,8 @@ from typing import Any
 from capsfast.bench import record
 from capsfast.bench.contenders import OURS
 from capsfast.bench.floors import floor
-from capsfast.bench.report import describe, markdown_table, mebibytes, times
+from capsfast.bench.formats import markdown_table, mebibytes, times
+from capsfast.bench.report import describe
 from capsfast.bench.results import Results
 from capsfast.bench.targets import Evidence, findings
 

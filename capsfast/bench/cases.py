@@ -103,6 +103,17 @@ AXES: dict[str, list[dict[str, int | str]]] = {
     "corners": [{"B": 1, "I": 18432}, {"B": 1, "J": 1000}, {"B": 16, "J": 1000, "I": 256}],
 }
 
+# What bounds the CPU kernels: the canonical layer by iterations and batch, a wide layer, a long one.
+ROOFLINE: list[dict[str, int | str]] = [
+    {"r": 1},
+    {"r": 2},
+    {"r": 3},
+    {"B": 16},
+    {"B": 1},
+    {"B": 64, "I": 256, "J": 320},
+    {"B": 32, "I": 18432},
+]
+
 # Sizes at which every contender takes milliseconds: for tests and for checking an installation.
 SMOKE: list[dict[str, int | str]] = [{"B": 4, "I": 64}, {"B": 3, "I": 33, "J": 5, "D": 7, "K": 3, "r": 2}]
 
@@ -110,11 +121,13 @@ SMOKE: list[dict[str, int | str]] = [{"B": 4, "I": 64}, {"B": 3, "I": 33, "J": 5
 QUICK: list[dict[str, int | str]] = [{"B": 1}, {"B": 16}, {"B": 128}]
 
 
-SWEEPS = (*AXES, "smoke", "quick", "all")
+# Sweeps that are not an axis; "quick" has its own directions.
+_OTHERS = {"roofline": ROOFLINE, "smoke": SMOKE}
+SWEEPS = (*AXES, *_OTHERS, "quick", "all")
 
 
 def sweep(name: str, op: str = "dynamic_routing", directions: tuple[str, ...] = DIRECTIONS) -> list[Case]:
-    """The cases of a named sweep, each once. "all" is every axis.
+    """The cases of a named sweep, each once. "all" is every axis and "roofline".
 
     Raises:
         ValueError: no sweep or op of that name.
@@ -129,9 +142,9 @@ def sweep(name: str, op: str = "dynamic_routing", directions: tuple[str, ...] = 
         cases.append(dataclasses.replace(CANONICAL, direction="forward+backward"))
     else:
         if name == "all":
-            variations = [changes for axis in AXES.values() for changes in axis]
+            variations = [changes for each in (*AXES.values(), ROOFLINE) for changes in each]
         else:
-            variations = SMOKE if name == "smoke" else AXES[name]
+            variations = {**AXES, **_OTHERS}[name]
         cases = [
             dataclasses.replace(CANONICAL, direction=direction, **changes)  # type: ignore[arg-type]
             for changes in variations

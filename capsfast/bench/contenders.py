@@ -144,6 +144,15 @@ def _broadcast_growth(case: Case) -> int:
     return case.votes_bytes * (kept + case.K * (2 if case.backward else 1))
 
 
+def missing(device: torch.device) -> dict[str, str]:
+    """The fused backends that would serve ``device`` and are not available, each with the reason."""
+    return {
+        name: status.reason
+        for name, status in backends().items()
+        if not status.available and name != "reference" and device.type in status.devices
+    }
+
+
 def contenders() -> list[Contender]:
     """All that can run here: the backends of this installation first, fastest first."""
     found = [

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from .. import native
 from .timing import Timing, interleave
 
 
@@ -32,10 +33,18 @@ def _product(size: int, dtype: torch.dtype, device: torch.device, tf32: bool = F
     return multiply
 
 
+def multiply_adds(samples: int = 9) -> float | None:
+    """FLOP per second of float32 multiply-adds on registers, all threads: the median; None without the extension."""
+    if native.extension is None:
+        return None
+    return sorted(native.extension.peak_flops() for _ in range(samples))[samples // 2]  # type: ignore[no-any-return]
+
+
 def limits(device: torch.device, seconds: float = 1.0) -> dict[str, float]:
     """Measured bytes per second of a copy, read and written, and FLOP per second of matrix products.
 
-    "matmul_flops_per_second" is that of float32 products; on CUDA there are "tf32_..." and "bf16_..." too.
+    "matmul_flops_per_second" is that of float32 products; on CUDA there are "tf32_..." and "bf16_..." too, on the CPU
+    "multiply_add_...", that of the instruction set without any memory.
     """
     copied, size = sizes(device)
     source = _random_bytes(copied, device)
@@ -51,4 +60,7 @@ def limits(device: torch.device, seconds: float = 1.0) -> dict[str, float]:
         step(0)  # loads the libraries
     timings: dict[str, Timing] = interleave(steps, device, seconds=seconds, least_rounds=5)
     found = {"copy_bytes_per_second": 2 * source.nbytes / timings.pop("copy").median}
+    rate = multiply_adds() if device.type == "cpu" else None
+    if rate is not None:
+        found["multiply_add_flops_per_second"] = rate
     return found | {f"{name}_flops_per_second": 2 * size**3 / timing.median for name, timing in timings.items()}

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from . import memory
 from .cases import Case
 from .contenders import Contender
 from .deadline import deadline
+from .executed import executed_flops
 from .gate import Gate
 from .graphs import Replay
 from .inputs import Step, input_sets, step
@@ -28,6 +29,7 @@ class Row:
     memory_bytes: growth of peak memory beyond inputs and gradients, None where not measured.
     clock: what seconds were taken by: "host", "graph" (replays of a CUDA graph) or "events" (between the
     calls). event_seconds: beside those of a graph, what events saw of calls that the host launched.
+    flops: that a call on the CPU executes, None where nobody says.
     """
 
     case: Case
@@ -39,6 +41,7 @@ class Row:
     memory_bytes: int | None = None
     clock: str = "host"
     event_seconds: dict[str, float] = field(default_factory=dict)
+    flops: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -145,7 +148,8 @@ def _gate_and_time(
         rows |= _time_on_gpu(case, {name: rows[name] for name in steps}, steps, len(sets), device, seconds, with_memory)
     elif steps:
         for name, timing in interleave(steps, device, seconds, least_rounds).items():
-            rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing))
+            flops = executed_flops(case, name)
+            rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing), flops=flops)
     # The next shape is compiled afresh instead of counting as a recompilation of this one.
     torch.compiler.reset()
     return rows
@@ -182,16 +186,3 @@ def _time_on_gpu(
     for name, timing in interleave(by_events, device, seconds / 2).items():
         rows[name] = dataclasses.replace(rows[name], event_seconds=dataclasses.asdict(timing))
     return rows
-
-
-def run(
-    cases: Sequence[Case],
-    contenders: Sequence[Contender],
-    device: torch.device,
-    *,
-    with_memory: Callable[[Case], bool] = lambda case: True,
-    **how: Any,
-) -> Iterator[list[Row]]:
-    """The rows of each case as soon as they are there; ``how`` goes to :func:`measure`."""
-    for case in cases:
-        yield measure(case, contenders, device, with_memory=with_memory(case), **how)

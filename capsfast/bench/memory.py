@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from .contenders import COMPILED, Contender, contender
 from .inputs import Step, input_set, step
 
 CHILD_SECONDS = 600
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def _resident() -> dict[str, int]:
@@ -92,24 +94,50 @@ def peak_growth(case: Case, chosen: Contender, device: torch.device) -> tuple[in
         return None, reason
     package_parent = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
-    request = json.dumps([dataclasses.asdict(case), chosen.name, torch.get_num_threads()])
+    request = json.dumps([dataclasses.asdict(case), chosen.name, torch.get_num_threads(), os.getpid()])
+    command = [sys.executable, "-m", "capsfast.bench.memory", request]
     try:
-        child = subprocess.run(
-            [sys.executable, "-m", "capsfast.bench.memory", request],
-            capture_output=True,
-            text=True,
-            timeout=CHILD_SECONDS,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        # From there, since -m puts the current folder first, which may hold another capsfast.
+        status, output = _output_of(command, package_parent, {**os.environ, "PYTHONPATH": path}, CHILD_SECONDS)
     except subprocess.TimeoutExpired:
         return None, f"the measuring process took more than {CHILD_SECONDS} s"
-    if child.returncode != 0:
-        return None, f"the measuring process ended with status {child.returncode}"
-    return int(child.stdout.split()[-1]), ""
+    if status != 0:
+        return None, f"the measuring process ended with status {status}"
+    return int(output.split()[-1]), ""
+
+
+def _output_of(command: list[str], folder: str, environment: dict[str, str], seconds: float) -> tuple[int, str]:
+    """Status and output of a process that does not outlive this function, nor do compilers that it has started."""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        # Ctrl-C reaches the parent alone, and the group can be ended as one.
+        start_new_session=True,
+    ) as child:
+        try:
+            output, _ = child.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
+    return child.returncode, output
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process as soon as ``parent`` has ended, however that was."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it ended before
+        sys.exit(1)
 
 
 def main() -> None:
-    fields, name, threads = json.loads(sys.argv[1])
+    fields, name, threads, parent = json.loads(sys.argv[1])
+    _end_with(parent)
     torch.set_num_threads(threads)
     print(_measure_here(Case(**fields), name))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..files import replacing
 from .cases import Case
 from .contenders import OURS
 from .results import Axis, Results
@@ -19,6 +20,11 @@ def _new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _save(figure: Any, path: Path) -> None:
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=120)
 
 
 def _lines(
@@ -73,7 +79,7 @@ def _panels(
                 handles.setdefault(name, handle)
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
     return path
 
 
@@ -125,4 +131,4 @@ def bars(results: Results, path: Path) -> None:
         plot.margins(x=0.15)
         plot.set_title(case.name, fontsize="small")
         plot.tick_params(labelsize="small")
-    figure.savefig(path, dpi=120)
+    _save(figure, path)

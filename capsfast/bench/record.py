@@ -15,6 +15,7 @@ from .. import native
 from .._version import __version__
 from ..files import write_text
 from .measure import Row, without_paths
+from .microarchitecture import of_cpuinfo
 
 FORMAT = 1
 
@@ -35,10 +36,11 @@ def cores() -> int:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """CPU model, cores, torch's threads, memory, and the GPU if that is what is measured."""
+    """CPU model and generation, cores, torch's threads, memory, and the GPU if that is what is measured."""
     kib = _read("/proc/meminfo", r"MemTotal:\s+(\d+) kB")
     found: dict[str, Any] = {
         "cpu": _read("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine(),
+        "microarchitecture": of_cpuinfo(_read("/proc/cpuinfo", r"(?s)(.*)")),
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(int(kib) / 2**20, 1) if kib else None,
@@ -54,8 +56,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def machine_name(found: dict[str, Any]) -> str:
-    """A file stem for the machine, such as ``amd-epyc-2-threads``."""
-    text = found.get("gpu") or f"{found['cpu']} {found['threads']} threads"
+    """A file stem for the kind of machine, such as ``amd-epyc-zen-5-2-threads``."""
+    text = found.get("gpu") or f"{found['cpu']} {found.get('microarchitecture') or ''} {found['threads']} threads"
     text = re.sub(r"\((?:R|TM|C)\)|CPU|Processor|@.*?GHz", " ", text)
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
@@ -137,9 +139,13 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """The environment and the rows of a record.
 
     Raises:
+        OSError: the file can't be read.
         ValueError: not a record of this format.
     """
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:  # neither JSON nor text
+        content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path.name} is not a capsfast measurement of format {FORMAT}")
     return content["environment"], [Row.from_dict(fields) for fields in content["rows"]]

@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import plots
-from .cases import CANONICAL, Case
+from ..files import write_text
+from . import plots, roofline
+from .cases import CANONICAL, OPS, Case, sweep
 from .contenders import COMPILED, EAGER
+from .executed import CPP
 from .floors import floor
+from .formats import gigaflops, markdown_table, mebibytes, milliseconds, percent, times
 from .record import load, machine_name
 from .results import Results, shares
 
@@ -21,24 +24,6 @@ AXIS_TITLES = {
     "dtype": "dtype",
     "corners": "wide layers at small batches",
 }
-
-
-def milliseconds(seconds: float) -> str:
-    ms = seconds * 1e3
-    return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
-
-
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:.1f}"
-
-
-def times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.1f}x"
-
-
-def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _cell(results: Results, case: Case, name: str) -> str:
@@ -62,6 +47,9 @@ def _table(results: Results, cases: list[Case], label: Callable[[Case], str], li
     header += [f"speed-up over {name}" for name in baselines]
     header += [f"{name}, MiB" for name in remembered]
     header += ["of matmul rate", "of copy rate"] if with_shares else []
+    reached = {case: roofline.share(results.row(case, CPP), limits) for case in cases}
+    with_reached = any(each is not None for each in reached.values())
+    header += ["of the multiply-adds"] if with_reached else []
     with_floors = any(floor(case, limits) is not None for case in shared)
     header += ["of the floor's rate"] if with_floors else []
     lines = []
@@ -73,7 +61,9 @@ def _table(results: Results, cases: list[Case], label: Callable[[Case], str], li
             line.append("-" if growth is None else mebibytes(growth))
         if with_shares:
             share = shared.get(case)
-            line += ["-", "-"] if share is None else [f"{100 * each:.0f} %" for each in share]
+            line += ["-", "-"] if share is None else [percent(each) for each in share]
+        if with_reached:
+            line.append(percent(reached[case]))
         if with_floors:
             line.append(_floor_share(results, case, limits))
         lines.append(line)
@@ -86,7 +76,7 @@ def _floor_share(results: Results, case: Case, limits: dict[str, float]) -> str:
     least = floor(case, limits)
     if seconds is None or least is None:
         return "-"
-    return f"{100 * least.seconds / seconds:.0f} % ({least.limiting})"
+    return f"{percent(least.seconds / seconds)} ({least.limiting})"
 
 
 def _unmeasured(results: Results) -> str:
@@ -101,8 +91,10 @@ def _unmeasured(results: Results) -> str:
 def describe(surroundings: dict[str, Any]) -> str:
     """Machine, versions and commit in one sentence each."""
     machine, versions, commit = surroundings["machine"], surroundings["versions"], surroundings["commit"]
+    generation = f" ({machine['microarchitecture']})" if machine.get("microarchitecture") else ""
     text = (
-        f"{machine['cpu']}, {machine['cores']} cores, torch threads: {machine['threads']}, {machine['memory_gib']} GiB"
+        f"{machine['cpu']}{generation}, {machine['cores']} cores, torch threads: {machine['threads']}, "
+        f"{machine['memory_gib']} GiB"
     )
     if "gpu" in machine:
         text += f"; {machine['gpu']}, {machine['gpu_memory_gib']} GiB"
@@ -113,15 +105,20 @@ def describe(surroundings: dict[str, Any]) -> str:
     if commit is not None:
         text += f"; commit {commit['hash'][:12]}" + (" with changes" if commit["changed"] else "")
     limits = surroundings.get("limits")
-    if limits:
-        text += (
-            f". Measured limits: {limits['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s (float32 matmul), "
-            f"{limits['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy, read and written)"
-        )
-        for key, name in (("tf32", "TF32"), ("bf16", "bfloat16")):
-            if f"{key}_flops_per_second" in limits:
-                text += f", {limits[f'{key}_flops_per_second'] / 1e9:.0f} GFLOP/s ({name} matmul)"
-    return text + "."
+    return f"{text}. {describe_limits(limits)}" if limits else f"{text}."
+
+
+def describe_limits(limits: dict[str, float]) -> str:
+    """The measured rates in one sentence."""
+    rates = [
+        f"{gigaflops(limits['matmul_flops_per_second'])} (float32 matmul)",
+        f"{limits['copy_bytes_per_second'] / 1e9:.1f} GB/s (copy, read and written)",
+    ]
+    others = (("tf32", "TF32 matmul"), ("bf16", "bfloat16 matmul"), ("multiply_add", "multiply-adds on registers"))
+    for key, name in others:
+        if f"{key}_flops_per_second" in limits:
+            rates.append(f"{gigaflops(limits[f'{key}_flops_per_second'])} ({name})")
+    return f"Measured limits: {', '.join(rates)}."
 
 
 def _section(path: Path, images: Path, docs: Path) -> str:
@@ -142,7 +139,14 @@ def _section(path: Path, images: Path, docs: Path) -> str:
             if axis.op == op:
                 parts.append(f"#### {op}: {AXIS_TITLES[axis.name]}, {axis.direction}")
                 parts.append(_table(results, axis.cases, axis.label, limits))
+    for op in OPS:
+        layers = roofline.table(results, op, limits)
+        if layers:
+            parts += [f"### {op}: the backend cpp against the multiply-adds", markdown_table(roofline.HEADER, layers)]
     others = results.others(axes)
+    if limits.get(roofline.RATE):
+        tabulated = {case for op in OPS for case in sweep("roofline", op)}
+        others = [case for case in others if case not in tabulated]
     if others:
         parts += ["### Other cases", _table(results, others, lambda case: case.name, limits)]
     unmeasured = _unmeasured(results)
@@ -153,20 +157,27 @@ def _section(path: Path, images: Path, docs: Path) -> str:
 
 INTRODUCTION = f"""# Measurements
 
-Written by `python benchmarks/report.py` from the records in `benchmarks/results/`; do not edit.
+Written by `python -m capsfast report` from the records in `benchmarks/results/`; do not edit.
 
 Unless a table says otherwise the layer is B={CANONICAL.B} I={CANONICAL.I} J={CANONICAL.J} D={CANONICAL.D}
 K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}. Times are medians of one call; all contenders of a case ran
 interleaved in one process, each after its result was held against float64. Memory is the growth of the
-peak beyond inputs and gradients. Speed-ups are those of the fastest capsfast backend. The shares of the
-matmul and copy rates count the least FLOPs and bytes a forward needs."""
+peak beyond inputs and gradients. Speed-ups are those of the fastest capsfast backend. Ratios against
+`torch.compile` differ by machine: every record has a section of its own. The shares of the matmul and copy
+rates count the least FLOPs and bytes a forward needs. The share of the multiply-adds counts
+the FLOPs that the backend `cpp` executes, votes that it makes again included, against multiply-adds on
+registers, all threads at once; a record without that rate has no such column."""
 
 
 def write(records: Sequence[Path], docs: Path) -> Path:
-    """Writes ``docs/benchmarks.md`` and ``docs/images/*.png`` from the records; returns the former."""
+    """Writes ``docs/benchmarks.md`` and ``docs/images/*.png`` from the records; returns the former.
+
+    Raises:
+        OSError: a record can't be read, or the folder not be written to.
+        ValueError: a file is no record.
+    """
     images = docs / "images"
-    images.mkdir(parents=True, exist_ok=True)
     page = docs / "benchmarks.md"
     sections = [_section(path, images, docs) for path in sorted(records)]
-    page.write_text("\n\n".join([INTRODUCTION, *sections]) + "\n")
+    write_text(page, "\n\n".join([INTRODUCTION, *sections]) + "\n")
     return page

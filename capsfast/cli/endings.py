@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -23,17 +23,18 @@ def stop(message: str, code: int = 1) -> typer.Exit:
 
 
 @contextmanager
-def one_line(command: str, kept: str = "") -> Iterator[None]:
+def one_line(command: str, kept: str | Callable[[], str] = "") -> Iterator[None]:
     """Ctrl-C and a full, read-only or forbidden folder end the command in one line instead of a traceback.
 
     Args:
         command: its name, ``"bench"``.
-        kept: what an interruption leaves and how to go on, for the end of the line.
+        kept: what an interruption leaves and how to go on, for the end of the line; a function is asked then.
     """
     try:
         yield
     except KeyboardInterrupt:
-        raise stop(f"capsfast {command}: interrupted{f'; {kept}' if kept else ''}", INTERRUPTED) from None
+        left = kept() if callable(kept) else kept
+        raise stop(f"capsfast {command}: interrupted{f'; {left}' if left else ''}", INTERRUPTED) from None
     except OSError as error:
         if error.errno not in PLACES:
             raise

@@ -1,0 +1,251 @@
+"""The commands for :mod:`capsfast.bench`: arguments here, work there."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from ..bench import record, roofline
+from ..bench.cases import OPS, SWEEPS, Case, sweep
+from ..bench.checkout import checkout, why_not_this_one
+from ..bench.contenders import OURS, contenders, missing
+from ..bench.limits import limits
+from ..bench.measure import Row, measure
+from ..bench.report import describe, write
+from ..bench.results import Results
+from ..files import probe
+from .endings import one_line, stop
+from .progress import plain, progress
+from .tables import case_line, case_table, reasons, roofline_table
+
+# Sweeps for which the report plots or tabulates memory: it takes a process for every contender.
+REMEMBERED = ("smoke", "I", "J", "batch")
+# More cases than that get a line each instead of a table.
+MOST_TABLES = 8
+
+
+def bench(
+    name: Annotated[str, typer.Option("--sweep", help=f"One of {', '.join(SWEEPS)}.")] = "quick",
+    op: Annotated[str, typer.Option(help=f"One of {', '.join(OPS)}, or both.")] = "dynamic_routing",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default torch's own choice.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="Timing per case, slow contenders take longer; default 1, with --record 2."),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Least turns of a contender on a case; default 3, with --record 5.")
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option(help="Peak memory too: over I, J and B, of the quick sweep in the last case.")
+    ] = True,
+    baselines: Annotated[bool, typer.Option(help="Measure others than capsfast too.")] = True,
+    keep: Annotated[
+        bool, typer.Option("--record", help="Write benchmarks/results/<machine>.json of this checkout.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the record there.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with that record after an interruption.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Write a plot there.")] = None,
+) -> None:
+    """Compares the backends with einsum, compiled and eager, and with the broadcast form.
+
+    A record is written after every case and replaces the one before.
+    """
+    cases = _cases(name, op)
+    where = _device(device)
+    if keep and json is not None:
+        raise typer.BadParameter("--record and --json each name a file for the record; give one of them")
+    if resume and not keep and json is None:
+        raise typer.BadParameter("--resume goes on with a record; --record or --json PATH says which")
+    if png is not None:
+        _need_matplotlib("--png")
+    hides = why_not_this_one("capsfast bench")
+    if hides:
+        raise stop(hides, 2)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    surroundings = record.environment(where)
+    path = _results() / f"{record.machine_name(surroundings['machine'])}.json" if keep else json
+
+    rows: list[Row] = []
+    total = len(cases)
+
+    def kept() -> str:
+        if path is None:
+            return "nothing is kept; --record or --json PATH writes a record that --resume goes on with"
+        done = len({row.case for row in rows} & set(cases))
+        if not done:
+            return f"no case was finished, {path} is as it was"
+        return f"{path} holds {done} of {total} cases; the same command with --resume goes on"
+
+    with one_line("bench", kept):
+        for target in (path, png):
+            if target is not None:
+                _probe(target)
+        if resume and path is not None and path.exists():
+            rows += _resumed(path, surroundings)
+        remembered = _remembered(name, cases) if memory else set()
+        console = Console()
+        _say_what(console, where, surroundings, keep)
+        able = [each for each in contenders() if baselines or each.ours]
+        if not able:
+            raise stop("capsfast bench: --no-baselines leaves nothing to measure, as no fused backend is there", 2)
+        left = [case for case in cases if case not in {row.case for row in rows}]
+        with progress(len(left), console) as shown:
+            for case in left:
+
+                def step(text: str, case: Case = case) -> None:
+                    shown.step(f"{text}: {case.name}")
+
+                fresh = measure(
+                    case,
+                    able,
+                    where,
+                    seconds=seconds if seconds is not None else 2.0 if keep else 1.0,
+                    least_rounds=rounds if rounds is not None else 5 if keep else 3,
+                    with_memory=case in remembered,
+                    on_step=step,
+                )
+                rows += fresh
+                if path is not None:
+                    _save(path, surroundings, rows)
+                rates = surroundings["limits"]
+                shown.advance()
+                shown.print(case_table(fresh, rates) if total <= MOST_TABLES else case_line(fresh, rates))
+        _conclude(console, [row for row in rows if row.case in set(cases)], surroundings, name)
+        if png is not None:
+            from ..bench.plots import bars
+
+            bars(Results(rows), png)
+        if path is not None:
+            console.print(plain(f"wrote {path}{'; python -m capsfast report makes the page of it' if keep else ''}"))
+    if any(row.status in ("wrong", "failed") for row in rows):
+        raise typer.Exit(1)
+
+
+def report(
+    records: Annotated[
+        list[Path] | None, typer.Argument(help="Default: those of this checkout.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; default docs of this checkout, or out/report for named records.")
+    ] = None,
+) -> None:
+    """Tables and plots of records: benchmarks.md and images/ in a folder."""
+    _need_matplotlib("report")
+    with one_line("report"):
+        chosen = records or sorted(_results().glob("*.json"))
+        if not chosen:
+            raise stop("capsfast report: no record in benchmarks/results; python -m capsfast bench --record makes one")
+        folder = out or (Path("out/report") if records else _results().parents[1] / "docs")
+        try:
+            page = write(chosen, folder)
+        except (ValueError, FileNotFoundError) as error:
+            raise stop(f"capsfast report: {error}") from None
+        Console().print(plain(f"wrote {page}"), soft_wrap=True)
+
+
+def _cases(name: str, op: str) -> list[Case]:
+    try:
+        return [case for each in (OPS if op == "both" else (op,)) for case in sweep(name, each)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _device(name: str) -> torch.device:
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device must be cpu or cuda, got {name!r}")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device")
+    return torch.device(name)
+
+
+def _need_matplotlib(what: str) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(f'{what} needs matplotlib: pip install "capsfast[cli]"')
+
+
+def _results() -> Path:
+    """The folder of the records."""
+    root = checkout()
+    if root is None:
+        raise typer.BadParameter(
+            "the records are those of a checkout, and this capsfast is an installed copy: "
+            "bench --json PATH writes a record anywhere, report PATH reads it"
+        )
+    return root / "benchmarks" / "results"
+
+
+def _probe(path: Path) -> None:
+    try:
+        probe(path)
+    except OSError as error:
+        raise stop(f"capsfast bench: {path} can't be written: {error.strerror}; nothing was measured") from None
+
+
+def _save(path: Path, surroundings: dict[str, Any], rows: list[Row]) -> None:
+    try:
+        record.save(path, surroundings, rows)
+    except OSError as error:
+        raise stop(
+            f"capsfast bench: {path} can't be written: {error.strerror}; it holds what it held before this case, "
+            "and the same command with --resume goes on"
+        ) from None
+
+
+def _resumed(path: Path, surroundings: dict[str, Any]) -> list[Row]:
+    """The rows of a record of the same environment, whose limits are taken over."""
+    try:
+        before, rows = record.load(path)
+    except ValueError as error:
+        raise stop(f"capsfast bench: --resume: {error}") from None
+    rates = before.pop("limits", None)
+    changed = [
+        f"{part} {key} was {was.get(key)}, is {now.get(key)}"
+        for part in surroundings
+        for was, now in [(before.get(part) or {}, surroundings[part] or {})]
+        for key in dict.fromkeys((*was, *now))
+        if was.get(key) != now.get(key)
+    ]
+    if changed:
+        raise stop(
+            f"capsfast bench: --resume: {path} was measured elsewhere ({'; '.join(changed)}); "
+            "without --resume it is replaced",
+            2,
+        )
+    surroundings["limits"] = rates
+    return rows
+
+
+def _remembered(name: str, cases: list[Case]) -> set[Case]:
+    """The cases whose peak memory is measured."""
+    if name == "quick":
+        # The last one of an op needs most.
+        return {[case for case in cases if case.op == op][-1] for op in {case.op for case in cases}}
+    return {case for each in REMEMBERED for op in OPS for case in sweep(each, op)} & set(cases)
+
+
+def _say_what(console: Console, where: torch.device, surroundings: dict[str, Any], keep: bool) -> None:
+    """Measures the limits where the record has none, and says what is compared with what."""
+    absent = missing(where)
+    for name, reason in absent.items():
+        console.print(plain(f"{OURS}{name} is not measured: {reason}"), soft_wrap=True)
+    if keep and not any(each.ours and where.type in each.devices for each in contenders()):
+        raise stop(f"capsfast bench: --record needs a fused backend for {where.type}: {'; '.join(absent.values())}", 2)
+    if not surroundings.get("limits"):
+        surroundings["limits"] = limits(where)
+    console.print(plain(describe(surroundings)), soft_wrap=True)
+    console.file.flush()
+
+
+def _conclude(console: Console, rows: list[Row], surroundings: dict[str, Any], name: str) -> None:
+    if name == "roofline":
+        for op in OPS:
+            lines = roofline.table(Results(rows), op, surroundings["limits"])
+            if lines:
+                console.print(roofline_table(lines, op))
+    for line in reasons(rows):
+        console.print(plain(line), soft_wrap=True)
