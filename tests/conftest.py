@@ -49,6 +49,7 @@ MARKERS = (
     "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
     "usual(**values): without --exhaustive only these values of the parameters; usual() with none, not at all",
     "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
+    "xdist_group(name): for one of several processes, as they share what is slow to make (pytest-xdist)",
     "against_reference: compares with the reference, which has nothing to be compared with",
     "fused: only for backends with ops of their own",
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
@@ -153,7 +154,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fits = fits and (config.getoption("--exhaustive") or _is_usual(item, parameters))
         (kept if fits else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    # Those that stay together go first: whatever is short fills up the end.
+    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("xdist_group") is None)
     if not config.option.collectonly and any(_backend_of(item) == EMULATED for item in kept):
         from .emulator.backend import install
 

@@ -1,0 +1,80 @@
+"""``make demo``: digits.py, then the speed of routing beside einsum, then what was seen and what to type next."""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import digits
+from rich.console import Console
+from rich.table import Table
+
+from capsfast.bench import record
+from capsfast.bench.cases import CANONICAL, DIRECTIONS
+from capsfast.bench.contenders import COMPILED, EAGER
+from capsfast.bench.results import Results
+from capsfast.cli.measuring import bench
+
+OUT = Path("out")
+console = Console()
+
+
+def say(text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def command() -> str:
+    """What to type for the command line of this environment."""
+    beside = Path(sys.executable).parent / "capsfast"
+    found = shutil.which("capsfast")
+    if found and beside.exists() and os.path.samefile(found, beside):
+        return "capsfast"
+    python = Path(sys.executable)
+    return f"{python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python} -m capsfast"
+
+
+def speeds(results: Results) -> str:
+    """How much faster than einsum, for the canonical layer at its batch of 128."""
+    found = []
+    for case in results.cases:
+        if case.B != CANONICAL.B:
+            continue
+        ratios = [
+            f"{ratio:.1f}x {name}" for name in (COMPILED, EAGER) if (ratio := results.speedup(case, name)) is not None
+        ]
+        found.append(f"{case.direction} {', '.join(ratios)}" if ratios else f"{case.direction}: einsum alone was timed")
+    assert len(found) == len(DIRECTIONS)
+    return "; ".join(found)
+
+
+def main() -> None:
+    begin = time.perf_counter()
+    say("\n1/2  A small CapsNet learns handwritten digits, with fused routing and with einsum: half a minute.")
+    outcome = digits.compare(digits.fastest(), epochs=8, seed=0, out=OUT)
+    say("\n2/2  The speed of one routing layer beside einsum, eager and compiled: a minute, most of it compiling.")
+    bench(memory=False, seconds=0.5, json=OUT / "bench.json", png=OUT / "speed.png")
+    _, rows = record.load(OUT / "bench.json")
+
+    table = Table(box=None, show_header=False, title="What you saw", title_justify="left", pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("accuracy", "; ".join(f"{name} {accuracy:.2%}" for name, accuracy in outcome.accuracy.items()))
+    table.add_row("training", "; ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items()))
+    table.add_row("routing, B=128", f"faster than: {speeds(Results(rows))}")
+    table.add_row("pictures", ", ".join(str(OUT / name) for name in (*digits.PICTURES, "speed.png")))
+    table.add_row("time", f"{time.perf_counter() - begin:.0f} s")
+    console.print()
+    console.print(table)
+    say("\nWhat to type next")
+    for words, what in (
+        ("info", "the backends of this machine, and why one is missing"),
+        ("train --data digits", "a network of your own: docs/training.md"),
+        ("bench --sweep J", "the speed over the number of output capsules: benchmarks/README.md"),
+    ):
+        say(f"  {command()} {words:<22} {what}")
+    say("and README.md, \"In a network\", for capsfast.DynamicRouting where a routing layer stands.")
+
+
+if __name__ == "__main__":
+    main()
