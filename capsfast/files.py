@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, whatever ends the process that writes them."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +26,10 @@ def replacing(path: Path) -> Iterator[Path]:
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(draft)):
+            error.filename = str(path)
         raise
 
 
@@ -34,3 +37,18 @@ def write_text(path: Path, text: str) -> None:
     """Writes ``text`` to ``path``, as :func:`replacing` does."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder and writes a byte there, before work whose result it is to hold.
+
+    Raises:
+        OSError: the folder can't be made or written to, or the device is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        error.filename = str(folder)
+        raise
