@@ -1,12 +1,13 @@
 """capsfast.files: a file is there whole or not at all."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from capsfast.files import replacing, write_text
+from capsfast.files import check_writable, replacing, write_text
 
 
 def test_folders_are_made_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -32,6 +33,34 @@ def test_what_ends_the_writing_leaves_the_old_file(tmp_path: Path, error: BaseEx
         write()
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["record.png"]
+
+
+@pytest.mark.parametrize("name", [None, ".record.part.png", "another.png"])
+def test_errors_name_the_file_and_not_its_draft(tmp_path: Path, name: str | None) -> None:
+    """Not every writer says which file it was."""
+    given = None if name is None else str(tmp_path / name)
+    with pytest.raises(OSError, match="full") as found, replacing(tmp_path / "record.png"):
+        raise OSError(28, "full", given)
+    assert found.value.filename == str(tmp_path / (name if name == "another.png" else "record.png"))
+
+
+def test_a_folder_is_tried_before_the_work(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir() and not list((tmp_path / "a" / "b").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        check_writable(tmp_path / "file")
+    with pytest.raises(NotADirectoryError) as found:
+        check_writable(tmp_path / "file" / "c")
+    assert found.value.filename == str(tmp_path / "file" / "c")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # not a byte, as on a full disk
+    try:
+        with pytest.raises(OSError, match="too large") as found_full:
+            check_writable(tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert found_full.value.filename == str(tmp_path / "a")
 
 
 def test_a_killed_process_leaves_the_old_file_and_the_next_one_writes(tmp_path: Path) -> None:

@@ -406,6 +406,16 @@ def test_metrics_of_a_run_and_of_those_it_went_on_from(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "version_1", True)["loss"] == [(9, 1.0), (19, 0.9), (29, 0.8)]
 
 
+def test_metrics_of_a_run_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    (tmp_path / "version_0").mkdir()
+    file = tmp_path / "version_0" / "metrics.csv"
+    for half in ("29,0.", "29", "2", "29,1e-"):
+        file.write_text(f"step,loss\n9,0.75\n19,0.5\n{half}")
+        assert read_metrics(tmp_path / "version_0") == {"loss": [(9, 0.75), (19, 0.5)]}
+    file.write_text("")
+    assert read_metrics(tmp_path / "version_0") == {}
+
+
 def test_batch_moves_all_its_parts(folder: Path) -> None:
     batch = open_sets(f"multi:{folder}").test.batch(torch.arange(2))
     moved = batch.to(torch.device("meta"))
