@@ -21,6 +21,7 @@ pytest.importorskip("sklearn")
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from capsfast.cli import training
 from capsfast.cli.app import app
 from capsfast.train.checkpoint import read_checkpoint
 
@@ -189,7 +190,7 @@ def test_other_models_and_data(
 
 def test_autoencoder(tmp_path: Path) -> None:
     options = ["--num-caps", "3", "--caps-dim", "4", "--conv-channels", "8", "--primary-groups", "4"]
-    arguments = ["--model", "autoencoder", *options, "--batch-size", "16", "--accelerator", "cpu"]
+    arguments = ["--model", "autoencoder", *options, "--batch-size", "32", "--lr", "0.01", "--accelerator", "cpu"]
     checkpoint = trained(tmp_path, *arguments, "--limit-train-batches", "20", "--limit-val-batches", "1")
     curve = json.loads((tmp_path / "record.json").read_text())["curve"]
     assert curve["reconstruction"][-1][1] < curve["reconstruction"][0][1] and "test_accuracy" not in curve
@@ -209,11 +210,12 @@ def test_idx_folder_from_training_to_other_data(few_images: Path, tmp_path: Path
     assert "needs {'in_channels': 1, 'image_size': 8, 'num_classes': 4}, digits has" in message
 
 
-def test_profile_measures_and_trains_nothing(tmp_path: Path) -> None:
+def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "PROFILED", 2)
     result = run("train", "--profile", *CAPSNET, "--batch-size", "8", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     said, *lines, wrote = result.output.splitlines()
-    assert said.startswith("measuring 10 training steps of 8 images, ") and wrote.startswith("wrote ")
+    assert said.startswith("measuring 2 training steps of 8 images, ") and wrote.startswith("wrote ")
     assert [line.split(":")[0] for line in lines] == ["fastest backend", "einsum"]
     assert all("%" in line and "step" in line for line in lines)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["profile.json"]

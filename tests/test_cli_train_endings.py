@@ -3,6 +3,7 @@
 import os
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from capsfast import train as training
+from capsfast.cli import training as command_module
 from capsfast.cli.app import app
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import Learner
@@ -57,12 +59,13 @@ def new_run(images: Path) -> list[str]:
     return ["train", "--data", str(images), *SMALL, *CPU]
 
 
-@pytest.fixture
-def checkpoint(new_run: list[str], tmp_path: Path) -> Path:
-    """Of one epoch."""
-    result = run(*new_run, "--epochs", "1", "--out", tmp_path / "run")
+@pytest.fixture(scope="module")
+def checkpoint(new_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one epoch; only read."""
+    out = tmp_path_factory.mktemp("run")
+    result = run(*new_run, "--epochs", "1", "--out", out)
     assert result.exit_code == 0, result.output
-    return tmp_path / "run" / "last.ckpt"
+    return out / "last.ckpt"
 
 
 @contextmanager
@@ -80,7 +83,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(checkpoint: Path) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before(checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(checkpoint.parent, tmp_path / "run") / checkpoint.name
     there = names(checkpoint.parent)
     with files_of_at_most(20_000):
         result = run("train", "--resume", checkpoint, "--epochs", "3", *CPU, "--out", checkpoint.parent)
@@ -108,7 +112,10 @@ def test_a_disk_too_full_for_the_log(new_run: list[str], tmp_path: Path) -> None
         (["train", "--profile", "--resume"], "profile.json"),
     ],
 )
-def test_a_full_disk_leaves_the_picture_before(checkpoint: Path, tmp_path: Path, command: list[str], file: str) -> None:
+def test_a_full_disk_leaves_the_picture_before(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], file: str
+) -> None:
+    monkeypatch.setattr(command_module, "PROFILED", 1)
     out = tmp_path / "out"
     out.mkdir()
     (out / file).write_text("before")
