@@ -49,18 +49,13 @@ def newest(out: Path) -> tuple[int, Path] | None:
 
 
 def test_killed_at_any_time(killed: Path, images: Path) -> None:
-    steps = []
     for seconds in TIMES:
         out = killed / f"after-{seconds}"
         found = newest(out)
-        if found is None:
-            continue
+        assert found is not None
         step, path = found
-        steps.append(step)
         trained(images, out, path, epochs=1000, max_steps=step + 1, checkpoint_every=1)
         assert newest(out) == (step + 1, out / "step.ckpt")
-    # Some had come far enough to have written one.
-    assert steps and max(steps) > 1
 
 
 @pytest.mark.parametrize(("moment", "call"), [(moment, call) for moment in MOMENTS for call in MOMENTS[moment]])

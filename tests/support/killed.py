@@ -13,8 +13,8 @@ from typing import Any
 
 from .training import trained
 
-# Seconds after the fork; the first steps lie among them.
-TIMES = [0.2, 0.4, 0.6, 0.8, 1.0]
+# Seconds after the first checkpoint; a step and its checkpoint take about 0.02.
+TIMES = [0.0, 0.005, 0.01, 0.05, 0.2]
 # At which checkpoint; there is one a step.
 MOMENTS = {"writing": [1, 4], "written": [5], "renaming": [7], "renamed": [6]}
 
@@ -57,6 +57,8 @@ def run(images: Path, out: Path, prepare: Callable[[], None], seconds: float | N
         trained(images, out, checkpoint_every=1, **more)
         os._exit(0)
     if seconds is not None:
+        while not (out / "step.ckpt").exists() and os.waitpid(pid, os.WNOHANG) == (0, 0):
+            time.sleep(0.001)
         time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
