@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,34 +27,43 @@ def replacing(path: Path) -> Iterator[Path]:
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(path)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(draft)):
+            error.filename = str(path)
         raise
-
-
-def probe(path: Path) -> None:
-    """Raises at once what writing to ``path`` after hours of work would raise, and leaves ``path`` as it is.
-
-    Makes the folder.
-
-    Raises:
-        OSError: no file can be made in the folder, the device is full, or ``path`` is no ordinary file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    # The name is that of the draft: what a probe that is killed leaves is overwritten.
-    draft = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        with draft.open("wb") as file:
-            file.write(b"0" * 65536)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes ``text`` to ``path``, as :func:`replacing` does."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def check_writable(folder: Path) -> None:
+    """Raises at once what writing into the folder after hours of work would raise. Makes the folder.
+
+    Raises:
+        OSError: the folder can't be made or written to, or the device is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # More than a nearly full device may still have in the folder's own block.
+            file.write(b"0" * 65536)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(folder)
+        raise
+
+
+def check_replaceable(path: Path) -> None:
+    """The same for :func:`replacing`; leaves ``path`` as it is.
+
+    Raises:
+        OSError: as :func:`check_writable`, or ``path`` is no ordinary file.
+    """
+    check_writable(path.parent)
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

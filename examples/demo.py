@@ -73,7 +73,7 @@ def main() -> None:
         ("bench --sweep J", "the speed over the number of output capsules: benchmarks/README.md"),
     ):
         say(f"  {command()} {words:<22} {what}")
-    say("and README.md, \"In a network\", for capsfast.DynamicRouting where a routing layer stands.")
+    say('and README.md, "In a network", for capsfast.DynamicRouting where a routing layer stands.')
 
 
 if __name__ == "__main__":

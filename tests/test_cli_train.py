@@ -21,6 +21,7 @@ pytest.importorskip("sklearn")
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from capsfast.cli import training
 from capsfast.cli.app import app
 from capsfast.train.checkpoint import read_checkpoint
 
@@ -75,11 +76,28 @@ def test_train_learns_and_keeps_a_record(digits: Path) -> None:
     assert record["curve"]["margin"][-1][1] < 0.5 * record["curve"]["margin"][0][1]
 
 
-def test_progress_bar_shows_the_parts(tmp_path: Path) -> None:
+def test_progress_bar_shows_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, which rich takes the output for here."""
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
     result = run("train", *CAPSNET, "--epochs", "1", "--limit-train-batches", "5", "--out", tmp_path)
     assert result.exit_code == 0
     for shown in ("margin", "reconstruction", "images/s", "test accuracy"):
         assert shown in " ".join(result.output.split())
+    assert "elapsed" not in result.output
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_lines_without_a_terminal(tmp_path: Path, progress: bool) -> None:
+    options = ["--limit-train-batches", "3", *(() if progress else ("--no-progress",))]
+    result = run("train", *CAPSNET, "--epochs", "1", *options, "--out", tmp_path)
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and lines[-2].startswith("3 steps in ") and lines[-1].startswith("wrote curve.png, ")
+    if not progress:
+        assert len(lines) == 2
+        return
+    assert lines[0].startswith("step 1/3, epoch 1/1: loss ") and lines[0].endswith("elapsed")
+    assert lines[1].startswith("step 3/3, epoch 1/1: test accuracy ")
+    assert lines[2] == f"step 3/3, epoch 1/1: wrote {tmp_path}/last.ckpt"
 
 
 def test_tests_within_an_epoch_and_at_its_end(tmp_path: Path) -> None:
@@ -141,17 +159,27 @@ def test_resume_takes_no_other_settings(digits: Path) -> None:
     assert message == "capsfast train: --resume takes --data, --lr from the checkpoint; leave out what it fixes"
 
 
+@pytest.fixture(scope="module")
+def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 of 8 x 8 to train on, 20 to test on."""
+    path = tmp_path_factory.mktemp("images")
+    write_set(path, size=8)
+    return path
+
+
 @pytest.mark.parametrize(
-    ("arguments", "pictures"),
+    ("kind", "arguments", "pictures"),
     [
-        (["--model", "deepcaps", "--types", "3", *SMALL], ["confusion", "reconstructions", "perturb-0", "routing"]),
-        (["--data", "multi:digits", *CAPSNET], ["reconstructions", "perturb-0", "routing"]),
-        (["--data", "affine:digits", *CAPSNET], ["confusion", "reconstructions", "perturb-0", "routing"]),
+        ("", ["--model", "deepcaps", "--types", "3", *SMALL], ["confusion", "reconstructions", "perturb-0", "routing"]),
+        ("multi:", CAPSNET, ["reconstructions", "perturb-0", "routing"]),
+        ("affine:", CAPSNET, ["confusion", "reconstructions", "perturb-0", "routing"]),
     ],
     ids=["deepcaps", "multi", "affine"],
 )
-def test_other_models_and_data(tmp_path: Path, arguments: list[str], pictures: list[str]) -> None:
-    checkpoint = trained(tmp_path, *arguments, "--limit-train-batches", "3", "--limit-val-batches", "2")
+def test_other_models_and_data(
+    few_images: Path, tmp_path: Path, kind: str, arguments: list[str], pictures: list[str]
+) -> None:
+    checkpoint = trained(tmp_path, "--data", f"{kind}{few_images}", *arguments)
     out = tmp_path / "pictures"
     for command in (["evaluate"], ["reconstruct"], ["perturb", "--label", "0"], ["routing", "--limit", "40"]):
         result = run(command[0], checkpoint, *command[1:], "--out", out)
@@ -162,8 +190,8 @@ def test_other_models_and_data(tmp_path: Path, arguments: list[str], pictures: l
 
 def test_autoencoder(tmp_path: Path) -> None:
     options = ["--num-caps", "3", "--caps-dim", "4", "--conv-channels", "8", "--primary-groups", "4"]
-    arguments = ["--model", "autoencoder", *options, "--batch-size", "32", "--accelerator", "cpu"]
-    checkpoint = trained(tmp_path, *arguments, "--limit-train-batches", "20")
+    arguments = ["--model", "autoencoder", *options, "--batch-size", "32", "--lr", "0.01", "--accelerator", "cpu"]
+    checkpoint = trained(tmp_path, *arguments, "--limit-train-batches", "20", "--limit-val-batches", "1")
     curve = json.loads((tmp_path / "record.json").read_text())["curve"]
     assert curve["reconstruction"][-1][1] < curve["reconstruction"][0][1] and "test_accuracy" not in curve
     assert "got autoencoder" in failed("evaluate", checkpoint)
@@ -173,20 +201,21 @@ def test_autoencoder(tmp_path: Path) -> None:
     assert result.exit_code == 0 and is_png(tmp_path / "reconstructions.png")
 
 
-def test_idx_folder_from_training_to_other_data(tmp_path: Path) -> None:
-    write_set(tmp_path / "mine", size=8)
+def test_idx_folder_from_training_to_other_data(few_images: Path, tmp_path: Path) -> None:
     write_set(tmp_path / "data" / "mnist", end=".gz", size=8)
-    checkpoint = trained(tmp_path / "out", "--data", str(tmp_path / "mine"), *CAPSNET)
+    checkpoint = trained(tmp_path / "out", "--data", str(few_images), *CAPSNET)
     result = run("evaluate", checkpoint, "--data", "mnist", "--data-dir", tmp_path / "data", "--out", tmp_path)
     assert result.exit_code == 0 and "of 20 right" in result.output
     message = failed("evaluate", checkpoint, "--data", "digits")
     assert "needs {'in_channels': 1, 'image_size': 8, 'num_classes': 4}, digits has" in message
 
 
-def test_profile_measures_and_trains_nothing(tmp_path: Path) -> None:
-    result = run("train", "--profile", *CAPSNET, "--out", tmp_path / "out")
+def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "PROFILED", 2)
+    result = run("train", "--profile", *CAPSNET, "--batch-size", "8", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    lines = [line for line in result.output.splitlines() if "step" in line]
+    said, *lines, wrote = result.output.splitlines()
+    assert said.startswith("measuring 2 training steps of 8 images, ") and wrote.startswith("wrote ")
     assert [line.split(":")[0] for line in lines] == ["fastest backend", "einsum"]
     assert all("%" in line and "step" in line for line in lines)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["profile.json"]

@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,17 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+def imported() -> Any:
+    for name in ("typer", "matplotlib", "sklearn"):
+        pytest.importorskip(name)
+    spec = importlib.util.spec_from_file_location("digits", EXAMPLES / "digits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    digits = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(digits)
+    return digits
+
+
 @pytest.mark.slow
 def test_digits_compares_the_backends_and_writes_pictures(tmp_path: Path) -> None:
     done = run("--epochs", "1", "--out", str(tmp_path / "new" / "out"))
@@ -31,13 +44,26 @@ def test_digits_compares_the_backends_and_writes_pictures(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_digits_reaches_97_percent() -> None:
-    pytest.importorskip("sklearn")
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLES / "digits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    digits = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(digits)
+    digits = imported()
     assert digits.train(FASTEST, 8, 0, digits.load()).accuracy[-1] >= 0.97
+
+
+def test_digits_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upon Ctrl-C in a step, and where it can't write, before it trains."""
+    digits = imported()
+    from typer.testing import CliRunner
+
+    def ctrl_c(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(digits, "training_step", ctrl_c)
+    app = digits.typer.Typer()
+    app.command()(digits.main)
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / "out")])
+    assert (result.exit_code, result.stderr) == (130, "capsfast digits: interrupted\n")
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / "file" / "out")])
+    assert (result.exit_code, result.stderr) == (1, f"capsfast digits: Not a directory: {tmp_path}/file/out\n")
 
 
 def test_digits_says_which_backends_there_are() -> None:

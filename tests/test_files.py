@@ -1,12 +1,13 @@
 """capsfast.files: a file is there whole or not at all."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from capsfast.files import probe, replacing, write_text
+from capsfast.files import check_replaceable, check_writable, replacing, write_text
 
 
 def test_folders_are_made_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -34,6 +35,34 @@ def test_what_ends_the_writing_leaves_the_old_file(tmp_path: Path, error: BaseEx
     assert [each.name for each in tmp_path.iterdir()] == ["record.png"]
 
 
+@pytest.mark.parametrize("name", [None, ".record.part.png", "another.png"])
+def test_errors_name_the_file_and_not_its_draft(tmp_path: Path, name: str | None) -> None:
+    """Not every writer says which file it was."""
+    given = None if name is None else str(tmp_path / name)
+    with pytest.raises(OSError, match="full") as found, replacing(tmp_path / "record.png"):
+        raise OSError(28, "full", given)
+    assert found.value.filename == str(tmp_path / (name if name == "another.png" else "record.png"))
+
+
+def test_a_folder_is_tried_before_the_work(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir() and not list((tmp_path / "a" / "b").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        check_writable(tmp_path / "file")
+    with pytest.raises(NotADirectoryError) as found:
+        check_writable(tmp_path / "file" / "c")
+    assert found.value.filename == str(tmp_path / "file" / "c")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # not a byte, as on a full disk
+    try:
+        with pytest.raises(OSError, match="too large") as found_full:
+            check_writable(tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert found_full.value.filename == str(tmp_path / "a")
+
+
 def test_a_killed_process_leaves_the_old_file_and_the_next_one_writes(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_text(path, "old")
@@ -52,30 +81,31 @@ with replacing(Path({str(path)!r})) as draft:
     assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_probe_leaves_files_and_folders_as_they_are(tmp_path: Path) -> None:
+def test_a_file_is_tried_and_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "record.json"
-    probe(path)
+    check_replaceable(path)
     assert list(path.parent.iterdir()) == []
     path.write_text("old")
-    probe(path)
+    check_replaceable(path)
     assert [each.name for each in path.parent.iterdir()] == ["record.json"] and path.read_text() == "old"
 
 
-@pytest.mark.parametrize("full", ["open", "fsync"])
-def test_probe_finds_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+def test_a_device_that_is_full_when_it_is_asked_to_keep_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(*(("capsfast.files.os.fsync", fail) if full == "fsync" else (Path, "open", fail)))
+    monkeypatch.setattr("capsfast.files.os.fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        probe(tmp_path / "record.json")
+        check_replaceable(tmp_path / "record.json")
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_probe_takes_no_folder_no_device_and_nothing_below_a_file(tmp_path: Path) -> None:
+def test_no_folder_no_device_and_nothing_below_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, Path("/dev/null"), tmp_path / "file" / "record.json"):
         with pytest.raises(OSError, match=r"exists|directory"):
-            probe(path)
+            check_replaceable(path)
     assert Path("/dev/null").is_char_device()

@@ -1,6 +1,5 @@
 """``capsfast.train``: attacks, losses, exact resume, checkpoints, evaluation, what the pictures show."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,73 +20,44 @@ from capsfast.train.pictures import read_metrics
 from capsfast.train.profile import _outermost
 
 from .support.idx_files import write_set
+from .support.training import TINY, assert_same_state, learner_for, trained
 
 SIZE = 10
-TINY: dict[str, Any] = {"conv_channels": 6, "primary_groups": 2, "primary_dim": 4, "digit_dim": 5}
-TINY_DEEP: dict[str, Any] = {"conv_channels": 6, "types": 2, "dims": [2, 3, 3], "digit_dim": 5}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 images of 10 x 10 to train on, 20 to test on, 4 classes."""
-    write_set(tmp_path / "images", size=SIZE)
-    return tmp_path / "images"
+    path = tmp_path_factory.mktemp("images")
+    write_set(path, size=SIZE)
+    return path
 
 
-def learner_for(images: ImageData, model: str = "capsnet", **more: Any) -> Learner:
-    images.setup()
-    options = {"capsnet": TINY, "deepcaps": TINY_DEEP}.get(model, {"conv_channels": 6, "primary_groups": 2})
-    return Learner(model, *images.sets[2:], **{"options": options, "lr": 0.01, **more})
-
-
-def trained(folder: Path, out: Path, resume: Path | None = None, **more: Any) -> Learner:
-    """Two epochs of 8 steps unless told otherwise, with all that draws at random: order, shift, rotation, dropout."""
-    images = ImageData(str(folder), batch_size=8, rotation=20, seed=3)
-    learner = learner_for(images, decay_steps=3, warmup_steps=4)
-    learner.model.conv = nn.Sequential(learner.model.conv, nn.Dropout(0.2))
-    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, **more}
-    train.fit(train.make_trainer(out, **options), learner, images, resume)
-    return learner
-
-
-def tensors(content: Any) -> Iterator[Tensor]:
-    if isinstance(content, Tensor):
-        yield content
-    elif isinstance(content, dict):
-        for name in sorted(content, key=str):
-            yield from tensors(content[name])
-    elif isinstance(content, list | tuple):
-        for each in content:
-            yield from tensors(each)
-
-
-def assert_same_state(one: Path, other: Path) -> None:
-    """Weights, both moments of Adam, and the schedule, bit for bit."""
-    a, b = read_checkpoint(one), read_checkpoint(other)
-    for part in ("state_dict", "optimizer_states"):
-        pairs = list(zip(tensors(a[part]), tensors(b[part]), strict=True))
-        assert len(pairs) > 5 and all(torch.equal(x, y) for x, y in pairs)
-    assert a["global_step"] == b["global_step"] == 16 and a["epoch"] == b["epoch"]
-    assert a["lr_schedulers"] == b["lr_schedulers"]
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The end of two epochs, with a test after each."""
+    out = tmp_path_factory.mktemp("whole")
+    trained(folder, out)
+    return out / "last.ckpt"
 
 
 @pytest.mark.parametrize(("steps", "test_every"), [(3, None), (8, None), (13, None), (3, 3), (4, 3), (14, 7)])
-def test_resume_equals_an_uninterrupted_run(folder: Path, tmp_path: Path, steps: int, test_every: int | None) -> None:
-    """Stopped inside the first epoch, at its end, and inside the second one."""
-    trained(folder, tmp_path / "whole", test_every=test_every)
+def test_resume_equals_an_uninterrupted_run(
+    folder: Path, whole: Path, tmp_path: Path, steps: int, test_every: int | None
+) -> None:
+    """Stopped inside the first epoch, at its end, and inside the second one; tests change nothing."""
     trained(folder, tmp_path / "stopped", max_steps=steps, checkpoint_every=steps, test_every=test_every)
     stopped = read_checkpoint(tmp_path / "stopped" / "step.ckpt")
     assert stopped["global_step"] == steps
     torch.rand(7)  # the random state of the process must not matter
     trained(folder, tmp_path / "resumed", resume=tmp_path / "stopped" / "step.ckpt", test_every=test_every)
-    assert_same_state(tmp_path / "whole" / "last.ckpt", tmp_path / "resumed" / "last.ckpt")
+    assert_same_state(whole, tmp_path / "resumed" / "last.ckpt")
 
 
-def test_resume_from_the_checkpoint_of_an_epoch(folder: Path, tmp_path: Path) -> None:
-    trained(folder, tmp_path / "whole")
+def test_resume_from_the_checkpoint_of_an_epoch(folder: Path, whole: Path, tmp_path: Path) -> None:
     trained(folder, tmp_path / "one", epochs=1)
     trained(folder, tmp_path / "two", resume=tmp_path / "one" / "last.ckpt")
-    assert_same_state(tmp_path / "whole" / "last.ckpt", tmp_path / "two" / "last.ckpt")
+    assert_same_state(whole, tmp_path / "two" / "last.ckpt")
 
 
 def test_seed_decides(folder: Path, tmp_path: Path) -> None:
@@ -104,9 +74,8 @@ def test_decay() -> None:
     assert decay(4) == pytest.approx(0.5**0.4) and decay(20) == pytest.approx(0.25)
 
 
-def test_learning_rate_follows_the_schedule(folder: Path, tmp_path: Path) -> None:
-    trained(folder, tmp_path)
-    (state,) = read_checkpoint(tmp_path / "last.ckpt")["optimizer_states"]
+def test_learning_rate_follows_the_schedule(whole: Path) -> None:
+    (state,) = read_checkpoint(whole)["optimizer_states"]
     assert state["param_groups"][0]["lr"] == pytest.approx(0.01 * Decay(4, 0.96, 3)(16))
 
 
@@ -408,7 +377,7 @@ def test_routing_statistics(folder: Path, kind: str) -> None:
 def test_routing_share(folder: Path) -> None:
     images = ImageData(str(folder))
     learner = learner_for(images, "deepcaps")
-    batch = images.sets.train.batch(torch.arange(16))
+    batch = images.sets.train.batch(torch.arange(4))
     before = [each.clone() for each in learner.parameters()]
     for backend in (None, "reference"):
         found = train.routing_share(learner, batch, backend=backend, steps=2)
@@ -435,6 +404,16 @@ def test_metrics_of_a_run_and_of_those_it_went_on_from(tmp_path: Path) -> None:
     assert alone == {"loss": [(19, 0.7)], "test_accuracy": [(25, 0.6)]}
     assert together == {"loss": [(9, 1.0), (19, 0.7)], "test_accuracy": [(12, 0.5), (25, 0.6)]}
     assert read_metrics(tmp_path / "version_1", True)["loss"] == [(9, 1.0), (19, 0.9), (29, 0.8)]
+
+
+def test_metrics_of_a_run_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    (tmp_path / "version_0").mkdir()
+    file = tmp_path / "version_0" / "metrics.csv"
+    for half in ("29,0.", "29", "2", "29,1e-"):
+        file.write_text(f"step,loss\n9,0.75\n19,0.5\n{half}")
+        assert read_metrics(tmp_path / "version_0") == {"loss": [(9, 0.75), (19, 0.5)]}
+    file.write_text("")
+    assert read_metrics(tmp_path / "version_0") == {}
 
 
 def test_batch_moves_all_its_parts(folder: Path) -> None:

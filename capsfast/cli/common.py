@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .endings import stop
+from .endings import one_line, stop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,13 +27,17 @@ Accelerator = Annotated[str, typer.Option(help="auto, cpu, gpu, ... of Lightning
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """One line for what the package rejects, and for an extra that is missing; other errors keep their traceback."""
+def plain_errors(command: str) -> Iterator[None]:
+    """One line for what the package rejects, for an extra that is missing, and for what :func:`one_line` ends.
+
+    Other errors keep their traceback.
+    """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise stop(f'capsfast: this command needs {" and ".join(missing)}: pip install "capsfast[train]"')
     try:
-        yield
+        with one_line(command):
+            yield
     except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, RuntimeError) as error:
         if not str(error).startswith("capsfast"):
             raise

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..files import check_writable, write_text
 from .common import (
     Accelerator,
     Checkpoint,
@@ -37,7 +38,9 @@ def evaluate(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Accuracy on the test images and the confusion matrix, and accuracy on images that an attack has changed."""
-    with plain_errors():
+    with plain_errors("evaluate"):
+        for folder in (out, *([] if json is None else [json.parent])):
+            check_writable(folder)
         from .. import train
         from ..data.seeds import generator
         from ..train import pictures
@@ -72,7 +75,7 @@ def evaluate(
             write(pictures.confusion(plain.confusion, f"{plain.accuracy:.2%} of {plain.images}"), out / "confusion.png")
         if json is not None:
             content = {name: {"images": each.images, "right": each.right} for name, each in found.items()}
-            json.write_text(json_format.dumps(content, indent=1) + "\n")
+            write_text(json, json_format.dumps(content, indent=1) + "\n")
             say(f"wrote {json}")
 
 
@@ -80,7 +83,8 @@ def reconstruct(
     checkpoint: Checkpoint, out: Out = Path("out/reconstruct"), data: Data = None, data_dir: DataDir = None
 ) -> None:
     """Test images, one of each class, and what the decoder makes of their class capsules: reconstructions.png."""
-    with plain_errors():
+    with plain_errors("reconstruct"):
+        check_writable(out)
         from .. import train
         from ..train import pictures
 
@@ -108,7 +112,8 @@ def perturb(
     data_dir: DataDir = None,
 ) -> None:
     """What each number of a class capsule means: it is varied from -0.25 to 0.25 in steps of 0.05; a PNG a class."""
-    with plain_errors():
+    with plain_errors("perturb"):
+        check_writable(out)
         from .. import train
         from ..train import pictures
 
@@ -133,7 +138,8 @@ def routing(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Capsule lengths and coupling entropy by class, iteration by iteration: routing.png."""
-    with plain_errors():
+    with plain_errors("routing"):
+        check_writable(out)
         from .. import train
         from ..train import pictures
 

@@ -16,7 +16,7 @@ from ..bench.limits import limits
 from ..bench.measure import Row, measure
 from ..bench.report import describe, write
 from ..bench.results import Results
-from ..files import probe
+from ..files import check_replaceable
 from .endings import one_line, stop
 from .progress import plain, progress
 from .tables import case_line, case_table, reasons, roofline_table
@@ -84,7 +84,7 @@ def bench(
     with one_line("bench", kept):
         for target in (path, png):
             if target is not None:
-                _probe(target)
+                _check_target(target)
         if resume and path is not None and path.exists():
             rows += _resumed(path, surroundings)
         remembered = _remembered(name, cases) if memory else set()
@@ -179,9 +179,9 @@ def _results() -> Path:
     return root / "benchmarks" / "results"
 
 
-def _probe(path: Path) -> None:
+def _check_target(path: Path) -> None:
     try:
-        probe(path)
+        check_replaceable(path)
     except OSError as error:
         raise stop(f"capsfast bench: {path} can't be written: {error.strerror}; nothing was measured") from None
 

@@ -1,6 +1,8 @@
 """The command ``train``: arguments here, work in :mod:`capsfast.train`."""
 
 import json
+import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,13 +12,14 @@ import torch
 import typer
 
 from ..bench import record
+from ..files import check_writable, write_text
 from .common import DataDir, plain_errors, say
 from .endings import stop
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from ..train import ImageData, Learner
+    from ..train import ImageData, Interrupted, Learner
 
 # Options by where they go; a resumed run takes all of them from its checkpoint.
 MODEL = ("conv_channels", "primary_groups", "primary_dim", "digit_dim", "types", "num_caps", "caps_dim")
@@ -40,6 +43,8 @@ TRAINER = (
     "limit_val_batches",
     "progress",
 )
+
+PROFILED = 10  # steps
 
 Size = Annotated[int | None, typer.Option(min=1, show_default="the model's", rich_help_panel="Model")]
 Options = dict[str, Any]
@@ -97,7 +102,9 @@ def train(
     max_steps: Annotated[int, typer.Option(help="End after so many steps; -1 never.", rich_help_panel="Run")] = -1,
     limit_train_batches: Annotated[int | None, typer.Option(min=1, rich_help_panel="Run")] = None,
     limit_val_batches: Annotated[int | None, typer.Option(min=0, rich_help_panel="Run")] = None,
-    progress: Annotated[bool, typer.Option(help="A progress bar.", rich_help_panel="Run")] = True,
+    progress: Annotated[
+        bool, typer.Option(help="A bar, or without a terminal a line now and then.", rich_help_panel="Run")
+    ] = True,
     accelerator: Annotated[str, typer.Option(help="Of Lightning, as all below.", rich_help_panel="Devices")] = "auto",
     devices: Annotated[str, typer.Option(rich_help_panel="Devices")] = "1",
     num_nodes: Annotated[int, typer.Option(min=1, rich_help_panel="Devices")] = 1,
@@ -107,15 +114,17 @@ def train(
 ) -> None:
     """Trains a capsule network, tests it after every epoch, and writes last.ckpt, record.json and curve.png."""
     given: Options = dict(context.params)
-    with plain_errors():
+    with plain_errors("train"):
         learner, images = _resumed(context, resume, data_dir) if resume is not None else _new(given)
         if profile:
+            check_writable(out)
             _profile(learner, images, accelerator, out)
             return
         # Given as False, it would switch off what the caller has switched on.
         trainer = _trainer(out, {name: given[name] for name in TRAINER} | {"deterministic": deterministic or None})
         _check_test_every(given, trainer, images)
-        _fit(trainer, learner, images, resume, out)
+        check_writable(out)
+        _fit(context, trainer, learner, images)
 
 
 def _new(given: Options) -> "tuple[Learner, ImageData]":
@@ -167,14 +176,25 @@ def _check_test_every(given: Options, trainer: "Trainer", images: "ImageData") -
         raise stop(f"capsfast train: --test-every must be at most {steps}, an epoch, got {given['test_every']}")
 
 
-def _fit(trainer: "Trainer", learner: "Learner", images: "ImageData", resume: Path | None, out: Path) -> None:
+def _fit(context: typer.Context, trainer: "Trainer", learner: "Learner", images: "ImageData") -> None:
     from lightning.pytorch.loggers import CSVLogger
 
-    from ..train import fit
+    from ..train import Interrupted, fit
     from ..train.pictures import curve, read_metrics, save
 
+    out, resume = context.params["out"], context.params["resume"]
     start = time.perf_counter()
-    fit(trainer, learner, images, resume)
+    try:
+        fit(trainer, learner, images, resume)
+    except Interrupted as end:
+        if not trainer.is_global_zero:
+            # A launcher takes any other status for a crash, and kills the process that reports.
+            raise typer.Exit from None
+        raise stop(f"capsfast train: {_ending(context, end)}", 128 + end.signal) from None
+    except OSError as error:
+        # Those of the logs say nothing of their file.
+        error.filename = error.filename or str(out)
+        raise
     seconds = time.perf_counter() - start
     if not trainer.is_global_zero:
         return
@@ -196,7 +216,27 @@ def _fit(trainer: "Trainer", learner: "Learner", images: "ImageData", resume: Pa
     _write(out / "record.json", content)
     shown = ", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in found.items())
     say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if shown else ''}{shown}")
-    say(f"wrote {', '.join(sorted(path.name for path in out.iterdir() if path.is_file()))} in {out}")
+    say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")
+
+
+def _ending(context: typer.Context, end: "Interrupted") -> str:
+    """Where a signal has ended training, what is there, and the command that goes on."""
+    by = "" if end.signal == signal.SIGINT else f" by {signal.Signals(end.signal).name}"
+    at = f"interrupted{by} at step {end.step}"
+    if end.checkpoint is None:
+        return f"{at}; there is no checkpoint yet"
+    words = ["python", "-m", "capsfast", "train", "--resume", str(end.checkpoint)]
+    for parameter in context.command.params:
+        name, value = str(parameter.name), context.params.get(str(parameter.name))
+        named = str(context.get_parameter_source(name)).endswith("COMMANDLINE")
+        if not named or name not in (*TRAINER, "out"):
+            continue
+        if isinstance(value, bool):
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            words += [parameter.opts[0], str(each)]
+    return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {shlex.join(words)}"
 
 
 def _run(learner: "Learner", images: "ImageData") -> dict[str, Any]:
@@ -213,8 +253,7 @@ def _run(learner: "Learner", images: "ImageData") -> dict[str, Any]:
 def _write(path: Path, content: dict[str, Any]) -> None:
     # A line for each entry: short for git, and readable.
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{{\n{lines}\n}}\n")
+    write_text(path, f"{{\n{lines}\n}}\n")
 
 
 def _profile(learner: "Learner", images: "ImageData", accelerator: str, out: Path) -> None:
@@ -224,9 +263,13 @@ def _profile(learner: "Learner", images: "ImageData", accelerator: str, out: Pat
     to_accelerator(learner, accelerator)
     rows = torch.arange(min(images.options["batch_size"], len(images.sets.train)))
     batch = images.sets.train.batch(rows).to(learner.device)
+    say(
+        f"measuring {PROFILED} training steps of {len(rows)} images, after a few that warm up, "
+        "once with the fastest backend and once with einsum"
+    )
     measured = {}
     for name, backend in (("fastest backend", None), ("einsum", "reference")):
-        found = routing_share(learner, batch, backend=backend)
+        found = routing_share(learner, batch, backend=backend, steps=PROFILED)
         measured[name] = {"step_s": found.step, "routing_s": found.routing}
         say(f"{name}: step {1e3 * found.step:.1f} ms, routing {1e3 * found.routing:.1f} ms, {found.share:.1%}")
     _write(out / "profile.json", {**_run(learner, images), "measured": measured})

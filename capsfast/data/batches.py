@@ -1,5 +1,6 @@
 """Which images make a batch: a function of seed, epoch and step, the same for any number of processes."""
 
+import signal
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -79,10 +80,18 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+def _leave_signals_to_the_parent(worker: int) -> None:
+    # Ctrl-C reaches all processes of a terminal; a worker that it ends is missed by a parent that finishes its step.
+    # Handlers of the parent, which a worker is forked with, would keep it from ending when it is told to.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class ResumableLoader(DataLoader[Any]):
     """Batches of a data set that takes a :class:`Draw`; ``state_dict`` says how far into the epoch it is."""
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, **options: Any) -> None:
+        options.setdefault("worker_init_fn", _leave_signals_to_the_parent)
         super().__init__(dataset, batch_size=None, sampler=order, collate_fn=_as_is, **options)
         self.order = order
         self._done = 0

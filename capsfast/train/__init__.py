@@ -14,12 +14,14 @@ from .learner import Learner
 from .networks import NETWORKS, build
 from .profile import StepShare, routing_share
 from .run import fit, make_trainer
+from .stopping import Interrupted
 
 __all__ = [
     "NETWORKS",
     "Attack",
     "Evaluation",
     "ImageData",
+    "Interrupted",
     "Learner",
     "RoutingStatistics",
     "StepShare",

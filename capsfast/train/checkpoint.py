@@ -1,13 +1,40 @@
-"""A checkpoint back into the network and the data it was trained on."""
+"""Checkpoints: written whole, and read back into the network and the data it was trained on."""
 
+import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 
+from ..files import replacing
 from .images import ImageData
 from .learner import Learner
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Lightning's writer, except that the file before stays until the new one is complete.
+
+    Lightning's own draft lies in the folder for temporary files, from where another disk is reached by copying alone.
+
+    newest: the last file written, and the step that it holds. on_written: hears of every file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.newest: tuple[Path, int] | None = None
+        self.on_written: Callable[[Path], None] = lambda path: None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        # Into memory first: torch.save reports a full disk without its errno.
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        with replacing(Path(path)) as draft:
+            draft.write_bytes(content.getbuffer())
+        self.newest = Path(path), int(checkpoint["global_step"])
+        self.on_written(Path(path))
 
 
 def read_checkpoint(path: Path | str) -> dict[str, Any]:
@@ -19,7 +46,7 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
     """
     op = f"capsfast.train.read_checkpoint: {path}"
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{op} does not exist; training writes last.ckpt into its folder")
+        raise FileNotFoundError(f"{op} does not exist; training writes last.ckpt into its folder after every epoch")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:

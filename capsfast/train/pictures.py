@@ -1,6 +1,7 @@
 """Figures; matplotlib is needed."""
 
 import csv
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..files import replacing
 from .inspect import DELTAS, RoutingStatistics
 from .run import LOG_EVERY
 
@@ -19,8 +21,11 @@ SHADES = 31
 
 
 def save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90, bbox_inches="tight", pil_kwargs={"optimize": True})
+    # Into memory first: the encoder reports a full disk without its errno.
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=90, bbox_inches="tight", pil_kwargs={"optimize": True})
+    with replacing(path) as draft:
+        draft.write_bytes(picture.getbuffer())
     return path
 
 
@@ -115,8 +120,10 @@ def read_metrics(version: Path, resumed: bool = False) -> dict[str, list[tuple[i
         path = version.with_name(f"version_{n}") / "metrics.csv"
         if not path.is_file():
             continue
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if int(row["step"]) < first]
+        # A run that was killed may have left half a line.
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        rows = [row for row in csv.DictReader(whole) if int(row["step"]) < first]
         for row in rows:
             for name, value in row.items():
                 if value and name not in ("step", "epoch"):

@@ -2,59 +2,26 @@
 
 import importlib.util
 import logging
-import time
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from .checkpoint import read_checkpoint
+from .checkpoint import WholeCheckpoints, read_checkpoint
 from .images import ImageData
 from .learner import Learner
+from .progress import Lines, Throughput, bar_or_lines
+from .stopping import Interrupted, Stop, Stopped, handlers_kept
 
 LOGS = ("csv", "tensorboard")
 LOG_EVERY = 10  # steps
-
-
-class Throughput(Callback):
-    """Logs ``images_per_s`` of all processes, a moving average over about ten steps."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._rate: float | None = None
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last = None  # validation lies between
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        now = time.perf_counter()
-        if self._last is not None:
-            rate = len(batch.images) * trainer.world_size / (now - self._last)
-            self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
-            pl_module.log("images_per_s", self._rate, prog_bar=True)
-        self._last = now
-
-
-class Bar(RichProgressBar):
-    """Lightning's, with what fits in a line beside it."""
-
-    SHOWN: ClassVar = {
-        "margin": "margin",
-        "reconstruction": "reconstruction",
-        "images_per_s": "images/s",
-        "test_accuracy": "test accuracy",
-    }
-
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        found = super().get_metrics(trainer, pl_module)
-        return {shown: found[name] for name, shown in self.SHOWN.items() if name in found}
 
 
 def loggers(out: Path, names: Sequence[str]) -> list[Logger]:
@@ -116,20 +83,31 @@ def make_trainer(
         log: what of ``csv`` and ``tensorboard`` to write.
         checkpoint_every: also writes ``step.ckpt`` after so many steps.
         test_every: tests after so many steps of an epoch, at most all of them; default at its end.
-        progress: a progress bar.
+        progress: a progress bar, or without a terminal a line from time to time.
         options: go to :class:`lightning.pytorch.Trainer`: accelerator, devices, strategy, precision, ...
     """
     # No monitor: the newest one is kept, under one name.
     common: dict[str, Any] = {"dirpath": out, "enable_version_counter": False}
-    callbacks: list[Callback] = [Throughput(), ModelCheckpoint(filename="last", save_on_train_epoch_end=True, **common)]
+    callbacks: list[Callback] = [
+        Throughput(),
+        Stop(out / "last.ckpt"),
+        ModelCheckpoint(filename="last", save_on_train_epoch_end=True, **common),
+    ]
     if checkpoint_every is not None:
         callbacks.append(ModelCheckpoint(filename="step", every_n_train_steps=checkpoint_every, **common))
+    writer = WholeCheckpoints()
     if progress:
-        callbacks.append(Bar())
+        shown = bar_or_lines()
+        callbacks.append(shown)
+        if isinstance(shown, Lines):
+            writer.on_written = shown.wrote
+    plugins = options.pop("plugins", None) or []
+    plugins = [writer, *(plugins if isinstance(plugins, list) else [plugins])]
     return pl.Trainer(
         max_epochs=epochs,
         logger=loggers(out, log) or False,
         callbacks=callbacks,
+        plugins=plugins,
         enable_progress_bar=progress,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -147,13 +125,29 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
     The end is tested, wherever it lies. A resumed run goes on bit for bit as an uninterrupted one if processes,
     threads, batch size and device are the same.
 
+    Ctrl-C and SIGTERM end it after the step, with ``last.ckpt`` written: :class:`capsfast.train.stopping.Stop`.
+
     Raises:
         FileNotFoundError, ValueError: as :func:`capsfast.train.open_checkpoint`.
+        Interrupted: by a signal, with what there is to go on from.
+        OSError: a checkpoint or a log can't be written; the checkpoint before it is still there.
     """
-    if resume is not None:
-        # Lightning would run the code that a pickle holds.
-        read_checkpoint(resume)
-    with quiet():
-        trainer.fit(learner, datamodule=images, ckpt_path=resume)
-        if learner.tested_at != trainer.global_step and trainer.limit_val_batches != 0:
-            trainer.validate(learner, datamodule=images, verbose=False)
+    # Lightning would run the code that a pickle holds.
+    resumed = None if resume is None else (resume, int(read_checkpoint(resume)["global_step"]))
+    try:
+        with quiet(), handlers_kept():
+            trainer.fit(learner, datamodule=images, ckpt_path=resume)
+            if learner.tested_at != trainer.global_step and trainer.limit_val_batches != 0:
+                trainer.validate(learner, datamodule=images, verbose=False)
+    except (Stopped, SystemExit) as error:
+        if isinstance(error, SystemExit) and not trainer.interrupted:
+            raise
+        raise _interrupted(trainer, error, resumed) from None
+
+
+def _interrupted(trainer: pl.Trainer, error: BaseException, resumed: tuple[Path, int] | None) -> Interrupted:
+    (stop,) = (each for each in trainer.callbacks if isinstance(each, Stop))  # type: ignore[attr-defined]
+    number = signal.SIGTERM if isinstance(error, SIGTERMException) else stop.signal or signal.SIGINT
+    writer = trainer.strategy.checkpoint_io
+    newest = (writer.newest if isinstance(writer, WholeCheckpoints) else None) or resumed
+    return Interrupted(number, trainer.global_step, *(newest or ()))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files import write_text
 from ..options import Options
 from . import config, routing
 from .config import Choice
@@ -117,4 +118,4 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     new = {(row["device"], row["kernel"], tuple(row["layer"])) for row in rows}
     kept = [row for row in table if (row["device"], row["kernel"], tuple(row["layer"])) not in new]
     text = ",\n  ".join(json.dumps(row) for row in kept + rows)
-    path.write_text(f'{{"rows": [\n  {text}\n]}}\n')
+    write_text(path, f'{{"rows": [\n  {text}\n]}}\n')

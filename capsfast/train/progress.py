@@ -1,0 +1,128 @@
+"""How far training is: a bar on a terminal, lines where there is none."""
+
+import math
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar
+from rich.console import Console
+
+LINE_SECONDS = 15.0
+LINE_STEPS = 10
+
+
+class Throughput(Callback):
+    """Logs ``images_per_s`` of all processes, a moving average over about ten steps."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._rate: float | None = None
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last = None  # validation lies between
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            rate = len(batch.images) * trainer.world_size / (now - self._last)
+            self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
+            pl_module.log("images_per_s", self._rate, prog_bar=True)
+        self._last = now
+
+
+class Bar(RichProgressBar):
+    """Lightning's, with what fits in a line beside it."""
+
+    SHOWN: ClassVar = {
+        "margin": "margin",
+        "reconstruction": "reconstruction",
+        "images_per_s": "images/s",
+        "test_accuracy": "test accuracy",
+    }
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        found = super().get_metrics(trainer, pl_module)
+        return {shown: found[name] for name, shown in self.SHOWN.items() if name in found}
+
+
+class Lines(ProgressBar):
+    """A line for the first step, then at most every so many steps and seconds; one for each test and checkpoint.
+
+    Args:
+        steps, seconds: at least so much lies between two lines of steps.
+    """
+
+    SHOWN: ClassVar = ("loss", "margin", "reconstruction")
+
+    def __init__(self, steps: int = LINE_STEPS, seconds: float = LINE_SECONDS) -> None:
+        super().__init__()
+        self.enabled = True
+        self._steps = steps
+        self._seconds = seconds
+
+    def enable(self) -> None:
+        self.enabled = True
+
+    def disable(self) -> None:
+        self.enabled = False
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self.enabled:
+            # A pipe or file would hold it back until there are kilobytes of it.
+            print(*args, **kwargs, flush=True)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._began = self._shown_at = time.monotonic()
+        self._first = trainer.global_step
+        self._shown: int | None = None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, now = trainer.global_step, time.monotonic()
+        early = self._shown is not None and (step - self._shown < self._steps or now - self._shown_at < self._seconds)
+        if early or not self.enabled:
+            return
+        self._shown, self._shown_at = step, now
+        found: dict[str, Any] = self.get_metrics(trainer, pl_module)
+        parts = [f"{name} {float(found[name]):.4g}" for name in self.SHOWN if name in found]
+        if "images_per_s" in found:
+            parts.append(f"{float(found['images_per_s']):.0f} images/s")
+        elapsed = now - self._began
+        parts.append(f"{timedelta(seconds=int(elapsed))} elapsed")
+        total = trainer.estimated_stepping_batches
+        # The first step takes longer than the others.
+        if step - self._first > 1 and math.isfinite(total):
+            left = elapsed / (step - self._first) * (total - step)
+            parts.append(f"{timedelta(seconds=int(left))} left")
+        self._say(trainer, ", ".join(parts))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
+        if found and not trainer.sanity_checking:
+            shown = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in sorted(found.items()))
+            self._say(trainer, ", ".join(shown))
+
+    def wrote(self, path: Path) -> None:
+        """Hears of a checkpoint."""
+        self._say(self.trainer, f"wrote {path}")
+
+    def _say(self, trainer: pl.Trainer, text: str) -> None:
+        total, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
+        step, epoch = str(trainer.global_step), trainer.current_epoch + 1
+        if math.isfinite(total):
+            step += f"/{int(total)}"
+        # After the last epoch the counter stands at the next one.
+        where = f"{min(epoch, epochs)}/{epochs}" if epochs is not None and epochs > 0 else str(epoch)
+        self.print(f"step {step}, epoch {where}: {text}")
+
+
+def bar_or_lines() -> Bar | Lines:
+    """What fits the standard output: the bar needs a terminal (or a notebook) that redraws it."""
+    console = Console()
+    return Bar() if console.is_interactive or console.is_jupyter else Lines()

@@ -1,0 +1,58 @@
+"""A network that trains in a second, with all that draws at random, and whether two checkpoints are the same."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from capsfast import train
+from capsfast.train import ImageData, Learner
+from capsfast.train.checkpoint import read_checkpoint
+
+TINY: dict[str, Any] = {"conv_channels": 6, "primary_groups": 2, "primary_dim": 4, "digit_dim": 5}
+TINY_DEEP: dict[str, Any] = {"conv_channels": 6, "types": 2, "dims": [2, 3, 3], "digit_dim": 5}
+
+
+def learner_for(images: ImageData, model: str = "capsnet", **more: Any) -> Learner:
+    images.setup()
+    options = {"capsnet": TINY, "deepcaps": TINY_DEEP}.get(model, {"conv_channels": 6, "primary_groups": 2})
+    return Learner(model, *images.sets[2:], **{"options": options, "lr": 0.01, **more})
+
+
+def learner_and_images(folder: Path, workers: int = 0) -> tuple[Learner, ImageData]:
+    """Steps of 8 images; at random are order, shift, rotation and dropout."""
+    images = ImageData(str(folder), batch_size=8, rotation=20, seed=3, workers=workers)
+    learner = learner_for(images, decay_steps=3, warmup_steps=4)
+    learner.model.conv = nn.Sequential(learner.model.conv, nn.Dropout(0.2))
+    return learner, images
+
+
+def trained(folder: Path, out: Path, resume: Path | None = None, **more: Any) -> Learner:
+    """Two epochs of 8 steps unless told otherwise."""
+    learner, images = learner_and_images(folder)
+    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "log": (), **more}
+    train.fit(train.make_trainer(out, **options), learner, images, resume)
+    return learner
+
+
+def tensors(content: Any) -> Iterator[Tensor]:
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, dict):
+        for name in sorted(content, key=str):
+            yield from tensors(content[name])
+    elif isinstance(content, list | tuple):
+        for each in content:
+            yield from tensors(each)
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Weights, both moments of Adam, and the schedule, bit for bit, after two epochs."""
+    a, b = read_checkpoint(one), read_checkpoint(other)
+    for part in ("state_dict", "optimizer_states"):
+        pairs = list(zip(tensors(a[part]), tensors(b[part]), strict=True))
+        assert len(pairs) > 5 and all(torch.equal(x, y) for x, y in pairs)
+    assert a["global_step"] == b["global_step"] == 16 and a["epoch"] == b["epoch"]
+    assert a["lr_schedulers"] == b["lr_schedulers"]
