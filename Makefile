@@ -14,7 +14,7 @@ WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(or
 PY := $(word 1,$(WHERE))
 EXTENSION := $(if $(filter 0,$(CAPSFAST_BUILD)),,$(word 2,$(WHERE)))
 CXX_FILES := $(shell find csrc tests/emulator -type f ! -name '*.py*')
-PARALLEL := -n auto --maxprocesses 8 --dist loadgroup -p no:benchmark
+PARALLEL := -n auto --maxprocesses 8 -p no:benchmark
 
 .PHONY: help demo test test-all build lint format wheel bench gpu-check clean force
 .DELETE_ON_ERROR:

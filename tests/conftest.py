@@ -3,7 +3,7 @@
 python -m pytest tests                      every backend that is available
 python -m pytest tests --backends cpp       only these; one that is missing is an error
 python -m pytest tests --exhaustive         also the combinations that the usual run leaves out, and more drawn examples
-python -m pytest tests -n 2 --dist loadgroup   in two processes
+python -m pytest tests -n 2                 in two processes (pytest-xdist)
 """
 
 import os
@@ -49,7 +49,6 @@ MARKERS = (
     "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
     "usual(**values): without --exhaustive only these values of the parameters; usual() with none, not at all",
     "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
-    "xdist_group(name): for one of several processes, as they share what is slow to make (pytest-xdist)",
     "against_reference: compares with the reference, which has nothing to be compared with",
     "fused: only for backends with ops of their own",
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
@@ -145,6 +144,41 @@ def _is_usual(item: pytest.Item, parameters: dict[str, Any]) -> bool:
     return all(marker.kwargs and _among(marker.kwargs, parameters) for marker in markers)
 
 
+# Files whose tests share something slow to make: with several processes, each file for one of them.
+TOGETHER = tuple(
+    f"test_{name}.py"
+    for name in (
+        "cli_train",
+        "cli_train_endings",
+        "cuda_resources",
+        "distributed",
+        "train",
+        "train_killed",
+        "train_stopping",
+        "triton_compile",
+    )
+)
+    "test_cli_train.py",
+    "test_cuda_resources.py",
+    "test_distributed.py",
+    "test_train.py",
+    "test_triton_compile.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Any test to any process, but for TOGETHER, which go first. (xdist's groups need an older pytest than 9.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return file if file.endswith(TOGETHER) else nodeid
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = [], []
     for item in items:
@@ -154,8 +188,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fits = fits and (config.getoption("--exhaustive") or _is_usual(item, parameters))
         (kept if fits else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    # Those that stay together go first: whatever is short fills up the end.
-    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("xdist_group") is None)
+    items[:] = kept
     if not config.option.collectonly and any(_backend_of(item) == EMULATED for item in kept):
         from .emulator.backend import install
 

@@ -12,8 +12,6 @@ import pytest
 
 from capsfast import native
 
-pytestmark = pytest.mark.xdist_group("cuda_resources")
-
 SPECIALISED = ("tile", "given")
 # Registers a thread, by what the name of a kernel begins with: what twelve warps of a multiprocessor may have, or 255.
 MOST_REGISTERS = {"tile": 168, "": 255}

@@ -19,10 +19,7 @@ from capsfast.nn import CapsNetLoss
 ROOT = Path(__file__).resolve().parent.parent
 BATCH, STEPS = 8, 4
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"),
-    pytest.mark.xdist_group("distributed"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 
 def make_model() -> CapsNet:

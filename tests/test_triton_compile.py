@@ -15,8 +15,6 @@ from capsfast import toolchain
 if toolchain._why_not_installed():
     pytest.skip(toolchain._why_not_installed(), allow_module_level=True)
 
-pytestmark = pytest.mark.xdist_group("triton_compile")
-
 Row = dict[str, Any]
 CAPABILITIES = (80, 90, 100)
 # What a program may have on every GPU from 8.0 on: 99 KiB on 8.6, 8.9 and 12.0, more on the others.

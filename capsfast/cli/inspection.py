@@ -8,7 +8,6 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..files import check_writable, write_text
 from .common import (
@@ -23,6 +22,7 @@ from .common import (
     to_accelerator,
     write,
 )
+from .progress import progress
 
 
 def evaluate(
@@ -56,17 +56,19 @@ def evaluate(
                 train.pgd, eps=eps, steps=pgd_steps, generator=draw
             )
         found = {}
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        images = {
+            name: len(sets.test) if attack is None else min(attacked or len(sets.test), len(sets.test))
+            for name, attack in attacks.items()
+        }
+        with progress(sum(images.values()), Console(stderr=True)) as shown:
             for name, attack in attacks.items():
-                limit = None if attack is None else attacked
-                task = progress.add_task(name, total=min(limit or len(sets.test), len(sets.test)))
+                shown.step(name)
                 found[name] = train.evaluate(
                     learner,
                     sets.test,
                     attack=attack,
-                    limit=limit,
-                    on_step=partial(progress.advance, task),
+                    limit=None if attack is None else attacked,
+                    on_step=shown.advance,
                 )
         for name, each in found.items():
             say(f"{name}: {each.accuracy:.2%} of {each.images} right")
