@@ -7,6 +7,7 @@ python -m pytest tests -n 2                 in two processes (pytest-xdist)
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from hypothesis import HealthCheck, settings
 # Without a GPU the Triton kernels are interpreted. Triton reads this when it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and with them the processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import capsfast
 from capsfast import native
@@ -47,13 +52,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 MARKERS = (
     "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
-    "usual(**values): without --exhaustive only these values of the parameters; usual() with none, not at all",
+    "usual(**values): without --exhaustive only these values of the parameters (see emulated); usual(), not at all",
     "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
     "against_reference: compares with the reference, which has nothing to be compared with",
     "fused: only for backends with ops of their own",
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
     "kernels: of what kernels compute, also for those that only the tests can run",
-    "emulated(**values): an emulated backend runs only these values of the parameters",
+    "emulated(**values): an emulated backend runs only these values of the parameters; cpp={...}, other ones for cpp",
 )
 
 
@@ -116,10 +121,11 @@ def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> b
 
 
 def _among(values: dict[str, Any], parameters: dict[str, Any]) -> bool:
-    """Whether all parameters are among these values. ``route_votes``: the values for that op."""
+    """Whether all parameters are among these values; for an op or a backend that is named, among its own."""
+    wanted = {name: allowed for name, allowed in values.items() if not isinstance(allowed, dict)}
+    for name in {str(parameters[each]) for each in ("op", "backend") if each in parameters} & values.keys():
+        wanted |= values[name]
     op = parameters.get("op")
-    special = values.get("route_votes", {}) if isinstance(op, Op) and op.name == "route_votes" else {}
-    wanted = {name: allowed for name, allowed in values.items() if name != "route_votes"} | special
     return all(
         _as_of(parameters[name], op) in [_as_of(each, op) for each in allowed] for name, allowed in wanted.items()
     )
@@ -157,12 +163,6 @@ TOGETHER = tuple(
         "train_stopping",
         "triton_compile",
     )
-)
-    "test_cli_train.py",
-    "test_cuda_resources.py",
-    "test_distributed.py",
-    "test_train.py",
-    "test_triton_compile.py",
 )
 
 

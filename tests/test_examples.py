@@ -1,5 +1,6 @@
 """The examples, run as a user runs them."""
 
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import capsfast
 
@@ -22,15 +24,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-def imported() -> Any:
-    for name in ("typer", "matplotlib", "sklearn"):
-        pytest.importorskip(name)
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLES / "digits.py")
+def imported(name: str = "digits") -> Any:
+    for needed in ("typer", "matplotlib", "sklearn"):
+        pytest.importorskip(needed)
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    digits = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(digits)
-    return digits
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.slow
@@ -70,3 +72,48 @@ def test_digits_says_which_backends_there_are() -> None:
     done = run("--backend", "nothing")
     assert done.returncode == 2
     assert "reference" in done.stderr
+
+
+def test_demo_ends_with_what_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The numbers of training and record, the pictures, and commands that are commands."""
+    from typer.main import get_command
+
+    from capsfast.bench import record
+    from capsfast.bench.cases import CANONICAL, DIRECTIONS
+    from capsfast.bench.contenders import COMPILED, EAGER, OURS
+    from capsfast.bench.measure import Row
+    from capsfast.bench.timing import Timing
+    from capsfast.cli.app import app
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("COLUMNS", "200")
+    demo = imported("demo")
+    monkeypatch.chdir(tmp_path)
+
+    def bench(json: Path, **_: Any) -> None:
+        times = {OURS + "cpp": 1e-3, COMPILED: 7e-3, EAGER: 25e-3}
+        cases = [dataclasses.replace(CANONICAL, direction=each) for each in DIRECTIONS]
+        seconds = {name: dataclasses.asdict(Timing.of([time])) for name, time in times.items()}
+        rows = [Row(case, name, "ok", "", seconds[name], {"v": 0.0}) for case in cases for name in times]
+        record.save(json, record.environment(torch.device("cpu")), rows)
+
+    outcome = demo.digits.Outcome({"cpp": 0.9917, "reference": 0.9889}, {"cpp": 3.25, "reference": 15.5})
+    monkeypatch.setattr(demo.digits, "compare", lambda *_, **__: outcome)
+    monkeypatch.setattr(demo, "bench", bench)
+    demo.main()
+    said = capsys.readouterr().out
+    for shown in (
+        "cpp 99.17%; reference 98.89%",
+        "cpp 3.2 s; reference 15.5 s",
+        "forward 7.0x torch.compile einsum, 25.0x eager einsum; forward+backward 7.0x",
+        "out/curve.png, out/reconstructions.png, out/speed.png",
+    ):
+        assert shown in said, said
+    lines = [
+        line.split("capsfast ", 1)[1].split("  ")[0].split() for line in said.splitlines() if line.startswith("  ")
+    ]
+    assert len(lines) >= 3
+    for name, *words in lines:
+        get_command(app).commands[name].make_context(name, words)  # type: ignore[attr-defined]

@@ -49,6 +49,7 @@ def gradients(function: Callable[..., Any], tensors: dict[str, Tensor]) -> list[
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.emulated(case=COMPILED[:1], dynamic=[None])
+@pytest.mark.usual(reference={"case": COMPILED[:1], "dynamic": [True]})
 def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: str, case: Case, dynamic: bool | None) -> None:
     problems = [make(small(backend, B), case, op, torch.float32, backend.device) for B in (3, 18, 5)]
     counter = CompileCounterWithBackend("aot_eager")
