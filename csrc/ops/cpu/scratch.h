@@ -24,7 +24,8 @@ class Carver {
 
 // weights [chunk][J D K] where they are not a run of T; buffer: strided storage on its way to lanes;
 // u [chunk][K][L]; logits [chunk][J][L]; valid [chunk][L]; scores and dc [scored][J][L] with scored = 1
-// while all votes are held, else chunk; x, the votes held; sum [J D][L] and norm [J][L] of a chunk.
+// while all votes are held, else chunk; x, the votes held; sum [out_tile D][L] and
+// norm [J][L] of a chunk.
 template <class T>
 struct LanesReduceScratch {
   T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm;
@@ -33,33 +34,37 @@ struct LanesReduceScratch {
   LanesReduceScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, scored = plan.out_tile >= p.J ? 1 : plan.chunk;
+    const int64_t widest = p.logits.data != nullptr && p.J > p.K ? p.J : p.K;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.J * p.D * p.K : 0);
-    buffer = carve.take(plan.chunk * (p.K > p.J ? p.K : p.J) * L);
+    buffer = carve.take(plan.chunk * widest * L);
     u = carve.take(plan.chunk * p.K * L);
     logits = carve.take(p.logits.data != nullptr ? plan.chunk * p.J * L : 0);
     valid = carve.take(p.mask.data != nullptr ? plan.chunk * L : 0);
     scores = carve.take(scored * p.J * L);
     dc = carve.take(scored * p.J * L);
     x = carve.take(plan.out_tile * p.D * L);
-    sum = carve.take(p.J * p.D * L);
+    sum = carve.take(plan.out_tile * p.D * L);
     norm = carve.take(p.J * L);
     size = carve.used();
   }
 };
 
 // As above; c and db [iterations][chunk][J][L]; x and dx [out_tile D, to a multiple of L][L];
-// du [chunk][K][L]; dweight [chunk][J D / L][K][L], transposed; dlogits [chunk][J][L]; row [J D K].
+// du [chunk][K][L]; dweight [chunk][J D / L][K][L], transposed, and row [J D K], unless dW is added up in place;
+// dlogits [chunk][J][L]; block [K][L].
 template <class T>
 struct LanesFinalScratch {
-  T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row;
+  T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block;
   int64_t size;
 
   LanesFinalScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, chunk = plan.final_chunk, rows = p.J * p.D;
+    const bool in_place = plan.weight_in_place;
     const int64_t tile_rows = (plan.final_out_tile * p.D + L - 1) / L * L;
+    const int64_t widest = p.logits.data != nullptr && p.J > p.K ? p.J : p.K;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : chunk) * rows * p.K : 0);
-    buffer = carve.take(chunk * (p.K > p.J ? p.K : p.J) * L);
+    buffer = carve.take(chunk * widest * L);
     u = carve.take(chunk * p.K * L);
     logits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
     valid = carve.take(p.mask.data != nullptr ? chunk * L : 0);
@@ -68,9 +73,10 @@ struct LanesFinalScratch {
     x = carve.take(tile_rows * L);
     dx = carve.take(tile_rows * L);
     du = carve.take(chunk * p.K * L);
-    dweight = carve.take((p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K * L);
-    dlogits = carve.take(chunk * p.J * L);
-    row = carve.take(rows * p.K);
+    dweight = carve.take(in_place ? 0 : (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K * L);
+    dlogits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
+    row = carve.take(in_place ? 0 : rows * p.K);
+    block = carve.take(in_place ? p.K * L : 0);
     size = carve.used();
   }
 };
