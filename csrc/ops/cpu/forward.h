@@ -146,7 +146,7 @@ class Forward {
     Between<T> at = context.between(bias);
     at.sum = sums.high();
     at.low = sums.low();
-    at.V = V.get();
+    if (t + 1 < p.iterations) at.V = V.get();
     at.s = static_cast<T*>(out.s) + t * out.batch * p.J * p.D;
     at.factor = factor.get();
     if (t + 1 == p.iterations) at.v = out.v;
@@ -157,7 +157,7 @@ class Forward {
     }
   }
 
-  // v = squash(s + bias) of one output capsule, added to V_t; of the last iteration also to the result.
+  // v = squash(s + bias) of one output capsule: the result of the last iteration, else added to V_t.
   void add_output(const T* s, int64_t j, bool valid, T* V_t, int64_t stride, int64_t last_of_sample) const {
     const T* bias_j = bias.data() + j * p.D;
     T n = 0;
@@ -165,29 +165,22 @@ class Forward {
     const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
     for (int64_t d = 0; d < p.D; ++d) {
       const T v = valid ? f * (s[d] + bias_j[d]) : T(0);
-      V_t[d * stride] += v;
-      if (last_of_sample >= 0) write<T>(out.v, (last_of_sample * p.J + j) * p.D + d, v);
+      if (last_of_sample >= 0) {
+        write<T>(out.v, (last_of_sample * p.J + j) * p.D + d, v);
+      } else {
+        V_t[d * stride] += v;
+      }
     }
   }
 
-  // c = exp(b - max) scale takes a pass of its own, before V_t gets the last v.
+  // c = exp(b - max) scale takes a pass of its own, over the V_t of the last one.
   void write_coupling(int64_t t) {
     InNormArrays<T> in_norm(context.layout, 1);
-    Buffer<T> before(context.layout.vectors());
-    std::fill_n(before.get(), context.layout.vectors(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
-      const Place at = context.layout.of(b);
-      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, at, 0);
-      const T* s = static_cast<const T*>(out.s) + b * p.J * p.D;
-      for (int64_t j = 0; j < p.J; ++j) {
-        for (int64_t earlier = 0; earlier < t; ++earlier) {
-          add_output(s + (earlier * out.batch * p.J + j) * p.D, j, context.is_valid(b, j),
-                     before.get() + at.vector + j * p.D * at.stride, at.stride, -1);
-        }
-      }
+      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, context.layout.of(b), 0);
     }
     ReducePass<T> pass;
-    pass.V = t == 0 ? nullptr : before.get();
+    pass.V = t == 0 ? nullptr : V.get();
     pass.in_max = in_norm.max();
     pass.in_scale = in_norm.scale();
     pass.coupling = out.coupling;

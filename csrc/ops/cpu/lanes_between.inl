@@ -40,7 +40,7 @@ struct LanesBetween {
   static void outputs(const Between<T>& at, int64_t tile) {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
-    T *const s = at.sum + here, *const v = at.low + here, *const V_t = at.V + here;
+    T *const s = at.sum + here, *const v = at.low + here, *const V_t = at.V == nullptr ? nullptr : at.V + here;
     for (int64_t j = 0; j < p.J; ++j) {
       V n{};
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
@@ -55,7 +55,7 @@ struct LanesBetween {
       const V f = squash_factor(p, n), ok = valid(at, tile, j);
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
         const V x = ok > V{} ? f * (load<L>(s + row * L) + at.bias[row]) : V{};
-        store<L>(V_t + row * L, load<L>(V_t + row * L) + x);
+        if (at.V != nullptr) store<L>(V_t + row * L, load<L>(V_t + row * L) + x);
         if (at.v.data != nullptr) store<L>(v + row * L, x);
       }
     }

@@ -90,7 +90,7 @@ struct Between {
   const T* valid_out = nullptr;  // [tiles][J][L]
   T* sum = nullptr;
   T* low = nullptr;
-  T* V = nullptr;  // [tiles][J D][L]
+  T* V = nullptr;  // [tiles][J D][L]; forward: null if no pass follows
   T* s = nullptr;  // of the iteration
   // Forward: s is the sum over the splits of factor [splits][J][L], the tile's own, times their sums. Both halves of
   // the first split's sums are used up. data null: v is not wanted.
