@@ -39,6 +39,12 @@ SHAPES = (
     (17, 3, 257, 8, 8),
     (1, 100_000, 2, 1, 1),
     (2, 1153, 10, 16, 8),
+    # K in blocks and what is left of them, under whole vectors of rows and others; many output capsules whose dW is
+    # added up in place.
+    (18, 7, 3, 16, 11),
+    (33, 9, 4, 32, 24),
+    (16, 11, 5, 8, 12),
+    (17, 5, 100, 16, 7),
 )
 
 

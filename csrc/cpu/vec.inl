@@ -55,11 +55,22 @@ CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
   return load<L>(lanes);
 }
 
+// n < 2 H numbers in two runs of the largest power of two that fits, which may overlap.
+template <int H, class T>
+CAPSFAST_INLINE void copy_part(T* p, const T* from, int64_t n) {
+  if (n >= H) {
+    __builtin_memcpy(p, from, H * sizeof(T));
+    __builtin_memcpy(p + n - H, from + n - H, H * sizeof(T));
+  } else if constexpr (H > 1) {
+    copy_part<H / 2>(p, from, n);
+  }
+}
+
 template <int L, class T>
 CAPSFAST_INLINE void store_part(T* p, Vec<T, L> v, int64_t n) {
   alignas(sizeof(T) * L) T lanes[L];
   store<L>(lanes, v);
-  for (int64_t l = 0; l < n; ++l) p[l] = lanes[l];
+  copy_part<(L > 1 ? L / 2 : 1)>(p, lanes, n);
 }
 
 // Adds x to *high, and what that addition rounds off to *low (Knuth's two-sum).

@@ -39,12 +39,19 @@ class Backward {
 
   void run() {
     const int64_t r = p.iterations, pitch = context.layout.vectors();
-    parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) {
-        restore(b);
-        differentiate(r - 1, b, true);
-      }
-    });
+    if (context.plan.lanes) {
+      parallel(context.plan.tiles, context.tile_grain(), [&](int64_t begin, int64_t end) {
+        restore_tiles(begin, end);
+        differentiate_tiles(r - 1, begin, end, true);
+      });
+    } else {
+      parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+        for (int64_t b = begin; b < end; ++b) {
+          restore(b);
+          differentiate(r - 1, b, true);
+        }
+      });
+    }
     for (int64_t t = r - 1; t > first; --t) {
       ReducePass<T> pass;
       pass.V = V.get() + t * pitch;
@@ -61,9 +68,14 @@ class Backward {
       // so far.
       if (t == r - 1) sums.clear();
       context.reduce(pass);
-      parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
-        for (int64_t b = begin; b < end; ++b) differentiate(t - 1, b, false);
-      });
+      if (context.plan.lanes) {
+        parallel(context.plan.tiles, context.tile_grain(),
+                 [&](int64_t begin, int64_t end) { differentiate_tiles(t - 1, begin, end, false); });
+      } else {
+        parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+          for (int64_t b = begin; b < end; ++b) differentiate(t - 1, b, false);
+        });
+      }
     }
     if (dbias_sum_ != nullptr) sum_bias();
     if (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr) last_pass();
@@ -88,9 +100,28 @@ class Backward {
         }
       }
     }
+    restore_norms(b);
+  }
+
+  void restore_norms(int64_t b) {
     if (!p.softmax_in) return;
     for (int64_t t = 0; t < p.iterations; ++t)
-      in_norm.restore(static_cast<const T*>(in.norm), p, in.batch, t, b, at, t);
+      in_norm.restore(static_cast<const T*>(in.norm), p, in.batch, t, b, context.layout.of(b), t);
+  }
+
+  // The same in lanes, for tiles of samples.
+  void restore_tiles(int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      for (int64_t t = 0; t + 1 < p.iterations; ++t) context.kernel_table.lanes_restore(between(t), tile);
+    }
+    for (int64_t b = begin * context.plan.L; b < std::min(p.B, end * context.plan.L); ++b) restore_norms(b);
+  }
+
+  Between<T> between(int64_t t) {
+    Between<T> at = context.between(bias);
+    at.V = V.get() + t * context.layout.vectors();
+    at.s = const_cast<T*>(saved_s(t, 0));
+    return at;
   }
 
   T biased(const T* s, int64_t row) const { return s[row] + bias[static_cast<size_t>(row)]; }
@@ -129,6 +160,24 @@ class Backward {
       // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
       if (given && in.dcoupling.data != nullptr) total += coupling_gradient(b, j);
       c_dc.get()[t * context.layout.scalars() + at.scalar + j * at.stride] = total;
+    }
+  }
+
+  void differentiate_tiles(int64_t t, int64_t begin, int64_t end, bool given) {
+    Between<T> at = between(t);
+    at.sum = sums.high();
+    at.low = sums.low();
+    at.ds = ds.get() + t * context.layout.vectors();
+    if (given) at.dv = in.dv;
+    if (p.softmax_in) at.c_dc = c_dc.get() + t * context.layout.scalars();
+    const Buffer<T> scratch((given ? 2 : 1) * p.J * p.D * context.plan.L);
+    for (int64_t tile = begin; tile < end; ++tile) {
+      context.kernel_table.lanes_differentiate(at, tile, scratch.get());
+      if (!p.softmax_in || !given || in.dcoupling.data == nullptr) continue;
+      for (int64_t b = tile * context.plan.L; b < std::min(p.B, (tile + 1) * context.plan.L); ++b) {
+        const Place place = context.layout.of(b);
+        for (int64_t j = 0; j < p.J; ++j) at.c_dc[place.scalar + j * place.stride] += coupling_gradient(b, j);
+      }
     }
   }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 #include "../../cpu/isa.h"
 #include "../../cpu/parallel.h"
@@ -88,6 +89,8 @@ struct Context {
     plan.gather_rows =
         p.votes_given ? !is_run<T>(p.votes, {1, p.J, p.D}, {0, votes[2], votes[3]}) || p.mask.data != nullptr
                       : !is_run<T>(p.weight, {p.J, p.D, p.K}, {weight[1], weight[2], weight[3]});
+    // Copied rows of the weight take the place of those of dW in the scratch.
+    if (plan.gather_rows && plan.weight_in_place) plan.final_chunk = (plan.final_chunk + 1) / 2;
     if (p.out_mask.data == nullptr) return;
     std::fill_n(valid_out.get(), layout.scalars(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
@@ -101,6 +104,18 @@ struct Context {
 
   // The fewest samples a task gets for the work between passes: with fewer, starting it would cost more than it does.
   int64_t grain() const { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.J * p.D)); }
+
+  int64_t tile_grain() const { return std::max<int64_t>(1, grain() / plan.L); }
+
+  // What the kernels between passes need of every call.
+  Between<T> between(const std::vector<T>& bias) const {
+    Between<T> at;
+    at.problem = &p;
+    at.plan = &plan;
+    at.bias = bias.data();
+    at.valid_out = valid();
+    return at;
+  }
 
   // Runs a reducing pass. Split k of the input capsules adds to the k-th part of sum and low, [splits][vectors()], and
   // of max, norm and norm_low, [splits][scalars()].

@@ -66,9 +66,14 @@ class Forward {
       }
       context.reduce(pass);
       if (p.softmax_in) norms.join();
-      parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
-        for (int64_t b = begin; b < end; ++b) finish(pass.unweighted, t, b);
-      });
+      if (context.plan.lanes) {
+        parallel(context.plan.tiles, context.tile_grain(),
+                 [&](int64_t begin, int64_t end) { finish_tiles(pass.unweighted, t, begin, end); });
+      } else {
+        parallel(p.B, context.grain(), [&](int64_t begin, int64_t end) {
+          for (int64_t b = begin; b < end; ++b) finish(pass.unweighted, t, b);
+        });
+      }
       if (wants_coupling && p.softmax_in) write_coupling(t);
     }
   }
@@ -84,21 +89,19 @@ class Forward {
     std::fill_n(norms.high(), pitch, T(1));
   }
 
-  // Computes s_t, v_t and V_t of sample b from the partial sums.
-  void finish(bool unweighted, int64_t t, int64_t b) {
+  // What the sums of each split are multiplied with to add up to s of sample b: of output capsule j and split n at
+  // factor[(n J + j) stride]. Saves the normalisers of the softmax over the input capsules.
+  void factors(bool unweighted, int64_t t, int64_t b, T* factor, int64_t stride) const {
     const Place at = context.layout.of(b);
-    const int64_t splits = context.plan.splits, pitch = context.layout.vectors(),
-                  scalar_pitch = context.layout.scalars();
+    const int64_t splits = context.plan.splits, scalar_pitch = context.layout.scalars();
     const int64_t counted = !unweighted    ? 0
                             : p.softmax_in ? valid_count(p.mask, b, p.I)
                                            : valid_count(p.out_mask, b, p.J);
     const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
-    T* s = static_cast<T*>(out.s) + (t * out.batch + b) * p.J * p.D;
     for (int64_t j = 0; j < p.J; ++j) {
-      const bool valid = context.is_valid(b, j);
       const int64_t scalar = at.scalar + j * at.stride;
       // With softmax "in" c is exp(b - in_max) scale. Else it is the coefficient that the pass used, times scale.
-      T scale = unweighted ? (valid && entries > 0 ? 1 / entries : T(0)) : T(1), in_max = 0;
+      T scale = unweighted ? (context.is_valid(b, j) && entries > 0 ? 1 / entries : T(0)) : T(1), in_max = 0;
       if (p.softmax_in) {
         if (!unweighted) {
           const InNorm<T> all(max.get() + scalar, norms.high() + scalar, splits, scalar_pitch);
@@ -109,20 +112,54 @@ class Forward {
         to[0] = in_max;
         to[p.iterations * out.batch * p.J] = scale;
       }
-      for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] = 0;
       for (int64_t split = 0; split < splits; ++split) {
-        T factor = scale;
-        if (p.softmax_in && !unweighted) factor *= std::exp(max.get()[scalar + split * scalar_pitch] - in_max);
-        const int64_t part = split * pitch + at.vector + j * p.D * at.stride;
-        for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += factor * sums.total(part + d * at.stride);
+        T& to = factor[(split * p.J + j) * stride];
+        to = scale;
+        if (p.softmax_in && !unweighted) to *= std::exp(max.get()[scalar + split * scalar_pitch] - in_max);
       }
-      add_output(
-          s + j * p.D, j, valid, V.get() + at.vector + j * p.D * at.stride, at.stride, t + 1 == p.iterations ? b : -1);
     }
   }
 
-  // Adds v = squash(s + bias) of output capsule j to V_t. If last_of_sample is not -1 this is the last iteration of
-  // that sample, and v is also the result.
+  // s_t, v_t and V_t of one sample from the partial sums.
+  void finish(bool unweighted, int64_t t, int64_t b) {
+    const Place at = context.layout.of(b);
+    const int64_t splits = context.plan.splits, pitch = context.layout.vectors();
+    std::vector<T> factor(static_cast<size_t>(splits * p.J));
+    factors(unweighted, t, b, factor.data(), 1);
+    T* s = static_cast<T*>(out.s) + (t * out.batch + b) * p.J * p.D;
+    for (int64_t j = 0; j < p.J; ++j) {
+      for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] = 0;
+      for (int64_t split = 0; split < splits; ++split) {
+        const T f = factor[static_cast<size_t>(split * p.J + j)];
+        const int64_t part = split * pitch + at.vector + j * p.D * at.stride;
+        for (int64_t d = 0; d < p.D; ++d) s[j * p.D + d] += f * sums.total(part + d * at.stride);
+      }
+      add_output(s + j * p.D, j, context.is_valid(b, j), V.get() + at.vector + j * p.D * at.stride, at.stride,
+                 t + 1 == p.iterations ? b : -1);
+    }
+  }
+
+  // The same in lanes, for tiles of samples.
+  void finish_tiles(bool unweighted, int64_t t, int64_t begin, int64_t end) {
+    const int64_t L = context.plan.L, size = context.plan.splits * p.J * L;
+    const Buffer<T> factor(size);
+    std::fill_n(factor.get(), size, T(0));
+    Between<T> at = context.between(bias);
+    at.sum = sums.high();
+    at.low = sums.low();
+    if (t + 1 < p.iterations) at.V = V.get();
+    at.s = static_cast<T*>(out.s) + t * out.batch * p.J * p.D;
+    at.factor = factor.get();
+    if (t + 1 == p.iterations) at.v = out.v;
+    for (int64_t tile = begin; tile < end; ++tile) {
+      for (int64_t b = tile * L; b < std::min(p.B, (tile + 1) * L); ++b)
+        factors(unweighted, t, b, factor.get() + b % L, L);
+      context.kernel_table.lanes_outputs(at, tile);
+    }
+  }
+
+  // Squashes s + bias of output capsule j to v. v is the result of sample last_of_sample in the last iteration; before
+  // that, where last_of_sample is -1, it is added to V_t.
   void add_output(const T* s, int64_t j, bool valid, T* V_t, int64_t stride, int64_t last_of_sample) const {
     const T* bias_j = bias.data() + j * p.D;
     T n = 0;
@@ -130,30 +167,22 @@ class Forward {
     const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
     for (int64_t d = 0; d < p.D; ++d) {
       const T v = valid ? f * (s[d] + bias_j[d]) : T(0);
-      V_t[d * stride] += v;
-      if (last_of_sample >= 0) write<T>(out.v, (last_of_sample * p.J + j) * p.D + d, v);
+      if (last_of_sample >= 0) {
+        write<T>(out.v, (last_of_sample * p.J + j) * p.D + d, v);
+      } else {
+        V_t[d * stride] += v;
+      }
     }
   }
 
-  // With softmax "in" the coupling takes a pass of its own, with the V that the last iteration scored with. V already
-  // contains the last v, so that sum is made again in `before`.
+  // With softmax "in" the coupling takes a pass of its own, with the V that the last iteration scored with.
   void write_coupling(int64_t t) {
     InNormArrays<T> in_norm(context.layout, 1);
-    Buffer<T> before(context.layout.vectors());
-    std::fill_n(before.get(), context.layout.vectors(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
-      const Place at = context.layout.of(b);
-      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, at, 0);
-      const T* s = static_cast<const T*>(out.s) + b * p.J * p.D;
-      for (int64_t j = 0; j < p.J; ++j) {
-        for (int64_t earlier = 0; earlier < t; ++earlier) {
-          add_output(s + (earlier * out.batch * p.J + j) * p.D, j, context.is_valid(b, j),
-                     before.get() + at.vector + j * p.D * at.stride, at.stride, -1);
-        }
-      }
+      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, context.layout.of(b), 0);
     }
     ReducePass<T> pass;
-    pass.V = t == 0 ? nullptr : before.get();
+    pass.V = t == 0 ? nullptr : V.get();
     pass.in_max = in_norm.max();
     pass.in_scale = in_norm.scale();
     pass.coupling = out.coupling;

@@ -5,24 +5,48 @@
 // and two multiply-add ports keeps all four busy.
 
 template <class T, int K_>
-struct Lanes : Coupling<T, kLanes<T>> {
+struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
   static constexpr int L = kLanes<T>;
   static constexpr int R = kRegisters / 2;
   using V = Vec<T, L>;
 
-  // rows[n] = w[n] . u for n < N. w [N][K], u [K][L].
-  template <int N>
-  static CAPSFAST_INLINE void votes_block(const T* w, const T* u, int64_t K, V* rows) {
-    // Fetches the weights of the next block into the cache while this one is computed.
-    if constexpr (K_ > 0 && N == R) {
+  // rows[n] += w[n] . u from k on, S products at a time and what is left in half as many. A row of K numbers known
+  // at run time only takes an address: S products from one share it.
+  template <int N, int S>
+  static CAPSFAST_INLINE void add_products(const T* w, const T* u, int64_t k, int64_t K, V* rows) {
+    for (; k + S <= K; k += S) {
+      if constexpr (N == R) {
+        constexpr int kStep = N * S * static_cast<int>(sizeof(T));
+        const char* const next = reinterpret_cast<const char*>(w + N * K) + k * N * static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 16
-      for (int n = 0; n < N * K_ * static_cast<int>(sizeof(T)); n += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(w + N * K_) + n);
+        for (int n = 0; n < kStep; n += 64) __builtin_prefetch(next + n);
+      }
+      V uk[S];
+#pragma GCC unroll 4
+      for (int s = 0; s < S; ++s) uk[s] = load<L>(u + (k + s) * L);
+      const T* row = w + k;
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n, row += K) {
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s) rows[n] += uk[s] * row[s];
       }
     }
+    if constexpr (S > 1) add_products<N, S / 2>(w, u, k, K, rows);
+  }
+
+  // rows[n] = w[n] . u
+  template <int N>
+  static CAPSFAST_INLINE void votes_block(const T* w, const T* u, int64_t K, V* rows) {
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = V{};
     if constexpr (K_ > 0) {
+      // The block after this one is on its way while this one is worked on.
+      if constexpr (N == R) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N * K_ * static_cast<int>(sizeof(T)); n += 64) {
+          __builtin_prefetch(reinterpret_cast<const char*>(w + N * K_) + n);
+        }
+      }
 #pragma GCC unroll 16
       for (int k = 0; k < K_; ++k) {
         const V uk = load<L>(u + k * L);
@@ -30,11 +54,7 @@ struct Lanes : Coupling<T, kLanes<T>> {
         for (int n = 0; n < N; ++n) rows[n] += uk * w[n * K_ + k];
       }
     } else {
-      for (int64_t k = 0; k < K; ++k) {
-        const V uk = load<L>(u + k * L);
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) rows[n] += uk * w[n * K + k];
-      }
+      add_products<N, 4>(w, u, 0, K, rows);
     }
   }
 
@@ -123,127 +143,5 @@ struct Lanes : Coupling<T, kLanes<T>> {
   static CAPSFAST_INLINE void add_scaled(V c, const T* x, int64_t n, T* y) {
 #pragma GCC unroll 4
     for (int64_t d = 0; d < n; ++d) store<L>(y + d * L, load<L>(y + d * L) + c * load<L>(x + d * L));
-  }
-
-  // Transposes from[l] [count] of each sample l < samples to `to` [count][L]. Lanes from `samples` on become 0.
-  static void interleave(const T* const* from, int64_t samples, int64_t count, T* to) {
-    int64_t n = 0;
-    for (; n + L <= count; n += L) {
-      V m[L];
-#pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) m[l] = l < samples ? load<L>(from[l] + n) : V{};
-      transpose<T, L>(m);
-#pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) store<L>(to + (n + l) * L, m[l]);
-    }
-    for (; n < count; ++n) {
-      for (int l = 0; l < L; ++l) to[n * L + l] = l < samples ? from[l][n] : T(0);
-    }
-  }
-
-  // The opposite of interleave().
-  static void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
-    int64_t n = 0;
-    for (; n + L <= count; n += L) {
-      V m[L];
-#pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) m[l] = load<L>(from + (n + l) * L);
-      transpose<T, L>(m);
-      for (int64_t l = 0; l < samples; ++l) store<L>(to[l] + n, m[l]);
-    }
-    for (; n < count; ++n) {
-      for (int64_t l = 0; l < samples; ++l) to[l][n] = from[n * L + l];
-    }
-  }
-
-  // Copies [b0, b0 + samples) x [i0, i0 + n1) x [0, n2) of a [B, I, n2] tensor to lanes, `to` [n1][n2][L]. If it is not
-  // contiguous and of type T it is first copied to `buffer` [L][n1][n2].
-  static void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer,
-                   T* to) {
-    const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
-    const T* from[L] = {};
-    for (int64_t l = 0; l < samples; ++l) {
-      const int64_t offset = (b0 + l) * view.stride[0] + i0 * view.stride[1];
-      if (is_run<T>(view, n, s)) {
-        from[l] = static_cast<const T*>(view.data) + offset;
-      } else {
-        gather<T>(view, offset, n, s, buffer + l * n1 * n2);
-        from[l] = buffer + l * n1 * n2;
-      }
-    }
-    interleave(from, samples, n1 * n2, to);
-  }
-
-  // The opposite of pack().
-  static void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer,
-                     const View& view) {
-    const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
-    const bool run = is_run<T>(view, n, s);
-    T* to[L] = {};
-    for (int64_t l = 0; l < samples; ++l) {
-      const int64_t offset = (b0 + l) * view.stride[0] + i0 * view.stride[1];
-      to[l] = run ? static_cast<T*>(view.data) + offset : buffer + l * n1 * n2;
-    }
-    deinterleave(from, samples, n1 * n2, to);
-    if (run) return;
-    for (int64_t l = 0; l < samples; ++l) {
-      scatter<T>(view, (b0 + l) * view.stride[0] + i0 * view.stride[1], n, s, to[l]);
-    }
-  }
-
-  // Copies the poses of a chunk to u [chunk][K][L], with zeros for masked capsules. If there is a mask it is copied to
-  // valid [chunk][L] as 1 or 0.
-  static void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* u,
-                         T* valid) {
-    pack(p.u, b0, samples, i0, count, p.K, buffer, u);
-    if (p.mask.data == nullptr) return;
-    for (int64_t i = 0; i < count; ++i) {
-      for (int l = 0; l < L; ++l) valid[i * L + l] = l < samples && p.mask.at(b0 + l, i0 + i) ? T(1) : T(0);
-      const V ok = load<L>(valid + i * L);
-      for (int64_t k = 0; k < p.K; ++k) {
-        T* uk = u + (i * p.K + k) * L;
-        store<L>(uk, ok > V{} ? load<L>(uk) : V{});
-      }
-    }
-  }
-
-  // Copies the logits of a chunk: to [chunk][J][L] if they differ between samples, else to [chunk][J].
-  static void pack_logits(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* to) {
-    if (p.logits.stride[0] != 0) {
-      pack(p.logits, b0, samples, i0, count, p.J, buffer, to);
-      return;
-    }
-    gather<T>(p.logits, i0 * p.logits.stride[1], {1, count, p.J}, {0, p.logits.stride[1], p.logits.stride[2]}, to);
-  }
-
-  // If `out`, writes lanes [J][L] of input capsule i to `view` [B, I, J]. Else adds `view` to them.
-  template <bool out>
-  static void transfer(const View& view, int64_t b0, int64_t samples, int64_t i, int64_t J, T* lanes) {
-    for (int64_t l = 0; l < samples; ++l) {
-      int64_t at = (b0 + l) * view.stride[0] + i * view.stride[1];
-      for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
-        if constexpr (out) {
-          write<T>(view, at, lanes[j * L + l]);
-        } else {
-          lanes[j * L + l] += read<T>(view, at);
-        }
-      }
-    }
-  }
-
-  // The weights [J D K] of `count` input capsules, *pitch elements apart (0 if shared): in place if they are contiguous
-  // and of type T, else copied to `buffer`.
-  static const T* weight_chunk(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
-    const View& w = p.weight;
-    const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
-    if (is_run<T>(w, n, s)) {
-      *pitch = w.stride[0];
-      return static_cast<const T*>(w.data) + i0 * w.stride[0];
-    }
-    *pitch = w.stride[0] == 0 ? 0 : p.J * p.D * p.K;
-    for (int64_t i = 0; i < (*pitch == 0 ? 1 : count); ++i) {
-      gather<T>(w, (i0 + i) * w.stride[0], n, s, buffer + i * *pitch);
-    }
-    return buffer;
   }
 };

@@ -160,21 +160,32 @@ struct LanesFinal {
 #pragma GCC unroll 8
     for (int k = 0; k < N; ++k) a[k] = V{};
 #pragma GCC unroll 16
-    for (int n = 0; n < L; ++n) {
+    for (int n = 0; n < L; ++n, w += K) {
 #pragma GCC unroll 8
-      for (int k = 0; k < N; ++k) a[k] += rows[n] * w[n * K + k];
+      for (int k = 0; k < N; ++k) a[k] += rows[n] * w[k];
     }
 #pragma GCC unroll 8
     for (int k = 0; k < N; ++k) store<L>(du + k * L, load<L>(du + k * L) + a[k]);
+  }
+
+  // All poses from k on, N at a time and what is left in half as many.
+  template <int N>
+  static CAPSFAST_INLINE void pose_gradient_blocks(const T* w, int64_t k, int64_t K, const T* dx, int64_t rows, T* du) {
+    for (; k + N <= K; k += N) pose_gradient_block<N>(w + k, K, dx, rows, du + k * L);
+    if constexpr (N > 1) pose_gradient_blocks<N / 2>(w, k, K, dx, rows, du);
+  }
+
+  template <int N>
+  static CAPSFAST_INLINE void pose_gradients_of_rows(const T* w, int64_t k, int64_t K, const V* rows, T* du) {
+    for (; k + N <= K; k += N) pose_gradient_rows<N>(w + k, K, rows, du + k * L);
+    if constexpr (N > 1) pose_gradients_of_rows<N / 2>(w, k, K, rows, du);
   }
 
   static void pose_gradient(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
     if constexpr (K_ > 0 && K_ <= 16) {
       pose_gradient_block<K_>(w, K_, dx, rows, du);
     } else {
-      int64_t k = 0;
-      for (; k + 8 <= K; k += 8) pose_gradient_block<8>(w + k, K, dx, rows, du + k * L);
-      for (; k < K; ++k) pose_gradient_block<1>(w + k, K, dx, rows, du + k * L);
+      pose_gradient_blocks<8>(w, 0, K, dx, rows, du);
     }
   }
 
@@ -192,15 +203,19 @@ struct LanesFinal {
     for (int k = 0; k < N; ++k) store<L>(dw + k * L, load<L>(dw + k * L) + a[k]);
   }
 
+  template <int N>
+  static CAPSFAST_INLINE void weight_gradient_blocks(const V* m, const T* u, int64_t k, int64_t K, T* dw) {
+    for (; k + N <= K; k += N) weight_gradient_block<N>(m, u + k * L, dw + k * L);
+    if constexpr (N > 1) weight_gradient_blocks<N / 2>(m, u, k, K, dw);
+  }
+
   // dw [K][L] += sum over samples l of m[l] u[k][l]. m: L rows of dvotes, transposed, in registers.
   static CAPSFAST_INLINE void weight_gradient_rows(const V* m, const T* u, int64_t K, T* dw) {
     if constexpr (K_ > 0 && K_ % kPoses == 0) {
 #pragma GCC unroll 4
       for (int k = 0; k < K_; k += kPoses) weight_gradient_block<kPoses>(m, u + k * L, dw + k * L);
     } else {
-      const T* const end = u + K * L;
-      for (; u + kPoses * L <= end; u += kPoses * L, dw += kPoses * L) weight_gradient_block<kPoses>(m, u, dw);
-      for (; u < end; u += L, dw += L) weight_gradient_block<1>(m, u, dw);
+      weight_gradient_blocks<kPoses>(m, u, 0, K_ > 0 ? K_ : K, dw);
     }
   }
 
@@ -216,9 +231,7 @@ struct LanesFinal {
       if (pass.du.data != nullptr) {
         const T* w = tile.weights + i * tile.pitch + (j * D + d) * K;
         T* du = at.du + i * K * L;
-        int64_t k = 0;
-        for (; k + kPoses <= K; k += kPoses) pose_gradient_rows<kPoses>(w + k, K, rows, du + k * L);
-        for (; k < K; ++k) pose_gradient_rows<1>(w + k, K, rows, du + k * L);
+        pose_gradients_of_rows<kPoses>(w, 0, K, rows, du);
       }
       if (dw == nullptr) continue;
       transpose<T, L>(rows);
@@ -242,18 +255,36 @@ struct LanesFinal {
     for (int64_t row = 0; row < rows; row += L) {
       const int64_t some = row + L < rows ? L : rows - row;
       const T* block = dw + row * K;
-      int64_t k = 0;
       if constexpr (K_ > 0 && K_ <= L) {
         V m[L];
 #pragma GCC unroll 16
         for (int n = 0; n < L; ++n) m[n] = n < K_ ? load<L>(block + n * L) : V{};
         transpose<T, L>(m);
         for (int64_t n = 0; n < L && n < some; ++n) __builtin_memcpy(out + (row + n) * K_, &m[n], K_ * sizeof(T));
-        k = K_;
+        continue;
       }
-      for (; k < K; ++k) {
-        for (int64_t n = 0; n < some; ++n) out[(row + n) * K + k] = block[k * L + n];
+      for (int64_t k = 0; k < K; k += L) {
+        const int64_t width = k + L < K ? L : K - k;
+        V m[L];
+#pragma GCC unroll 16
+        for (int n = 0; n < L; ++n) m[n] = n < width ? load<L>(block + (k + n) * L) : V{};
+        transpose<T, L>(m);
+        for (int64_t n = 0; n < L && n < some; ++n) {
+          if (width == L) {
+            store<L>(out + (row + n) * K + k, m[n]);
+          } else {
+            store_part<L>(out + (row + n) * K + k, m[n], width);
+          }
+        }
       }
+    }
+  }
+
+  // [rows / L][K][L] to [rows][K] where it stands.
+  static void transpose_weights(const LanesFinalScratch<T>& at, int64_t K, int64_t rows, T* dw) {
+    for (int64_t row = 0; row < rows; row += L, dw += K * L) {
+      __builtin_memcpy(at.block, dw, static_cast<size_t>(K * L) * sizeof(T));
+      weight_rows(at.block, K, L, dw);
     }
   }
 
@@ -304,7 +335,8 @@ struct LanesFinal {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       const int64_t rows = (j1 - j0) * D, padded = (rows + L - 1) / L * L;
       for (int64_t i = 0; i < tile.count; ++i) {
-        T* dw = at.dweight + (shared ? 0 : i) * row_blocks * L * K;
+        T* dw = want_w && pass.plan->weight_in_place ? static_cast<T*>(pass.dweight.data) + (tile.i0 + i) * J * D * K
+                                                     : at.dweight + (shared ? 0 : i) * row_blocks * L * K;
         if (D % L == 0) {
           for (int64_t j = j0; j < j1; ++j) blocks(pass, tile, at, i, j, want_w ? dw : nullptr);
           continue;
@@ -328,6 +360,7 @@ struct LanesFinal {
 
   static void run(const FinalPass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
+    const bool in_place = pass.plan->weight_in_place;
     const LanesFinalScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
     const bool shared = p.shared_weight;
     const int64_t chunk = pass.plan->final_chunk, row_blocks = (p.J * p.D + L - 1) / L, row_size = row_blocks * p.K * L;
@@ -337,8 +370,10 @@ struct LanesFinal {
       tile.count = i0 + chunk < range.i1 ? chunk : range.i1 - i0;
       tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
       const int64_t weight_count = shared ? 1 : tile.count;
+      T* const dw =
+          pass.dweight.data != nullptr && in_place ? static_cast<T*>(pass.dweight.data) + i0 * row_size : at.dweight;
       if (pass.dweight.data != nullptr)
-        __builtin_memset(at.dweight, 0, static_cast<size_t>(weight_count * row_size) * sizeof(T));
+        __builtin_memset(dw, 0, static_cast<size_t>(weight_count * row_size) * sizeof(T));
       if (pass.dlogits != nullptr)
         __builtin_memset(at.dlogits, 0, static_cast<size_t>(tile.count * p.J * L) * sizeof(T));
       for (int64_t t = range.tile0; t < range.tile1; ++t) {
@@ -348,7 +383,13 @@ struct LanesFinal {
         tile_pass(pass, tile, at);
       }
       if (pass.dweight.data != nullptr) {
-        for (int64_t i = 0; i < weight_count; ++i) write_weights(pass, at, i0 + i, at.dweight + i * row_size);
+        for (int64_t i = 0; i < weight_count; ++i) {
+          if (in_place) {
+            transpose_weights(at, p.K, p.J * p.D, dw + i * row_size);
+          } else {
+            write_weights(pass, at, i0 + i, dw + i * row_size);
+          }
+        }
       }
       if (pass.dlogits != nullptr) {
         for (int64_t n = 0; n < tile.count * p.J; ++n)

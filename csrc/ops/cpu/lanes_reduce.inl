@@ -3,6 +3,8 @@
 // A chunk of weights is read once for all tiles of samples. If the votes of all J output capsules fit the cache
 // (plan.out_tile >= J) they are made once, scored and added up. Else a first sweep over tiles of output capsules keeps
 // only the scores [chunk][J], and a second sweep makes the votes again and adds them up.
+// A chunk's sums of one tile of output capsules join those of the pass before the next tile begins, while they are in
+// L1.
 
 template <class T, int K_>
 struct LanesReduce {
@@ -130,6 +132,7 @@ struct LanesReduce {
     const int64_t held = pass.plan->out_tile;
     const T* coefficient = pass.ds != nullptr ? at.dc : at.scores;
     if (held >= J) {
+      clear_sum(at, J * D);
       for (int64_t i = 0; i < tile.count; ++i) {
         score(pass, tile, at, i, 0, J, at.x, at.scores, at.dc);
         coefficients(pass, tile, at, i, at.scores, at.dc);
@@ -139,6 +142,7 @@ struct LanesReduce {
           B_::add_scaled(load<L>(coefficient + j * L), at.x + j * D * L, D, at.sum + j * D * L);
         }
       }
+      if (pass.sum != nullptr) join_sum(pass, tile, at, 0, J * D);
       return;
     }
     for (int64_t j0 = 0; j0 < J; j0 += held) {
@@ -154,13 +158,16 @@ struct LanesReduce {
     if (pass.sum == nullptr) return;
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
+      clear_sum(at, (j1 - j0) * D);
       for (int64_t i = 0; i < tile.count; ++i) {
         B_::votes(
             tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, at.x);
         for (int64_t j = j0; j < j1; ++j) {
-          B_::add_scaled(load<L>(coefficient + (i * J + j) * L), at.x + (j - j0) * D * L, D, at.sum + j * D * L);
+          const int64_t at_j = (j - j0) * D * L;
+          B_::add_scaled(load<L>(coefficient + (i * J + j) * L), at.x + at_j, D, at.sum + at_j);
         }
       }
+      join_sum(pass, tile, at, j0 * D, (j1 - j0) * D);
     }
   }
 
@@ -173,6 +180,10 @@ struct LanesReduce {
     for (int n = 0; n < N; ++n) rows[n] = V{};
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* w = tile.weights + i * tile.pitch + row * K;
+      if constexpr (K_ == 0) {
+        B_::template add_products<N, 4>(w, u + i * K * L, 0, K, rows);
+        continue;
+      }
       for (int64_t k = 0; k < K; ++k) {
         const V uk = load<L>(u + (i * K + k) * L);
 #pragma GCC unroll 16
@@ -183,13 +194,25 @@ struct LanesReduce {
     for (int n = 0; n < N; ++n) store<L>(sum + (row + n) * L, rows[n]);
   }
 
-  static void plain(const Tile& tile, const T* u, int64_t K_given, int64_t rows, T* sum) {
+  static void plain_rows(const Tile& tile, const T* u, int64_t K_given, int64_t rows, T* sum) {
     const int64_t K = K_ > 0 ? K_ : K_given;
     constexpr int R = B_::R;
     int64_t row = 0;
     for (; row + R <= rows; row += R) plain_block<R>(tile, u, K, row, sum);
     if (row < rows && rows >= R) return plain_block<R>(tile, u, K, rows - R, sum);
     for (; row < rows; ++row) plain_block<1>(tile, u, K, row, sum);
+  }
+
+  static void plain(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+    const int64_t K = K_ > 0 ? K_ : pass.problem->K, rows = pass.problem->J * pass.problem->D;
+    const int64_t some = pass.plan->out_tile * pass.problem->D;
+    Tile part = tile;
+    for (int64_t row = 0; row < rows; row += some) {
+      const int64_t count = row + some < rows ? some : rows - row;
+      part.weights = tile.weights + row * K;
+      plain_rows(part, at.u, K, count, at.sum);
+      join_sum(pass, tile, at, row, count);
+    }
   }
 
   // Adds the sums of a chunk, from [rows][L], to those of the pass, high + low.
@@ -200,6 +223,17 @@ struct LanesReduce {
       store<L>(high + n, h);
       store<L>(low + n, l);
     }
+  }
+
+  static void clear_sum(const LanesReduceScratch<T>& at, int64_t rows) {
+    __builtin_memset(at.sum, 0, static_cast<size_t>(rows * L) * sizeof(T));
+  }
+
+  // at.sum holds `rows` rows of the tile, from `row` on.
+  static void join_sum(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at, int64_t row,
+                       int64_t rows) {
+    const int64_t to = (tile.t * pass.problem->J * pass.problem->D + row) * L;
+    join(at.sum, rows, pass.sum + to, pass.low + to);
   }
 
   static void run(const ReducePass<T>& pass, const Range& range, T* scratch) {
@@ -224,15 +258,13 @@ struct LanesReduce {
         B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.u, at.valid);
         if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.logits);
         if (pass.unweighted) {
-          plain(tile, at.u, p.K, JD, at.sum);
+          plain(pass, tile, at);
         } else {
-          __builtin_memset(at.sum, 0, static_cast<size_t>(JD * L) * sizeof(T));
           __builtin_memset(at.norm, 0, static_cast<size_t>(J * L) * sizeof(T));
           chunk(pass, tile, at);
           if (p.softmax_in && tile.in_max == nullptr)
             join(at.norm, J, pass.norm + t * J * L, pass.norm_low + t * J * L);
         }
-        if (pass.sum != nullptr) join(at.sum, JD, pass.sum + t * JD * L, pass.low + t * JD * L);
       }
     }
   }

@@ -26,7 +26,8 @@ struct Plan {
   int64_t final_out_tile = 1;
   int64_t final_groups = 1;
   int64_t final_splits = 1;
-  bool gather_rows = false;  // weight or votes are not contiguous rows of T, so they are copied first
+  bool weight_in_place = false;  // lanes: one task writes a row of dW, whole vectors of it, and adds it up there
+  bool gather_rows = false;      // weight or votes are not contiguous rows of T, so they are copied first
 };
 
 // The tiles [tile0, tile1) and input capsules [i0, i1) of a task.
@@ -84,6 +85,27 @@ struct FinalPass {
   View dweight;               // [I, J, D, K]
 };
 
+// lanes: between two passes. sum and low as above, a split every tiles [J D][L]; s and v [B, J, D].
+template <class T>
+struct Between {
+  const Problem* problem = nullptr;
+  const Plan* plan = nullptr;
+  const T* bias = nullptr;       // [J D]
+  const T* valid_out = nullptr;  // [tiles][J][L]
+  T* sum = nullptr;
+  T* low = nullptr;
+  T* V = nullptr;  // [tiles][J D][L]; forward: null if no pass follows
+  T* s = nullptr;  // of the iteration
+  // Forward: s is the sum over the splits of factor [splits][J][L], the tile's own, times their sums. Both halves of
+  // the first split's sums are used up. data null: v is not wanted.
+  const T* factor = nullptr;
+  View v;
+  // Backward: data null, dv is what the passes summed.
+  View dv;
+  T* ds = nullptr;    // [tiles][J D][L]
+  T* c_dc = nullptr;  // [tiles][J][L]: ds . s; null where it is not wanted
+};
+
 // The gradients that a small batch derives from dvotes [B, I, J, D]. The fields are those of FinalPass; dweight_sum is
 // null unless the weight is shared.
 template <class T>
@@ -101,6 +123,9 @@ struct Kernels {
   int64_t L;
   void (*lanes_reduce)(const ReducePass<T>&, const Range&, T* scratch);
   void (*lanes_final)(const FinalPass<T>&, const Range&, T* scratch);
+  void (*lanes_outputs)(const Between<T>&, int64_t tile);                    // s_t, v_t and V_t
+  void (*lanes_restore)(const Between<T>&, int64_t tile);                    // V_{t+1} from V_t and s_t
+  void (*lanes_differentiate)(const Between<T>&, int64_t tile, T* scratch);  // ds_t from dv_t; scratch 2 [J D][L]
   void (*rows_reduce)(const ReducePass<T>&, const Range&, T* scratch);
   void (*rows_final)(const FinalPass<T>&, const Range&, T* scratch);
   // For input capsules [i0, i1) of a small batch; small_batch.inl has the shapes.

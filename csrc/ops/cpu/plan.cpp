@@ -67,11 +67,16 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t whole = L / std::gcd(p.D, L);
   plan->final_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
   plan->final_out_tile = std::min(plan->final_out_tile, p.J);
-  plan->final_chunk = std::clamp<int64_t>(kScores / (terms * p.J * L * size), 1, 8);
+  // A task that has a row of dW to itself adds it up where it will stand, and has that room for scores.
+  const Storage number = size == 4 ? Storage::f32 : Storage::f64;
+  plan->weight_in_place = !p.shared_weight && p.weight.storage == number && p.J * p.D % L == 0 && p.I >= threads;
+  const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
+  plan->final_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
   plan->final_chunk = std::min(plan->final_chunk, divide_up(p.I, threads));
   const int64_t chunks = divide_up(p.I, plan->final_chunk);
   plan->final_splits = std::min(chunks, threads);
   plan->final_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->final_splits));
+  plan->weight_in_place = plan->weight_in_place && plan->final_groups == 1;
 }
 
 void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {

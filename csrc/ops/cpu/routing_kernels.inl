@@ -4,7 +4,9 @@
 #include "../../cpu/peak.inl"
 #include "coupling.inl"
 #include "gather.inl"
+#include "lanes_packing.inl"
 #include "lanes.inl"
+#include "lanes_between.inl"
 #include "lanes_final.inl"
 #include "lanes_reduce.inl"
 #include "rows.inl"
@@ -55,6 +57,9 @@ const Kernels<T>& table() {
       kLanes<T>,
       lanes_run<LanesReduce, T, ReducePass<T>>,
       lanes_run<LanesFinal, T, FinalPass<T>>,
+      LanesBetween<T>::outputs,
+      LanesBetween<T>::restore,
+      LanesBetween<T>::differentiate,
       rows_run<RowsReduce, T, ReducePass<T>>,
       rows_run<RowsFinal, T, FinalPass<T>>,
       SmallBatch<T>::votes,

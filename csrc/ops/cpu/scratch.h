@@ -25,7 +25,7 @@ class Carver {
 // weights [chunk][J D K], or [1][J D K] if shared: copies, if gather_rows. buffer [L][chunk][K or J]: copies of poses
 // or logits before they are transposed. u [chunk][K][L], logits [chunk][J][L], valid [chunk][L] (0 if masked). scores
 // and dc [scored][J][L], where scored is 1 if all votes are held and else chunk. x [out_tile D][L]: the votes held.
-// sum [J D][L] and norm [J][L]: the sums of a chunk.
+// sum [out_tile D][L] and norm [J][L]: the sums of a chunk, those of s for a tile of output capsules at a time.
 template <class T>
 struct LanesReduceScratch {
   T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm;
@@ -34,15 +34,16 @@ struct LanesReduceScratch {
   LanesReduceScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, scored = plan.out_tile >= p.J ? 1 : plan.chunk;
+    const int64_t widest = p.logits.data != nullptr && p.J > p.K ? p.J : p.K;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.J * p.D * p.K : 0);
-    buffer = carve.take(plan.chunk * (p.K > p.J ? p.K : p.J) * L);
+    buffer = carve.take(plan.chunk * widest * L);
     u = carve.take(plan.chunk * p.K * L);
     logits = carve.take(p.logits.data != nullptr ? plan.chunk * p.J * L : 0);
     valid = carve.take(p.mask.data != nullptr ? plan.chunk * L : 0);
     scores = carve.take(scored * p.J * L);
     dc = carve.take(scored * p.J * L);
     x = carve.take(plan.out_tile * p.D * L);
-    sum = carve.take(p.J * p.D * L);
+    sum = carve.take(plan.out_tile * p.D * L);
     norm = carve.take(p.J * L);
     size = carve.used();
   }
@@ -50,19 +51,21 @@ struct LanesReduceScratch {
 
 // weights, buffer, u, logits and valid as above. c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes
 // and their gradients, padded to a multiple of L rows. du [chunk][K][L]. dweight [chunk or 1][ceil(J D / L)][K][L]:
-// blocks of L rows, transposed. dlogits [chunk][J][L]. row [J D K]: dweight of an input capsule before it is added or
-// converted.
+// blocks of L rows, transposed, and row [J D K], dweight of an input capsule before it is added or converted: both
+// unless dW is added up in place. dlogits [chunk][J][L]. block [K][L].
 template <class T>
 struct LanesFinalScratch {
-  T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row;
+  T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block;
   int64_t size;
 
   LanesFinalScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, chunk = plan.final_chunk, rows = p.J * p.D;
+    const bool in_place = plan.weight_in_place;
     const int64_t tile_rows = (plan.final_out_tile * p.D + L - 1) / L * L;
+    const int64_t widest = p.logits.data != nullptr && p.J > p.K ? p.J : p.K;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : chunk) * rows * p.K : 0);
-    buffer = carve.take(chunk * (p.K > p.J ? p.K : p.J) * L);
+    buffer = carve.take(chunk * widest * L);
     u = carve.take(chunk * p.K * L);
     logits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
     valid = carve.take(p.mask.data != nullptr ? chunk * L : 0);
@@ -71,9 +74,10 @@ struct LanesFinalScratch {
     x = carve.take(tile_rows * L);
     dx = carve.take(tile_rows * L);
     du = carve.take(chunk * p.K * L);
-    dweight = carve.take((p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K * L);
-    dlogits = carve.take(chunk * p.J * L);
-    row = carve.take(rows * p.K);
+    dweight = carve.take(in_place ? 0 : (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K * L);
+    dlogits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
+    row = carve.take(in_place ? 0 : rows * p.K);
+    block = carve.take(in_place ? p.K * L : 0);
     size = carve.used();
   }
 };

@@ -1,0 +1,132 @@
+// Between two passes in the lanes layout, a tile of samples at a time: forward s_t, v_t and V_t from the partial
+// sums; backward V_t from the saved s_t, and ds_t from dv_t. With few input capsules this is a good part of a call.
+
+template <class T>
+struct LanesBetween {
+  using B_ = LanesPacking<T>;
+  using V = typename B_::V;
+  static constexpr int L = B_::L;
+
+  static int64_t samples(const Between<T>& at, int64_t tile) {
+    return tile * L + L < at.problem->B ? L : at.problem->B - tile * L;
+  }
+
+  // The tile's rows of [tiles][J D][L].
+  static int64_t rows_of(const Between<T>& at, int64_t tile) { return tile * at.problem->J * at.problem->D * L; }
+
+  // Where output capsule j of a tile is one: 1, else 0; lanes without a sample have none.
+  static V valid(const Between<T>& at, int64_t tile, int64_t j) {
+    if (at.valid_out != nullptr) return load<L>(at.valid_out + (tile * at.problem->J + j) * L);
+    T ok[L];
+    for (int64_t l = 0; l < L; ++l) ok[l] = l < samples(at, tile) ? T(1) : T(0);
+    return load<L>(ok);
+  }
+
+  static V squash_factor(const Problem& p, V n) {
+    T f[L];
+    store<L>(f, n);
+    for (int l = 0; l < L; ++l) f[l] = radial<T>(p.squash, f[l], static_cast<T>(p.eps));
+    return load<L>(f);
+  }
+
+  // Rows of the tile's samples in s [B, J D] to lanes.
+  static void interleave(const Between<T>& at, int64_t tile, const T* s, T* to) {
+    const int64_t JD = at.problem->J * at.problem->D;
+    const T* from[L] = {};
+    for (int64_t l = 0; l < samples(at, tile); ++l) from[l] = s + (tile * L + l) * JD;
+    B_::interleave(from, samples(at, tile), JD, to);
+  }
+
+  static void outputs(const Between<T>& at, int64_t tile) {
+    const Problem& p = *at.problem;
+    const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
+    T *const s = at.sum + here, *const v = at.low + here, *const V_t = at.V == nullptr ? nullptr : at.V + here;
+    for (int64_t j = 0; j < p.J; ++j) {
+      V n{};
+      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
+        V x{};
+        for (int64_t split = 0; split < at.plan->splits; ++split) {
+          const int64_t part = split * pitch + row * L;
+          x += load<L>(at.factor + (split * p.J + j) * L) * (load<L>(s + part) + load<L>(v + part));
+        }
+        store<L>(s + row * L, x);
+        n += (x + at.bias[row]) * (x + at.bias[row]);
+      }
+      const V f = squash_factor(p, n), ok = valid(at, tile, j);
+      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
+        const V x = ok > V{} ? f * (load<L>(s + row * L) + at.bias[row]) : V{};
+        if (at.V != nullptr) store<L>(V_t + row * L, load<L>(V_t + row * L) + x);
+        if (at.v.data != nullptr) store<L>(v + row * L, x);
+      }
+    }
+    T* to[L] = {};
+    for (int64_t l = 0; l < samples(at, tile); ++l) to[l] = at.s + (tile * L + l) * JD;
+    B_::deinterleave(s, samples(at, tile), JD, to);
+    if (at.v.data == nullptr) return;
+    if (at.v.storage != kStorage<T>) {
+      for (int64_t l = 0; l < samples(at, tile); ++l) {
+        for (int64_t row = 0; row < JD; ++row) write<T>(at.v, (tile * L + l) * JD + row, v[row * L + l]);
+      }
+      return;
+    }
+    for (int64_t l = 0; l < samples(at, tile); ++l) to[l] = static_cast<T*>(at.v.data) + (tile * L + l) * JD;
+    B_::deinterleave(v, samples(at, tile), JD, to);
+  }
+
+  // V_{t+1} = V_t + squash(s_t + bias); at.V points to V_t, V_{t+1} stands an iteration behind it.
+  static void restore(const Between<T>& at, int64_t tile) {
+    const Problem& p = *at.problem;
+    const int64_t D = p.D, JD = p.J * D;
+    const T* const before = at.V + rows_of(at, tile);
+    T* const after = at.V + at.plan->tiles * JD * L + rows_of(at, tile);
+    interleave(at, tile, at.s, after);
+    for (int64_t j = 0; j < p.J; ++j) {
+      V n{};
+      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
+        const V x = load<L>(after + row * L) + at.bias[row];
+        n += x * x;
+      }
+      const V f = squash_factor(p, n), ok = valid(at, tile, j);
+      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
+        const V x = ok > V{} ? f * (load<L>(after + row * L) + at.bias[row]) : V{};
+        store<L>(after + row * L, load<L>(before + row * L) + x);
+      }
+    }
+  }
+
+  // ds = d(squash) dv, dv given or the sum of the passes; c_dc [tiles][J][L], if wanted, gets ds . s.
+  // scratch: s [J D][L], and as much again for a dv that is not stored in T.
+  static void differentiate(const Between<T>& at, int64_t tile, T* scratch) {
+    const Problem& p = *at.problem;
+    const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
+    T *const s = scratch, *const ds = at.ds + here;
+    interleave(at, tile, at.s, s);
+    if (at.dv.data != nullptr) B_::pack(at.dv, tile * L, samples(at, tile), 0, p.J, D, scratch + JD * L, ds);
+    for (int64_t j = 0; j < p.J; ++j) {
+      V n{}, s_dv{};
+      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
+        V g = at.dv.data != nullptr ? load<L>(ds + row * L) : V{};
+        for (int64_t split = 0; at.dv.data == nullptr && split < at.plan->splits; ++split) {
+          const int64_t part = here + split * pitch + row * L;
+          g += load<L>(at.sum + part) + load<L>(at.low + part);
+        }
+        store<L>(ds + row * L, g);
+        const V x = load<L>(s + row * L) + at.bias[row];
+        n += x * x;
+        s_dv += x * g;
+      }
+      T slopes[L];
+      store<L>(slopes, n);
+      for (int l = 0; l < L; ++l) slopes[l] = radial_derivative<T>(p.squash, slopes[l], static_cast<T>(p.eps));
+      const V f = squash_factor(p, n), slope = T(2) * load<L>(slopes) * s_dv, ok = valid(at, tile, j);
+      V total{};
+      for (int64_t row = j * D; row < (j + 1) * D; ++row) {
+        const V x = load<L>(s + row * L);
+        const V value = ok > V{} ? f * load<L>(ds + row * L) + slope * (x + at.bias[row]) : V{};
+        store<L>(ds + row * L, value);
+        total += value * x;
+      }
+      if (at.c_dc != nullptr) store<L>(at.c_dc + (tile * p.J + j) * L, total);
+    }
+  }
+};
