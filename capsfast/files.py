@@ -49,9 +49,9 @@ def check_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # More than a nearly full device may still have in the folder's own block.
-            file.write(b"0" * 65536)
+            file.write(b"0")
             file.flush()
+            # Some devices find out that they are full when they are asked to keep the byte.
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = str(folder)

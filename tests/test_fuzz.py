@@ -68,10 +68,13 @@ def explain(problem: Problem) -> None:
     note(f"{problem.op}, {problem.case}: " + ", ".join(described))
 
 
-def for_all(backend: Backend, *strategies: Any) -> Callable[[Callable[..., None]], None]:
-    """Calls the function that it decorates with drawn arguments, fewer times where the backend is emulated."""
+def for_all(backend: Backend, *strategies: Any, runs: int = 1) -> Callable[[Callable[..., None]], None]:
+    """Calls the function that it decorates with drawn arguments, fewer times where the backend is emulated.
+
+    runs: how often an example runs on the backend.
+    """
     everywhere = settings.default.max_examples
-    chosen = settings(max_examples=everywhere // 10 if backend.emulated else everywhere)
+    chosen = settings(max_examples=everywhere // (10 * runs) if backend.emulated else everywhere)
     return lambda function: chosen(given(*strategies)(function))()
 
 
@@ -109,7 +112,7 @@ def test_empty(backend: Backend) -> None:
 
 
 def test_bitwise_repeatable(backend: Backend) -> None:
-    @for_all(backend, problems(backend, torch.float32))
+    @for_all(backend, problems(backend, torch.float32), runs=2)
     def _(problem: Problem) -> None:
         explain(problem)
         moved = problem.to(torch.float32, backend.device)

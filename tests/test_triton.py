@@ -84,7 +84,7 @@ def test_three_tf32_products_are_as_exact_as_float32(tensor_cores: None) -> None
 
 
 def test_sums_over_many_input_capsules_do_not_drift(tensor_cores: None) -> None:
-    problem = make((1, 1200, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
+    problem = make((1, 400, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
     plain = errors(problem, "reference")
     for name, error in errors(problem, "triton").items():
         assert error < 2 * plain[name] + 5e-7, name

@@ -1,5 +1,6 @@
 """Building: how setup.py finds a toolkit and architectures, and what it says when something is wrong."""
 
+import fcntl
 import os
 import re
 import runpy
@@ -217,9 +218,19 @@ def test_two_builds_at_once(small: Path) -> None:
     both = [start(small), start(small)]
     said = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    waited = [text for text in said if "another build works in" in text]
-    assert len(waited) == 1 and "[1/2]" not in waited[0]
+    assert sum(text.count("[1/2]") for text in said) == 1, said
     assert len(list((small / "capsfast").glob("_C*"))) == 1
+    (lock,) = small.glob("build/temp*/lock")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = start(small)
+        assert process.stdout is not None
+        assert (
+            process.stdout.readline()
+            == f"capsfast: another build works in {lock.parent.relative_to(small)}; waiting for it\n"
+        )
+    assert "no work to do" in process.communicate(timeout=120)[0]
+    assert process.returncode == 0
 
 
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
