@@ -39,7 +39,9 @@ def where(*words: str) -> None:
 
 
 def ask(python: str, code: str) -> str:
-    """What ``code`` prints there, "" if it fails."""
+    """What ``code`` prints there, "" if it fails or there is no such Python."""
+    if not Path(python).exists():
+        return ""
     ran = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     return ran.stdout.strip() if ran.returncode == 0 else ""
 
