@@ -24,7 +24,7 @@ help: ## this list
 	@echo
 	@sed -n '3,/^$$/s/^# \{0,1\}/  /p' Makefile
 
-demo: $(EXTENSION) | ready-examples ## train a small CapsNet on handwritten digits, then compare speeds (three minutes)
+demo: ready-examples $(EXTENSION) ## train a small CapsNet on handwritten digits, then compare speeds (three minutes)
 	$(PY) examples/demo.py
 
 test: lint $(EXTENSION) ## ruff, clang-format, mypy, pytest (twelve minutes on two cores)
@@ -33,7 +33,7 @@ test: lint $(EXTENSION) ## ruff, clang-format, mypy, pytest (twelve minutes on t
 test-all: lint $(EXTENSION) ## the same with every combination, shape and example (an hour)
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL)) --exhaustive
 
-build: $(EXTENSION) | ready-package ## install from this checkout, the extension in place
+build: ready-package $(EXTENSION) ## install from this checkout, the extension in place
 
 lint: | ready-test ## ruff, clang-format, mypy
 	$(PY) -m ruff check .
@@ -52,7 +52,7 @@ wheel: | ready-torch ## build a wheel in dist/ for all GPUs, check it, say where
 	-$(PY) -m pip install --quiet torch-abi-audit
 	$(PY) .ci/wheel.py $$(ls -t dist/capsfast-*.whl | head -n 1)
 
-bench: $(EXTENSION) | ready-examples ## all benchmarks: the record of this machine, docs/benchmarks.md
+bench: ready-examples $(EXTENSION) ## all benchmarks: the record of this machine, docs/benchmarks.md
 	$(PY) -m capsfast bench --sweep all --op both --record $(ARGS)
 	$(PY) -m capsfast report
 

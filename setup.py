@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -363,4 +364,6 @@ def brief_output() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    # torch says so at every import beside no NumPy; a build needs none.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     setup(**build())

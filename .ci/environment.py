@@ -56,7 +56,7 @@ def install(python: str, what: list[str], **environment: str) -> None:
 def make_environment(python: str) -> None:
     if not ask(python, "print(1)"):
         folder = Path(python).parent.parent
-        print(f"capsfast: making the virtual environment {folder}", flush=True)
+        print(f"capsfast: making the virtual environment {folder}: some seconds", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
 
 
@@ -73,10 +73,8 @@ def install_torch(python: str, wish: str) -> None:
             f"torch {there} is here, capsfast needs 2.10: VENV=.venv makes an environment of its own, "
             "TORCH=torch==2.13.0 (say) replaces the torch that is here"
         )
-    size = (
-        "" if there else " (the newest CUDA build is a download of about 3 GB)" if not wish else " (a large download)"
-    )
-    print(f"capsfast: installing {wish or 'torch' + (' ' + there) * bool(there)}{size} and build tools", flush=True)
+    what = wish or (f"torch {there}, which is here," if there else "the newest torch (a download of 3 GB)")
+    print(f"capsfast: installing {what} and build tools: half a minute beside the download", flush=True)
     install(python, [wish or "torch>=2.10", *BUILD_TOOLS])
 
 
@@ -109,7 +107,8 @@ def prepare(python: str, what: str) -> None:
     # Other dependencies are installed anew.
     state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     if what != "torch" and done.get(what) != state:
-        print(f"capsfast: installing the package in place, and what it needs ({what})", flush=True)
+        needs = "" if what == "package" else f" with what {what} needs: half a minute"
+        print(f"capsfast: installing the package in place{needs}", flush=True)
         extra = "" if what == "package" else f"[{what}]"
         install(python, ["--no-build-isolation", "--editable", f".{extra}"], CAPSFAST_BUILD="0")
         done[what] = state
