@@ -71,9 +71,12 @@ def why_no_cuda() -> str:
     """Why the CUDA kernels of the extension can't run here, "" if they can."""
     if extension is None:
         return why_absent
+    # What no build would change goes first.
+    if not torch.cuda.is_available():
+        return "there is no CUDA device that this torch can use"
     if not extension.build_info().get("cuda"):
         return f"the extension was built without CUDA kernels; install a CUDA toolkit (CUDA_HOME) and {_REMEDY}"
-    return "" if torch.cuda.is_available() else "there is no CUDA device that this torch can use"
+    return ""
 
 
 def serves_gpu(architectures: str, capability: tuple[int, int]) -> bool:
