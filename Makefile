@@ -59,7 +59,7 @@ bench: ready-examples $(EXTENSION) ## all benchmarks: the record of this machine
 gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, tests, sanitizers, benchmarks
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
-clean: ## remove what was built, leaving .venv
+clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays
 	rm -rf build dist out *.egg-info capsfast/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find capsfast tests benchmarks examples -name __pycache__ -prune -exec rm -r {} +
 

@@ -69,7 +69,7 @@ def main() -> None:
     say("\nWhat to type next")
     for words, what in (
         ("info", "the backends of this machine, and why one is missing"),
-        ("train --data digits", "a network of your own: docs/training.md"),
+        ("train --data digits", "a network of your own; needs the extra train: docs/training.md"),
         ("bench --sweep J", "the speed over the number of output capsules: benchmarks/README.md"),
     ):
         say(f"  {command()} {words:<22} {what}")

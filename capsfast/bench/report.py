@@ -164,7 +164,8 @@ K={CANONICAL.K} r={CANONICAL.r} in {CANONICAL.dtype}. Times are medians of one c
 interleaved in one process, each after its result was held against float64. Memory is the growth of the
 peak beyond inputs and gradients. Speed-ups are those of the fastest capsfast backend. Ratios against
 `torch.compile` differ by machine: every record has a section of its own. The shares of the matmul and copy
-rates count the least FLOPs and bytes a forward needs. The share of the multiply-adds counts
+rates count the least FLOPs and bytes a forward needs. A kernel may exceed the rate of torch's matrix product: its share
+is then above 100 %. The broadcast matmul expands the weight to the batch. The share of the multiply-adds counts
 the FLOPs that the backend `cpp` executes, votes that it makes again included, against multiply-adds on
 registers, all threads at once; a record without that rate has no such column."""
 

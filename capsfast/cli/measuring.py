@@ -40,7 +40,7 @@ def bench(
         int | None, typer.Option(min=1, help="Least turns of a contender on a case; default 3, with --record 5.")
     ] = None,
     memory: Annotated[
-        bool, typer.Option(help="Peak memory too: over I, J and B, of the quick sweep in the last case.")
+        bool, typer.Option(help="Peak memory too, in the sweeps I, J, batch and smoke; in quick for the last case.")
     ] = True,
     baselines: Annotated[bool, typer.Option(help="Measure others than capsfast too.")] = True,
     keep: Annotated[
@@ -52,7 +52,7 @@ def bench(
 ) -> None:
     """Compares the backends with einsum, compiled and eager, and with the broadcast form.
 
-    A record is written after every case and replaces the one before.
+    With --record or --json all results so far are written after every case; a record already there is replaced.
     """
     cases = _cases(name, op)
     where = _device(device)

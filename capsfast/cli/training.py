@@ -78,13 +78,17 @@ def train(
     reconstruction: Annotated[bool, typer.Option(help="Whether there is a decoder.", rich_help_panel="Model")] = True,
     backend: Annotated[str | None, typer.Option(help="Of the routing.", rich_help_panel="Model")] = None,
     lr: Annotated[float, typer.Option(help="Of Adam, after the warm-up.", rich_help_panel="Learning")] = 1e-3,
-    warmup_steps: Annotated[int, typer.Option(min=0, rich_help_panel="Learning")] = 0,
+    warmup_steps: Annotated[
+        int, typer.Option(min=0, help="Steps over which lr grows to its value.", rich_help_panel="Learning")
+    ] = 0,
     decay_rate: Annotated[
         float, typer.Option(help="Factor on lr every decay-steps.", rich_help_panel="Learning")
     ] = 0.96,
     decay_steps: Annotated[int, typer.Option(min=1, rich_help_panel="Learning")] = 2000,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.", rich_help_panel="Learning")] = None,
-    reconstruction_weight: Annotated[float, typer.Option(min=0, rich_help_panel="Learning")] = 0.0005,
+    reconstruction_weight: Annotated[
+        float, typer.Option(min=0, help="Factor on the squared error of an image.", rich_help_panel="Learning")
+    ] = 0.0005,
     image_size: Annotated[int | None, typer.Option(min=1, help="Resize to.", rich_help_panel="Images")] = None,
     shift: Annotated[
         int | None, typer.Option(min=0, help="Pixels; default 2 of 28.", rich_help_panel="Images", show_default=False)
@@ -100,8 +104,12 @@ def train(
         int | None, typer.Option(min=1, help="Steps between tests; default an epoch.", rich_help_panel="Run")
     ] = None,
     max_steps: Annotated[int, typer.Option(help="End after so many steps; -1 never.", rich_help_panel="Run")] = -1,
-    limit_train_batches: Annotated[int | None, typer.Option(min=1, rich_help_panel="Run")] = None,
-    limit_val_batches: Annotated[int | None, typer.Option(min=0, rich_help_panel="Run")] = None,
+    limit_train_batches: Annotated[
+        int | None, typer.Option(min=1, help="Batches of an epoch, at most; default all.", rich_help_panel="Run")
+    ] = None,
+    limit_val_batches: Annotated[
+        int | None, typer.Option(min=0, help="Batches of a test, at most; 0: no test.", rich_help_panel="Run")
+    ] = None,
     progress: Annotated[
         bool, typer.Option(help="A bar, or without a terminal a line now and then.", rich_help_panel="Run")
     ] = True,
