@@ -7,8 +7,10 @@
 # ARGS=... goes to pytest or to the benchmarks; with ARGS the tests run in one process. V=1 shows whole commands.
 
 PYTHON ?= python3
-export TORCH ARGS V
-export CAPSFAST_CUDA ?= $(if $(shell nvidia-smi -L 2>/dev/null),auto,0)
+export TORCH ARGS V CAPSFAST_CUDA
+ifeq ($(origin CAPSFAST_CUDA),undefined)
+CAPSFAST_CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),auto,0)
+endif
 
 WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(origin VENV)),,--venv=$(VENV)))
 PY := $(word 1,$(WHERE))
@@ -30,7 +32,7 @@ demo: ready-examples $(EXTENSION) ## train a small CapsNet on handwritten digits
 test: lint $(EXTENSION) ## ruff, clang-format, mypy, pytest (twelve minutes on two cores)
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL))
 
-test-all: lint $(EXTENSION) ## the same with every combination, shape and example (an hour)
+test-all: lint $(EXTENSION) ## the same, with more examples and combinations
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL)) --exhaustive
 
 build: ready-package $(EXTENSION) ## install from this checkout, the extension in place
@@ -47,7 +49,7 @@ format: | ready-test ## sort imports, format
 	$(dir $(PY))clang-format -i $(CXX_FILES)
 
 wheel: | ready-torch ## build a wheel in dist/ for all GPUs, check it, say where it is
-	CAPSFAST_CUDA=auto TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" \
+	CAPSFAST_CUDA=$(if $(filter file,$(origin CAPSFAST_CUDA)),auto,$(CAPSFAST_CUDA)) TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" \
 	$(PY) -m pip wheel . --no-build-isolation --no-deps --wheel-dir dist
 	-$(PY) -m pip install --quiet torch-abi-audit
 	$(PY) .ci/wheel.py $$(ls -t dist/capsfast-*.whl | head -n 1)
@@ -60,7 +62,7 @@ gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, tests, sanitizer
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays
-	rm -rf build dist out *.egg-info capsfast/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist out *.egg-info capsfast/_C*.so* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find capsfast tests benchmarks examples -name __pycache__ -prune -exec rm -r {} +
 
 ready-%: force
@@ -68,7 +70,7 @@ ready-%: force
 
 $(EXTENSION): setup.py build/settings $(shell find csrc -type f) | ready-torch
 	$(PY) setup.py -q build_ext --inplace
-	@touch $@
+	@touch -c $@
 
 # Changes when what is asked of the build does.
 build/settings: force

@@ -11,7 +11,6 @@ A compiled file is one line of output; V=1 shows whole commands.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -253,6 +252,7 @@ def build():
             "the compiled kernels: CAPSFAST_BUILD=0 pip install --no-build-isolation ."
         )
     try:
+        from setuptools.errors import CCompilerError
         from torch.utils.cpp_extension import BuildExtension
     except ImportError as error:
         raise SystemExit(
@@ -266,7 +266,8 @@ def build():
 
     class Build(BuildExtension):
         def run(self):
-            with one_at_a_time(Path(self.build_temp)):
+            # Not build_temp, which is a folder of its own for an editable install.
+            with one_at_a_time(Path("build")):
                 super().run()
 
         def build_extensions(self):
@@ -280,17 +281,20 @@ def build():
             try:
                 with brief_output():
                     super().build_extensions()
-            except Exception as error:  # the compiler's own words stand above
+            except (RuntimeError, CCompilerError) as error:  # the compiler's own words stand above
                 if VERBOSE:
                     raise
-                reason = str(error).splitlines()[0]
+                reason = str(error).partition("\n")[0] or repr(error)
                 raise SystemExit(f"capsfast: the build failed: {reason} (V=1 shows all commands)") from None
 
         def copy_file(self, infile, outfile, *rest, **options):
             """To where it is imported from: another process may be doing so, and finds the old file or the new one."""
             draft = f"{outfile}.part"
-            copied = super().copy_file(infile, draft, *rest, **options)
-            os.replace(draft, outfile)
+            try:
+                copied = super().copy_file(infile, draft, *rest, **options)
+                os.replace(draft, outfile)
+            finally:
+                Path(draft).unlink(missing_ok=True)
             return (str(outfile), copied[1])
 
         def forget_stale(self, ext):
@@ -308,7 +312,8 @@ def duration(ext) -> str:
     """How long compiling all files takes, roughly."""
     cuda = sum(name.endswith(".cu") for name in ext.sources)
     targets = sum("code=" in flag for flag in ext.extra_compile_args["nvcc"])
-    at_a_time = min(int(os.environ["MAX_JOBS"]), len(ext.sources))
+    asked = os.environ["MAX_JOBS"]  # ninja takes 0 for no limit, torch leaves anything else than a number alone
+    at_a_time = min(int(asked) if asked.isdigit() and int(asked) else jobs(), len(ext.sources))
     seconds = (CXX_SECONDS + cuda * targets * CUDA_SECONDS) / at_a_time
     shown = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
     return f"{at_a_time} at a time: about {shown}"
@@ -317,6 +322,8 @@ def duration(ext) -> str:
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Builds into one folder go one after the other: the second finds what the first has compiled."""
+    import fcntl
+
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
@@ -324,6 +331,8 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"capsfast: another build works in {folder}; waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            pass
         yield
 
 

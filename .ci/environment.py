@@ -8,7 +8,10 @@ Runs on the Python that the Makefile calls PYTHON, with nothing installed. TORCH
 shows what pip says.
 """
 
-import fcntl
+# Read by whatever Python is there, which may be too old for capsfast.
+from __future__ import annotations
+
+import contextlib
 import hashlib
 import json
 import os
@@ -35,7 +38,9 @@ def where(*words: str) -> None:
     if venv is None:
         venv = "" if in_environment() else ".venv"
     python = f"{venv}/bin/python" if venv else sys.executable
-    print(python, f"capsfast/_C{sysconfig.get_config_var('EXT_SUFFIX')}")
+    # An environment that is there may have another Python than the one that would make it.
+    suffix = ask(python, "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
+    print(python, f"capsfast/_C{suffix or sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
 def ask(python: str, code: str) -> str:
@@ -87,12 +92,16 @@ def stamp_of(python: str) -> Path:
 
 
 def ready(python: str, what: str) -> None:
-    if sys.version_info < MINIMUM_PYTHON:
-        sys.exit(f"capsfast needs Python 3.10, this is {sys.version}")
+    version = ask(python, "import sys; print(sys.version.split()[0])") or sys.version.split()[0]
+    if tuple(map(int, version.split(".")[:2])) < MINIMUM_PYTHON:
+        sys.exit(f"capsfast needs Python 3.10 or newer, this is {version} ({python})")
     folder = ROOT / "build" / "make"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two makes the second finds what the first has installed
+        with contextlib.suppress(ImportError, OSError):  # there are file systems without locks
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two makes the second finds what the first has installed
         prepare(python, what)
 
 

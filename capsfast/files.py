@@ -13,7 +13,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Gives the name of a draft beside ``path``, which takes its place once the block has filled it.
 
     If the block raises, the draft is removed and ``path`` stays what it was; a process that is killed leaves the
-    draft ``*.part``, which the next one overwrites. Makes the folder.
+    draft, ``.stem.part.suffix``, which the next one overwrites. Makes the folder.
 
     Raises:
         OSError: the folder can't be made or written to, or the device is full.
@@ -29,7 +29,8 @@ def replacing(path: Path) -> Iterator[Path]:
         draft.replace(path)
     except BaseException as error:
         draft.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename in (None, str(draft)):
+        # Without a number the text is all there is, and a name would hide it.
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(draft)):
             error.filename = str(path)
         raise
 

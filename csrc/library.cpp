@@ -121,6 +121,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   d["splits"] = plan.splits;
   d["final_chunk"] = plan.final_chunk;
   d["final_out_tile"] = plan.final_out_tile;
+  d["weight_in_place"] = plan.lanes && plan.weight_in_place;
   d["final_tasks"] = together * plan.final_groups * plan.final_splits;
   d["forward_scratch_bytes"] =
       wide * (together * (plan.tile_groups * plan.splits * reduce + (1 + 2 * plan.splits) * vectors) + kept);

@@ -2,14 +2,13 @@
 
 python -m pytest tests                      every backend that is available
 python -m pytest tests --backends cpp       only these; one that is missing is an error
-python -m pytest tests --exhaustive         also the combinations that the usual run leaves out, and more drawn examples
+python -m pytest tests --exhaustive         more drawn examples, and what the usual run leaves out
 python -m pytest tests -n 2                 in two processes (pytest-xdist)
 """
 
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import capsfast
 from capsfast import native
+from capsfast.bench.checkout import PACKAGE, has_extension
 
 from .support import interpreter
 from .support.backends import EMULATED, Backend, available
@@ -47,25 +47,25 @@ settings.load_profile("fixed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backends", help="comma-separated backends to test; default: all that are available")
-    parser.addoption("--exhaustive", action="store_true", help="every combination, and more drawn examples")
+    parser.addoption("--exhaustive", action="store_true", help="more drawn examples, and what is left out otherwise")
 
 
 MARKERS = (
     "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
-    "usual(**values): without --exhaustive only these values of the parameters (see emulated); usual(), not at all",
+    "usual(**values): without --exhaustive only these values of parameters; reference={...}, others for that backend",
     "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
     "against_reference: compares with the reference, which has nothing to be compared with",
     "fused: only for backends with ops of their own",
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
     "kernels: of what kernels compute, also for those that only the tests can run",
-    "emulated(**values): an emulated backend runs only these values of the parameters; cpp={...}, other ones for cpp",
+    "emulated(**values): an emulated backend runs these values of parameters alone; route_votes={...}, for that op",
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
-    if native.extension is None and any(Path(capsfast.__file__).parent.glob("_C.*")):
+    if native.extension is None and has_extension(PACKAGE):
         raise pytest.UsageError(f"the extension is there, and would be left out: {native.why_absent}")
     if config.getoption("--exhaustive"):
         settings.load_profile("exhaustive")
@@ -146,8 +146,7 @@ def _has_a_meaning(item: pytest.Item, parameters: dict[str, Any]) -> bool:
 
 
 def _is_usual(item: pytest.Item, parameters: dict[str, Any]) -> bool:
-    markers = list(item.iter_markers("usual"))
-    return all(marker.kwargs and _among(marker.kwargs, parameters) for marker in markers)
+    return all(_among(marker.kwargs, parameters) for marker in item.iter_markers("usual"))
 
 
 # Files whose tests share something slow to make: with several processes, each file for one of them.

@@ -45,6 +45,8 @@ SHAPES = (
     (33, 9, 4, 32, 24),
     (16, 11, 5, 8, 12),
     (17, 5, 100, 16, 7),
+    (17, 5, 8, 6, 5),
+    (18, 9, 200, 12, 8),
 )
 
 
@@ -168,7 +170,7 @@ SUBSETS = (("poses",), ("weight",), ("logits",), ("bias",), ("poses", "bias"), (
 @pytest.mark.parametrize("need", SUBSETS, ids="+".join)
 @pytest.mark.parametrize("softmax", ["out", "in"])
 @pytest.mark.parametrize("B", [2, 17])
-@pytest.mark.emulated(B=[2], softmax=["out"])
+@pytest.mark.emulated(B=[2], softmax=["out"], route_votes={"softmax": ["in"]})
 def test_only_some_inputs_need_a_gradient(
     backend: Backend, op: Op, B: int, softmax: str, need: tuple[str, ...]
 ) -> None:
@@ -209,7 +211,7 @@ def test_backward_twice_through_a_retained_graph(backend: Backend, op: Op) -> No
 @pytest.mark.parametrize("softmax", ["out", "in"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("B", "sample"), [(3, 1), (17, 0), (17, 16)])
-@pytest.mark.emulated(B=[3], bad=[math.inf])
+@pytest.mark.emulated(B=[3], bad=[math.inf], route_votes={"bad": [math.nan]})
 def test_nan_and_inf_stay_in_their_sample(
     backend: Backend, op: Op, B: int, sample: int, bad: float, softmax: str
 ) -> None:
@@ -286,22 +288,27 @@ def test_out_mask_is_the_layer_without_these_capsules(backend: Backend, op: Op, 
         torch.testing.assert_close(found.double().square().sum(), same.double().square().sum())
 
 
+@pytest.mark.parametrize("logits", ["IJ", "BIJ"])
 @pytest.mark.parametrize("leaky", [False, True])
 @pytest.mark.parametrize("softmax", ["out", "in"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("B", [3, 17])
-@pytest.mark.emulated(B=[3], leaky=[True])
+@pytest.mark.emulated(B=[3], leaky=[True], logits=["IJ"], route_votes={"logits": ["BIJ"]})
 @pytest.mark.against_reference
-def test_huge_logits(backend: Backend, op: Op, B: int, dtype: torch.dtype, softmax: str, leaky: bool) -> None:
-    case = Case(softmax=softmax, leaky=leaky, logits="IJ")
+def test_huge_logits(
+    backend: Backend, op: Op, B: int, dtype: torch.dtype, softmax: str, leaky: bool, logits: str
+) -> None:
+    case = Case(softmax=softmax, leaky=leaky, logits=logits)
     problem = op.make(Shape(B, 9, 4, 16, 8), case, dtype, backend.device)
-    logits = problem.inputs["logits"]
-    logits[0] = 1e4
-    logits[1] = -1e4
-    logits[2] = torch.tensor([1e4, -1e4, 0.0, 1e4])
-    logits[3] = torch.tensor([-math.inf, 0.0, -math.inf, 1.0])
-    logits[4, 1:] = -math.inf
-    logits[5] = -math.inf
+    given = problem.inputs["logits"]
+    # All samples, or every second one.
+    huge = given if logits == "IJ" else given[::2].transpose(0, 1)
+    huge[0] = 1e4
+    huge[1] = -1e4
+    huge[2] = torch.tensor([1e4, -1e4, 0.0, 1e4])
+    huge[3] = torch.tensor([-math.inf, 0.0, -math.inf, 1.0])
+    huge[4, ..., 1:] = -math.inf
+    huge[5] = -math.inf
     check(problem, backend)
 
 
@@ -416,8 +423,10 @@ def test_samples_do_not_depend_on_their_batch(backend: Backend, op: Op) -> None:
             torch.testing.assert_close(got[name][0], whole[name][n], rtol=1e-4, atol=1e-5)
 
 
-def test_inputs_are_left_alone(backend: Backend, op: Op) -> None:
-    problem = op.make(SMALL, LOADED, torch.float32, backend.device)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.emulated(layout=["contiguous"], route_votes={"layout": ["transposed"]})
+def test_inputs_are_left_alone(backend: Backend, op: Op, layout: str) -> None:
+    problem = op.make(SMALL, LOADED, torch.float32, backend.device).laid_out(layout)
     before = {name: value.clone() for name, value in (problem.inputs | problem.masks).items()}
     run(problem, backend.name)
     for name, value in (problem.inputs | problem.masks).items():

@@ -15,16 +15,16 @@ def checkout() -> Path | None:
     return root if (root / "setup.py").is_file() and (root / "benchmarks" / "README.md").is_file() else None
 
 
-def _has_extension(package: Path) -> bool:
+def has_extension(package: Path) -> bool:
     return any((package / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
 
 
 def hidden_installation() -> Path | None:
     """A capsfast with an extension, further back in ``sys.path`` than this one, which has none."""
-    if _has_extension(PACKAGE):
+    if has_extension(PACKAGE):
         return None
     packages = (Path(entry or ".").resolve() / "capsfast" for entry in sys.path)
-    return next((each for each in packages if each != PACKAGE and _has_extension(each)), None)
+    return next((each for each in packages if each != PACKAGE and has_extension(each)), None)
 
 
 def why_not_this_one(command: str) -> str:

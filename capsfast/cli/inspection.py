@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.console import Console
 
-from ..files import check_writable, write_text
+from ..files import check_replaceable, check_writable, write_text
 from .common import (
     Accelerator,
     Checkpoint,
@@ -39,8 +39,9 @@ def evaluate(
 ) -> None:
     """Accuracy on the test images and the confusion matrix, and accuracy on images that an attack has changed."""
     with plain_errors("evaluate"):
-        for folder in (out, *([] if json is None else [json.parent])):
-            check_writable(folder)
+        check_writable(out)
+        if json is not None:
+            check_replaceable(json)
         from .. import train
         from ..data.seeds import generator
         from ..train import pictures

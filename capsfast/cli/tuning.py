@@ -9,7 +9,7 @@ from rich.console import Console
 
 from .. import toolchain
 from ..bench.cases import DTYPES
-from ..files import check_writable
+from ..files import check_replaceable
 from ..options import Options
 from .endings import one_line
 
@@ -38,6 +38,6 @@ def tune(
     weight = 0.1 * torch.randn(1 if shared else in_caps, out_caps, out_dim, in_dim, **draw)  # type: ignore[call-overload]
     options = Options(iterations, "out", "full", False, "paper", 1e-8)
     with one_line("tune"):
-        check_writable(out.parent)
+        check_replaceable(out)
         tuning.write(out, tuning.tune(u, weight, options, say=console.print))
     console.print(f"{out} written; CAPSFAST_TRITON_TABLE={out} makes capsfast use it")

@@ -79,12 +79,15 @@ class Lines(ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began = self._shown_at = time.monotonic()
         self._first = trainer.global_step
+        # Kept, as Lightning's counter stands at the next epoch before the last test.
+        self._epoch = trainer.current_epoch
         self._shown: int | None = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step, now = trainer.global_step, time.monotonic()
+        self._epoch = trainer.current_epoch
         early = self._shown is not None and (step - self._shown < self._steps or now - self._shown_at < self._seconds)
         if early or not self.enabled:
             return
@@ -114,11 +117,10 @@ class Lines(ProgressBar):
 
     def _say(self, trainer: pl.Trainer, text: str) -> None:
         total, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
-        step, epoch = str(trainer.global_step), trainer.current_epoch + 1
+        step, epoch = str(trainer.global_step), self._epoch + 1
         if math.isfinite(total):
             step += f"/{int(total)}"
-        # After the last epoch the counter stands at the next one.
-        where = f"{min(epoch, epochs)}/{epochs}" if epochs is not None and epochs > 0 else str(epoch)
+        where = f"{epoch}/{epochs}" if epochs is not None and epochs > 0 else str(epoch)
         self.print(f"step {step}, epoch {where}: {text}")
 
 

@@ -146,8 +146,9 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
 
 
 def _interrupted(trainer: pl.Trainer, error: BaseException, resumed: tuple[Path, int] | None) -> Interrupted:
-    (stop,) = (each for each in trainer.callbacks if isinstance(each, Stop))  # type: ignore[attr-defined]
-    number = signal.SIGTERM if isinstance(error, SIGTERMException) else stop.signal or signal.SIGINT
+    # A trainer that make_trainer did not make has none.
+    heard = [each.signal for each in trainer.callbacks if isinstance(each, Stop)]  # type: ignore[attr-defined]
+    number = signal.SIGTERM if isinstance(error, SIGTERMException) else next(filter(None, heard), signal.SIGINT)
     writer = trainer.strategy.checkpoint_io
     newest = (writer.newest if isinstance(writer, WholeCheckpoints) else None) or resumed
     return Interrupted(number, trainer.global_step, *(newest or ()))

@@ -135,5 +135,6 @@ class Stop(Callback):
 
     def _deaf(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that C code has set, which Python can't set again
+                signal.signal(number, handler)
         self._before = {}
