@@ -13,6 +13,7 @@ A compiled file is one line of output; V=1 shows whole commands.
 import contextlib
 import fcntl
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -226,7 +227,8 @@ def extension(found: Toolkit | None):
         # A quarter of the size, which drivers from CUDA 12.4 on unpack: what toolkits from 13 on need anyway.
         nvcc += ["--compress-mode=size"] if found.version >= (13, 0) else []
         nvcc += [word for folder in hidden for word in ("-Xcompiler", f"-fmacro-prefix-map={folder}")]
-        folders = [found.home / "lib64", found.home / "targets" / "x86_64-linux" / "lib"]
+        machine = {"aarch64": "sbsa-linux"}.get(platform.machine(), "x86_64-linux")
+        folders = [found.home / "lib64", found.home / "targets" / machine / "lib"]
         more["include_dirs"].append(str(found.home / "include"))
         more["library_dirs"] = [str(folder) for folder in folders if folder.is_dir()]
         # Static: the process may hold another runtime, torch's. libtorch is where CUDA's stream comes from, by a
@@ -246,7 +248,8 @@ def extension(found: Toolkit | None):
 def build():
     if os.environ.get("CAPSFAST_BUILD", "1") == "0":
         return {}
-    if compiler() is None:
+    found = compiler()
+    if found is None:
         raise SystemExit(
             "capsfast: no C++ compiler found. Install one (Debian: apt-get install g++), or install without "
             "the compiled kernels: CAPSFAST_BUILD=0 pip install --no-build-isolation ."
@@ -259,6 +262,8 @@ def build():
             "Run: pip install torch ninja pybind11, then pip install --no-build-isolation ."
         ) from error
 
+    if shutil.which("c++") is None:
+        os.environ.setdefault("CXX", found)  # torch would look no further than c++
     os.environ.setdefault("MAX_JOBS", str(jobs()))
     # pip puts ninja beside Python, where a shell finds it in an activated environment only.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
