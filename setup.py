@@ -50,6 +50,19 @@ def compiler() -> str | None:
     return None
 
 
+def take_apart_compiler() -> list[str]:
+    """Leaves one word in CXX and returns the flags that followed it.
+
+    torch from 2.13 on takes CXX for the name of a program, and calls ccache by itself where it is installed.
+    """
+    words = os.environ.get("CXX", "").split()
+    if words and Path(words[0]).name in ("ccache", "sccache"):
+        words.pop(0)
+    if words:
+        os.environ["CXX"] = words[0]
+    return words[1:]
+
+
 def version() -> str:
     scope: dict[str, str] = {}
     exec((ROOT / "capsfast" / "_version.py").read_text(), scope)
@@ -187,7 +200,7 @@ def jobs() -> int:
     return cores if free is None else max(1, min(cores, int(int(free[1]) / 2**20 / GIGABYTES_PER_JOB)))
 
 
-def extension(found: Toolkit | None):
+def extension(found: Toolkit | None, flags: list[str]):
     import pybind11
     import torch
     from torch.utils import cpp_extension
@@ -203,9 +216,10 @@ def extension(found: Toolkit | None):
         ("CAPSFAST_VERSION", f'"{version()}"'),
     ]
     # Checks put __FILE__ into their messages: keep the builder's folders out of the binary.
-    cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
+    cxx = [*flags, "-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
     cxx += [f"-fmacro-prefix-map={folder}" for folder in hidden]
-    more = {"include_dirs": [pybind11.get_include()]}  # pip's pybind11 goes first: torch ships an older one.
+    # pip's pybind11 goes first: torch ships an older one.
+    more = {"include_dirs": [pybind11.get_include()], "extra_link_args": [*flags]}
     nvcc = []
     if found:
         # A CPU-only torch has the headers, but takes no toolkit for one.
@@ -234,7 +248,7 @@ def extension(found: Toolkit | None):
         # Static: the process may hold another runtime, torch's. libtorch is where CUDA's stream comes from, by a
         # weak symbol that no linker would keep a library for.
         more["libraries"] = ["cudart_static", "rt", "dl", "pthread"]
-        more["extra_link_args"] = ["-Wl,--no-as-needed", "-ltorch"]
+        more["extra_link_args"] += ["-Wl,--no-as-needed", "-ltorch"]
     return cpp_extension.CppExtension(
         "capsfast._C",
         sources,
@@ -264,6 +278,7 @@ def build():
 
     if shutil.which("c++") is None:
         os.environ.setdefault("CXX", found)  # torch would look no further than c++
+    flags = take_apart_compiler()
     os.environ.setdefault("MAX_JOBS", str(jobs()))
     # pip puts ninja beside Python, where a shell finds it in an activated environment only.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
@@ -305,7 +320,7 @@ def build():
                 if name.endswith(".cu") and compiled.exists() and compiled.stat().st_mtime < newest:
                     compiled.unlink()
 
-    return {"ext_modules": [extension(wanted_toolkit())], "cmdclass": {"build_ext": Build}}
+    return {"ext_modules": [extension(wanted_toolkit(), flags)], "cmdclass": {"build_ext": Build}}
 
 
 def duration(ext) -> str:
