@@ -12,6 +12,7 @@ A compiled file is one line of output; V=1 shows whole commands.
 
 import contextlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -47,6 +48,19 @@ def compiler() -> str | None:
         if shutil.which(candidate):
             return candidate
     return None
+
+
+def take_apart_compiler() -> list[str]:
+    """Leaves one word in CXX and returns the flags that followed it.
+
+    torch from 2.13 on takes CXX for the name of a program, and calls ccache by itself where it is installed.
+    """
+    words = os.environ.get("CXX", "").split()
+    if words and Path(words[0]).name in ("ccache", "sccache"):
+        words.pop(0)
+    if words:
+        os.environ["CXX"] = words[0]
+    return words[1:]
 
 
 def version() -> str:
@@ -186,7 +200,7 @@ def jobs() -> int:
     return cores if free is None else max(1, min(cores, int(int(free[1]) / 2**20 / GIGABYTES_PER_JOB)))
 
 
-def extension(found: Toolkit | None):
+def extension(found: Toolkit | None, flags: list[str]):
     import pybind11
     import torch
     from torch.utils import cpp_extension
@@ -202,9 +216,10 @@ def extension(found: Toolkit | None):
         ("CAPSFAST_VERSION", f'"{version()}"'),
     ]
     # Checks put __FILE__ into their messages: keep the builder's folders out of the binary.
-    cxx = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
+    cxx = [*flags, "-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wno-psabi"]
     cxx += [f"-fmacro-prefix-map={folder}" for folder in hidden]
-    more = {"include_dirs": [pybind11.get_include()]}  # pip's pybind11 goes first: torch ships an older one.
+    # pip's pybind11 goes first: torch ships an older one.
+    more = {"include_dirs": [pybind11.get_include()], "extra_link_args": [*flags]}
     nvcc = []
     if found:
         # A CPU-only torch has the headers, but takes no toolkit for one.
@@ -226,13 +241,14 @@ def extension(found: Toolkit | None):
         # A quarter of the size, which drivers from CUDA 12.4 on unpack: what toolkits from 13 on need anyway.
         nvcc += ["--compress-mode=size"] if found.version >= (13, 0) else []
         nvcc += [word for folder in hidden for word in ("-Xcompiler", f"-fmacro-prefix-map={folder}")]
-        folders = [found.home / "lib64", found.home / "targets" / "x86_64-linux" / "lib"]
+        machine = {"aarch64": "sbsa-linux"}.get(platform.machine(), "x86_64-linux")
+        folders = [found.home / "lib64", found.home / "targets" / machine / "lib"]
         more["include_dirs"].append(str(found.home / "include"))
         more["library_dirs"] = [str(folder) for folder in folders if folder.is_dir()]
         # Static: the process may hold another runtime, torch's. libtorch is where CUDA's stream comes from, by a
         # weak symbol that no linker would keep a library for.
         more["libraries"] = ["cudart_static", "rt", "dl", "pthread"]
-        more["extra_link_args"] = ["-Wl,--no-as-needed", "-ltorch"]
+        more["extra_link_args"] += ["-Wl,--no-as-needed", "-ltorch"]
     return cpp_extension.CppExtension(
         "capsfast._C",
         sources,
@@ -246,7 +262,8 @@ def extension(found: Toolkit | None):
 def build():
     if os.environ.get("CAPSFAST_BUILD", "1") == "0":
         return {}
-    if compiler() is None:
+    found = compiler()
+    if found is None:
         raise SystemExit(
             "capsfast: no C++ compiler found. Install one (Debian: apt-get install g++), or install without "
             "the compiled kernels: CAPSFAST_BUILD=0 pip install --no-build-isolation ."
@@ -260,6 +277,9 @@ def build():
             "Run: pip install torch ninja pybind11, then pip install --no-build-isolation ."
         ) from error
 
+    if shutil.which("c++") is None:
+        os.environ.setdefault("CXX", found)  # torch would look no further than c++
+    flags = take_apart_compiler()
     os.environ.setdefault("MAX_JOBS", str(jobs()))
     # pip puts ninja beside Python, where a shell finds it in an activated environment only.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
@@ -305,7 +325,7 @@ def build():
                 if name.endswith(".cu") and compiled.exists() and compiled.stat().st_mtime < newest:
                     compiled.unlink()
 
-    return {"ext_modules": [extension(wanted_toolkit())], "cmdclass": {"build_ext": Build}}
+    return {"ext_modules": [extension(wanted_toolkit(), flags)], "cmdclass": {"build_ext": Build}}
 
 
 def duration(ext) -> str:

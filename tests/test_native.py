@@ -1,6 +1,7 @@
 """The compiled extension: what it says of itself, every instruction set in it, and why it does not load."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,13 +108,17 @@ def test_narrower_instruction_sets(name: str) -> None:
     chosen = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, cwd=ROOT)
     if chosen.stdout.strip() != name:
         pytest.skip(f"this machine has no {name}")
-    files = [str(Path(__file__).with_name(f"test_{op}.py")) for op in ("dynamic_routing", "route_votes")]
+    files = [str(Path(__file__).with_name(f"test_{op}.py")) for op in ("routing", "dynamic_routing", "route_votes")]
     chosen_tests = "every_option or every_shape or sixteen_bits or strides or huge or nan or masked"
     command = [sys.executable, "-m", "pytest", *files, "--backends", "cpp", "-q", "-x", "-p", "no:cacheprovider"]
     ran = subprocess.run(
         [*command, "-k", chosen_tests], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600
     )
     assert ran.returncode == 0, ran.stdout[-5000:]
+    # A file that moved would leave next to nothing to run.
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 300
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

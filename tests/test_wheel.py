@@ -217,6 +217,14 @@ def test_a_line_for_each_file_and_whole_commands_where_one_fails(small: Path) ->
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
+def test_a_compiler_may_have_a_wrapper_and_flags(small: Path) -> None:
+    (small / "csrc" / "good.cpp").write_text("#ifndef GOOD\n#error\n#endif\n")
+    process = start(small, CXX="ccache c++ -DGOOD")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
 def test_two_builds_at_once(small: Path) -> None:
     both = [start(small), start(small)]
     said = [process.communicate(timeout=120)[0] for process in both]

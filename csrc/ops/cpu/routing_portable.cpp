@@ -8,8 +8,13 @@
 #include "scratch.h"
 
 namespace capsfast::portable {
-constexpr int kBytes = 16;      // of a register
-constexpr int kRegisters = 16;  // how many the set has
+constexpr int kBytes = 16;  // of a register
+// How many registers the set has.
+#if defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 #include "../../cpu/vec.inl"
 #include "routing_kernels.inl"
 
