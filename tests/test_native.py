@@ -33,7 +33,7 @@ def test_build_info() -> None:
     assert tuple(map(int, info["torch_target"].split("."))) == native.MINIMUM_TORCH
     assert info["compiler"]
     assert info["version"] == capsfast.__version__
-    assert native.extension.peak_flops() > 1e8
+    assert native.extension.peak_flops() > 1e6  # an emulated processor reaches 3e7
 
 
 @needs_extension
@@ -94,6 +94,10 @@ def test_the_shapes_of_the_tests_reach_every_part_of_the_kernels() -> None:
     for layout in ("lanes", "rows"):
         mine = [(shape, found) for shape, found in plans if found["layout"] == layout]
         assert {found["out_tile"] < shape.J for shape, found in mine} == {False, True}, layout
+    # dW of whole vectors of rows that are those of one output capsule, and of others.
+    in_place = {found["weight_in_place"] and shape.D % found["lanes"] == 0 for shape, found in plans}
+    assert in_place == {False, True}
+    assert any(found["weight_in_place"] and shape.D % found["lanes"] for shape, found in plans)
 
 
 @needs_extension
@@ -108,8 +112,9 @@ def test_narrower_instruction_sets(name: str) -> None:
     chosen = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, cwd=ROOT)
     if chosen.stdout.strip() != name:
         pytest.skip(f"this machine has no {name}")
-    files = [str(Path(__file__).with_name(f"test_{op}.py")) for op in ("routing", "dynamic_routing", "route_votes")]
-    chosen_tests = "every_option or every_shape or sixteen_bits or strides or huge or nan or masked"
+    names = ("native", "routing", "dynamic_routing", "route_votes")
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
+    chosen_tests = "reach_every_part or every_option or every_shape or sixteen_bits or strides or huge or nan or masked"
     command = [sys.executable, "-m", "pytest", *files, "--backends", "cpp", "-q", "-x", "-p", "no:cacheprovider"]
     ran = subprocess.run(
         [*command, "-k", chosen_tests], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600
