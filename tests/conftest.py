@@ -12,6 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# Threads that wait give up their core: with several test processes there are more of them than cores. Read when torch
+# is imported, by the processes that tests start too.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 from hypothesis import HealthCheck, settings
 
