@@ -43,7 +43,9 @@ def _load() -> tuple[ModuleType | None, str]:
     if _torch_version() < MINIMUM_TORCH:
         wanted = ".".join(map(str, MINIMUM_TORCH))
         return None, f"the extension needs torch {wanted} or newer, this is torch {torch.__version__}"
-    if importlib.util.find_spec("capsfast._C") is None:
+    spec = importlib.util.find_spec("capsfast._C")
+    # The import hook of an editable install offers its own where this folder has none.
+    if spec is None or Path(spec.origin or "").parent != Path(__file__).parent:
         return None, _absent()
     try:
         module = importlib.import_module("capsfast._C")

@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 MARKERS = (
     "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
-    "usual(**values): without --exhaustive only these values of parameters; reference={...}, others for that backend",
+    "usual(**values): without --exhaustive only these values of parameters; triton={...}, for that backend",
     "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
     "against_reference: compares with the reference, which has nothing to be compared with",
     "fused: only for backends with ops of their own",

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,12 +159,21 @@ def test_a_missing_build_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "pip install" in reason
 
 
+def test_the_library_of_another_checkout_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An editable install offers its own to a package of the same name that was imported from elsewhere."""
+    other = SimpleNamespace(origin=str(tmp_path / "_C.so"), submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: other)
+    extension, reason = native._load()
+    assert extension is None and reason.startswith("there is no extension")
+
+
 def test_a_library_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> None:
         raise ImportError("undefined symbol: aoti_torch_new_empty")
 
     monkeypatch.setattr(native.importlib, "import_module", fail)
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: object())
+    beside = SimpleNamespace(origin=str(Path(native.__file__).with_name("_C.so")))
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: beside)
     extension, reason = native._load()
     assert extension is None
     assert f"does not load into torch {torch.__version__}: undefined symbol" in reason

@@ -66,6 +66,7 @@ def test_every_option(backend: Backend, op: Op, case: Case, dtype: torch.dtype) 
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(shared=True)], ids=str)
 @pytest.mark.of_the_weight(case=[Case(shared=True)])
 @pytest.mark.emulated(shape=EMULATED)
+@pytest.mark.usual(triton={"case": [LOADED, LOADED_OUT]})
 @pytest.mark.against_reference
 def test_every_shape(backend: Backend, op: Op, shape: Shape, case: Case) -> None:
     check(op.make(shape, case, torch.float32, backend.device), backend)
@@ -171,6 +172,7 @@ SUBSETS = (("poses",), ("weight",), ("logits",), ("bias",), ("poses", "bias"), (
 @pytest.mark.parametrize("softmax", ["out", "in"])
 @pytest.mark.parametrize("B", [2, 17])
 @pytest.mark.emulated(B=[2], softmax=["out"], route_votes={"softmax": ["in"]})
+@pytest.mark.usual(triton={"need": [("poses",), ("weight",), ("logits",), ("poses", "bias")]})
 def test_only_some_inputs_need_a_gradient(
     backend: Backend, op: Op, B: int, softmax: str, need: tuple[str, ...]
 ) -> None:
@@ -331,6 +333,7 @@ def test_huge_capsules_saturate_and_stay_finite(backend: Backend, op: Op, softma
 @pytest.mark.parametrize("zero", ["poses", "weight"])
 @pytest.mark.parametrize("B", [3, 17])
 @pytest.mark.emulated(B=[3], zero=["poses"])
+@pytest.mark.usual(triton={"squash": ["paper", "exp", "unit"]})
 def test_zero_vectors_have_finite_gradients(backend: Backend, op: Op, B: int, zero: str, squash: str) -> None:
     problem = op.make(Shape(B, 9, 4, 16, 8), Case(squash=squash), torch.float32, backend.device)
     problem.inputs[op.poses if zero == "poses" else op.tensors[-1]].zero_()
