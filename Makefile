@@ -7,10 +7,10 @@
 # ARGS=... goes to pytest or to the benchmarks; with ARGS the tests run in one process. V=1 shows whole commands.
 
 PYTHON ?= python3
-export TORCH ARGS V CAPSFAST_CUDA
 ifeq ($(origin CAPSFAST_CUDA),undefined)
 CAPSFAST_CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),auto,0)
 endif
+export TORCH ARGS V CAPSFAST_CUDA
 
 WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(origin VENV)),,--venv=$(VENV)))
 PY := $(word 1,$(WHERE))
