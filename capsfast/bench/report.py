@@ -12,7 +12,7 @@ from .contenders import COMPILED, EAGER
 from .executed import CPP
 from .floors import floor
 from .formats import gigaflops, markdown_table, mebibytes, milliseconds, percent, times
-from .record import load, machine_name
+from .record import load
 from .results import Results, shares
 
 AXIS_TITLES = {
@@ -125,7 +125,7 @@ def _section(path: Path, images: Path, docs: Path) -> str:
     surroundings, rows = load(path)
     results = Results(rows)
     limits = surroundings.get("limits") or {}
-    title = machine_name(surroundings["machine"])
+    title = path.stem
     parts = [f"## {title}", describe(surroundings)]
     if any(row.clock == "graph" for row in rows):
         parts.append("Times are those of CUDA graphs of many calls, which leave the host out.")
