@@ -68,6 +68,9 @@ MARKERS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A pytest that a test starts would take itself for one of several workers, and warn that it measures beside them.
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        del os.environ[name]
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     if native.extension is None and has_extension(PACKAGE):
