@@ -9,6 +9,7 @@ python -m pytest tests -n 2                 in two processes (pytest-xdist)
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,6 +207,26 @@ def _backend_of(item: pytest.Item) -> object:
     return (
         item.callspec.params.get("backend") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
     )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 images of 10 x 10 to train on, 20 to test on, 4 classes: 8 steps an epoch, 3 to test."""
+    from .support.idx_files import write_set
+
+    path = tmp_path_factory.mktemp("images")
+    write_set(path, size=10)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The end of two epochs that nothing interrupted, with a test after each."""
+    from .support.training import trained
+
+    out = tmp_path_factory.mktemp("whole")
+    trained(folder, out)
+    return out / "last.ckpt"
 
 
 @pytest.fixture(autouse=True)

@@ -25,22 +25,6 @@ from .support.training import TINY, assert_same_state, learner_for, trained
 SIZE = 10
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 images of 10 x 10 to train on, 20 to test on, 4 classes."""
-    path = tmp_path_factory.mktemp("images")
-    write_set(path, size=SIZE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The end of two epochs, with a test after each."""
-    out = tmp_path_factory.mktemp("whole")
-    trained(folder, out)
-    return out / "last.ckpt"
-
-
 @pytest.mark.parametrize(("steps", "test_every"), [(3, None), (8, None), (13, None), (3, 3), (4, 3), (14, 7)])
 def test_resume_equals_an_uninterrupted_run(
     folder: Path, whole: Path, tmp_path: Path, steps: int, test_every: int | None

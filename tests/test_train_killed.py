@@ -13,7 +13,6 @@ pytest.importorskip("lightning")
 
 from capsfast.train.checkpoint import read_checkpoint
 
-from .support.idx_files import write_set
 from .support.killed import MOMENTS, TIMES
 from .support.training import assert_same_state, trained
 
@@ -30,27 +29,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("images")
-    write_set(path, size=10)
-    return path
-
-
-@pytest.fixture(scope="module")
-def killed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-m", "tests.support.killed", str(images), str(out)]
+    command = [sys.executable, "-m", "tests.support.killed", str(folder), str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return out
-
-
-@pytest.fixture(scope="module")
-def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("whole")
-    trained(images, out)
-    return out / "last.ckpt"
 
 
 def newest(out: Path) -> tuple[int, Path] | None:
@@ -59,18 +44,18 @@ def newest(out: Path) -> tuple[int, Path] | None:
     return max(((read_checkpoint(path)["global_step"], path) for path in found), default=None)
 
 
-def test_killed_at_any_time(killed: Path, images: Path) -> None:
+def test_killed_at_any_time(killed: Path, folder: Path) -> None:
     for seconds in TIMES:
         out = killed / f"after-{seconds}"
         found = newest(out)
         assert found is not None
         step, path = found
-        trained(images, out, path, epochs=1000, max_steps=step + 1, checkpoint_every=1)
+        trained(folder, out, path, epochs=1000, max_steps=step + 1, checkpoint_every=1)
         assert newest(out) == (step + 1, out / "step.ckpt")
 
 
 @pytest.mark.parametrize(("moment", "call"), [(moment, call) for moment in MOMENTS for call in MOMENTS[moment]])
-def test_killed_while_it_writes(killed: Path, images: Path, whole: Path, moment: str, call: int) -> None:
+def test_killed_while_it_writes(killed: Path, folder: Path, whole: Path, moment: str, call: int) -> None:
     """In the middle of a file, before it is renamed, and after; the new file counts from its renaming on."""
     out = killed / f"{moment}-{call}"
     done = call if moment == "renamed" else call - 1
@@ -79,7 +64,7 @@ def test_killed_while_it_writes(killed: Path, images: Path, whole: Path, moment:
         assert found is None and [path.name for path in out.iterdir()] == [".step.part.ckpt"]
         return
     assert found == (done, out / "step.ckpt")
-    trained(images, out, out / "step.ckpt", checkpoint_every=1)
+    trained(folder, out, out / "step.ckpt", checkpoint_every=1)
     assert_same_state(whole, out / "last.ckpt")
     # What the killed one had begun is gone.
     assert sorted(path.name for path in out.iterdir()) == ["last.ckpt", "step.ckpt"]

@@ -16,26 +16,9 @@ from capsfast import train
 from capsfast.train import Interrupted, stopping
 from capsfast.train.checkpoint import read_checkpoint
 
-from .support.idx_files import write_set
 from .support.training import assert_same_state, learner_and_images, trained
 
 OPTIONS: dict[str, Any] = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "log": ()}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 images of 10 x 10 to train on, 20 to test on, 4 classes: 8 steps an epoch, 3 to test."""
-    path = tmp_path_factory.mktemp("images")
-    write_set(path, size=10)
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The end of a run that nothing interrupted."""
-    out = tmp_path_factory.mktemp("whole")
-    trained(folder, out)
-    return out / "last.ckpt"
 
 
 @pytest.fixture(autouse=True)
