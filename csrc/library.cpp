@@ -103,10 +103,10 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   plan.small_batch = whole.small_batch;
   plan.gather_rows = itemsize < wide && plan.lanes;
   const int64_t together = std::max<int64_t>(1, slices.tasks);
-  const int64_t reduce =
-      plan.lanes ? LanesReduceScratch<float>(p, plan, nullptr).size : RowsReduceScratch<float>(p, plan, nullptr).size;
-  const int64_t final = plan.lanes ? LanesFinalScratch<float>(p, plan, num_iterations, nullptr).size
-                                   : RowsFinalScratch<float>(p, plan, num_iterations, nullptr).size;
+  const int64_t accumulate = plan.lanes ? LanesAccumulateScratch<float>(p, plan, nullptr).size
+                                        : RowsAccumulateScratch<float>(p, plan, nullptr).size;
+  const int64_t gradient = plan.lanes ? LanesGradientScratch<float>(p, plan, num_iterations, nullptr).size
+                                      : RowsGradientScratch<float>(p, plan, num_iterations, nullptr).size;
   const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : p.B) * J * D, kept = plan.small_batch ? B * I * J * D : 0;
   py::dict d;
   d["layout"] = plan.lanes ? "lanes" : "rows";
@@ -119,17 +119,17 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   d["out_tile"] = plan.out_tile;
   d["tasks"] = together * plan.tile_groups * plan.splits;
   d["splits"] = plan.splits;
-  d["final_chunk"] = plan.final_chunk;
-  d["final_out_tile"] = plan.final_out_tile;
+  d["gradient_chunk"] = plan.gradient_chunk;
+  d["gradient_out_tile"] = plan.gradient_out_tile;
   d["weight_in_place"] = plan.lanes && plan.weight_in_place;
-  d["final_tasks"] = together * plan.final_groups * plan.final_splits;
+  d["gradient_tasks"] = together * plan.gradient_groups * plan.gradient_splits;
   d["forward_scratch_bytes"] =
-      wide * (together * (plan.tile_groups * plan.splits * reduce + (1 + 2 * plan.splits) * vectors) + kept);
+      wide * (together * (plan.tile_groups * plan.splits * accumulate + (1 + 2 * plan.splits) * vectors) + kept);
   d["backward_scratch_bytes"] =
-      wide *
-      (together * (std::max(plan.tile_groups * plan.splits * reduce, plan.final_groups * plan.final_splits * final) +
-                   (2 * num_iterations + 2 * plan.splits) * vectors) +
-       kept);
+      wide * (together * (std::max(plan.tile_groups * plan.splits * accumulate,
+                                   plan.gradient_groups * plan.gradient_splits * gradient) +
+                          (2 * num_iterations + 2 * plan.splits) * vectors) +
+              kept);
   p.B = B;
   d["forward_flops"] = forward_flops(p, whole);
   d["backward_flops"] = backward_flops(p, whole);

@@ -152,7 +152,7 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypat
     u = torch.empty(1, 1, 8).expand(B, I, 8)
     weight = torch.empty(1, 10, 16, 8).expand(1 if shared else I, -1, -1, -1)
     call = Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
-    for kernel in ("accumulate", "accumulate_gradient", "sweep", "coupling"):
+    for kernel in ("accumulate", "accumulate_gradient", "row_norm", "coupling"):
         splits, chunk = call.split(kernel)
         assert (splits - 1) * chunk < I <= splits * chunk
         assert splits <= 528
@@ -190,7 +190,7 @@ def test_tune_keeps_what_was_fastest_and_its_table_is_used(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "interpreter")
     layer, device = Layer(3, 16, 8, 4), torch.device("cuda")
     assert config.choice("gradient", layer, device) == best["gradient"]
-    assert config.choice("sweep", layer, device) == defaults["sweep"]
+    assert config.choice("row_norm", layer, device) == defaults["row_norm"]
     assert config.choice("gradient", layer._replace(J=4), device) == defaults["gradient"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
     assert config.choice("gradient", layer, device) == defaults["gradient"]

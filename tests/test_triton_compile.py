@@ -41,7 +41,7 @@ MOST_CALLS: dict[str, Row] = {
     "r=5": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"coupling": False, "num_iterations": 5}},
     "J=32": {"shape": [32, 64, 32, 16, 16], "dtype": "float32", "case": {"coupling": False}},
 }
-MAKES_VOTES = ("accumulate_kernel", "accumulate_gradient_kernel", "gradient_kernel", "sweep_kernel", "coupling_kernel")
+MAKES_VOTES = ("accumulate_kernel", "accumulate_gradient_kernel", "gradient_kernel", "row_norm_kernel", "coupling_kernel")
 
 
 def start(calls: dict[str, Row], what: str) -> "subprocess.Popen[str]":
@@ -85,10 +85,10 @@ def text(row: Row) -> str:
 
 
 def test_every_kernel_is_compiled_for_every_gpu(rows: list[Row]) -> None:
-    kernels = {*MAKES_VOTES, "finish_kernel", "restore_kernel", "finish_gradient_kernel"}
+    kernels = {*MAKES_VOTES, "update_kernel", "restore_kernel", "update_gradient_kernel"}
     assert {row["kernel"] for row in rows} == kernels
     for capability in CAPABILITIES:
-        assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - {"sweep_kernel"}
+        assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - {"row_norm_kernel"}
 
 
 def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:
@@ -141,7 +141,7 @@ def test_only_the_first_call_of_a_layer_compiles() -> None:
 
 
 def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:
-    """Forward and backward without the coupling: two passes and a finish each, and the last pass."""
+    """Forward and backward without the coupling: two passes and an update each, and the last pass."""
     for name in {row["name"] for row in rows} & {"bfloat16", "tf32", "float16", "shared weight"}:
         kernels = [row["kernel"] for row in rows if row["name"] == name and row["capability"] == 90]
         assert len(kernels) <= 10, kernels

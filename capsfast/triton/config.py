@@ -49,7 +49,7 @@ TABLE = {
     # chunk 8: V and ds of a tile stay in L1 after the first input capsule, and dW of a chunk stays in L2.
     "gradient": Choice(40, 8, chunk=8),
     # Takes one tile after the other and keeps only a few numbers per row.
-    "sweep": Choice(64, 8),
+    "row_norm": Choice(64, 8),
     "coupling": Choice(64, 8),
 }
 
@@ -103,14 +103,14 @@ def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
         if NT * columns <= choice.columns * warps or warps == choice.warps:
             break
         warps *= 2
-    # A sweep takes one tile after the other.
-    fit = 1 if kernel == "sweep" else max(1, choice.columns * warps // columns)
+    # row_norm takes one tile after the other.
+    fit = 1 if kernel == "row_norm" else max(1, choice.columns * warps // columns)
     groups = -(-NT // fit)
     NT = -(-NT // groups)
     # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
     steps = min(2, -(-K // KP))
     pipeline = 2 * (NT * columns + ROWS) * KP * steps * itemsize
-    # Not in the last pass: Triton would also pipeline V and ds of every iteration, 330 KiB at J=10, D=16.
+    # Not in the gradient pass: Triton would also pipeline V and ds of every iteration, 330 KiB at J=10, D=16.
     pipelined = pipeline <= SHARED and kernel != "gradient"
     return Tiles(ROWS, JT, DP, KP, NT, groups, warps, 3 if pipelined else 1)
 

@@ -164,12 +164,12 @@ class Call:
         """(splits, input capsules of a split): with the tiles of batch and outputs, they fill the device."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
-        others = cdiv(B, tiles.BB) * (1 if kernel == "sweep" else tiles.groups)
+        others = cdiv(B, tiles.BB) * (1 if kernel == "row_norm" else tiles.groups)
         chunk = cdiv(max(I, 1), min(cdiv(self.wanted_programs(kernel), others), max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
     def split_gradient(self) -> tuple[int, int, int, int]:
-        """(chunks, input capsules of a chunk, splits of the batch, batch tiles of a split) for the last pass."""
+        """(chunks, input capsules of a chunk, splits of the batch, batch tiles of a split) for the gradient pass."""
         B, I, *_ = self.sizes
         wanted = self.wanted_programs("gradient")
         fair = cdiv(max(I, 1), min(wanted, max(I, 1)))

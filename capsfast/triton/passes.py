@@ -7,17 +7,17 @@ from torch import Tensor
 
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
-from .kernels.finish import finish_gradient_kernel, finish_kernel, restore_kernel
+from .kernels.update import update_gradient_kernel, update_kernel, restore_kernel
 from .kernels.gradient import gradient_kernel
-from .kernels.sweep import coupling_kernel, sweep_kernel
+from .kernels.row_norm import coupling_kernel, row_norm_kernel
 from .launch import Call, cdiv, pair_strides
 
 
 def mode(call: Call, kernel: str) -> str:
-    """MODE of kernels/softmax.py. If a program does not hold all outputs, a sweep has to come first."""
+    """MODE of kernels/softmax.py. If a program does not hold all outputs, row_norm has to come first."""
     if call.options.softmax == "in":
         return "in"
-    return "out" if call.tiles(kernel).groups == 1 else "swept"
+    return "out" if call.tiles(kernel).groups == 1 else "row_norm"
 
 
 def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
@@ -31,11 +31,11 @@ def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
     return torch.where(counts > 0, 1 / (counts + extra), 0.0), 0.0
 
 
-def sweep(call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor, with_ds: bool) -> None:
+def row_norm(call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor, with_ds: bool) -> None:
     """Fills rows [3, B, I]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
-    tiles, splits, chunk, constants = call.plan("sweep")
+    tiles, splits, chunk, constants = call.plan("row_norm")
     B, I, *_ = call.sizes
-    sweep_kernel[(cdiv(B, tiles.BB), splits)](
+    row_norm_kernel[(cdiv(B, tiles.BB), splits)](
         *call.tensors, dcoupling, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk, tiles.groups,
         **constants, WITH_DS=with_ds, R=call.options.num_iterations,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def coupling(call: Call, V: Tensor, rows: Tensor | None, norm: tuple[Tensor | No
     )  # fmt: skip
 
 
-def _finish_grid(call: Call) -> tuple[tuple[int], dict[str, Any]]:
+def _update_grid(call: Call) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and sizes of a step between passes. A program has 128 numbers and reads 16 splits at once: 2 048 loads."""
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
@@ -92,7 +92,7 @@ def _splits_at_once(shape: dict[str, Any]) -> int:
     return max(1, min(16, 2048 // rows))
 
 
-def finish(
+def update(
     call: Call,
     partial: Tensor,
     online: Tensor | None,
@@ -104,8 +104,8 @@ def finish(
     v: Tensor | None,
 ) -> None:
     """Fills s, norm, and V of the next iteration (following) or, in the last one, the output v."""
-    grid, shape = _finish_grid(call)
-    finish_kernel[grid](
+    grid, shape = _update_grid(call)
+    update_kernel[grid](
         partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
         call.sizes[0], partial.shape[0], factor[1], call.options.eps,
         **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
@@ -116,17 +116,17 @@ def restore(call: Call, s: Tensor) -> Tensor:
     """From s [R, B, J, D]: state [B, J, R, 2, D], with V of every iteration and room for ds."""
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
-    grid, shape = _finish_grid(call)
+    grid, shape = _update_grid(call)
     restore_kernel[grid](
         s, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps, **shape, R=R, num_warps=4
     )
     return state
 
 
-def finish_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds: Tensor, delta: Tensor | None) -> None:
-    grid, shape = _finish_grid(call)
+def update_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds: Tensor, delta: Tensor | None) -> None:
+    grid, shape = _update_grid(call)
     splits = 0 if partial is None else partial.shape[0]
-    finish_gradient_kernel[grid](
+    update_gradient_kernel[grid](
         partial, G, call.bias, call.out_mask, s, ds, delta, *call.out_strides, call.sizes[0], splits,
         call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
     )  # fmt: skip

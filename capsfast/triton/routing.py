@@ -28,28 +28,28 @@ def _forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor,
     if B == 0 or J == 0:
         return v, coupling, s, norm
 
-    swept = not inward and call.tiles("accumulate").groups > 1
+    split_outputs = not inward and call.tiles("accumulate").groups > 1
     V: Tensor | None = None if call.uniform_start and not (return_coupling and r == 1) else call.zeros(B, J, D)
     rows: Tensor | None = None
     for t in range(r):
         uniform = t == 0 and call.uniform_start
-        if swept and not uniform:
+        if split_outputs and not uniform:
             assert V is not None
             rows = call.new(3, B, I) if rows is None else rows
-            passes.sweep(call, V, None, rows, False)
+            passes.row_norm(call, V, None, rows, False)
         partial, online = passes.accumulate(call, V, rows, uniform)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         last = t == r - 1
         if not last:
             following = call.new(B, J, D) if V is None else V
         kept = (norm[0, t], norm[1, t]) if inward else (None, None)
-        passes.finish(call, partial, online, factor, V, s[t], kept, None if last else following, v if last else None)
+        passes.update(call, partial, online, factor, V, s[t], kept, None if last else following, v if last else None)
         V = V if last else following
     if return_coupling:
         assert V is not None
-        if passes.mode(call, "coupling") == "swept" and rows is None:
+        if passes.mode(call, "coupling") == "row_norm" and rows is None:
             rows = call.new(3, B, I)
-            passes.sweep(call, V, None, rows, False)
+            passes.row_norm(call, V, None, rows, False)
         passes.coupling(call, V, rows, (norm[0, -1], norm[1, -1]) if inward else (None, None), coupling)
     return v, coupling, s, norm
 
@@ -85,7 +85,7 @@ def _backward(
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
     state = passes.restore(call, s)
     delta = call.new(r, B, J) if inward else None
-    passes.finish_gradient(call, None, dv.contiguous(), s[-1], state[:, :, -1, 1], None if delta is None else delta[-1])
+    passes.update_gradient(call, None, dv.contiguous(), s[-1], state[:, :, -1, 1], None if delta is None else delta[-1])
     if delta is not None and dcoupling is not None:
         delta[-1] += (coupling.float() * dcoupling).sum(1)
 
@@ -94,30 +94,30 @@ def _backward(
 
     start = 0 if call.options.gradient == "full" else r - 1
     first_varied = max(start, 1) if call.uniform_start else start
-    swept = not inward and any(call.tiles(kernel).groups > 1 for kernel in ("accumulate_gradient", "gradient"))
-    rows = call.new(r, 3, B, I) if swept else None
+    split_outputs = not inward and any(call.tiles(kernel).groups > 1 for kernel in ("accumulate_gradient", "gradient"))
+    rows = call.new(r, 3, B, I) if split_outputs else None
 
     def of_last(t: int) -> Tensor | None:
         return dcoupling if t == r - 1 else None
 
-    def sweep(t: int) -> None:
+    def row_norm(t: int) -> None:
         if rows is not None and t >= first_varied:
-            passes.sweep(call, state[:, :, t], of_last(t), rows[t], True)
+            passes.row_norm(call, state[:, :, t], of_last(t), rows[t], True)
 
-    sweep(r - 1)
+    row_norm(r - 1)
     if start == 0 and r > 1:
         G = call.zeros(B, J, D)
         for t in range(r - 1, 0, -1):
             row = None if rows is None else rows[t]
             partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), row, norm_of(t))
             before = state[:, :, t - 1, 1]
-            passes.finish_gradient(call, partial, G, s[t - 1], before, None if delta is None else delta[t - 1])
-            sweep(t - 1)
+            passes.update_gradient(call, partial, G, s[t - 1], before, None if delta is None else delta[t - 1])
+            row_norm(t - 1)
 
     need_x, need_weight, need_logits, need_bias = needed
     dx, dweight, dlogits, dbias = (_zeros(call, tensor, False) for tensor in _given(call))
     if I == 0:
-        # Without input capsules the last pass has no programs, so it would write nothing.
+        # Without input capsules the gradient pass has no programs, so it would write nothing.
         dx, dweight, dlogits = (
             _zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call)[:3], needed[:3], strict=True)
         )

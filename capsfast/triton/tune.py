@@ -26,8 +26,8 @@ CANDIDATES = {
     "resident": (8, 12, 16, 24, 32),
     "chunk": (2, 4, 8, 16, 32),
 }
-# The kernels that are tuned, in this order. A forward and a backward launch all of them, the sweep for large J only.
-KERNELS = ("accumulate", "accumulate_gradient", "gradient", "sweep")
+# The kernels that are tuned, in this order. A forward and a backward launch all of them, row_norm for large J only.
+KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm")
 
 Timer = Callable[[Callable[[], Any]], float]
 
@@ -78,7 +78,7 @@ def tune(
     rows = []
     with contextlib.ExitStack() as held:
         for kernel in KERNELS:
-            if kernel == "sweep" and call.tiles("accumulate").groups == 1 and call.tiles("gradient").groups == 1:
+            if kernel == "row_norm" and call.tiles("accumulate").groups == 1 and call.tiles("gradient").groups == 1:
                 continue
             best = config.TABLE[kernel]
             first = least = timer(workload(call))

@@ -1,7 +1,7 @@
 """One routing pass over the input capsules: partial sums of s in the forward, of G in the backward.
 
 Program (batch tile, split, group) has BB samples, a slice of the input capsules and NT tiles of outputs. It keeps its
-sums in registers and stores them as partial[split]. finish.py adds the splits in a fixed order, so no sum depends on
+sums in registers and stores them as partial[split]. update.py adds the splits in a fixed order, so no sum depends on
 the order in which programs run.
 """
 
@@ -30,7 +30,7 @@ from .tiles import (
 def accumulate_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     V_ptr,  # [B, J, D] float32
-    rows_ptr,  # [3, B, I] float32, MODE "swept"
+    rows_ptr,  # [3, B, I] float32, MODE "row_norm"
     partial_ptr,  # [splits, B, J, D] float32
     online_ptr,  # [2, splits, B, J] float32, out for MODE "in": maximum and sum of exponentials
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
@@ -127,7 +127,7 @@ def accumulate_kernel(
 def accumulate_gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
     state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
-    rows_ptr,  # [3, B, I] float32, MODE "swept"
+    rows_ptr,  # [3, B, I] float32, MODE "row_norm"
     norm_ptr, inverse_ptr, delta_ptr,  # [B, J] float32, MODE "in"
     partial_ptr,  # [splits, B, J, D] float32
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,

@@ -1,4 +1,4 @@
-"""The last pass of the backward: dvotes = sum_t c_t ds_t + db_t V_t, and from it du, dW and dlogits.
+"""The gradient pass: dvotes = sum_t c_t ds_t + db_t V_t, and from it du, dW and dlogits.
 
 V_t is what iteration t scored with; t counts from 0, so V_0 = 0. Program (chunk, split) has the input capsules of its
 chunk and the batch tiles of its split. No other program writes du of these, or dW of these input capsules in
@@ -96,7 +96,7 @@ def store_logits_gradient(
 def gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
     state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32, so that offsets between them are constants
-    rows_ptr,  # [R, 3, B, I] float32, MODE "swept"
+    rows_ptr,  # [R, 3, B, I] float32, MODE "row_norm"
     norm_ptr, inverse_ptr, delta_ptr,  # [R, B, J] float32, MODE "in"
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, K] or dvotes [B, I, J, D], or None
@@ -175,7 +175,7 @@ def gradient_kernel(
                             inverses = inverses + (load_numbers(inverse_ptr + at, rows, known[n], first + n, J, JT),)
                             delta = delta + (load_numbers(delta_ptr + at, rows, known[n], first + n, J, JT),)
                     row_at = rows_ptr
-                    if MODE == "swept":
+                    if MODE == "row_norm":
                         row_at = rows_ptr + 3 * t * tl.cast(B, tl.int64) * I
                     c = couple(b, row_at, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
                     db = agreement_gradient(c, dc, valid, row_at, delta, rows, ok, i, B, I, NT, MODE)

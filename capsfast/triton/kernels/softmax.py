@@ -1,7 +1,7 @@
 """Coupling coefficients of one input capsule i from its routing logits b; both are tuples of NT tiles [BB, JT].
 
-MODE "out": softmax over the outputs; the tiles hold all of them. MODE "swept": softmax over the outputs; the tiles hold
-some of them. A sweep has computed each row's maximum, 1 / sum and sum_j c dc, rows_ptr [3, B, I]. MODE "in": softmax
+MODE "out": softmax over the outputs; the tiles hold all of them. MODE "row_norm": softmax over the outputs; the tiles hold
+some of them. row_norm has computed each row's maximum, 1 / sum and sum_j c dc, rows_ptr [3, B, I]. MODE "in": softmax
 over the input capsules, whose maximum and 1 / sum, [B, J] each, are known from the forward.
 """
 
@@ -48,7 +48,7 @@ def couple(
     """c of all tiles. norm: for MODE "in" a pair (maximum, 1 / sum) of tuples of NT tiles [BB, JT]."""
     if MODE == "out":
         c = over_outputs(b, NT, LEAKY)
-    elif MODE == "swept":
+    elif MODE == "row_norm":
         at = rows_ptr + (rows[0] * I + i) + rows[1] * I
         m = tl.load(at, mask=ok, other=0.0)
         scale = tl.load(at + tl.cast(B, tl.int64) * I, mask=ok, other=0.0)

@@ -1,4 +1,4 @@
-// The backward: a reducing pass for each iteration from the last to the second, then one last pass for all iterations.
+// The backward: an accumulate pass for each iteration from the last to the second, then one gradient pass for all of them.
 #pragma once
 
 #include <algorithm>
@@ -53,7 +53,7 @@ class Backward {
       });
     }
     for (int64_t t = r - 1; t > first; --t) {
-      ReducePass<T> pass;
+      AccumulatePass<T> pass;
       pass.V = V.get() + t * pitch;
       pass.ds = ds.get() + t * pitch;
       if (p.softmax_in) {
@@ -67,7 +67,7 @@ class Backward {
       // Not cleared between iterations: each v is part of every later V, so its gradient G is the sum over all passes
       // so far.
       if (t == r - 1) sums.clear();
-      context.reduce(pass);
+      context.accumulate(pass);
       if (context.plan.lanes) {
         parallel(context.plan.tiles, context.tile_grain(),
                  [&](int64_t begin, int64_t end) { differentiate_tiles(t - 1, begin, end, false); });
@@ -78,7 +78,7 @@ class Backward {
       }
     }
     if (dbias_sum_ != nullptr) sum_bias();
-    if (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr) last_pass();
+    if (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr) gradient_pass();
   }
 
  private:
@@ -112,13 +112,13 @@ class Backward {
   // The same in lanes, for tiles of samples.
   void restore_tiles(int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
-      for (int64_t t = 0; t + 1 < p.iterations; ++t) context.kernel_table.lanes_restore(between(t), tile);
+      for (int64_t t = 0; t + 1 < p.iterations; ++t) context.kernel_table.lanes_restore(update(t), tile);
     }
     for (int64_t b = begin * context.plan.L; b < std::min(p.B, end * context.plan.L); ++b) restore_norms(b);
   }
 
-  Between<T> between(int64_t t) {
-    Between<T> at = context.between(bias);
+  Update<T> update(int64_t t) {
+    Update<T> at = context.update(bias);
     at.V = V.get() + t * context.layout.vectors();
     at.s = const_cast<T*>(saved_s(t, 0));
     return at;
@@ -127,7 +127,7 @@ class Backward {
   T biased(const T* s, int64_t row) const { return s[row] + bias[static_cast<size_t>(row)]; }
   const T* saved_s(int64_t t, int64_t b) const { return static_cast<const T*>(in.s) + (t * in.batch + b) * p.J * p.D; }
 
-  // Computes ds_t from dv_t: if `given`, dv_t is the gradient of the output, else the sum of the reducing passes.
+  // Computes ds_t from dv_t: if `given`, dv_t is the gradient of the output, else the sum of the accumulate passes.
   void differentiate(int64_t t, int64_t b, bool given) {
     const Place at = context.layout.of(b);
     const int64_t pitch = context.layout.vectors();
@@ -164,7 +164,7 @@ class Backward {
   }
 
   void differentiate_tiles(int64_t t, int64_t begin, int64_t end, bool given) {
-    Between<T> at = between(t);
+    Update<T> at = update(t);
     at.sum = sums.high();
     at.low = sums.low();
     at.ds = ds.get() + t * context.layout.vectors();
@@ -201,9 +201,9 @@ class Backward {
     }
   }
 
-  void last_pass() {
+  void gradient_pass() {
     const Plan& plan = context.plan;
-    const int64_t groups = plan.final_groups, splits = plan.final_splits, tasks = groups * splits;
+    const int64_t groups = plan.gradient_groups, splits = plan.gradient_splits, tasks = groups * splits;
     const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
     // How many partial sums of dW there are: one for each task if the weight is shared, else one for each group of
     // tiles, and none if there is one group: then every task writes the dW of its input capsules.
@@ -215,7 +215,7 @@ class Backward {
     dweight.clear();
     std::fill_n(dlogits.get(), groups * logits, 0.0);
 
-    FinalPass<T> pass;
+    GradientPass<T> pass;
     pass.problem = &p;
     pass.plan = &plan;
     pass.first = first;
@@ -234,12 +234,12 @@ class Backward {
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
     const int64_t terms = p.iterations - first;
-    const int64_t size = plan.lanes ? LanesFinalScratch<T>(p, plan, terms, nullptr).size
-                                    : RowsFinalScratch<T>(p, plan, terms, nullptr).size;
+    const int64_t size = plan.lanes ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
+                                    : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
     const Buffer<T> scratch(tasks * size);
     parallel(tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        FinalPass<T> mine = pass;
+        GradientPass<T> mine = pass;
         if (dlogits_sum_ != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum_;
         if (adders > 0) {
           const int64_t adder = p.shared_weight ? task : task / splits;
@@ -248,8 +248,8 @@ class Backward {
         }
         const Range range = share(p, plan, task, groups, splits);
         T* memory = scratch.get() + task * size;
-        plan.lanes ? context.kernel_table.lanes_final(mine, range, memory)
-                   : context.kernel_table.rows_final(mine, range, memory);
+        plan.lanes ? context.kernel_table.lanes_gradient(mine, range, memory)
+                   : context.kernel_table.rows_gradient(mine, range, memory);
       }
     });
     dweight.join();

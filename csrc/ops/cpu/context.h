@@ -90,7 +90,7 @@ struct Context {
         p.votes_given ? !is_run<T>(p.votes, {1, p.J, p.D}, {0, votes[2], votes[3]}) || p.mask.data != nullptr
                       : !is_run<T>(p.weight, {p.J, p.D, p.K}, {weight[1], weight[2], weight[3]});
     // Copied rows of the weight take the place of those of dW in the scratch.
-    if (plan.gather_rows && plan.weight_in_place) plan.final_chunk = (plan.final_chunk + 1) / 2;
+    if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
     if (p.out_mask.data == nullptr) return;
     std::fill_n(valid_out.get(), layout.scalars(), T(0));
     for (int64_t b = 0; b < p.B; ++b) {
@@ -108,8 +108,8 @@ struct Context {
   int64_t tile_grain() const { return std::max<int64_t>(1, grain() / plan.L); }
 
   // What the kernels between passes need of every call.
-  Between<T> between(const std::vector<T>& bias) const {
-    Between<T> at;
+  Update<T> update(const std::vector<T>& bias) const {
+    Update<T> at;
     at.problem = &p;
     at.plan = &plan;
     at.bias = bias.data();
@@ -117,19 +117,19 @@ struct Context {
     return at;
   }
 
-  // Runs a reducing pass. Split k of the input capsules adds to the k-th part of sum and low, [splits][vectors()], and
+  // Runs an accumulate pass. Split k of the input capsules adds to the k-th part of sum and low, [splits][vectors()], and
   // of max, norm and norm_low, [splits][scalars()].
-  void reduce(ReducePass<T> pass) const {
+  void accumulate(AccumulatePass<T> pass) const {
     pass.problem = &p;
     pass.plan = &plan;
     pass.valid_out = valid();
     const int64_t tasks = plan.tile_groups * plan.splits;
     const int64_t size =
-        plan.lanes ? LanesReduceScratch<T>(p, plan, nullptr).size : RowsReduceScratch<T>(p, plan, nullptr).size;
+        plan.lanes ? LanesAccumulateScratch<T>(p, plan, nullptr).size : RowsAccumulateScratch<T>(p, plan, nullptr).size;
     const Buffer<T> scratch(tasks * size);
     parallel(tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        ReducePass<T> mine = pass;
+        AccumulatePass<T> mine = pass;
         const int64_t split = task % plan.splits;
         if (mine.sum != nullptr) {
           mine.sum += split * layout.vectors();
@@ -142,7 +142,8 @@ struct Context {
         }
         const Range range = share(p, plan, task, plan.tile_groups, plan.splits);
         T* memory = scratch.get() + task * size;
-        plan.lanes ? kernel_table.lanes_reduce(mine, range, memory) : kernel_table.rows_reduce(mine, range, memory);
+        plan.lanes ? kernel_table.lanes_accumulate(mine, range, memory)
+                   : kernel_table.rows_accumulate(mine, range, memory);
       }
     });
   }

@@ -1,4 +1,4 @@
-// The forward: each iteration is a reducing pass, after which s_t, v_t and V_t are computed from its sums.
+// The forward: each iteration is an accumulate pass, after which s_t, v_t and V_t are computed from its sums.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ class Forward {
     for (int64_t t = 0; t < p.iterations; ++t) {
       const bool last = t + 1 == p.iterations;
       const bool wants_coupling = last && out.coupling.data != nullptr;
-      ReducePass<T> pass;
+      AccumulatePass<T> pass;
       pass.V = t == 0 ? nullptr : V.get();
       // With softmax "in", c is known only after the pass.
       if (wants_coupling && !p.softmax_in) pass.coupling = out.coupling;
@@ -64,7 +64,7 @@ class Forward {
         pass.norm = norms.high();
         pass.norm_low = norms.low();
       }
-      context.reduce(pass);
+      context.accumulate(pass);
       if (p.softmax_in) norms.join();
       if (context.plan.lanes) {
         parallel(context.plan.tiles, context.tile_grain(),
@@ -144,7 +144,7 @@ class Forward {
     const int64_t L = context.plan.L, size = context.plan.splits * p.J * L;
     const Buffer<T> factor(size);
     std::fill_n(factor.get(), size, T(0));
-    Between<T> at = context.between(bias);
+    Update<T> at = context.update(bias);
     at.sum = sums.high();
     at.low = sums.low();
     if (t + 1 < p.iterations) at.V = V.get();
@@ -181,12 +181,12 @@ class Forward {
     for (int64_t b = 0; b < p.B; ++b) {
       in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, context.layout.of(b), 0);
     }
-    ReducePass<T> pass;
+    AccumulatePass<T> pass;
     pass.V = t == 0 ? nullptr : V.get();
     pass.in_max = in_norm.max();
     pass.in_scale = in_norm.scale();
     pass.coupling = out.coupling;
-    context.reduce(pass);
+    context.accumulate(pass);
   }
 
   Context<T> context;

@@ -14,18 +14,18 @@ namespace capsfast {
 
 // How the passes cut their work; chosen by plan.cpp.
 struct Plan {
-  bool lanes = true;         // layout: lanes, else rows
-  bool small_batch = false;  // the votes are made once and kept, then routed in rows
-  int64_t L = 1;             // of a vector: samples in lanes, numbers of a vote in rows
-  int64_t tiles = 1;         // lanes: ceil(B / L); rows: B
-  int64_t chunk = 1;         // input capsules whose weights and poses are prepared at a time
-  int64_t out_tile = 1;      // lanes: output capsules whose votes are held at a time
-  int64_t tile_groups = 1;   // parts of the tiles; a task has one of these and one split
-  int64_t splits = 1;        // parts of the input capsules
-  int64_t final_chunk = 1;   // this and the next three: the same for the backward's last pass
-  int64_t final_out_tile = 1;
-  int64_t final_groups = 1;
-  int64_t final_splits = 1;
+  bool lanes = true;           // layout: lanes, else rows
+  bool small_batch = false;    // the votes are made once and kept, then routed in rows
+  int64_t L = 1;               // of a vector: samples in lanes, numbers of a vote in rows
+  int64_t tiles = 1;           // lanes: ceil(B / L); rows: B
+  int64_t chunk = 1;           // input capsules whose weights and poses are prepared at a time
+  int64_t out_tile = 1;        // lanes: output capsules whose votes are held at a time
+  int64_t tile_groups = 1;     // parts of the tiles; a task has one of these and one split
+  int64_t splits = 1;          // parts of the input capsules
+  int64_t gradient_chunk = 1;  // this and the next three: the same for the gradient pass
+  int64_t gradient_out_tile = 1;
+  int64_t gradient_groups = 1;
+  int64_t gradient_splits = 1;
   bool weight_in_place = false;  // lanes: one task writes a row of dW, whole vectors of it, and adds it up there
   bool gather_rows = false;      // weight or votes are not contiguous rows of T, so they are copied first
 };
@@ -36,10 +36,10 @@ struct Range {
   int64_t i0 = 0, i1 = 0;
 };
 
-// A reducing pass. Forward: sum_i c votes. Backward: sum_i db votes with db = c (dc - sum c dc) and
+// An accumulate pass. Forward: sum_i c votes. Backward: sum_i db votes with db = c (dc - sum c dc) and
 // dc = votes . ds + dcoupling, where sum c dc runs over what the softmax runs over.
 template <class T>
-struct ReducePass {
+struct AccumulatePass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
   const T* V = nullptr;          // [tiles][J D][L]; null in the first iteration (V_0 = 0)
@@ -63,9 +63,9 @@ struct ReducePass {
   T* norm_low = nullptr;  // [tiles][J][L]
 };
 
-// The backward's last pass: du, dweight (or dvotes) and dlogits from every iteration at once.
+// The gradient pass: du, dweight (or dvotes) and dlogits from every iteration at once.
 template <class T>
-struct FinalPass {
+struct GradientPass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
   int64_t first = 0;      // iterations [first, r) have gradients
@@ -87,7 +87,7 @@ struct FinalPass {
 
 // lanes: between two passes. sum and low as above, a split every tiles [J D][L]; s and v [B, J, D].
 template <class T>
-struct Between {
+struct Update {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
   const T* bias = nullptr;       // [J D]
@@ -106,7 +106,7 @@ struct Between {
   T* c_dc = nullptr;  // [tiles][J][L]: ds . s; null where it is not wanted
 };
 
-// The gradients that a small batch derives from dvotes [B, I, J, D]. The fields are those of FinalPass; dweight_sum is
+// The gradients that a small batch derives from dvotes [B, I, J, D]. The fields are those of GradientPass; dweight_sum is
 // null unless the weight is shared.
 template <class T>
 struct SmallBatchGradients {
@@ -121,13 +121,13 @@ struct SmallBatchGradients {
 template <class T>
 struct Kernels {
   int64_t L;
-  void (*lanes_reduce)(const ReducePass<T>&, const Range&, T* scratch);
-  void (*lanes_final)(const FinalPass<T>&, const Range&, T* scratch);
-  void (*lanes_outputs)(const Between<T>&, int64_t tile);                    // s_t, v_t and V_t
-  void (*lanes_restore)(const Between<T>&, int64_t tile);                    // V_{t+1} from V_t and s_t
-  void (*lanes_differentiate)(const Between<T>&, int64_t tile, T* scratch);  // ds_t from dv_t; scratch 2 [J D][L]
-  void (*rows_reduce)(const ReducePass<T>&, const Range&, T* scratch);
-  void (*rows_final)(const FinalPass<T>&, const Range&, T* scratch);
+  void (*lanes_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
+  void (*lanes_gradient)(const GradientPass<T>&, const Range&, T* scratch);
+  void (*lanes_outputs)(const Update<T>&, int64_t tile);                    // s_t, v_t and V_t
+  void (*lanes_restore)(const Update<T>&, int64_t tile);                    // V_{t+1} from V_t and s_t
+  void (*lanes_differentiate)(const Update<T>&, int64_t tile, T* scratch);  // ds_t from dv_t; scratch 2 [J D][L]
+  void (*rows_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
+  void (*rows_gradient)(const GradientPass<T>&, const Range&, T* scratch);
   // For input capsules [i0, i1) of a small batch; small_batch.inl has the shapes.
   void (*small_votes)(const Problem&, int64_t i0, int64_t i1, T* votes, T* scratch);
   void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t i0, int64_t i1, T* scratch);

@@ -61,22 +61,22 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   if (!held) plan->chunk = std::clamp<int64_t>(kScores / (2 * p.J * L * size), 1, 32);
   cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
 
-  // The last pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple of
+  // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple of
   // L rows (j, d), that is a multiple of `whole` output capsules.
   const int64_t terms = 2 * p.iterations;
   const int64_t whole = L / std::gcd(p.D, L);
-  plan->final_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
-  plan->final_out_tile = std::min(plan->final_out_tile, p.J);
+  plan->gradient_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
+  plan->gradient_out_tile = std::min(plan->gradient_out_tile, p.J);
   // A task that has a row of dW to itself adds it up where it will stand, and has that room for scores.
   const Storage number = size == 4 ? Storage::f32 : Storage::f64;
   plan->weight_in_place = !p.shared_weight && p.weight.storage == number && p.J * p.D % L == 0 && p.I >= threads;
   const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
-  plan->final_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
-  plan->final_chunk = std::min(plan->final_chunk, divide_up(p.I, threads));
-  const int64_t chunks = divide_up(p.I, plan->final_chunk);
-  plan->final_splits = std::min(chunks, threads);
-  plan->final_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->final_splits));
-  plan->weight_in_place = plan->weight_in_place && plan->final_groups == 1;
+  plan->gradient_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
+  plan->gradient_chunk = std::min(plan->gradient_chunk, divide_up(p.I, threads));
+  const int64_t chunks = divide_up(p.I, plan->gradient_chunk);
+  plan->gradient_splits = std::min(chunks, threads);
+  plan->gradient_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->gradient_splits));
+  plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
 
 void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
@@ -85,9 +85,9 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   plan->tiles = p.B;
   plan->chunk = 64;
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
-  // The last pass writes gradients of input capsules. Cut along these it needs no partial sums.
-  plan->final_splits = std::clamp<int64_t>(divide_up(p.I, 16), 1, threads);
-  plan->final_groups = std::clamp<int64_t>(threads / plan->final_splits, 1, std::max<int64_t>(1, p.B));
+  // The gradient pass writes gradients of input capsules. Cut along these it needs no partial sums.
+  plan->gradient_splits = std::clamp<int64_t>(divide_up(p.I, 16), 1, threads);
+  plan->gradient_groups = std::clamp<int64_t>(threads / plan->gradient_splits, 1, std::max<int64_t>(1, p.B));
 }
 
 }  // namespace

@@ -6,12 +6,12 @@
 #include "gather.inl"
 #include "lanes_packing.inl"
 #include "lanes.inl"
-#include "lanes_between.inl"
-#include "lanes_final.inl"
-#include "lanes_reduce.inl"
+#include "lanes_update.inl"
+#include "lanes_gradient.inl"
+#include "lanes_accumulate.inl"
 #include "rows.inl"
-#include "rows_final.inl"
-#include "rows_reduce.inl"
+#include "rows_gradient.inl"
+#include "rows_accumulate.inl"
 #include "small_batch.inl"
 
 // Calls Pass<T, K>::run. Common K are template constants; 0 stands for any other.
@@ -55,13 +55,13 @@ template <class T>
 const Kernels<T>& table() {
   static const Kernels<T> kernels{
       kLanes<T>,
-      lanes_run<LanesReduce, T, ReducePass<T>>,
-      lanes_run<LanesFinal, T, FinalPass<T>>,
-      LanesBetween<T>::outputs,
-      LanesBetween<T>::restore,
-      LanesBetween<T>::differentiate,
-      rows_run<RowsReduce, T, ReducePass<T>>,
-      rows_run<RowsFinal, T, FinalPass<T>>,
+      lanes_run<LanesAccumulate, T, AccumulatePass<T>>,
+      lanes_run<LanesGradient, T, GradientPass<T>>,
+      LanesUpdate<T>::outputs,
+      LanesUpdate<T>::restore,
+      LanesUpdate<T>::differentiate,
+      rows_run<RowsAccumulate, T, AccumulatePass<T>>,
+      rows_run<RowsGradient, T, GradientPass<T>>,
       SmallBatch<T>::votes,
       SmallBatch<T>::gradients,
       multiply_adds<T>};

@@ -27,11 +27,11 @@ class Carver {
 // and dc [scored][J][L], where scored is 1 if all votes are held and else chunk. x [out_tile D][L]: the votes held.
 // sum [out_tile D][L] and norm [J][L]: the sums of a chunk, those of s for a tile of output capsules at a time.
 template <class T>
-struct LanesReduceScratch {
+struct LanesAccumulateScratch {
   T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm;
   int64_t size;
 
-  LanesReduceScratch(const Problem& p, const Plan& plan, T* base) {
+  LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, scored = plan.out_tile >= p.J ? 1 : plan.chunk;
     const int64_t widest = p.logits.data != nullptr && p.J > p.K ? p.J : p.K;
@@ -54,15 +54,15 @@ struct LanesReduceScratch {
 // blocks of L rows, transposed, and row [J D K], dweight of an input capsule before it is added or converted: both
 // unless dW is added up in place. dlogits [chunk][J][L]. block [K][L].
 template <class T>
-struct LanesFinalScratch {
+struct LanesGradientScratch {
   T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block;
   int64_t size;
 
-  LanesFinalScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
+  LanesGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
-    const int64_t L = plan.L, chunk = plan.final_chunk, rows = p.J * p.D;
+    const int64_t L = plan.L, chunk = plan.gradient_chunk, rows = p.J * p.D;
     const bool in_place = plan.weight_in_place;
-    const int64_t tile_rows = (plan.final_out_tile * p.D + L - 1) / L * L;
+    const int64_t tile_rows = (plan.gradient_out_tile * p.D + L - 1) / L * L;
     const int64_t widest = p.logits.data != nullptr && p.J > p.K ? p.J : p.K;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : chunk) * rows * p.K : 0);
     buffer = carve.take(chunk * widest * L);
@@ -85,11 +85,11 @@ struct LanesFinalScratch {
 // For blocks of L input capsules. rows [L][J D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of 16
 // output capsules. scores and dc [J][L]. sum [J D] and norm [J]: the sums of a chunk.
 template <class T>
-struct RowsReduceScratch {
+struct RowsAccumulateScratch {
   T *rows, *part, *scores, *dc, *sum, *norm;
   int64_t size;
 
-  RowsReduceScratch(const Problem& p, const Plan& plan, T* base) {
+  RowsAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L;
     rows = carve.take(plan.gather_rows ? L * p.J * p.D : 0);
@@ -104,11 +104,11 @@ struct RowsReduceScratch {
 
 // rows and part as above. c and db [iterations][J][L]. row [J D]: dvotes before they are converted to another dtype.
 template <class T>
-struct RowsFinalScratch {
+struct RowsGradientScratch {
   T *rows, *part, *c, *db, *row;
   int64_t size;
 
-  RowsFinalScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
+  RowsGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L;
     rows = carve.take(plan.gather_rows ? L * p.J * p.D : 0);

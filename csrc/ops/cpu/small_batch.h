@@ -31,7 +31,7 @@ class SmallBatch {
     return q;
   }
 
-  // Computes du and dW from dvotes, which the last pass has written over the votes.
+  // Computes du and dW from dvotes, which the gradient pass has written over the votes.
   void finish(const BackwardOutputs& out) const {
     if (out.du.data == nullptr && out.dweight.data == nullptr) return;
     const int64_t adders = p.shared_weight && out.dweight.data != nullptr ? num_threads() : 0;

@@ -1,5 +1,5 @@
 // The two steps of a small batch that need the weight: making its votes, and at the end of the backward du and dW from
-// dvotes. Between the two the votes are routed by rows_reduce.inl and rows_final.inl.
+// dvotes. Between the two the votes are routed by rows_accumulate.inl and rows_gradient.inl.
 
 template <class T>
 struct SmallBatch {

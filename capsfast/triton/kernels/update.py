@@ -38,7 +38,7 @@ def load_bias(bias_ptr, rows, d, within, J: tl.constexpr, D: tl.constexpr):
 @triton.jit(
     do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr", "norm_ptr", "inverse_ptr"]
 )
-def finish_kernel(
+def update_kernel(
     partial_ptr,  # [splits, B, J, D] float32
     online_ptr,  # [2, splits, B, J] float32, if ONLINE: maximum and sum of exponentials of each split
     factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
@@ -131,7 +131,7 @@ def restore_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr", "delta_ptr"])
-def finish_gradient_kernel(
+def update_gradient_kernel(
     partial_ptr,  # [splits, B, J, D] float32, what this pass adds to G, or None: G is dv
     G_ptr,  # [B, J, D]: G so far; with partial_ptr it is float32 and updated
     bias_ptr,  # [J, D] contiguous or None

@@ -1,7 +1,7 @@
-// The backward's last pass in the rows layout, all iterations at once. lanes_final.inl has the formulas.
+// The gradient pass in the rows layout, all iterations at once. lanes_gradient.inl has the formulas.
 
 template <class T, int L_, int NV>
-struct RowsFinal {
+struct RowsGradient {
   using B_ = Rows<T, L_, NV>;
   using V = typename B_::V;
   static constexpr int L = L_;
@@ -11,7 +11,7 @@ struct RowsFinal {
     const T* const* votes;
   };
 
-  static void coefficients(const FinalPass<T>& pass, const RowsFinalScratch<T>& at, const Block& block) {
+  static void coefficients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;
     const bool want_logits = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
@@ -41,7 +41,7 @@ struct RowsFinal {
     if (want_logits) logits(pass, at, block);
   }
 
-  static void logits(const FinalPass<T>& pass, const RowsFinalScratch<T>& at, const Block& block) {
+  static void logits(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
     const int64_t J = pass.problem->J, terms = pass.problem->iterations - pass.first;
     const View& out = pass.dlogits_sample;
     for (int64_t n = 0; n < block.count; ++n) {
@@ -56,7 +56,7 @@ struct RowsFinal {
   }
 
   // Computes dvotes [J][D] of input capsule n of the block.
-  static void gradients(const FinalPass<T>& pass, const RowsFinalScratch<T>& at, const Block& block, int64_t n,
+  static void gradients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block, int64_t n,
                         T* dvotes) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = NV > 0 ? NV * L : p.D;
@@ -75,7 +75,8 @@ struct RowsFinal {
     }
   }
 
-  static void write_votes(const FinalPass<T>& pass, const RowsFinalScratch<T>& at, const Block& block, int64_t n) {
+  static void write_votes(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block,
+                          int64_t n) {
     const Problem& p = *pass.problem;
     const int64_t i = block.i0 + n, size = p.J * p.D, to = block.b * pass.dvotes.stride[0] + i * pass.dvotes.stride[1];
     const bool in_place = pass.dvotes.storage == kStorage<T>;
@@ -88,9 +89,9 @@ struct RowsFinal {
     if (!in_place) scatter<T>(pass.dvotes, to, {1, 1, size}, {0, 0, 1}, dvotes);
   }
 
-  static void run(const FinalPass<T>& pass, const Range& range, T* scratch) {
+  static void run(const GradientPass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
-    const RowsFinalScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
+    const RowsGradientScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
     for (int64_t b = range.tile0; b < range.tile1; ++b) {
       for (int64_t i0 = range.i0; i0 < range.i1; i0 += L) {
         const T* votes[L];

@@ -1,7 +1,7 @@
-// The reducing passes in the rows layout: sum_i c votes (forward), sum_i db votes (backward).
+// The accumulate passes in the rows layout: sum_i c votes (forward), sum_i db votes (backward).
 
 template <class T, int L_, int NV>
-struct RowsReduce {
+struct RowsAccumulate {
   using B_ = Rows<T, L_, NV>;
   using V = typename B_::V;
   static constexpr int L = L_;
@@ -14,7 +14,7 @@ struct RowsReduce {
 
   // Softmax over the input capsules: replaces scores [J][L] by exp(b - max), where max is the largest so far. If it
   // grows, all that was added up before is rescaled.
-  static void online(const ReducePass<T>& pass, const Block& block, T* scores, T* chunk_sum, T* chunk_norm) {
+  static void online(const AccumulatePass<T>& pass, const Block& block, T* scores, T* chunk_sum, T* chunk_norm) {
     const Problem& p = *pass.problem;
     for (int64_t j = 0; j < p.J; ++j) {
       T& highest = pass.max[block.b * p.J + j];
@@ -40,13 +40,13 @@ struct RowsReduce {
     }
   }
 
-  static void unweighted(const ReducePass<T>& pass, const RowsReduceScratch<T>& at, const Block& block) {
+  static void unweighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
     const int64_t J = pass.problem->J, D = pass.problem->D;
     for (int64_t j = 0; j < J; ++j) at.scores[j * L] = 1;
     for (int64_t n = 0; n < block.count; ++n) B_::add_scaled(at.scores, block.votes[n], J, D, at.sum);
   }
 
-  static void weighted(const ReducePass<T>& pass, const RowsReduceScratch<T>& at, const Block& block) {
+  static void weighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;
     if (pass.V == nullptr) {
@@ -77,10 +77,10 @@ struct RowsReduce {
     for (int64_t n = 0; n < block.count; ++n) B_::add_scaled(coefficient + n, block.votes[n], J, D, at.sum);
   }
 
-  static void run(const ReducePass<T>& pass, const Range& range, T* scratch) {
+  static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
     const int64_t JD = p.J * p.D;
-    const RowsReduceScratch<T> at(p, *pass.plan, scratch);
+    const RowsAccumulateScratch<T> at(p, *pass.plan, scratch);
     for (int64_t b = range.tile0; b < range.tile1; ++b) {
       for (int64_t from = range.i0; from < range.i1; from += pass.plan->chunk) {
         const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;

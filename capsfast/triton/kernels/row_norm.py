@@ -1,4 +1,4 @@
-"""Two more passes: the sweep, for a softmax over more outputs than a program holds, and the one that writes c."""
+"""Two more passes: row_norm, for a softmax over more outputs than a program holds, and the one that writes c."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ from .tiles import (
 
 
 @triton.jit(do_not_specialize=["B", "I", "chunk", "groups"], do_not_specialize_on_alignment=["rows_ptr"])
-def sweep_kernel(
+def row_norm_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
     state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
     rows_ptr,  # [3, B, I] float32, out
@@ -84,7 +84,7 @@ def sweep_kernel(
 def coupling_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     V_ptr,  # [B, J, D] float32
-    rows_ptr,  # [3, B, I] float32, MODE "swept"
+    rows_ptr,  # [3, B, I] float32, MODE "row_norm"
     norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
     coupling_ptr,  # [B, I, J], out
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,

@@ -1,4 +1,4 @@
-// The backward's last pass in the lanes layout, all iterations at once:
+// The gradient pass in the lanes layout, all iterations at once:
 //   dvotes = sum_t [ c_t ds_t + db_t V_t ];  du = W^T dvotes;  dW = sum_b dvotes u^T;  dlogits = sum_t db_t
 // Here t counts from 0 and V_t is what iteration t scored with, so V_0 = 0. A task is alone with its input capsules and
 // samples, so it writes du and dlogits of a sample once. It also writes dW, unless several tasks have the same input
@@ -10,7 +10,7 @@
 // over all samples) are sums of the sums of blocks, so their error grows with the number of blocks only.
 
 template <class T, int K_>
-struct LanesFinal {
+struct LanesGradient {
   using B_ = Lanes<T, K_>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
@@ -23,26 +23,26 @@ struct LanesFinal {
     int64_t pitch;
   };
 
-  static CAPSFAST_INLINE const T* valid(const FinalPass<T>& pass, const LanesFinalScratch<T>& at, int64_t i) {
+  static CAPSFAST_INLINE const T* valid(const GradientPass<T>& pass, const LanesGradientScratch<T>& at, int64_t i) {
     return pass.problem->mask.data == nullptr ? nullptr : at.valid + i * L;
   }
 
-  static bool needs_db(const FinalPass<T>& pass, int64_t t) {
+  static bool needs_db(const GradientPass<T>& pass, int64_t t) {
     const bool wanted = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
     return wanted || (!pass.problem->gradient_last && t > 0);
   }
 
-  static const T* parameters(const T* all, const FinalPass<T>& pass, int64_t iteration, int64_t t) {
+  static const T* parameters(const T* all, const GradientPass<T>& pass, int64_t iteration, int64_t t) {
     const int64_t JD = pass.problem->J * pass.problem->D;
     return all + (iteration * pass.plan->tiles + t) * JD * L;
   }
 
   // Dot products of the votes with V and ds of every iteration, for output capsules [j0, j1) and all input capsules of
   // a chunk. They go to at.c and at.db.
-  static void score(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t j0,
+  static void score(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at, int64_t j0,
                     int64_t j1) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, chunk = pass.plan->final_chunk;
+    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, chunk = pass.plan->gradient_chunk;
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* w = tile.weights + i * tile.pitch + j0 * D * K;
       const T* p_set[2 * kTogether];
@@ -69,9 +69,9 @@ struct LanesFinal {
   }
 
   // Replaces those dot products by c and db.
-  static void coefficients(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at) {
+  static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, chunk = pass.plan->final_chunk, tiles = pass.plan->tiles;
+    const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
     const bool sample_logits = p.logits.stride[0] != 0;
     const T* valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + tile.t * J * L;
     for (int64_t i = 0; i < tile.count; ++i) {
@@ -98,10 +98,11 @@ struct LanesFinal {
 
   // rows[n] = component d + n of dvotes of (i, j), for n < N.
   template <int N>
-  static CAPSFAST_INLINE void vote_gradient(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at,
-                                            int64_t i, int64_t j, int64_t d, V* rows) {
+  static CAPSFAST_INLINE void vote_gradient(const GradientPass<T>& pass, const Tile& tile,
+                                            const LanesGradientScratch<T>& at, int64_t i, int64_t j, int64_t d,
+                                            V* rows) {
     const Problem& p = *pass.problem;
-    const int64_t pitch = pass.plan->final_chunk * p.J * L, row = (j * p.D + d) * L;
+    const int64_t pitch = pass.plan->gradient_chunk * p.J * L, row = (j * p.D + d) * L;
     int64_t from = (i * p.J + j) * L;
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = V{};
@@ -119,8 +120,8 @@ struct LanesFinal {
   }
 
   // Writes dvotes of input capsule i for output capsules [j0, j1) to at.dx [(j1 - j0) D][L].
-  static void vote_gradients(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i,
-                             int64_t j0, int64_t j1) {
+  static void vote_gradients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
+                             int64_t i, int64_t j0, int64_t j1) {
     const int64_t D = pass.problem->D;
     for (int64_t j = j0; j < j1; ++j) {
       T* to = at.dx + (j - j0) * D * L;
@@ -221,8 +222,8 @@ struct LanesFinal {
 
   // All gradients of input capsule i that come from output capsule j, if D is a multiple of L. dvotes stay in
   // registers: first du is computed from them and then, after transposing them, dW.
-  static void blocks(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at, int64_t i, int64_t j,
-                     T* dw) {
+  static void blocks(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at, int64_t i,
+                     int64_t j, T* dw) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
     const T* u = at.u + i * K * L;
     for (int64_t d = 0; d < D; d += L) {
@@ -281,14 +282,14 @@ struct LanesFinal {
   }
 
   // [rows / L][K][L] to [rows][K] where it stands.
-  static void transpose_weights(const LanesFinalScratch<T>& at, int64_t K, int64_t rows, T* dw) {
+  static void transpose_weights(const LanesGradientScratch<T>& at, int64_t K, int64_t rows, T* dw) {
     for (int64_t row = 0; row < rows; row += L, dw += K * L) {
       __builtin_memcpy(at.block, dw, static_cast<size_t>(K * L) * sizeof(T));
       weight_rows(at.block, K, L, dw);
     }
   }
 
-  static void write_weights(const FinalPass<T>& pass, const LanesFinalScratch<T>& at, int64_t i, const T* dw) {
+  static void write_weights(const GradientPass<T>& pass, const LanesGradientScratch<T>& at, int64_t i, const T* dw) {
     const Problem& p = *pass.problem;
     const int64_t rows = p.J * p.D, size = rows * p.K;
     if (pass.dweight_sum != nullptr) {
@@ -305,9 +306,9 @@ struct LanesFinal {
     scatter<T>(pass.dweight, i * size, {1, 1, size}, {0, 0, 1}, at.row);
   }
 
-  static void sum_logits(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at) {
+  static void sum_logits(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
-    const int64_t size = tile.count * p.J * L, pitch = pass.plan->final_chunk * p.J * L;
+    const int64_t size = tile.count * p.J * L, pitch = pass.plan->gradient_chunk * p.J * L;
     const bool per_sample = pass.dlogits_sample.data != nullptr;
     for (int64_t n = 0; n < size; n += L) {
       V total = per_sample ? V{} : load<L>(at.dlogits + n);
@@ -318,9 +319,9 @@ struct LanesFinal {
       B_::unpack(at.dlogits, tile.b0, tile.samples, tile.i0, tile.count, p.J, at.buffer, pass.dlogits_sample);
   }
 
-  static void tile_pass(const FinalPass<T>& pass, const Tile& tile, const LanesFinalScratch<T>& at) {
+  static void tile_pass(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, held = pass.plan->final_out_tile;
+    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, held = pass.plan->gradient_out_tile;
     const bool shared = p.shared_weight;
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
     const int64_t row_blocks = (J * D + L - 1) / L;
@@ -358,12 +359,13 @@ struct LanesFinal {
     B_::unpack(at.du, tile.b0, tile.samples, tile.i0, tile.count, K, at.buffer, pass.du);
   }
 
-  static void run(const FinalPass<T>& pass, const Range& range, T* scratch) {
+  static void run(const GradientPass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
     const bool in_place = pass.plan->weight_in_place;
-    const LanesFinalScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
+    const LanesGradientScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
     const bool shared = p.shared_weight;
-    const int64_t chunk = pass.plan->final_chunk, row_blocks = (p.J * p.D + L - 1) / L, row_size = row_blocks * p.K * L;
+    const int64_t chunk = pass.plan->gradient_chunk, row_blocks = (p.J * p.D + L - 1) / L,
+                  row_size = row_blocks * p.K * L;
     for (int64_t i0 = range.i0; i0 < range.i1; i0 += chunk) {
       Tile tile{};
       tile.i0 = i0;

@@ -2,20 +2,20 @@
 // sums; backward V_t from the saved s_t, and ds_t from dv_t. With few input capsules this is a good part of a call.
 
 template <class T>
-struct LanesBetween {
+struct LanesUpdate {
   using B_ = LanesPacking<T>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
 
-  static int64_t samples(const Between<T>& at, int64_t tile) {
+  static int64_t samples(const Update<T>& at, int64_t tile) {
     return tile * L + L < at.problem->B ? L : at.problem->B - tile * L;
   }
 
   // The tile's rows of [tiles][J D][L].
-  static int64_t rows_of(const Between<T>& at, int64_t tile) { return tile * at.problem->J * at.problem->D * L; }
+  static int64_t rows_of(const Update<T>& at, int64_t tile) { return tile * at.problem->J * at.problem->D * L; }
 
   // Where output capsule j of a tile is one: 1, else 0; lanes without a sample have none.
-  static V valid(const Between<T>& at, int64_t tile, int64_t j) {
+  static V valid(const Update<T>& at, int64_t tile, int64_t j) {
     if (at.valid_out != nullptr) return load<L>(at.valid_out + (tile * at.problem->J + j) * L);
     T ok[L];
     for (int64_t l = 0; l < L; ++l) ok[l] = l < samples(at, tile) ? T(1) : T(0);
@@ -30,14 +30,14 @@ struct LanesBetween {
   }
 
   // Rows of the tile's samples in s [B, J D] to lanes.
-  static void interleave(const Between<T>& at, int64_t tile, const T* s, T* to) {
+  static void interleave(const Update<T>& at, int64_t tile, const T* s, T* to) {
     const int64_t JD = at.problem->J * at.problem->D;
     const T* from[L] = {};
     for (int64_t l = 0; l < samples(at, tile); ++l) from[l] = s + (tile * L + l) * JD;
     B_::interleave(from, samples(at, tile), JD, to);
   }
 
-  static void outputs(const Between<T>& at, int64_t tile) {
+  static void outputs(const Update<T>& at, int64_t tile) {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
     T *const s = at.sum + here, *const v = at.low + here, *const V_t = at.V == nullptr ? nullptr : at.V + here;
@@ -74,7 +74,7 @@ struct LanesBetween {
   }
 
   // V_{t+1} = V_t + squash(s_t + bias); at.V points to V_t, V_{t+1} stands an iteration behind it.
-  static void restore(const Between<T>& at, int64_t tile) {
+  static void restore(const Update<T>& at, int64_t tile) {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D;
     const T* const before = at.V + rows_of(at, tile);
@@ -96,7 +96,7 @@ struct LanesBetween {
 
   // ds = d(squash) dv, dv given or the sum of the passes; c_dc [tiles][J][L], if wanted, gets ds . s.
   // scratch: s [J D][L], and as much again for a dv that is not stored in T.
-  static void differentiate(const Between<T>& at, int64_t tile, T* scratch) {
+  static void differentiate(const Update<T>& at, int64_t tile, T* scratch) {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
     T *const s = scratch, *const ds = at.ds + here;

@@ -1,4 +1,4 @@
-// The reducing passes in the lanes layout: sum_i c votes (forward), sum_i db votes (backward).
+// The accumulate passes in the lanes layout: sum_i c votes (forward), sum_i db votes (backward).
 //
 // A chunk of weights is read once for all tiles of samples. If the votes of all J output capsules fit the cache
 // (plan.out_tile >= J) they are made once, scored and added up. Else a first sweep over tiles of output capsules keeps
@@ -7,13 +7,13 @@
 // L1.
 
 template <class T, int K_>
-struct LanesReduce {
+struct LanesAccumulate {
   using B_ = Lanes<T, K_>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
 
   // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
-  // count). The pointers are those of ReducePass at tile t. weights: [J D K] of each input capsule, `pitch` elements
+  // count). The pointers are those of AccumulatePass at tile t. weights: [J D K] of each input capsule, `pitch` elements
   // apart.
   struct Tile {
     int64_t t, b0, samples, i0, count;
@@ -22,14 +22,15 @@ struct LanesReduce {
     int64_t pitch;
   };
 
-  static CAPSFAST_INLINE const T* valid(const ReducePass<T>& pass, const LanesReduceScratch<T>& at, int64_t i) {
+  static CAPSFAST_INLINE const T* valid(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t i) {
     return pass.problem->mask.data == nullptr ? nullptr : at.valid + i * L;
   }
 
   // Makes the votes of input capsule i for output capsules [j0, j1) and stores them to x unless it is null. Writes
   // their dot products with V to b [J][L] and, in the backward, with ds to dc [J][L].
-  static CAPSFAST_INLINE void score(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at,
-                                    int64_t i, int64_t j0, int64_t j1, T* x, T* b, T* dc) {
+  static CAPSFAST_INLINE void score(const AccumulatePass<T>& pass, const Tile& tile,
+                                    const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x, T* b,
+                                    T* dc) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
     const T* p[2];
     T* out[2];
@@ -50,8 +51,8 @@ struct LanesReduce {
 
   // Turns scores into the coefficients of the sum: b becomes c and, in the backward, dc becomes db. With the softmax
   // over the input capsules in the forward, b stays the logits, and online() or chunk_online() goes on from there.
-  static CAPSFAST_INLINE void coefficients(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at,
-                                           int64_t i, T* b, T* dc) {
+  static CAPSFAST_INLINE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
+                                           const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J;
     const bool sample_logits = p.logits.stride[0] != 0;
@@ -72,7 +73,7 @@ struct LanesReduce {
   }
 
   // After the maximum of output capsule j has grown: multiplies all that was added up before by `scale`.
-  static void rescale(const ReducePass<T>& pass, const Tile& tile, int64_t j, V scale, T* chunk_sum) {
+  static void rescale(const AccumulatePass<T>& pass, const Tile& tile, int64_t j, V scale, T* chunk_sum) {
     const int64_t J = pass.problem->J, D = pass.problem->D;
     const int64_t scalar = (tile.t * J + j) * L, vector = (tile.t * J + j) * D * L;
     store<L>(pass.norm + scalar, load<L>(pass.norm + scalar) * scale);
@@ -85,7 +86,8 @@ struct LanesReduce {
   }
 
   // Softmax over the input capsules, for one of them: replaces scores [J][L] by exp(b - max), max the largest so far.
-  static CAPSFAST_INLINE void online(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+  static CAPSFAST_INLINE void online(const AccumulatePass<T>& pass, const Tile& tile,
+                                     const LanesAccumulateScratch<T>& at) {
     const int64_t J = pass.problem->J;
     T* max_of = pass.max + tile.t * J * L;
     for (int64_t j = 0; j < J; ++j) {
@@ -105,7 +107,7 @@ struct LanesReduce {
   }
 
   // As online(), for the scores of a whole chunk. Sums are rescaled once, for its maximum.
-  static void chunk_online(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+  static void chunk_online(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const int64_t J = pass.problem->J;
     T* max_of = pass.max + tile.t * J * L;
     for (int64_t j = 0; j < J; ++j) {
@@ -125,7 +127,7 @@ struct LanesReduce {
     }
   }
 
-  static void chunk(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+  static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
     const bool online_softmax = p.softmax_in && tile.in_max == nullptr;
@@ -203,7 +205,7 @@ struct LanesReduce {
     for (; row < rows; ++row) plain_block<1>(tile, u, K, row, sum);
   }
 
-  static void plain(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at) {
+  static void plain(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const int64_t K = K_ > 0 ? K_ : pass.problem->K, rows = pass.problem->J * pass.problem->D;
     const int64_t some = pass.plan->out_tile * pass.problem->D;
     Tile part = tile;
@@ -225,21 +227,21 @@ struct LanesReduce {
     }
   }
 
-  static void clear_sum(const LanesReduceScratch<T>& at, int64_t rows) {
+  static void clear_sum(const LanesAccumulateScratch<T>& at, int64_t rows) {
     __builtin_memset(at.sum, 0, static_cast<size_t>(rows * L) * sizeof(T));
   }
 
   // at.sum holds `rows` rows of the tile, from `row` on.
-  static void join_sum(const ReducePass<T>& pass, const Tile& tile, const LanesReduceScratch<T>& at, int64_t row,
-                       int64_t rows) {
+  static void join_sum(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
+                       int64_t row, int64_t rows) {
     const int64_t to = (tile.t * pass.problem->J * pass.problem->D + row) * L;
     join(at.sum, rows, pass.sum + to, pass.low + to);
   }
 
-  static void run(const ReducePass<T>& pass, const Range& range, T* scratch) {
+  static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, JD = p.J * p.D;
-    const LanesReduceScratch<T> at(p, *pass.plan, scratch);
+    const LanesAccumulateScratch<T> at(p, *pass.plan, scratch);
     for (int64_t i0 = range.i0; i0 < range.i1; i0 += pass.plan->chunk) {
       Tile tile{};
       tile.i0 = i0;
