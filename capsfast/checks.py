@@ -1,9 +1,11 @@
 """Argument checks: every message names the op, the rule, what came, and often the remedy."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from .options import GRADIENT, SOFTMAX, SQUASH, Options
+from .options import GRADIENT, NORMALIZE, SOFTMAX, SQUASH, Options, PassOptions
 
 # Its power -3/2, which the derivative of a squash holds, is still a float32.
 SMALLEST_EPS = 1e-20
@@ -110,6 +112,105 @@ def options(op: str, given: Options) -> None:
     boolean(op, "leaky", given.leaky)
     choice(op, "squash", given.squash, SQUASH)
     positive_eps(op, given.eps)
+
+
+def product(op: str, u: Tensor, weight: Tensor) -> None:
+    """u [B, I, K] and weight [I or 1, J, D, K]: dtypes, devices, and the sizes they share."""
+    floating(op, "u", u)
+    floating(op, "weight", weight)
+    I, K = u.shape[1:]
+    rows = weight.shape[0]
+    if rows != I and rows != 1:
+        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {_shapes(weight, u)}")
+    if weight.shape[3] != K:
+        raise ValueError(
+            f"{op}: weight must end in K={K}, the size of the input capsules, "
+            f"got {weight.shape[3]} {_shapes(weight, u)}"
+        )
+    same_device(op, "u", u, "weight", weight)
+    same_dtype(op, "u", u, "weight", weight)
+
+
+def _shapes(weight: Tensor, u: Tensor) -> str:
+    return f"(weight {shape_of(weight)}, u {shape_of(u)})"
+
+
+# Where the size J stands in the arguments that have it.
+_AXIS_OF_J = {"query": 1, "precision": 1, "center": 1, "prior": 1, "logits": -1, "bias": 0, "out_mask": 1}
+
+
+def outputs(op: str, anchor: str, value: Tensor, axis: int, saying: Mapping[str, object], needed: bool = True) -> int:
+    """J: the size of ``axis`` of the anchor or, where that is 1, what the first of ``saying`` that is given says.
+
+    If none is given and one is ``needed`` that is an error. Whether they agree is seen when their shapes are checked.
+    """
+    J: int = value.shape[axis]
+    if J != 1:
+        return J
+    for name, given in saying.items():
+        if isinstance(given, Tensor) and given.dim() > 1:
+            return given.shape[_AXIS_OF_J[name]]
+    if needed:
+        raise ValueError(
+            f"{op}: {anchor} {shape_of(value)} is shared by all output capsules, so another argument must say how many "
+            f"there are, got none of {', '.join(saying)}; pass prior=torch.zeros(B, J)"
+        )
+    return J
+
+
+def pass_options(op: str, given: PassOptions) -> None:
+    choice(op, "normalize", given.normalize, NORMALIZE)
+    boolean(op, "leaky", given.leaky)
+    boolean(op, "second", given.second)
+    if given.leaky and given.normalize not in SOFTMAX:
+        raise ValueError(
+            f'{op}: leaky adds an entry to a softmax, so normalize must be "out" or "in", got {given.normalize!r}'
+        )
+
+
+def pass_parameters(
+    op: str, anchor: str, anchor_value: Tensor, sizes: tuple[int, int, int, int], given: Mapping[str, Tensor | None]
+) -> None:
+    """What a pass scores against, by name, and the masks, against ``sizes`` = (B, I, J, D) of the anchor tensor."""
+    B, I, J, D = sizes
+    routing_parameters(
+        op, anchor, anchor_value, sizes, given["logits"], None, given["mask"], given["out_mask"]
+    )
+    symbols = {"B": B, "I": I, "J": J, "D": D}
+    for name, axes in _PARAMETER_AXES.items():
+        value = given[name]
+        if value is None:
+            continue
+        spelled = f"[{', '.join(axes)}]"
+        tensor(op, name, value, spelled)
+        if any(size != symbols[axis] for size, axis in zip(value.shape, axes, strict=True)):
+            wanted = ", ".join(str(symbols[axis]) for axis in axes)
+            raise ValueError(
+                f"{op}: {name} must be {spelled} = [{wanted}], got {shape_of(value)} "
+                f"({anchor} {shape_of(anchor_value)})"
+            )
+        parameter_dtype(op, name, value, anchor, anchor_value)
+        same_device(op, anchor, anchor_value, name, value)
+    precision = given["precision"]
+    # A look at the values would make a GPU wait, and cannot be traced.
+    if precision is not None and precision.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not _transformed() and bool((precision < 0).any()):
+            raise ValueError(
+                f"{op}: precision, an inverse variance, must not be negative, got {float(precision.min()):.3g}; "
+                f"clamp it with precision.clamp_min(0)"
+            )
+
+
+_PARAMETER_AXES = {
+    **dict.fromkeys(("query", "precision", "center"), ("B", "J", "D")),
+    "prior": ("B", "J"),
+    **dict.fromkeys(("activation", "lse"), ("B", "I")),
+}
+
+
+def _transformed() -> bool:
+    """Whether values may be those of many calls at once (torch.func)."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def routing_parameters(

@@ -53,10 +53,6 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     return _squash(s, dim, eps, kind)
 
 
-def _shapes(weight: Tensor, u: Tensor) -> str:
-    return f"(weight {checks.shape_of(weight)}, u {checks.shape_of(u)})"
-
-
 def dynamic_routing(
     u: Tensor,
     weight: Tensor,
@@ -85,8 +81,10 @@ def dynamic_routing(
 
     Args:
         u: input capsules ``[B, I, K]``; float32, float64, bfloat16 or float16, any strides.
-        weight: transformation matrices ``[I, J, D, K]``, or ``[1, J, D, K]`` shared by all input
-            capsules (no copy is made); same dtype as ``u``, except under autocast.
+        weight: transformation matrices ``[I, J, D, K]``; same dtype as ``u``, except under autocast. A size 1 for
+            I shares them between the input capsules, a size 1 for J between the output capsules, without a copy. With
+            size 1 for J the number of output capsules is that of logits, bias or out_mask, if one of them is given, and
+            the votes, which then have no axis J, are in memory.
         num_iterations: how many weighted sums are formed, at least 1.
         logits: log prior of the coupling, ``[I, J]`` (learned) or ``[B, I, J]``; default 0.
         bias: ``[J, D]``, added to the weighted sum before the squash.
@@ -118,22 +116,12 @@ def dynamic_routing(
     checks.boolean(op, "share_batch_logits", share_batch_logits)
     checks.tensor(op, "u", u, "[B, I, K]")
     checks.tensor(op, "weight", weight, "[I, J, D, K]")
-    checks.floating(op, "u", u)
-    checks.floating(op, "weight", weight)
-    B, I, K = u.shape
-    rows, J, D, _ = weight.shape
-    if rows != I and rows != 1:
-        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {_shapes(weight, u)}")
-    if weight.shape[3] != K:
-        raise ValueError(
-            f"{op}: weight must end in K={K}, the size of the input capsules, "
-            f"got {weight.shape[3]} {_shapes(weight, u)}"
-        )
-    checks.same_device(op, "u", u, "weight", weight)
-    checks.same_dtype(op, "u", u, "weight", weight)
-    checks.routing_parameters(op, "u", u, (B, I, J, D), logits, bias, mask, out_mask)
+    checks.product(op, u, weight)
+    B, I, _ = u.shape
+    J = checks.outputs(op, "weight", weight, 1, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
+    checks.routing_parameters(op, "u", u, (B, I, J, weight.shape[2]), logits, bias, mask, out_mask)
     v, c = _dynamic_routing.call(
-        u, weight, logits, bias, mask, out_mask, options, return_coupling, share_batch_logits, backend
+        u, weight, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
     )
     return (v, c) if return_coupling else v
 
@@ -158,7 +146,8 @@ def route_votes(
     """Routing by agreement over votes that already exist, read in place.
 
     Args:
-        votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides.
+        votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. A size 1 for J shares them between
+            the output capsules, whose number is then that of logits, bias or out_mask.
 
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
@@ -170,7 +159,10 @@ def route_votes(
     checks.boolean(op, "share_batch_logits", share_batch_logits)
     checks.tensor(op, "votes", votes, "[B, I, J, D]")
     checks.floating(op, "votes", votes)
-    B, I, J, D = votes.shape
+    B, I, _, D = votes.shape
+    J = checks.outputs(op, "votes", votes, 2, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
     checks.routing_parameters(op, "votes", votes, (B, I, J, D), logits, bias, mask, out_mask)
-    v, c = _route_votes.call(votes, logits, bias, mask, out_mask, options, return_coupling, share_batch_logits, backend)
+    v, c = _route_votes.call(
+        votes, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
+    )
     return (v, c) if return_coupling else v

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 SOFTMAX = ("out", "in")
+NORMALIZE = ("out", "in", "sigmoid", "none", "lse")
 GRADIENT = ("full", "last")
 SQUASH = ("paper", "half", "eps_outside", "exp", "unit", "identity")
 
@@ -25,3 +26,18 @@ class Options(NamedTuple):
     leaky: bool
     squash: str
     eps: float
+
+
+class PassOptions(NamedTuple):
+    """Static options of a routing pass, in the order in which the op schemas list them.
+
+    normalize: how logits become coupling coefficients: a softmax over the output capsules ("out") or over the input
+        capsules ("in"), a sigmoid of each ("sigmoid"), ``exp(logit - lse)`` with a given log-sum-exp ("lse"), or not at
+        all ("none").
+    leaky: every softmax gets one more entry with logit 0, whose coupling is thrown away.
+    second: the second moments are wanted.
+    """
+
+    normalize: str
+    leaky: bool
+    second: bool

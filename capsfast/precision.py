@@ -1,4 +1,4 @@
-"""How exact torch wants float32 products to be."""
+"""The dtype of sums, and how exact torch wants float32 products to be."""
 
 import torch
 
@@ -13,3 +13,8 @@ def tf32_allowed() -> bool:
     compiles anew when the setting changes.
     """
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are formed in: float32 for 16-bit inputs, else that of the inputs."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -57,8 +57,7 @@ def problems(draw: Any, backend: Backend, dtype: torch.dtype) -> Any:
         problem,
         inputs={name: relayout(value, draw(kinds)) for name, value in problem.inputs.items()},
         masks={name: relayout(value, draw(kinds)) for name, value in problem.masks.items()},
-        dv=relayout(problem.dv, draw(kinds)),
-        dc=relayout(problem.dc, draw(kinds)),
+        gradients={name: relayout(value, draw(kinds)) for name, value in problem.gradients.items()},
     )
 
 

@@ -57,8 +57,7 @@ def copied(problem: Problem) -> Problem:
         problem,
         inputs={name: value.clone() for name, value in problem.inputs.items()},
         masks={name: value.clone() for name, value in problem.masks.items()},
-        dv=problem.dv.clone(),
-        dc=problem.dc.clone(),
+        gradients={name: value.clone() for name, value in problem.gradients.items()},
     )
 
 
@@ -260,7 +259,7 @@ def test_votes_beyond_two_to_the_31_elements(gpu: Backend) -> None:
     assert votes.numel() > 2**31
     got = run(problem, gpu.name)
     last = slice(2, 3)
-    alone = run(replace(problem, inputs={"votes": votes[last].clone()}, dv=problem.dv[last]), gpu.name)
+    alone = run(replace(problem, inputs={"votes": votes[last].clone()}, gradients={"v": problem.dv[last]}), gpu.name)
     assert bool(got["dvotes"].isfinite().all())
     for name in ("v", "dvotes"):
         assert relative_l2(got[name][last].float(), alone[name].float()) < 0.02, name

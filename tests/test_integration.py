@@ -234,7 +234,7 @@ def test_autocast(backend: Backend, B: int, case: Case, of_u: torch.dtype, of_we
     problem.inputs["weight"] = problem.inputs["weight"].to(of_weight)
     leaves = {name: value.requires_grad_() for name, value in problem.inputs.items()}
     with torch.autocast(backend.device, torch.bfloat16), recorded_ops() as ops:
-        v = call(problem, leaves, backend.name, coupling=False)
+        v = call(problem, leaves, backend.name, return_coupling=False)
     assert_path(backend, "dynamic_routing", ops, backward=False)
     assert v.dtype == torch.bfloat16
     v.backward(problem.dv.to(torch.bfloat16))

@@ -123,8 +123,8 @@ def test_outputs_have_the_dtype_of_the_input(backend: Backend, op: Op, dtype: to
 
 def test_without_coupling_only_v_comes_back(backend: Backend, op: Op) -> None:
     problem = op.make(SMALL, PLAIN, backend.widest, backend.device)
-    alone = call(problem, problem.inputs, backend.name, coupling=False)
-    v, _ = call(problem, problem.inputs, backend.name, coupling=True)
+    alone = call(problem, problem.inputs, backend.name, return_coupling=False)
+    v, _ = call(problem, problem.inputs, backend.name, return_coupling=True)
     assert isinstance(alone, torch.Tensor)
     assert_close(alone, v, double=1e-12)
 
@@ -278,7 +278,7 @@ def test_out_mask_is_the_layer_without_these_capsules(backend: Backend, op: Op, 
         return value if axis is None else value.index_select(axis, keep.nonzero()[:, 0])
 
     inputs = {name: kept(name, value) for name, value in problem.inputs.items()}
-    part = replace(problem, inputs=inputs, masks={}, dv=problem.dv[:, keep], dc=problem.dc[..., keep])
+    part = replace(problem, inputs=inputs, masks={}, gradients={"v": problem.dv[:, keep], "c": problem.dc[..., keep]})
     wanted = run(part, backend.name)
     assert_close(got["v"][:, keep], wanted["v"], double=1e-7)
     assert_close(got["c"][..., keep], wanted["c"], double=1e-7)
@@ -418,8 +418,7 @@ def test_samples_do_not_depend_on_their_batch(backend: Backend, op: Op) -> None:
             problem,
             inputs={k: v if k in ("weight", "bias") else v[n : n + 1] for k, v in problem.inputs.items()},
             masks={k: v[n : n + 1] for k, v in problem.masks.items()},
-            dv=problem.dv[n : n + 1],
-            dc=problem.dc[n : n + 1],
+            gradients={name: value[n : n + 1] for name, value in problem.gradients.items()},
         )
         got = run(alone, backend.name)
         for name in ("v", "c", f"d{op.poses}"):

@@ -1,4 +1,4 @@
-"""Defines the routing ops: schema, fake, autograd, autocast, vmap. The kernels are elsewhere.
+"""Defines the ops: schema, fake, autograd, autocast, vmap. The kernels are elsewhere.
 
 There are two ops with the same contract, one per set of kernels: ``capsfast::<op>`` for those of the extension,
 ``capsfast::triton_<op>`` for those of Triton. So a traced program keeps the kernels it was traced with.
@@ -16,40 +16,65 @@ from ._glue import backward_by, saving
 
 PREFIX = {"cpp": "", "triton": "triton_"}
 
-_OPTIONS = "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps"
-_PARAMETERS = "Tensor? logits, Tensor? bias, Tensor? mask, Tensor? out_mask"
+MASKS = ("mask", "out_mask")
 _library = torch.library.Library("capsfast", "FRAGMENT")
+
+Received = Callable[[Sequence[Tensor | None], Sequence[Tensor | None], Sequence[Tensor]], Sequence[Tensor | None]]
 
 
 class Contract(NamedTuple):
-    """What an op takes and returns. inputs: names of its first arguments, which are tensors.
+    """What an op takes and returns.
 
-    fake, fake_backward: functions that give the shapes and dtypes of the results. flags: names of bool arguments that
-    follow the options.
+    inputs: names of its first arguments, which are tensors. parameters: names of the float tensors that follow, each of
+    which may be None; the two masks come after them. options: the options as in the schema. requests: names of bools
+    that ask for an output, at the end. outputs: names of the results, the first ``differentiable`` of which have
+    gradients. saved: those that the backward gets. fake, fake_backward: functions that give the shapes and dtypes of
+    the results. received(gradients of outputs, tensors, saved outputs): the gradients as the backward takes them.
+    optional: which gradients of outputs the backward takes as None.
     """
 
     name: str
     inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    options: str
+    requests: tuple[str, ...]
+    outputs: tuple[str, ...]
+    differentiable: int
+    saved: tuple[str, ...]
+    optional: tuple[str, ...]
     fake: Callable[..., Any]
     fake_backward: Callable[..., Any]
-    flags: tuple[str, ...] = ()
+    received: Received
 
     @property
     def tensors(self) -> int:
         """How many arguments of the forward are tensors or None. They come first."""
-        return len(self.inputs) + _PARAMETERS.count(",") + 1
+        return len(self.needed) + len(MASKS)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """What may need a gradient."""
+        return (*self.inputs, *self.parameters)
 
     def schemas(self, prefix: str) -> tuple[str, str]:
-        inputs = ", ".join(f"Tensor {name}" for name in self.inputs)
-        options = ", ".join((_OPTIONS, *(f"bool {flag}" for flag in self.flags)))
-        needed = (*self.inputs, "logits", "bias")
-        return (
-            f"{prefix}{self.name}({inputs}, {_PARAMETERS}, {options}, bool return_coupling) "
-            f"-> (Tensor, Tensor, Tensor, Tensor)",
-            f"{prefix}{self.name}_backward(Tensor dv, Tensor? dcoupling, {inputs}, {_PARAMETERS}, "
-            f"Tensor coupling, Tensor s, Tensor norm, {options}, {', '.join(f'bool need_{name}' for name in needed)}) "
-            f"-> ({', '.join('Tensor' for _ in needed)})",
+        tensors = ", ".join(
+            [f"Tensor {name}" for name in self.inputs] + [f"Tensor? {name}" for name in (*self.parameters, *MASKS)]
         )
+        gradients = ", ".join(
+            f"Tensor{'?' if name in self.optional else ''} d{name}" for name in self.outputs[: self.differentiable]
+        )
+        saved = ", ".join(f"Tensor {name}" for name in self.saved)
+        requests = ", ".join(f"bool return_{name}" for name in self.requests)
+        needed = ", ".join(f"bool need_{name}" for name in self.needed)
+        return (
+            f"{prefix}{self.name}({tensors}, {self.options}, {requests}) -> ({_tensors(self.outputs)})",
+            f"{prefix}{self.name}_backward({gradients}, {tensors}, {saved}, {self.options}, {needed}) "
+            f"-> ({_tensors(self.needed)})",
+        )
+
+
+def _tensors(names: tuple[str, ...]) -> str:
+    return ", ".join("Tensor" for _ in names)
 
 
 def define(contract: Contract) -> dict[str, Callable[..., Any]]:
@@ -65,8 +90,9 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
         _library.define(schema)
     if backend == "triton":
         _bind_triton(contract.name)
-    backward = backward_by(_transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name), 0))
-    save = saving(contract.tensors)
+    fused_backward = _transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name), 0)
+    backward = backward_by(contract, fused_backward)
+    save = saving(contract)
     torch.library.register_fake(op, contract.fake)
     torch.library.register_fake(f"{op}_backward", contract.fake_backward)
     torch.library.register_autograd(op, backward, setup_context=save)

@@ -20,8 +20,11 @@ from ..measured import Call
 from ..options import Options
 from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
-from ._glue import fake_gradients, fake_outputs, run_reference, why_not_fused
+from ..reference.dynamic_routing import votes
+from . import route_votes
+from ._glue import fake_gradients
 from ._register import Contract, define
+from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
 
 
 def call(
@@ -31,12 +34,19 @@ def call(
     bias: Tensor | None,
     mask: Tensor | None,
     out_mask: Tensor | None,
+    J: int,
     options: Options,
     return_coupling: bool,
     share_batch_logits: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """``(v, c)`` from the chosen backend. The arguments were checked by the caller."""
+    """``(v, c)`` from the chosen backend. The arguments were checked by the caller. J: how many output capsules."""
+    if weight.shape[1] != J:
+        # All output capsules have the same votes, 1 / J of the others' size.
+        x = votes(u if mask is None else u.masked_fill(~mask[:, :, None], 0.0), weight)
+        return route_votes.call(
+            x, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
+        )
     cannot = why_not_fused(u.dtype, weight.shape[2], share_batch_logits)
     chosen = select(
         "capsfast.dynamic_routing",
@@ -80,5 +90,13 @@ def _fake_backward(
     return fake_gradients((u, weight, logits, bias), rest[-4:])
 
 
-CONTRACT = Contract("dynamic_routing", ("u", "weight"), _fake, _fake_backward, flags=("tf32",))
+CONTRACT = Contract(
+    name="dynamic_routing",
+    inputs=("u", "weight"),
+    options=f"{OPTIONS}, bool tf32",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    received=received,
+    **SHARED,
+)
 _ops = define(CONTRACT)

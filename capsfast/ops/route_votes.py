@@ -1,7 +1,8 @@
 """The op behind :func:`capsfast.route_votes`.
 
 ``capsfast::route_votes`` and ``capsfast::route_votes_backward`` have the contract of ``capsfast::dynamic_routing``,
-with votes instead of u and weight, and ``dvotes`` instead of ``du, dweight``.
+with votes instead of u and weight, and ``dvotes`` instead of ``du, dweight``. There are J output capsules; the votes
+``[B, I, J or 1, D]`` may have one entry for all of them, and so has dvotes.
 """
 
 from typing import Any
@@ -13,8 +14,9 @@ from ..backend import select
 from ..measured import Call
 from ..options import Options
 from ..reference.route_votes import route_votes as reference
-from ._glue import fake_gradients, fake_outputs, run_reference, why_not_fused
+from ._glue import fake_gradients
 from ._register import Contract, define
+from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
 
 
 def call(
@@ -23,30 +25,34 @@ def call(
     bias: Tensor | None,
     mask: Tensor | None,
     out_mask: Tensor | None,
+    J: int,
     options: Options,
     return_coupling: bool,
     share_batch_logits: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend. The arguments were checked by the caller."""
-    cannot = why_not_fused(votes.dtype, votes.shape[3], share_batch_logits)
+    cannot = why_not_fused(votes.dtype, votes.shape[3], share_batch_logits, votes.shape[2] != J)
     chosen = select(
         "capsfast.route_votes",
         votes.device,
         backend,
         cannot,
-        lambda: Call("route_votes", votes.dtype, *votes.shape),
+        lambda: Call("route_votes", votes.dtype, *votes.shape[:2], J, votes.shape[3]),
     )
     if chosen == "reference":
-        return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits)
-    v, c, _, _ = _ops[chosen](votes, logits, bias, mask, out_mask, *options, return_coupling)
+        return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits, J)
+    v, c, _, _ = _ops[chosen](votes, logits, bias, mask, out_mask, J, *options, return_coupling)
     return v, c
 
 
 def _fake(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    torch._check(votes.dim() == 4, lambda: "votes must be [B, I, J, D]")
-    B, I, J, D = votes.shape
-    return fake_outputs(votes, (B, I, J, D), rest)
+    torch._check(votes.dim() == 4, lambda: "votes must be [B, I, J or 1, D]")
+    *parameters, J = rest[:5]
+    B, I, given, D = votes.shape
+    if given != 1:
+        torch._check(given == J, lambda: "votes must have 1 or J output capsules")
+    return fake_outputs(votes, (B, I, J, D), (*parameters, *rest[5:]))
 
 
 def _fake_backward(
@@ -65,5 +71,13 @@ def _fake_backward(
     return fake_gradients((votes, logits, bias), rest[-3:])
 
 
-CONTRACT = Contract("route_votes", ("votes",), _fake, _fake_backward)
+CONTRACT = Contract(
+    name="route_votes",
+    inputs=("votes",),
+    options=f"SymInt J, {OPTIONS}",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    received=received,
+    **SHARED,
+)
 _ops = define(CONTRACT)

@@ -10,12 +10,12 @@ from .launch import Call
 
 
 def forward(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits, bias, mask, out_mask, *options, return_coupling = rest
+    logits, bias, mask, out_mask, _, *options, return_coupling = rest
     return routing.forward(Call(votes, None, logits, bias, mask, out_mask, Options(*options)), return_coupling)
 
 
 def backward(dv: Tensor, dcoupling: Tensor | None, votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits, bias, mask, out_mask, coupling, s, norm, *options = rest[:-3]
+    logits, bias, mask, out_mask, coupling, s, norm, _, *options = rest[:-3]
     call = Call(votes, None, logits, bias, mask, out_mask, Options(*options))
     need_votes, need_logits, need_bias = rest[-3:]
     dvotes, _, dlogits, dbias = routing.backward(

@@ -24,7 +24,7 @@ namespace capsfast {
 
 // Increased with every change of the signatures below. capsfast/native.py compares it with its BINDINGS, so that a
 // library that was built for other signatures is refused instead of called with the wrong arguments.
-constexpr int kBindings = 2;
+constexpr int kBindings = 3;
 
 namespace bindings {
 
@@ -129,20 +129,20 @@ class Ops {
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> route_votes(
-      Tensor votes,  // [B, I, J, D]
-      OptionalTensor logits, OptionalTensor bias, OptionalTensor mask, OptionalTensor out_mask, int64_t num_iterations,
-      std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool return_coupling) {
-    Problem p = problem_of(votes);
+      Tensor votes,  // [B, I, J or 1, D]
+      OptionalTensor logits, OptionalTensor bias, OptionalTensor mask, OptionalTensor out_mask, int64_t J,
+      int64_t num_iterations, std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool return_coupling) {
+    Problem p = problem_of(votes, J);
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
     return forward(p, votes, return_coupling);
   }
 
   static std::tuple<Tensor, Tensor, Tensor> route_votes_backward(
       Tensor dv, OptionalTensor dcoupling, Tensor votes, OptionalTensor logits, OptionalTensor bias,
-      OptionalTensor mask, OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor norm, int64_t num_iterations,
-      std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool need_votes,
+      OptionalTensor mask, OptionalTensor out_mask, Tensor coupling, Tensor s, Tensor norm, int64_t J,
+      int64_t num_iterations, std::string softmax, std::string gradient, bool leaky, std::string squash, double eps, bool need_votes,
       bool need_logits, bool need_bias) {
-    Problem p = problem_of(votes);
+    Problem p = problem_of(votes, J);
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
     BackwardOutputs out;
     Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.dweight);
@@ -221,16 +221,21 @@ class Ops {
     return p;
   }
 
-  static Problem problem_of(const Tensor& votes) {
-    STD_TORCH_CHECK(votes.dim() == 4, "capsfast: votes must be [B, I, J, D]");
+  static Problem problem_of(const Tensor& votes, int64_t J) {
+    STD_TORCH_CHECK(votes.dim() == 4, "capsfast: votes must be [B, I, J or 1, D]");
     STD_TORCH_CHECK(Engine::holds(votes), "capsfast: votes must be a ", Engine::device, " tensor");
     Problem p;
     p.B = votes.size(0);
     p.I = votes.size(1);
-    p.J = votes.size(2);
+    p.J = J;
     p.D = votes.size(3);
     p.votes_given = true;
+    p.shared_outputs = votes.size(2) != J;
+    STD_TORCH_CHECK(J >= 0 && (!p.shared_outputs || votes.size(2) == 1), "capsfast: votes must have 1 or J outputs");
+    STD_TORCH_CHECK(
+        !p.shared_outputs || Engine::kSharedOutputs, "capsfast: ", Engine::device, " votes must have J outputs");
     p.votes = view_of(votes);
+    if (p.shared_outputs) p.votes.stride[2] = 0;
     return p;
   }
 

@@ -39,9 +39,10 @@ struct Problem {
 
   bool votes_given = false;    // route_votes: votes instead of u and weight, K = 1
   bool shared_weight = false;  // one weight for all input capsules: dweight is the sum over them
+  bool shared_outputs = false;  // one vote for all output capsules, of stride 0: dvotes is the sum over them
   View u;                      // [B, I, K]
   View weight;                 // [I, J, D, K]; the stride over I is 0 if shared
-  View votes;                  // [B, I, J, D]
+  View votes;                  // [B, I, J, D]; the stride over J is 0 if shared_outputs
   View logits;                 // [B, I, J]; the stride over B is 0 for logits [I, J]
   View bias;                   // [J, D]
   MaskView mask;               // [B, I]
@@ -73,7 +74,7 @@ struct BackwardInputs {
 // Contiguous gradients; `data` is null if one is not wanted.
 struct BackwardOutputs {
   View du;       // [B, I, K]
-  View dweight;  // [I or 1, J, D, K]; for route_votes dvotes [B, I, J, D]
+  View dweight;  // [I or 1, J, D, K]; for route_votes dvotes [B, I, J or 1, D]
   View dlogits;  // [I, J] or, if per_sample_logits, [B, I, J]
   View dbias;    // [J, D]
   bool per_sample_logits = false;

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from capsfast import backend
-from capsfast.ops import _glue, _register, dynamic_routing, route_votes
+from capsfast.ops import _register, _routing, dynamic_routing, route_votes
 
 from .build import library
 
@@ -18,8 +18,8 @@ OPS = (dynamic_routing, route_votes)
 
 
 def _why_not_fused(*call: Any) -> Mapping[str, Callable[[], str]]:
-    known = _glue.why_not_fused(*call)
-    return {**known, NAME: known["cpp"]}  # they serve the same calls
+    known = _routing.why_not_fused(*call)
+    return {**known, NAME: known["cuda"]}  # they are the same kernels
 
 
 def _accepting(checked: Callable[[str | None, str], str | None]) -> Callable[[str | None, str], str | None]:

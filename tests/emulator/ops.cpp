@@ -6,6 +6,7 @@ namespace capsfast {
 
 struct EmulatedEngine : cuda::Engine {
   static constexpr const char* device = "CPU";
+  static constexpr bool kSharedOutputs = false;
   static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
 };
 

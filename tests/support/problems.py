@@ -58,6 +58,16 @@ class Case:
     def options(self) -> Options:
         return Options(self.num_iterations, self.softmax, self.gradient, self.leaky, self.squash, self.eps)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a call gets beside its tensors."""
+        return {**self.options._asdict(), "return_coupling": self.coupling}
+
+    @staticmethod
+    def outputs(result: Any) -> dict[str, Tensor]:
+        v, c = result if isinstance(result, tuple) else (result, None)
+        return {"v": v} if c is None else {"v": v, "c": c}
+
 
 def without_shared(cases: Sequence[Case]) -> list[Case]:
     """The same cases for an op that has no weight, each once."""
@@ -122,24 +132,30 @@ class Problem:
     """A call and the gradients it gets. inputs: what may need a gradient, in the order of the function."""
 
     op: str
-    case: Case
+    case: Any  # a Case, or what another family of ops has instead
     inputs: dict[str, Tensor]
     masks: dict[str, Tensor]
-    dv: Tensor  # [B, J, D]
-    dc: Tensor  # [B, I, J]
+    gradients: dict[str, Tensor]  # of the outputs, by their names
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.dv.dtype
+        return next(iter(self.inputs.values())).dtype
+
+    @property
+    def dv(self) -> Tensor:
+        return self.gradients["v"]  # [B, J, D]
+
+    @property
+    def dc(self) -> Tensor:
+        return self.gradients["c"]  # [B, I, J]
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> "Problem":
         return replace(
             self,
             inputs={name: value.to(device, dtype) for name, value in self.inputs.items()},
             masks={name: value.to(device) for name, value in self.masks.items()},
-            dv=self.dv.to(device, dtype),
-            dc=self.dc.to(device, dtype),
+            gradients={name: value.to(device, dtype) for name, value in self.gradients.items()},
         )
 
     def laid_out(self, kind: str) -> "Problem":
@@ -148,8 +164,7 @@ class Problem:
             self,
             inputs={name: relayout(value, kind) for name, value in self.inputs.items()},
             masks={name: relayout(value, kind) for name, value in self.masks.items()},
-            dv=relayout(self.dv, kind),
-            dc=relayout(self.dc, kind),
+            gradients={name: relayout(value, kind) for name, value in self.gradients.items()},
         )
 
     def reversed(self) -> "Problem":
@@ -158,8 +173,7 @@ class Problem:
             self,
             inputs={name: reverse(name, value) for name, value in self.inputs.items()},
             masks={name: reverse(name, value) for name, value in self.masks.items()},
-            dv=reverse("v", self.dv),
-            dc=reverse("c", self.dc),
+            gradients={name: reverse(name, value) for name, value in self.gradients.items()},
         )
 
     def nudged(self) -> "Problem":
@@ -233,7 +247,7 @@ def make(
         masks["mask"] = torch.rand(B, I, generator=draw) > 0.3
     if case.out_mask:
         masks["out_mask"] = torch.rand(B, J, generator=draw) > 0.3
-    problem = Problem(op, case, inputs, masks, normal(B, J, D), 0.3 * normal(B, I, J))
+    problem = Problem(op, case, inputs, masks, {"v": normal(B, J, D), "c": 0.3 * normal(B, I, J)})
     return problem.to(dtype, device)
 
 
@@ -265,30 +279,28 @@ class Op:
 OPS = (Op("dynamic_routing", ("u", "weight")), Op("route_votes", ("votes",)))
 
 
-def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, coupling: bool | None = None) -> Any:
+def call(problem: Problem, inputs: dict[str, Tensor], backend: str | None, **other: Any) -> Any:
+    """What the function of the problem returns. other: arguments in place of those of the problem."""
     function = getattr(capsfast, problem.op)
-    arguments = {**inputs, **problem.masks, **problem.case.options._asdict(), **problem.overrides}
-    wanted = problem.case.coupling if coupling is None else coupling
-    return function(**arguments, return_coupling=wanted, backend=backend)
+    arguments = {**inputs, **problem.masks, **problem.case.arguments, **problem.overrides, **other}
+    return function(**arguments, backend=backend)
 
 
 def run(problem: Problem, backend: str | None, need: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Outputs and gradients by name: v, c, du, dweight, dvotes, dlogits, dbias.
+    """Outputs and gradients by name, such as v, c, du, dweight, dvotes, dlogits, dbias.
 
     need: the inputs that require a gradient, default all.
     """
     need = tuple(problem.inputs) if need is None else need
     inputs = {name: value.detach().requires_grad_(name in need) for name, value in problem.inputs.items()}
-    result = call(problem, inputs, backend)
-    v, c = result if problem.case.coupling else (result, None)
-    found = {"v": v} | ({} if c is None else {"c": c})
-    pairs = [(out, grad) for out, grad in ((v, problem.dv), (c, problem.dc)) if out is not None and out.requires_grad]
+    found = problem.case.outputs(call(problem, inputs, backend))
+    pairs = [(out, problem.gradients[name]) for name, out in found.items() if out.requires_grad]
     leaves = [inputs[name] for name in need]
     if leaves:
         gradients = torch.autograd.grad(
             [out for out, _ in pairs],
             leaves,
-            [grad for _, grad in pairs],
+            [grad.to(out.dtype) for out, grad in pairs],
             allow_unused=True,
             materialize_grads=True,
         )

@@ -9,6 +9,7 @@ namespace capsfast {
 
 struct CpuEngine {
   static constexpr const char* device = "CPU";
+  static constexpr bool kSharedOutputs = true;
   static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
 
   template <class T>

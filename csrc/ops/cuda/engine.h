@@ -9,6 +9,7 @@ namespace capsfast::cuda {
 
 struct Engine {
   static constexpr const char* device = "CUDA";
+  static constexpr bool kSharedOutputs = false;
   static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cuda(); }
 
   template <class T>

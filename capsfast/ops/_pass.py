@@ -1,0 +1,96 @@
+"""What both pass ops share: fakes, and which backend serves a call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import toolchain
+from ..options import PassOptions
+from ..precision import wide_dtype
+from ..reference.votes_pass import PassParameters
+
+OPTIONS = "str normalize, bool leaky, bool second"
+MOMENTS = ("mass", "first", "second", "weights", "lse_out")
+# The parts of a contract in which routing_pass and votes_pass agree.
+SHARED: dict[str, Any] = {
+    "parameters": PassParameters._fields[:-2],
+    "requests": ("weights", "lse"),
+    "outputs": (*MOMENTS, "norm"),
+    "differentiable": len(MOMENTS),
+    "saved": (*MOMENTS, "norm"),
+    "optional": MOMENTS,
+}
+
+
+
+def why_not_fused(dtype: torch.dtype, D: int) -> Mapping[str, Callable[[], str]]:
+    """For each fused backend a function that says why it cannot serve a pass, or returns "" if it can."""
+
+    def triton() -> str:
+        if dtype == torch.float64:
+            return "it serves float32, bfloat16 and float16, got float64"
+        if D > toolchain.LARGEST_D:
+            return f"it serves output capsules of dimension D up to {toolchain.LARGEST_D}, got {D}"
+        return ""
+
+    return {"triton": triton, "cuda": lambda: "it has kernels for dynamic_routing and route_votes, none for a pass"}
+
+
+def from_reference(
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], dtype: torch.dtype, weights: bool, lse: bool
+) -> tuple[Tensor, ...]:
+    """What the ops return, without norm, from what the definition returns. dtype: of u or votes."""
+    mass, first, second, r, log_sum = found
+    empty = mass.new_empty(0)
+    return (
+        mass,
+        first,
+        second,
+        r.to(dtype) if weights else empty.to(dtype),
+        log_sum if lse and log_sum is not None else empty,
+    )
+
+
+def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Fake outputs. anchor: u or votes. sizes: (B, I, J, D). rest: the arguments from query on."""
+    B, I, J, D = sizes
+    parameters, options = PassParameters(*rest[:9]), PassOptions(*rest[9:12])
+    weights, lse = rest[-2:]
+    wide = wide_dtype(anchor.dtype)
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("query", "precision", "center"), (B, J, D)),
+        **dict.fromkeys(("prior", "out_mask"), (B, J)),
+        **dict.fromkeys(("activation", "lse", "mask"), (B, I)),
+        "logits": (I, J) if parameters.logits is not None and parameters.logits.dim() == 2 else (B, I, J),
+    }
+    for name, value in parameters._asdict().items():
+        if value is None:
+            continue
+        torch._check(value.dim() == len(shapes[name]), lambda name=name: f"{name} has the wrong rank")
+        for size, wanted in zip(value.shape, shapes[name], strict=True):
+            torch._check(size == wanted, lambda name=name: f"{name} has a shape that does not fit")
+    inward = options.normalize == "in"
+
+    def new(*size: int, wanted: bool = True, dtype: torch.dtype = wide) -> Tensor:
+        return anchor.new_empty(size if wanted else (0,), dtype=dtype)
+
+    return (
+        new(B, J),
+        new(B, J, D),
+        new(B, J, D, wanted=options.second),
+        new(B, I, J, wanted=weights, dtype=anchor.dtype),
+        new(B, J if inward else I, wanted=lse),
+        new(2, B, J, wanted=inward),
+    )
+
+
+def received(
+    given: Sequence[Tensor | None], tensors: Sequence[Tensor | None], saved: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the moments as the backward takes them: None for those that were not asked for."""
+    return tuple(
+        None if gradient is None or output.dim() == 1 else gradient
+        for gradient, output in zip(given, saved[: len(MOMENTS)], strict=True)
+    )

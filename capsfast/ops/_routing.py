@@ -1,0 +1,99 @@
+"""What both routing ops share: fakes, the call of the reference, and which backend serves a call."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import toolchain
+from ..options import Options
+from ..precision import wide_dtype
+
+OPTIONS = "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps"
+# The parts of a contract in which dynamic_routing and route_votes agree.
+SHARED: dict[str, Any] = {
+    "parameters": ("logits", "bias"),
+    "requests": ("coupling",),
+    "outputs": ("v", "coupling", "s", "norm"),
+    "differentiable": 2,
+    "saved": ("coupling", "s", "norm"),
+    "optional": ("coupling",),
+}
+
+
+def why_not_fused(
+    dtype: torch.dtype, D: int, share_batch_logits: bool = False, shared_outputs: bool = False
+) -> Mapping[str, Callable[[], str]]:
+    """For each fused backend a function that says why it cannot serve a call, or returns "" if it can.
+
+    shared_outputs: all output capsules have the same votes.
+    """
+
+    def cpp() -> str:
+        return "share_batch_logits is served by the reference backend only" if share_batch_logits else ""
+
+    def triton() -> str:
+        if dtype == torch.float64:
+            return "it serves float32, bfloat16 and float16, got float64"
+        if D > toolchain.LARGEST_D:
+            return f"it serves output capsules of dimension D up to {toolchain.LARGEST_D}, got {D}"
+        return cpp()
+
+    def cuda() -> str:
+        return "it does not serve votes that all output capsules share" if shared_outputs else cpp()
+
+    return {"cpp": cpp, "triton": triton, "cuda": cuda}
+
+
+def run_reference(
+    definition: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, ...],
+    parameters: tuple[Tensor | None, ...],
+    options: Options,
+    share_batch_logits: bool,
+    *sizes: int,
+) -> tuple[Tensor, Tensor]:
+    if share_batch_logits and not torch.compiler.is_compiling():
+        warnings.warn(
+            "capsfast: share_batch_logits averages the routing logits over the batch, so a sample's "
+            "result depends on the others; kept to reproduce older models, accuracy falls at small batches",
+            UserWarning,
+            stacklevel=4,
+        )
+    return definition(*tensors, *parameters, options, share_batch_logits, *sizes)
+
+
+def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Fake outputs. anchor: u or votes. sizes: (B, I, J, D). rest: the arguments from logits on."""
+    B, I, J, D = sizes
+    logits, bias, mask, out_mask, num_iterations, softmax, *_, return_coupling = rest
+    if logits is not None:
+        torch._check(logits.shape[-1] == J, lambda: "logits must end in J")
+        torch._check(logits.shape[-2] == I, lambda: "logits must have I rows")
+    if bias is not None:
+        torch._check(bias.shape[0] == J, lambda: "bias must be [J, D]")
+        torch._check(bias.shape[1] == D, lambda: "bias must be [J, D]")
+    for given, size in ((mask, I), (out_mask, J)):
+        if given is not None:
+            torch._check(given.shape[0] == B, lambda: "masks must have B rows")
+            torch._check(given.shape[1] == size, lambda: "mask must be [B, I], out_mask [B, J]")
+    wide = wide_dtype(anchor.dtype)
+    return (
+        anchor.new_empty(B, J, D),
+        anchor.new_empty(B, I, J) if return_coupling else anchor.new_empty(0),
+        anchor.new_empty(num_iterations, B, J, D, dtype=wide),
+        anchor.new_empty(2, num_iterations, B, J, dtype=wide) if softmax == "in" else anchor.new_empty(0, dtype=wide),
+    )
+
+
+def received(
+    given: Sequence[Tensor | None], tensors: Sequence[Tensor | None], saved: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of v and of the coupling as the backward takes them: zeros for a v that has none."""
+    (dv, dcoupling), (coupling, s, _), anchor = given, saved, tensors[0]
+    assert anchor is not None
+    if dv is None:
+        dv = s.new_zeros(s.shape[1:], dtype=anchor.dtype)
+    return dv, None if coupling.dim() == 1 else dcoupling

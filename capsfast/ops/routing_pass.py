@@ -1,0 +1,89 @@
+"""The op behind :func:`capsfast.routing_pass`.
+
+``capsfast::routing_pass`` returns ``(mass [B, J], first [B, J, D], second [B, J, D], weights [B, I, J], lse, norm)``.
+second, weights and lse (``[B, I]`` for normalize "out", ``[B, J]`` for "in") are empty if they are not asked for.
+weights has the dtype of u, all others that in which sums are formed. norm is for the backward, empty unless normalize
+is "in": the normaliser over the input capsules ``[2, B, J]``, a number m that the largest logit exceeds by 8 at most
+and ``1 / sum_i exp(logit - m)``.
+
+``capsfast::routing_pass_backward`` returns ``(du, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation,
+dlse)``, each empty if its need_ flag is false. It recomputes votes, logits and coupling. tf32: products of float32 may
+be rounded to TF32; it has no effect on the CPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backend import select
+from ..measured import Call
+from ..options import PassOptions
+from ..precision import tf32_allowed
+from ..reference.dynamic_routing import votes
+from ..reference.routing_pass import routing_pass as reference
+from ..reference.votes_pass import PassParameters
+from . import votes_pass
+from ._glue import fake_gradients
+from ._pass import OPTIONS, SHARED, fake_outputs, from_reference, received, why_not_fused
+from ._register import Contract, define
+
+NAME = "capsfast.routing_pass"
+
+
+def call(
+    u: Tensor,
+    weight: Tensor,
+    parameters: PassParameters,
+    J: int,
+    options: PassOptions,
+    return_weights: bool,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[Tensor, ...]:
+    """``(mass, first, second, weights, lse)`` from the chosen backend, with empty tensors for what is not wanted.
+
+    The arguments were checked by the caller.
+    """
+    if weight.shape[1] != J:
+        # All output capsules have the same votes, 1 / J of the others' size.
+        masked = u if parameters.mask is None else u.masked_fill(~parameters.mask[:, :, None], 0.0)
+        x = votes(masked, weight)
+        return votes_pass.call(x, parameters, J, options, return_weights, return_lse, backend, NAME)
+    cannot = why_not_fused(u.dtype, weight.shape[2])
+    chosen = select(
+        NAME, u.device, backend, cannot, lambda: Call("routing_pass", u.dtype, *u.shape[:2], *weight.shape[1:])
+    )
+    if chosen == "reference":
+        return from_reference(reference(u, weight, parameters, J, options), u.dtype, return_weights, return_lse)
+    tf32 = chosen != "cpp" and tf32_allowed()
+    *found, _ = _ops[chosen](u, weight, *parameters, *options, tf32, return_weights, return_lse)
+    return tuple(found)
+
+
+def _fake(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    torch._check(u.dim() == 3 and weight.dim() == 4, lambda: "u must be [B, I, K], weight [I, J, D, K]")
+    torch._check(u.dtype == weight.dtype, lambda: "u and weight must have one dtype")
+    B, I, K = u.shape
+    rows, J, D, width = weight.shape
+    torch._check(width == K, lambda: "u and weight must agree in K")
+    if rows != 1:
+        torch._check(rows == I, lambda: "weight must have 1 or I rows")
+    return fake_outputs(u, (B, I, J, D), rest)
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
+    # Five gradients of outputs, then the tensors.
+    return fake_gradients(args[5:14], args[-9:])
+
+
+CONTRACT = Contract(
+    name="routing_pass",
+    inputs=("u", "weight"),
+    options=f"{OPTIONS}, bool tf32",
+    fake=_fake,
+    fake_backward=_fake_backward,
+    received=received,
+    **SHARED,
+)
+_ops = define(CONTRACT)

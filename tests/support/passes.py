@@ -1,0 +1,171 @@
+"""Inputs for the pass ops, as problems that every test of a routing op can take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import capsfast
+from capsfast.options import PassOptions
+
+from .backends import Shape
+from .problems import Problem
+
+
+@dataclass(frozen=True)
+class PassCase:
+    """One combination of the arguments of a pass. The defaults are those of the functions, str() shows the others.
+
+    shared: which axes of the weight or of the votes have size 1, such as "I", "J" or "IJ". logits: "", "IJ" or "BIJ".
+    The other fields are the options of the same name, or whether the tensor is given.
+    """
+
+    query: bool = False
+    precision: bool = False
+    center: bool = False
+    prior: bool = False
+    logits: str = ""
+    activation: bool = False
+    mask: bool = False
+    out_mask: bool = False
+    normalize: str = "out"
+    leaky: bool = False
+    second: bool = False
+    weights: bool = False
+    lse: bool = False
+    shared: str = ""
+
+    def __str__(self) -> str:
+        text = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value != item.default:
+                text.append(item.name if value is True else f"{item.name}={value}")
+        return ",".join(text) or "plain"
+
+    @property
+    def options(self) -> PassOptions:
+        return PassOptions(self.normalize, self.leaky, self.second)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self.options._asdict(), "return_weights": self.weights, "return_lse": self.lse}
+
+    @staticmethod
+    def outputs(result: capsfast.Moments) -> dict[str, Tensor]:
+        named = {**result._asdict(), "log_sum": result.lse}
+        del named["lse"]  # the argument's name
+        return {name: value for name, value in named.items() if value is not None}
+
+
+# What each kind of routing needs; all of it in every way of normalising.
+LINEAR = PassCase(query=True)
+QUADRATIC = PassCase(precision=True, center=True, prior=True, activation=True, second=True)
+EVERYTHING = PassCase(
+    query=True,
+    precision=True,
+    center=True,
+    prior=True,
+    logits="BIJ",
+    activation=True,
+    mask=True,
+    out_mask=True,
+    leaky=True,
+    second=True,
+    weights=True,
+    lse=True,
+)
+WAYS = ("out", "in", "sigmoid", "none", "lse")
+
+
+def normalized(case: PassCase, how: str) -> PassCase:
+    """The same with another way of normalising, without what only a softmax has."""
+    softmax = how in ("out", "in")
+    return replace(case, normalize=how, leaky=case.leaky and softmax, lse=case.lse and softmax)
+
+
+CASES = (
+    PassCase(),
+    LINEAR,
+    PassCase(query=True, weights=True, lse=True),
+    PassCase(query=True, second=True),
+    PassCase(precision=True),
+    PassCase(query=True, precision=True, center=True),
+    PassCase(query=True, prior=True, logits="IJ"),
+    PassCase(query=True, activation=True),
+    PassCase(second=True),
+    PassCase(center=True, second=True),
+    PassCase(logits="IJ", normalize="none"),
+    PassCase(query=True, shared="I"),
+    PassCase(query=True, shared="J", second=True),
+    PassCase(query=True, shared="IJ"),
+    PassCase(query=True, precision=True, center=True, logits="BIJ", mask=True, out_mask=True, shared="J", second=True),
+    QUADRATIC,
+    replace(QUADRATIC, shared="I"),
+    *(normalized(LINEAR, how) for how in WAYS[1:]),
+    *(normalized(QUADRATIC, how) for how in WAYS[1:]),
+    *(normalized(EVERYTHING, how) for how in WAYS),
+)
+
+
+def without_weight(cases: Sequence[PassCase]) -> list[PassCase]:
+    """The same cases for votes that are given, each once: they have no weight to share between input capsules."""
+    return list(dict.fromkeys(replace(case, shared=case.shared.replace("I", "")) for case in cases))
+
+
+def make(
+    shape: Shape | tuple[int, ...],
+    case: PassCase,
+    op: str = "routing_pass",
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Problem:
+    """Inputs for which the coupling is neither uniform nor saturated; drawn in float64, then converted."""
+    B, I, J, D, K = shape
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=draw, dtype=torch.float64)
+
+    def uniform(*size: int) -> Tensor:
+        return 0.2 + torch.rand(*size, generator=draw, dtype=torch.float64)
+
+    spread = min(1.0, (8 / max(D, 1)) ** 0.5)
+    columns = 1 if "J" in case.shared else J
+    inputs: dict[str, Tensor] = {}
+    if op == "routing_pass":
+        inputs["u"] = normal(B, I, K)
+        inputs["weight"] = normal(1 if "I" in case.shared else I, columns, D, K) * spread / max(K, 1) ** 0.5
+    else:
+        inputs["votes"] = normal(B, I, columns, D) * spread
+    wanted: dict[str, Any] = {
+        "query": lambda: 0.5 * normal(B, J, D),
+        "precision": lambda: uniform(B, J, D) / max(D, 1) ** 0.5,
+        "center": lambda: 0.3 * normal(B, J, D),
+        "prior": lambda: normal(B, J),
+        "logits": lambda: normal(*((I, J) if case.logits == "IJ" else (B, I, J))),
+        "activation": lambda: uniform(B, I),
+    }
+    inputs |= {name: value() for name, value in wanted.items() if getattr(case, name)}
+    if case.normalize == "lse":
+        inputs["lse"] = 1 + normal(B, I)
+    masks = {}
+    if case.mask:
+        masks["mask"] = torch.rand(B, I, generator=draw) > 0.3
+        if case.lse and I > 0:
+            masks["mask"][:, 0] = True  # a log-sum-exp of nothing is infinite, and no number to compare
+    if case.out_mask:
+        masks["out_mask"] = torch.rand(B, J, generator=draw) > 0.3
+        if case.lse and J > 0:
+            masks["out_mask"][:, 0] = True
+    gradients = {
+        "mass": normal(B, J),
+        "first": normal(B, J, D),
+        "second": normal(B, J, D),
+        "weights": 0.3 * normal(B, I, J),
+        "log_sum": normal(B, J if case.normalize == "in" else I),
+    }
+    return Problem(op, case, inputs, masks, gradients).to(dtype, device)
