@@ -83,7 +83,7 @@ def drawn(shape: Shape, dtype: torch.dtype = torch.float32, op: str = "dynamic_r
         }
     else:
         inputs = {"votes": torch.empty(B, I, J, D, **where).normal_(0, 2 * J / I**0.5)}
-    return Problem(op, QUIET, inputs, {}, torch.randn(B, J, D, **where), torch.empty(0, **where))
+    return Problem(op, QUIET, inputs, {}, {"v": torch.randn(B, J, D, **where)})
 
 
 def assert_as_accurate_as_einsum(problem: Problem, backend: Backend) -> None:
