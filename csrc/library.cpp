@@ -16,8 +16,12 @@
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
 #include "ops/cuda/engine.h"
+#include "ops/pass_bindings.h"
 
-STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) { capsfast::register_ops<capsfast::CpuEngine>(m); }
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
+  capsfast::register_ops<capsfast::CpuEngine>(m);
+  capsfast::register_pass_ops<capsfast::CpuEngine>(m);
+}
 
 #if CAPSFAST_CUDA
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CUDA, m) { capsfast::register_ops<capsfast::cuda::Engine>(m); }

@@ -71,6 +71,15 @@ struct LanesPacking {
     }
   }
 
+  // Samples of a tensor [B, n1, n2] to lanes [n1][n2][L], and back.
+  static void load_samples(const View& view, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, T* to) {
+    pack(view, b0, samples, 0, n1, n2, buffer, to);
+  }
+  static void store_samples(const T* from, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer,
+                            const View& view) {
+    unpack(from, b0, samples, 0, n1, n2, buffer, view);
+  }
+
   // Copies the poses of a chunk to u [chunk][K][L], with zeros for masked capsules. If there is a mask it is copied to
   // valid [chunk][L] as 1 or 0.
   static void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* u,
@@ -94,6 +103,23 @@ struct LanesPacking {
       return;
     }
     gather<T>(p.logits, i0 * p.logits.stride[1], {1, count, p.J}, {0, p.logits.stride[1], p.logits.stride[2]}, to);
+  }
+
+  // Copies numbers [B, I] of a chunk to lanes, `to` [chunk][L], 0 for masked capsules. Nothing if there are none.
+  static void pack_numbers(const View& view, const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count,
+                           T* to) {
+    if (view.data == nullptr) return;
+    for (int64_t l = 0; l < L; ++l) {
+      for (int64_t i = 0; i < count; ++i) {
+        const bool valid = l < samples && (p.mask.data == nullptr || p.mask.at(b0 + l, i0 + i));
+        to[i * L + l] = valid ? read<T>(view, (b0 + l) * view.stride[0] + (i0 + i) * view.stride[1]) : T(0);
+      }
+    }
+  }
+
+  // Writes the number of each sample of input capsule i to `view` [B, I].
+  static void put(const View& view, int64_t b0, int64_t samples, int64_t i, const T* lanes) {
+    for (int64_t l = 0; l < samples; ++l) write<T>(view, (b0 + l) * view.stride[0] + i * view.stride[1], lanes[l]);
   }
 
   // If `out`, writes lanes [J][L] of input capsule i to `view` [B, I, J]. Else adds `view` to them.
