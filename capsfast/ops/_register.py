@@ -152,7 +152,8 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():
             return op(*inputs)
-        device = inputs[0].device.type
+        # The first of a backward are gradients, which may be None.
+        device = next(value for value in inputs if isinstance(value, Tensor)).device.type
         casting = device != "meta" and torch.is_autocast_enabled(device)
         if torch._C._are_functorch_transforms_active():
             if not casting:

@@ -15,16 +15,19 @@ struct Coupling {
   // valid_in [L] or valid_out [J][L] is 0. Each pointer is null if there is nothing of its kind.
   static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out,
                                         int64_t J, T masked, T* b) {
-    if (shared != nullptr) {
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + shared[j]);
-    }
-    if (sample != nullptr) {
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + load<L>(sample + j * L));
-    }
+    if (shared != nullptr) add_shared(shared, J, b);
+    add(sample, J, b);
     mask(valid_in, valid_out, J, masked, b);
   }
 
+  static CAPSFAST_ONCE void add_shared(const T* constant, int64_t J, T* b) {
+    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + constant[j]);
+  }
+
   static CAPSFAST_INLINE void mask(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
+    if (valid_in != nullptr || valid_out != nullptr) put_masked(valid_in, valid_out, J, masked, b);
+  }
+  static CAPSFAST_ONCE void put_masked(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
     const V out = broadcast<L>(masked);
     if (valid_in != nullptr) {
       const V ok = load<L>(valid_in);
@@ -37,13 +40,17 @@ struct Coupling {
 
   // Adds a number per output capsule, [J][L], unless it is null.
   static CAPSFAST_INLINE void add(const T* constant, int64_t J, T* b) {
-    if (constant == nullptr) return;
+    if (constant != nullptr) add_each(constant, J, b);
+  }
+  static CAPSFAST_ONCE void add_each(const T* constant, int64_t J, T* b) {
     for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + load<L>(constant + j * L));
   }
 
   // Multiplies b [J][L] by a number per lane, unless it is null.
   static CAPSFAST_INLINE void weigh(const T* activation, int64_t J, T* b) {
-    if (activation == nullptr) return;
+    if (activation != nullptr) multiply_each(activation, J, b);
+  }
+  static CAPSFAST_ONCE void multiply_each(const T* activation, int64_t J, T* b) {
     const V a = load<L>(activation);
     for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * a);
   }
@@ -58,13 +65,13 @@ struct Coupling {
 
   // Replaces logits b [J][L] by R, for all but Normalize::in. given [L]: the log-sum-exp of Normalize::lse; where it is
   // -inf, R is 0. found [L]: gets the log-sum-exp of a softmax, unless it is null.
-  static CAPSFAST_INLINE void normalize(Normalize way, int64_t J, bool leaky, const T* given, T* found, T* b) {
+  static CAPSFAST_ONCE void normalize(Normalize way, int64_t J, bool leaky, const T* given, T* found, T* b) {
     if (way == Normalize::out) return softmax_out(J, leaky, found, b);
     if (way == Normalize::sigmoid) return sigmoid(J, b);
     if (way == Normalize::lse) return exponential(J, given, b);
   }
 
-  static void sigmoid(int64_t J, T* b) {
+  static CAPSFAST_ONCE void sigmoid(int64_t J, T* b) {
     for (int64_t j = 0; j < J; ++j) {
       const V x = load<L>(b + j * L);
       const V e = exp<L>(x > V{} ? V{} - x : x);
@@ -72,7 +79,7 @@ struct Coupling {
     }
   }
 
-  static void exponential(int64_t J, const T* given, T* b) {
+  static CAPSFAST_ONCE void exponential(int64_t J, const T* given, T* b) {
     const V lse = load<L>(given);
     const auto nothing = lse == broadcast<L>(-static_cast<T>(__builtin_inf()));
     for (int64_t j = 0; j < J; ++j) {
@@ -102,14 +109,14 @@ struct Coupling {
   }
 
   // Replaces b by c = exp(b - in_max) in_scale: the softmax over the input capsules, whose normaliser is known.
-  static CAPSFAST_INLINE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* b) {
+  static CAPSFAST_ONCE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* b) {
     for (int64_t j = 0; j < J; ++j) {
       store<L>(b + j * L, exp<L>(load<L>(b + j * L) - load<L>(in_max + j * L)) * load<L>(in_scale + j * L));
     }
   }
 
   // Replaces dc, the gradient of R, by dl, that of the logits. A softmax: see softmax_backward().
-  static CAPSFAST_INLINE void derivative(Normalize way, int64_t J, const T* c, T* dc) {
+  static CAPSFAST_ONCE void derivative(Normalize way, int64_t J, const T* c, T* dc) {
     if (way == Normalize::none) return;
     for (int64_t j = 0; j < J; ++j) {
       const V slope = way == Normalize::sigmoid ? load<L>(c + j * L) * (T(1) - load<L>(c + j * L)) : load<L>(c + j * L);
@@ -118,7 +125,7 @@ struct Coupling {
   }
 
   // The sum over j of x[j] y[j], or if y is null of x[j], in parts.
-  static CAPSFAST_INLINE V total(int64_t J, const T* x, const T* y) {
+  static CAPSFAST_ONCE V total(int64_t J, const T* x, const T* y) {
     V all = V{};
     for (int64_t j0 = 0; j0 < J; j0 += kPart) {
       V part = V{};
@@ -132,7 +139,7 @@ struct Coupling {
 
   // Replaces dc by db = c (dc - sum_j c dc + dlse). If c_dc [J][L] is not null it holds the sum, over i instead of j,
   // less the gradient of its lse. dlse [L], null without one: the gradient of the lse of a softmax over j.
-  static CAPSFAST_INLINE void softmax_backward(int64_t J, const T* c, const T* c_dc, const T* dlse, T* dc) {
+  static CAPSFAST_ONCE void softmax_backward(int64_t J, const T* c, const T* c_dc, const T* dlse, T* dc) {
     V mean = c_dc == nullptr ? total(J, c, dc) : V{};
     if (dlse != nullptr) mean -= load<L>(dlse);
     for (int64_t j = 0; j < J; ++j) {
