@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import native as native  # loads the extension, which defines ops
 from ._glue import backward_by, saving
 
 PREFIX = {"cpp": "", "triton": "triton_"}
@@ -86,8 +87,10 @@ def define(contract: Contract) -> dict[str, Callable[..., Any]]:
 def _define(contract: Contract, backend: str) -> Callable[..., Any]:
     name = PREFIX[backend] + contract.name
     op = f"capsfast::{name}"
-    for schema in contract.schemas(PREFIX[backend]):
-        _library.define(schema)
+    for defined, schema in zip((name, f"{name}_backward"), contract.schemas(PREFIX[backend]), strict=True):
+        # The extension defines its own (csrc/ops/schemas.h), for processes without Python.
+        if not hasattr(torch.ops.capsfast, defined):
+            _library.define(schema)
     if backend == "triton":
         _bind_triton(contract.name)
     fused_backward = _transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name), 0)
