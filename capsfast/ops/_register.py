@@ -1,4 +1,4 @@
-"""Defines the ops: schema, fake, autograd, autocast, vmap. The kernels are elsewhere.
+"""Defines the ops: schema, fake, autograd, autocast, vmap, sharding. The kernels are elsewhere.
 
 There are two ops with the same contract, one per set of kernels: ``capsfast::<op>`` for those of the extension,
 ``capsfast::triton_<op>`` for those of Triton. So a traced program keeps the kernels it was traced with.
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import native as native  # loads the extension, which defines ops
+from . import _sharding
 from ._glue import backward_by, saving
 
 PREFIX = {"cpp": "", "triton": "triton_"}
@@ -56,6 +57,11 @@ class Contract(NamedTuple):
     def needed(self) -> tuple[str, ...]:
         """What may need a gradient."""
         return (*self.inputs, *self.parameters)
+
+    @property
+    def first_option(self) -> str:
+        """The name of the first argument that is no tensor."""
+        return self.options.split(",")[0].split()[1]
 
     def schemas(self, prefix: str) -> tuple[str, str]:
         tensors = ", ".join(
@@ -104,6 +110,7 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
         torch.library.register_vmap(overload, _vmap(_overload(overload)))
     for device in ("cpu", "cuda"):
         _register_autocast(name, device, len(contract.inputs))
+    _sharding.announce(contract, _overload(op), _overload(f"{op}_backward"))
     return _transformable(name, save, backward, len(contract.inputs))
 
 
@@ -153,6 +160,8 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
     Eager.backward = staticmethod(backward)  # type: ignore[assignment]
 
     def call(*inputs: Any) -> Any:
+        if type(inputs[0]) is not Tensor:
+            _sharding.register_if_imported()
         if torch.compiler.is_compiling():
             return op(*inputs)
         device = inputs[0].device.type
