@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from .. import native as native  # loads the extension, which defines ops
@@ -194,7 +195,7 @@ def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
     pass
 
 
-def _overload(qualified: str) -> Callable[..., Any]:
+def _overload(qualified: str) -> OpOverload:
     namespace, name = qualified.split("::")
     return getattr(getattr(torch.ops, namespace), name).default  # type: ignore[no-any-return]
 

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch._ops import OpOverload
+
 from ..toolchain import constant_while_tracing
 
 if TYPE_CHECKING:
@@ -26,10 +28,10 @@ _AXES = {
     "s": "rBJD",
 }
 
-_pending: list[tuple["Contract", Callable[..., Any], Callable[..., Any]]] = []
+_pending: list[tuple["Contract", OpOverload, OpOverload]] = []
 
 
-def announce(contract: "Contract", op: Callable[..., Any], backward: Callable[..., Any]) -> None:
+def announce(contract: "Contract", op: OpOverload, backward: OpOverload) -> None:
     """The op and its backward get rules when they are wanted."""
     _pending.append((contract, op, backward))
 
@@ -52,7 +54,7 @@ def register() -> None:
     while _pending:
         contract, *both = _pending[-1]
         for op, rule in zip(both, (_forward_rule, _backward_rule), strict=True):
-            names = [argument.name for argument in op._schema.arguments]  # type: ignore[attr-defined]
+            names = [argument.name for argument in op._schema.arguments]
             options = names.index(contract.first_option)
             register_sharding(op)(_rules(rule, contract, names, options))  # type: ignore[arg-type]
             # register_sharding takes the options from the first int on for what a rule depends on: without this, the
