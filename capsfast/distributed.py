@@ -338,7 +338,7 @@ class _Ranks:
         # A DTensor without importing what defines it.
         if hasattr(anchor, "to_local"):
             raise TypeError(f"{op}: {name} must be this rank's own tensor, got a DTensor; pass {name}.to_local()")
-        self.group = group
+        self.group, self.name = group, str(group.group_name)
         if not torch.compiler.is_compiling():
             serves = sorted({device.type for device in group._device_types})
             if serves and anchor.device.type not in serves:
@@ -349,21 +349,21 @@ class _Ranks:
 
     def total(self, *parts: Tensor) -> list[Tensor]:
         """The sums over all ranks, in one collective."""
-        return list(_Total.apply(self.group, *parts))
+        return _together(_Total, self.name, parts)
 
     def alike(self, *values: Tensor) -> list[Tensor]:
         """The values, which all ranks have, for use with this rank's input capsules."""
-        return list(_Alike.apply(self.group, *values)) if values else []
+        return _together(_Alike, self.name, values)
 
     def largest(self, value: Tensor) -> Tensor:
         """The maximum over all ranks, as a constant."""
-        return _all_reduce(value.detach(), "max", self.group)
+        return _all_reduce(value.detach(), "max", self.name)
 
     def agree(self, op: str, first: Tensor) -> None:
         """Raises an error on every rank if the ranks differ in what they are about to add up."""
         if torch.compiler.is_compiling():
             return
-        call = (self.group.group_name, tuple(first.shape), first.dtype)
+        call = (self.name, tuple(first.shape), first.dtype)
         if call in _agreed:
             return
         mine = torch.tensor([*first.shape, checks.FLOATING.index(first.dtype)], device=first.device)
@@ -386,43 +386,42 @@ class _Ranks:
 _agreed: set[tuple[Any, ...]] = set()
 
 
-def _all_reduce(value: Tensor, how: str, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(value: Tensor, how: str, group: Any) -> Tensor:
+    """group: by its name, as torch.compile keeps no group in a Function's context."""
     found = functional.all_reduce(value.contiguous(), how, group)
     return found.wait() if isinstance(found, functional.AsyncCollectiveTensor) else found
-
-
-def _all_reduce_together(values: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    if len(values) == 1:
-        return (_all_reduce(values[0], "sum", group),)
-    together = _all_reduce(torch.cat([value.reshape(-1) for value in values]), "sum", group)
-    parts = together.split([value.numel() for value in values])
-    # Clones: parts of one buffer would be views of each other, which a Function may not return.
-    return tuple(
-        part.reshape(value.shape).to(value.dtype, copy=True) for part, value in zip(parts, values, strict=True)
-    )
 
 
 class _Total(torch.autograd.Function):
     """A sum over the ranks. Its gradient, the same on all of them, is that of every summand."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: str, part: Tensor) -> Tensor:
         ctx.group = group
-        return _all_reduce_together(parts, group)
+        return _all_reduce(part, "sum", group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *_Alike.apply(ctx.group, *gradients)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, _Alike.apply(ctx.group, gradient)
 
 
 class _Alike(torch.autograd.Function):
     """What all ranks have, each with a gradient from its own input capsules: the gradient is the sum of these."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: str, value: Tensor) -> Tensor:
         ctx.group = group
-        return tuple(value.view_as(value) for value in values)
+        return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *_Total.apply(ctx.group, *gradients)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, _Total.apply(ctx.group, gradient)
+
+
+def _together(function: type[torch.autograd.Function], group: str, values: tuple[Tensor, ...]) -> list[Tensor]:
+    """The function of all values, with one collective for them."""
+    if len(values) < 2:
+        return [function.apply(group, value) for value in values]
+    found = function.apply(group, torch.cat([value.reshape(-1) for value in values]))
+    parts = found.split([value.numel() for value in values])
+    return [part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
