@@ -173,6 +173,8 @@ TOGETHER = tuple(
         "cli_train_endings",
         "cuda_resources",
         "distributed",
+        "distributed_routing",
+        "sharding",
         "train",
         "train_killed",
         "train_stopping",

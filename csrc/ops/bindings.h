@@ -175,7 +175,7 @@ class Ops : Arguments<Engine> {
 
 }  // namespace bindings
 
-// Registers the ops under the names of the schemas in capsfast/ops/_register.py, each preceded by `prefix`.
+// Registers the ops under the names of the schemas in schemas.h, each preceded by `prefix`.
 template <class Engine, class Library>
 void register_ops(Library& library, const std::string& prefix = "") {
   library.impl((prefix + "dynamic_routing").c_str(), TORCH_BOX(&bindings::Ops<Engine>::dynamic_routing));
