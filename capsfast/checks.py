@@ -173,9 +173,7 @@ def pass_parameters(
 ) -> None:
     """What a pass scores against, by name, and the masks, against ``sizes`` = (B, I, J, D) of the anchor tensor."""
     B, I, J, D = sizes
-    routing_parameters(
-        op, anchor, anchor_value, sizes, given["logits"], None, given["mask"], given["out_mask"]
-    )
+    routing_parameters(op, anchor, anchor_value, sizes, given["logits"], None, given["mask"], given["out_mask"])
     symbols = {"B": B, "I": I, "J": J, "D": D}
     for name, axes in _PARAMETER_AXES.items():
         value = given[name]
@@ -192,13 +190,11 @@ def pass_parameters(
         parameter_dtype(op, name, value, anchor, anchor_value)
         same_device(op, anchor, anchor_value, name, value)
     precision = given["precision"]
-    # A look at the values would make a GPU wait, and cannot be traced.
-    if precision is not None and precision.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not _transformed() and bool((precision < 0).any()):
-            raise ValueError(
-                f"{op}: precision, an inverse variance, must not be negative, got {float(precision.min()):.3g}; "
-                f"clamp it with precision.clamp_min(0)"
-            )
+    if precision is not None and _can_be_looked_at(precision) and bool((precision < 0).any()):
+        raise ValueError(
+            f"{op}: precision, an inverse variance, must not be negative, got {float(precision.min()):.3g}; "
+            f"clamp it with precision.clamp_min(0)"
+        )
 
 
 _PARAMETER_AXES = {
@@ -208,9 +204,10 @@ _PARAMETER_AXES = {
 }
 
 
-def _transformed() -> bool:
-    """Whether values may be those of many calls at once (torch.func)."""
-    return bool(torch._C._are_functorch_transforms_active())
+def _can_be_looked_at(value: Tensor) -> bool:
+    """Whether its numbers are there: a look would make a GPU wait, and is none while tracing or inside torch.func."""
+    known = value.device.type == "cpu" and not torch.compiler.is_compiling()
+    return known and type(value) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
 
 
 def routing_parameters(

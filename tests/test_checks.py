@@ -327,3 +327,99 @@ def test_checks_hold_on_meta_tensors_too(name: str) -> None:
     bad = {"num_iterations": 0, "softmax": "x", "eps": -1}[name]
     with pytest.raises(ValueError, match=name):
         capsfast.route_votes(torch.zeros(B, I, J, D, device="meta"), **{name: bad})
+
+
+def good_pass(op: str) -> dict[str, Any]:
+    return good("route_votes" if op == "votes_pass" else "dynamic_routing")
+
+
+PASS: dict[str, Row] = {
+    "normalize": (
+        lambda: {"normalize": "softmax"},
+        ValueError,
+        "normalize must be one of 'out', 'in', 'sigmoid', 'none', 'lse'",
+        "got 'softmax'",
+    ),
+    "leaky": (lambda: {"leaky": 1}, TypeError, "leaky must be True or False", "got 1"),
+    "leaky sigmoid": (
+        lambda: {"leaky": True, "normalize": "sigmoid"},
+        ValueError,
+        'normalize must be "out" or "in"',
+        "got 'sigmoid'",
+    ),
+    "second": (lambda: {"second": None}, TypeError, "second must be True or False", "got None"),
+    "return_weights": (lambda: {"return_weights": 1}, TypeError, "return_weights must be True or False", "got 1"),
+    "return_lse": (lambda: {"return_lse": 1}, TypeError, "return_lse must be True or False", "got 1"),
+    "return_lse none": (
+        lambda: {"return_lse": True, "normalize": "none"},
+        ValueError,
+        "return_lse needs a softmax",
+        "got 'none'",
+    ),
+    "lse missing": (lambda: {"normalize": "lse"}, ValueError, "lse must be given", "got none"),
+    "lse unused": (lambda: {"lse": torch.zeros(B, I)}, ValueError, "lse must be given", "normalize='out'"),
+    "lse shape": (
+        lambda: {"lse": torch.zeros(B, J), "normalize": "lse"},
+        ValueError,
+        "lse must be [B, I] = [2, 3]",
+        "got [2, 4]",
+    ),
+    "query shape": (lambda: {"query": torch.zeros(J, D)}, ValueError, "query must have shape [B, J, D]", "got [4, 5]"),
+    "query size": (
+        lambda: {"query": torch.zeros(B, J, D + 1)},
+        ValueError,
+        "query must be [B, J, D] = [2, 4, 5]",
+        "got [2, 4, 6]",
+    ),
+    "query dtype": (
+        lambda: {"query": torch.zeros(B, J, D, dtype=torch.float64)},
+        TypeError,
+        "query must have the dtype of",
+        "got float64",
+    ),
+    "query list": (lambda: {"query": [1.0]}, TypeError, "query must be a torch.Tensor [B, J, D]", "got list"),
+    "query device": (
+        lambda: {"query": torch.zeros(B, J, D, device="meta")},
+        ValueError,
+        "all tensors must be on one device",
+        "query on meta",
+    ),
+    "precision": (
+        lambda: {"precision": torch.full((B, J, D), -0.5)},
+        ValueError,
+        "precision, an inverse variance, must not be negative",
+        "got -0.5",
+    ),
+    "center": (lambda: {"center": torch.zeros(B, I, D)}, ValueError, "center must be [B, J, D]", "got [2, 3, 5]"),
+    "prior": (lambda: {"prior": torch.zeros(B, I)}, ValueError, "prior must be [B, J] = [2, 4]", "got [2, 3]"),
+    "activation": (
+        lambda: {"activation": torch.zeros(B, I, 1)},
+        ValueError,
+        "activation must have shape [B, I]",
+        "got [2, 3, 1]",
+    ),
+    "logits": (lambda: {"logits": torch.zeros(J, I)}, ValueError, "logits must be [I, J] = [3, 4]", "got [4, 3]"),
+    "mask": (lambda: {"mask": torch.ones(B, I)}, TypeError, "mask must be bool", "got float32"),
+    "backend": (lambda: {"backend": "gpu"}, ValueError, "backend must be one of", "got 'gpu'"),
+}
+
+
+@pytest.mark.parametrize("op", ["routing_pass", "votes_pass"])
+@pytest.mark.parametrize("name", PASS)
+def test_passes(name: str, op: str) -> None:
+    expect(getattr(capsfast, op), op, good_pass(op) | PASS[name][0](), PASS[name])
+
+
+@pytest.mark.parametrize("op", ["routing_pass", "votes_pass"])
+def test_shared_outputs_need_a_number(op: str) -> None:
+    shared = {"votes": torch.zeros(B, I, 1, D)} if op == "votes_pass" else {"weight": torch.zeros(1, 1, D, K)}
+    row: Row = (dict, ValueError, "another argument must say how many there are", "got none of query")
+    expect(getattr(capsfast, op), op, good_pass(op) | shared, row)
+    mixed = {"query": torch.zeros(B, J, D), "prior": torch.zeros(B, J + 1)}
+    row = (dict, ValueError, "prior must be [B, J] = [2, 4]", "got [2, 5]")
+    expect(getattr(capsfast, op), op, good_pass(op) | shared | mixed, row)
+
+
+def test_a_backend_without_passes_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"capsfast.votes_pass: backend 'cuda' cannot serve this call"):
+        capsfast.votes_pass(torch.zeros(B, I, J, D), backend="cuda")

@@ -29,7 +29,14 @@ def arguments(problem: Problem, coupling: bool | None = None) -> list[Any]:
     masks = [problem.masks.get("mask"), problem.masks.get("out_mask")]
     outputs = [] if problem.op == "dynamic_routing" else [problem.dv.shape[1]]  # J
     flags = [False] if problem.op == "dynamic_routing" else []  # tf32
-    return [*tensors, *masks, *outputs, *problem.case.options, *flags, problem.case.coupling if coupling is None else coupling]
+    return [
+        *tensors,
+        *masks,
+        *outputs,
+        *problem.case.options,
+        *flags,
+        problem.case.coupling if coupling is None else coupling,
+    ]
 
 
 def backward_arguments(problem: Problem, backend: Backend) -> list[Any]:

@@ -1,7 +1,6 @@
 """The ops on DTensors of two processes (gloo): results and gradients as in one process, in the expected places."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,6 @@ from torch import Tensor
 
 import capsfast
 from capsfast import native
-from capsfast.ops._pass import from_reference
-from capsfast.options import PassOptions
-from capsfast.reference.routing_pass import routing_pass as reference
-from capsfast.reference.votes_pass import PassParameters
-from capsfast.reference.votes_pass import votes_pass as votes_reference
 
 from .support.problems import LOADED, LOADED_OUT, Case, make
 from .support.ranks import on_two_ranks
@@ -128,53 +122,6 @@ def passes(normalize: str, op: str, axis: str, sums: str | None = None, **option
     check(call, tensors, axis, outputs, sums)
 
 
-def stand_in(name: str, first: int, definition: Callable[..., Any]) -> None:
-    """The definition as the op's kernel, where the extension has none."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"capsfast::{name}", "CPU"):
-        return
-    library = torch.library.Library("capsfast", "IMPL")
-    between = 1 if first == 2 else 0  # tf32
-    count = first + 9
-
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        parameters, rest = PassParameters(*args[first:count]), args[count:]
-        J, rest = (args[1].shape[1], rest) if first == 2 else (rest[0], rest[1:])
-        options = PassOptions(*rest[:3])
-        found = definition(*args[:first], parameters, J, options)
-        norm = found[0].new_zeros(2, *found[0].shape) if options.normalize == "in" else found[0].new_zeros(0)
-        moments = from_reference(found, args[0].dtype, *rest[3 + between :])
-        return tuple(value.clone() for value in (*moments, norm))
-
-    def backward(*args: Any) -> tuple[Tensor, ...]:
-        given, tensors, rest = args[:5], args[5 : 5 + count], args[5 + count + 6 :]
-        needed = rest[-first - 7 :]
-        options = rest[: -first - 7]
-        inputs = [
-            value if value is None or value.dtype == torch.bool else value.detach().requires_grad_()
-            for value in tensors
-        ]
-        wanted = [each is not None and each.numel() > 0 for each in given]
-
-        def differentiate() -> tuple[Tensor, ...]:
-            with torch.enable_grad():
-                outputs = forward(*inputs, *options, given[3] is not None, given[4] is not None)
-                leaves = [value for value, need in zip(inputs, needed, strict=False) if need]
-                kept = [(value, seed) for value, seed, want in zip(outputs, given, wanted, strict=False) if want]
-                return torch.autograd.grad([v for v, _ in kept], leaves, [s for _, s in kept], materialize_grads=True)
-
-        # In a thread of its own: in that of an op autograd is off.
-        with ThreadPoolExecutor(1) as pool:
-            found = iter(pool.submit(differentiate).result())
-        return tuple(next(found).clone() if need else tensors[0].new_zeros(0) for need in needed)
-
-    library.impl(name, forward, "CPU")
-    library.impl(f"{name}_backward", backward, "CPU")
-    _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []
-
-
 def every_rule(rank: int) -> None:
     # One after the other with one op: a rule that was remembered for other options would be seen.
     routing(LOADED_OUT, "dynamic_routing", "B", "weight logits bias")
@@ -188,8 +135,6 @@ def every_rule(rank: int) -> None:
     routing(LOADED, "dynamic_routing", "I")
     routing(LOADED_OUT, "route_votes", "B", "logits bias")
     routing(LOADED, "route_votes", "J")
-    stand_in("routing_pass", 2, reference)
-    stand_in("votes_pass", 1, votes_reference)
     passes("out", "routing_pass", "B", "weight logits", second=True, return_weights=True)
     passes("in", "routing_pass", "B", "weight logits", second=True, return_weights=True)
     passes("in", "routing_pass", "J", "u activation", second=True, return_weights=True)

@@ -41,7 +41,13 @@ MOST_CALLS: dict[str, Row] = {
     "r=5": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"coupling": False, "num_iterations": 5}},
     "J=32": {"shape": [32, 64, 32, 16, 16], "dtype": "float32", "case": {"coupling": False}},
 }
-MAKES_VOTES = ("accumulate_kernel", "accumulate_gradient_kernel", "gradient_kernel", "row_norm_kernel", "coupling_kernel")
+MAKES_VOTES = (
+    "accumulate_kernel",
+    "accumulate_gradient_kernel",
+    "gradient_kernel",
+    "row_norm_kernel",
+    "coupling_kernel",
+)
 
 
 def start(calls: dict[str, Row], what: str) -> "subprocess.Popen[str]":

@@ -25,7 +25,6 @@ SHARED: dict[str, Any] = {
 }
 
 
-
 def why_not_fused(dtype: torch.dtype, D: int) -> Mapping[str, Callable[[], str]]:
     """For each fused backend a function that says why it cannot serve a pass, or returns "" if it can."""
 
@@ -39,11 +38,22 @@ def why_not_fused(dtype: torch.dtype, D: int) -> Mapping[str, Callable[[], str]]
     return {"triton": triton, "cuda": lambda: "it has kernels for dynamic_routing and route_votes, none for a pass"}
 
 
-def from_reference(
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], dtype: torch.dtype, weights: bool, lse: bool
+def run_reference(
+    definition: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]],
+    tensors: tuple[Tensor, ...],
+    rest: tuple[Any, ...],
+    weights: bool,
+    lse: bool,
 ) -> tuple[Tensor, ...]:
-    """What the ops return, without norm, from what the definition returns. dtype: of u or votes."""
-    mass, first, second, r, log_sum = found
+    """What the ops return, without norm, from the definition. As with the ops, autocast is of the tensors alone."""
+    device = tensors[0].device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        cast = tuple(value if value.dtype == torch.float64 else value.to(low) for value in tensors)
+        with torch.autocast(device, enabled=False):
+            return run_reference(definition, cast, rest, weights, lse)
+    dtype = tensors[0].dtype
+    mass, first, second, r, log_sum = definition(*tensors, *rest)
     empty = mass.new_empty(0)
     return (
         mass,

@@ -64,7 +64,7 @@ def register() -> None:
 
 
 class _Call(NamedTuple):
-    """The arguments of an op. An option may have the name of a tensor."""
+    """The arguments of an op."""
 
     tensors: dict[str, Any]  # those that are given, as specs with a shape
     options: dict[str, Any]
@@ -136,7 +136,7 @@ def _forward_rule(contract: "Contract", call: _Call, axis: str) -> tuple[list[An
     from torch.distributed.tensor import Replicate
 
     # What was not asked for is empty.
-    empty = {name for name in contract.outputs if not call.options.get(name, True)}
+    empty = {name for name in contract.outputs if not call.options.get(f"with_{name}", True)}
     empty |= {name for name in contract.outputs if not call.options.get(f"return_{name.removesuffix('_out')}", True)}
     if call.normalize != "in":
         empty.add("norm")

@@ -38,7 +38,7 @@ def call(
         votes.device,
         backend,
         cannot,
-        lambda: Call("route_votes", votes.dtype, *votes.shape[:2], J, votes.shape[3]),
+        lambda: Call("route_votes", votes.dtype, votes.shape[0], votes.shape[1], J, votes.shape[3]),
     )
     if chosen == "reference":
         return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits, J)

@@ -25,7 +25,7 @@ from ..reference.routing_pass import routing_pass as reference
 from ..reference.votes_pass import PassParameters
 from . import votes_pass
 from ._glue import fake_gradients
-from ._pass import OPTIONS, SHARED, fake_outputs, from_reference, received, why_not_fused
+from ._pass import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
 from ._register import Contract, define
 
 NAME = "capsfast.routing_pass"
@@ -55,7 +55,7 @@ def call(
         NAME, u.device, backend, cannot, lambda: Call("routing_pass", u.dtype, *u.shape[:2], *weight.shape[1:])
     )
     if chosen == "reference":
-        return from_reference(reference(u, weight, parameters, J, options), u.dtype, return_weights, return_lse)
+        return run_reference(reference, (u, weight), (parameters, J, options), return_weights, return_lse)
     tf32 = chosen != "cpp" and tf32_allowed()
     *found, _ = _ops[chosen](u, weight, *parameters, *options, tf32, return_weights, return_lse)
     return tuple(found)

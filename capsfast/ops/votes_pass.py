@@ -16,7 +16,7 @@ from ..options import PassOptions
 from ..reference.votes_pass import PassParameters
 from ..reference.votes_pass import votes_pass as reference
 from ._glue import fake_gradients
-from ._pass import OPTIONS, SHARED, fake_outputs, from_reference, received, why_not_fused
+from ._pass import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
 from ._register import Contract, define
 
 
@@ -36,10 +36,14 @@ def call(
     """
     cannot = why_not_fused(votes.dtype, votes.shape[3])
     chosen = select(
-        op, votes.device, backend, cannot, lambda: Call("votes_pass", votes.dtype, *votes.shape[:2], J, votes.shape[3])
+        op,
+        votes.device,
+        backend,
+        cannot,
+        lambda: Call("votes_pass", votes.dtype, votes.shape[0], votes.shape[1], J, votes.shape[3]),
     )
     if chosen == "reference":
-        return from_reference(reference(votes, parameters, J, options), votes.dtype, return_weights, return_lse)
+        return run_reference(reference, (votes,), (parameters, J, options), return_weights, return_lse)
     *found, _ = _ops[chosen](votes, *parameters, J, *options, return_weights, return_lse)
     return tuple(found)
 

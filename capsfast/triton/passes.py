@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
-from .kernels.update import update_gradient_kernel, update_kernel, restore_kernel
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import coupling_kernel, row_norm_kernel
+from .kernels.update import restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv, pair_strides
 
 

@@ -35,8 +35,9 @@ class Shape(NamedTuple):
 class Backend:
     """name: as in capsfast.backends(). device: where its inputs live. dtypes: what it serves.
 
-    fused: it runs the ops of torch.ops.capsfast, whose names have this prefix. passes: it serves the pass ops. max_work: the largest
-    Shape.work the tests give it, so that an emulated backend runs the same tests on their smaller shapes.
+    fused: it runs the ops of torch.ops.capsfast, whose names have this prefix. passes: it serves the pass ops.
+    max_work: the largest Shape.work the tests give it, so that an emulated backend runs the same tests on their smaller
+    shapes.
     """
 
     name: str
