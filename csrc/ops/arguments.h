@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <optional>
 
+#include "cpu/memory.h"
 #include "routing.h"
 
 namespace capsfast {
@@ -36,6 +37,8 @@ inline Storage storage_of(const Tensor& tensor) {
   return Storage::f32;
 }
 
+inline size_t size_of(Storage storage) { return storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2; }
+
 inline View view_of(const Tensor& tensor) {
   View view{tensor.data_ptr(), storage_of(tensor), {0, 0, 0, 0}};
   for (int64_t axis = 0; axis < tensor.dim(); ++axis) view.stride[axis] = tensor.stride(axis);
@@ -54,6 +57,8 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
 inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view) {
   if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
   Tensor gradient = torch::stable::new_empty(tensor, tensor.sizes());
+  if (gradient.is_cpu())
+    advise_huge_pages(gradient.data_ptr(), static_cast<size_t>(gradient.numel()) * size_of(storage_of(gradient)));
   // If any axis is empty, no kernel may run over what remains of the gradient, which then is 0.
   if (empty_problem) torch::stable::zero_(gradient);
   if (gradient.numel() > 0) *view = view_of(gradient);

@@ -71,6 +71,15 @@ void add_up(T* parts, int64_t count, int64_t size, const View& to) {
   });
 }
 
+// The kernels of a call. A batch that fills half of the widest registers at most takes kernels of half their width: of
+// those two instructions run where one of the widest does on many machines, and a tile then costs half.
+template <class T>
+const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
+  const Kernels<T>& widest = kernels<T>(isa());
+  const bool fits = isa() == Isa::avx512 && !p.votes_given && p.B <= widest.L / 2;
+  return fits && make_plan(p, widest.L, threads, sizeof(T)).lanes ? kernels<T>(Isa::avx2) : widest;
+}
+
 // The plan of a call, its layout, its kernels, and the output mask in that layout.
 template <class T>
 struct Context {
@@ -82,7 +91,7 @@ struct Context {
 
   Context(const Problem& problem, int64_t threads)
       : p(problem),
-        kernel_table(kernels<T>(isa())),
+        kernel_table(kernels_for<T>(problem, threads)),
         plan(make_plan(problem, kernel_table.L, threads, sizeof(T))),
         layout(problem, plan),
         valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {

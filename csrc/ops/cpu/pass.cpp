@@ -41,7 +41,7 @@ PassGradients slice(const PassGradients& out, int64_t b0) {
   PassGradients part = out;
   for (View* view : {&part.dquery, &part.dprecision, &part.dcenter, &part.dprior, &part.dactivation, &part.dlse,
                      &part.common.dweight}) {
-    *view = samples(*view, b0);
+    *view = samples(*view, b0);  // dweight: that of the votes
   }
   if (out.common.per_sample_logits) part.common.dlogits = samples(out.common.dlogits, b0);
   return part;
@@ -93,21 +93,29 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
 template <class T>
 void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
   if (!is_small_batch<T>(p)) return forward<T>(p, in, out);
-  const SmallBatch<T> batch(p);
-  forward<T>(batch.routed(), in, out);
+  for_kept<T>(p, true, [&](const Problem& part, int64_t b) {
+    const SmallBatch<T> batch(part);
+    forward<T>(batch.routed(), slice(in, b), slice<T>(out, b, p.J));
+  });
 }
 
 template <class T>
 void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
   if (!is_small_batch<T>(p)) return backward<T>(p, in, saved, out);
-  const SmallBatch<T> batch(p);
-  const Problem routed = batch.routed();
-  PassGradients votes_out = out;
-  const bool needed = out.common.du.data != nullptr || out.common.dweight.data != nullptr;
-  votes_out.common.du = View{};
-  votes_out.common.dweight = needed ? routed.votes : View{};
-  backward<T>(routed, in, saved, votes_out);
-  batch.finish(out.common);
+  const BackwardOutputs& common = out.common;
+  const bool sums = common.dlogits.data != nullptr && !common.per_sample_logits;
+  for_kept<T>(p, !sums && adds_in_place<T>(p, common), [&](const Problem& part, int64_t b) {
+    const SmallBatch<T> batch(part);
+    const Problem routed = batch.routed();
+    PassGradients votes_out = slice(out, b);
+    const bool needed = common.du.data != nullptr || common.dweight.data != nullptr;
+    votes_out.common.du = View{};
+    votes_out.common.dweight = needed ? routed.votes : View{};
+    backward<T>(routed, slice(in, b), slice<T>(saved, b, p.J), votes_out);
+    BackwardOutputs part_out = common;
+    part_out.du = samples(common.du, b);
+    batch.finish(part_out, b > 0);
+  });
 }
 
 template void pass_forward<float>(const Problem&, const PassInputs&, const PassOutputs&);

@@ -131,6 +131,7 @@ struct Update {
 template <class T>
 struct SmallBatchGradients {
   const T* dvotes = nullptr;
+  bool add = false;  // dW, of type T, is added to
   View du;
   View dweight;
   T* dweight_sum = nullptr;

@@ -41,13 +41,16 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
 // samples cost as a small batch, which makes their votes once and routes them one by one.
 int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, lanes * 3 / 8); }
 
-// A small batch keeps its votes if they take at most this many bytes; a sample's have 1 / K of the size of the weight.
-// Else the lanes layout serves the call, which keeps none.
+// A small batch keeps the votes of so many samples at a time as take this many bytes, which the largest caches hold, or
+// of one sample if they take at most kKeptVotes; a sample's have 1 / K of the size of the weight. Else the lanes layout
+// serves the call, which keeps none.
+constexpr int64_t kCachedVotes = 32 * 1024 * 1024;
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
+double sample_votes(const Problem& p, int64_t size) { return double(p.I) * double(p.J) * double(p.D) * double(size); }
+
 bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
-  return p.B < smallest_lanes_batch(lanes) &&
-         double(p.B) * double(p.I) * double(p.J) * double(p.D) * double(size) <= double(kKeptVotes);
+  return p.B < smallest_lanes_batch(lanes) && sample_votes(p, size) <= double(kKeptVotes);
 }
 
 void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
@@ -103,6 +106,11 @@ Slices make_slices(const Problem& p, int64_t threads, int64_t size, bool shared_
   const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
   slices.samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, divide_up(p.B, threads));
   return slices;
+}
+
+int64_t samples_kept(const Problem& p, int64_t size) {
+  const double fit = double(kCachedVotes) / std::max(1.0, sample_votes(p, size));
+  return fit >= double(p.B) ? std::max<int64_t>(1, p.B) : std::max<int64_t>(1, static_cast<int64_t>(fit));
 }
 
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {

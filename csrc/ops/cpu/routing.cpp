@@ -16,18 +16,35 @@ namespace {
 using namespace driver;
 
 template <class T>
+ForwardOutputs slice(const ForwardOutputs& out, const Problem& p, int64_t b) {
+  ForwardOutputs part = out;
+  part.v = samples(out.v, b);
+  part.coupling = samples(out.coupling, b);
+  part.s = static_cast<T*>(out.s) + b * p.J * p.D;
+  part.norm = static_cast<T*>(out.norm) + (p.softmax_in() ? b * p.J : 0);
+  return part;
+}
+
+template <class T>
+BackwardInputs slice(const BackwardInputs& in, const Problem& p, int64_t b) {
+  BackwardInputs part = in;
+  part.dv = samples(in.dv, b);
+  part.dcoupling = samples(in.dcoupling, b);
+  part.coupling = samples(in.coupling, b);
+  part.s = static_cast<const T*>(in.s) + b * p.J * p.D;
+  part.norm = static_cast<const T*>(in.norm) + (p.softmax_in() ? b * p.J : 0);
+  return part;
+}
+
+template <class T>
 void passes_forward(const Problem& p, const ForwardOutputs& out) {
   const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), false) : Slices{};
   if (slices.tasks == 0) return Forward<T>(p, out, num_threads()).run();
   parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = p.B * begin / slices.tasks; b < p.B * end / slices.tasks; b += slices.samples) {
       const int64_t samples = std::min(slices.samples, p.B * end / slices.tasks - b);
-      ForwardOutputs part = out;
-      part.v = shifted(out.v, b * p.J * p.D);
-      part.coupling = shifted(out.coupling, b * p.I * p.J);
-      part.s = static_cast<T*>(out.s) + b * p.J * p.D;
-      part.norm = static_cast<T*>(out.norm) + (p.softmax_in() ? b * p.J : 0);
-      Forward<T>(slice(p, b, samples), part, 1).run();
+      const ForwardOutputs part = slice<T>(out, p, b);
+      Forward<T>(driver::slice(p, b, samples), part, 1).run();
     }
   });
 }
@@ -50,16 +67,11 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
       for (int64_t task = begin; task < end; ++task) {
         const int64_t b1 = p.B * (task + 1) / tasks;
         for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
-          BackwardInputs part_in = in;
-          part_in.dv = shifted(in.dv, b * in.dv.stride[0]);
-          part_in.dcoupling = shifted(in.dcoupling, b * in.dcoupling.stride[0]);
-          part_in.coupling = shifted(in.coupling, b * in.coupling.stride[0]);
-          part_in.s = static_cast<const T*>(in.s) + b * p.J * p.D;
-          part_in.norm = static_cast<const T*>(in.norm) + (p.softmax_in() ? b * p.J : 0);
+          const BackwardInputs part_in = slice<T>(in, p, b);
           BackwardOutputs part_out = out;
           part_out.dweight = shifted(out.dweight, b * p.I * (p.shared_outputs ? 1 : p.J) * p.D);
           if (out.per_sample_logits) part_out.dlogits = shifted(out.dlogits, b * p.I * p.J);
-          const Problem part = slice(p, b, std::min(slices.samples, b1 - b));
+          const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
           Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
         }
       }
@@ -74,20 +86,27 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
 template <class T>
 void routing_forward(const Problem& p, const ForwardOutputs& out) {
   if (!is_small_batch<T>(p)) return passes_forward<T>(p, out);
-  const SmallBatch<T> batch(p);
-  passes_forward<T>(batch.routed(), out);
+  for_kept<T>(p, true, [&](const Problem& part, int64_t b) {
+    const SmallBatch<T> batch(part);
+    passes_forward<T>(batch.routed(), slice<T>(out, p, b));
+  });
 }
 
 template <class T>
 void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
   if (!is_small_batch<T>(p)) return passes_backward<T>(p, in, out);
-  const SmallBatch<T> batch(p);
-  const Problem routed = batch.routed();
-  BackwardOutputs votes_out = out;
-  votes_out.du = View{};
-  votes_out.dweight = out.du.data == nullptr && out.dweight.data == nullptr ? View{} : routed.votes;
-  passes_backward<T>(routed, in, votes_out);
-  batch.finish(out);
+  const bool sums = out.dbias.data != nullptr || (out.dlogits.data != nullptr && !out.per_sample_logits);
+  for_kept<T>(p, !sums && adds_in_place<T>(p, out), [&](const Problem& part, int64_t b) {
+    const SmallBatch<T> batch(part);
+    const Problem routed = batch.routed();
+    BackwardOutputs part_out = out, votes_out = out;
+    part_out.du = samples(out.du, b);
+    votes_out.du = View{};
+    votes_out.dweight = out.du.data == nullptr && out.dweight.data == nullptr ? View{} : routed.votes;
+    if (out.per_sample_logits) votes_out.dlogits = samples(out.dlogits, b);
+    passes_backward<T>(routed, slice<T>(in, p, b), votes_out);
+    batch.finish(part_out, b > 0);
+  });
 }
 
 template void routing_forward<float>(const Problem&, const ForwardOutputs&);

@@ -1,6 +1,7 @@
 // Parts of a call along the batch: arguments that begin at one of its samples, and whether it is a small batch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "context.h"
@@ -21,6 +22,7 @@ inline MaskView shifted(MaskView mask, int64_t rows) {
 inline Problem slice(const Problem& whole, int64_t b0, int64_t samples) {
   Problem p = whole;
   p.B = samples;
+  p.u = shifted(whole.u, b0 * whole.u.stride[0]);
   p.votes = shifted(whole.votes, b0 * whole.votes.stride[0]);
   p.logits = shifted(whole.logits, b0 * whole.logits.stride[0]);
   p.activation = shifted(whole.activation, b0 * whole.activation.stride[0]);
@@ -36,6 +38,20 @@ inline View samples(const View& view, int64_t b0) { return shifted(view, b0 * vi
 template <class T>
 bool is_small_batch(const Problem& p) {
   return make_plan(p, kernels<T>(isa()).L, num_threads(), sizeof(T)).small_batch;
+}
+
+// Calls part(problem, b0, samples) for as many samples of a small batch at a time as keep their votes. If they cannot be
+// `apart`, because their gradients have sums over the batch beside dW, for all of them.
+template <class T, class F>
+void for_kept(const Problem& p, bool apart, const F& part) {
+  const int64_t together = apart ? samples_kept(p, sizeof(T)) : p.B;
+  for (int64_t b = 0; b < p.B; b += together) part(slice(p, b, std::min(together, p.B - b)), b);
+}
+
+// Whether dW can be added up where it stands.
+template <class T>
+bool adds_in_place(const Problem& p, const BackwardOutputs& out) {
+  return out.dweight.data == nullptr || (!p.shared_weight && out.dweight.storage == kStorage<T>);
 }
 
 }  // namespace capsfast::driver

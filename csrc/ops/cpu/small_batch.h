@@ -31,15 +31,15 @@ class SmallBatch {
     return q;
   }
 
-  // Computes du and dW from dvotes, which the gradient pass has written over the votes.
-  void finish(const BackwardOutputs& out) const {
+  // Computes du and dW from dvotes, which the gradient pass has written over the votes. If `add`, dW is added to.
+  void finish(const BackwardOutputs& out, bool add) const {
     if (out.du.data == nullptr && out.dweight.data == nullptr) return;
     const int64_t adders = p.shared_weight && out.dweight.data != nullptr ? num_threads() : 0;
     const Sums<T> sums(adders * row);
     sums.clear();
     const Buffer<T> scratch(num_threads() * 2 * (row + p.K));
     over_capsules([&](int64_t task, int64_t i0, int64_t i1) {
-      SmallBatchGradients<T> gradients{votes.get(), out.du, out.dweight, nullptr, nullptr};
+      SmallBatchGradients<T> gradients{votes.get(), add, out.du, out.dweight, nullptr, nullptr};
       if (adders > 0) {
         gradients.dweight_sum = sums.high() + task * row;
         gradients.dweight_low = sums.low() + task * row;

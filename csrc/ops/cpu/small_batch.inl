@@ -154,7 +154,7 @@ struct SmallBatch {
           for (int64_t k = 0; k < p.K && masked; ++k) du[k] = 0;
           scatter<T>(out.du, b * out.du.stride[0] + i * out.du.stride[1], {1, 1, p.K}, {0, 0, 1}, du);
         }
-        if (out.dweight.data != nullptr) weight_gradient(u, g, b > 0, p.K, rows, dw);
+        if (out.dweight.data != nullptr) weight_gradient(u, g, out.add || b > 0, p.K, rows, dw);
       }
       if (out.dweight.data == nullptr || in_place) continue;
       if (out.dweight_sum == nullptr) {
