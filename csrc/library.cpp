@@ -105,6 +105,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   p.iterations = num_iterations;
   p.votes_given = votes_given;
   p.shared_weight = shared_weight;
+  p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
   p.weight.stride[0] = shared_weight ? 0 : J * D * K;
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
   const int64_t lanes = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;

@@ -118,6 +118,7 @@ struct Arguments {
     STD_TORCH_CHECK(u.scalar_type() == weight.scalar_type(), "capsfast: u and weight must have one dtype");
     p.u = view_of(u);
     p.weight = view_of(weight);
+    p.dweight = p.weight.storage;
     p.shared_weight = rows == 1;
     if (p.shared_weight) p.weight.stride[0] = 0;
     return p;

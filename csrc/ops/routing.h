@@ -41,16 +41,17 @@ struct Problem {
   double eps = 1e-8;
   bool tf32 = false;  // float32 products may be rounded to TF32
 
-  bool votes_given = false;     // route_votes: votes instead of u and weight, K = 1
-  bool shared_weight = false;   // one weight for all input capsules: dweight is the sum over them
-  bool shared_outputs = false;  // one vote for all output capsules, of stride 0: dvotes is the sum over them
-  View u;                       // [B, I, K]
-  View weight;                  // [I, J, D, K]; the stride over I is 0 if shared
-  View votes;                   // [B, I, J, D]; the stride over J is 0 if shared_outputs
-  View logits;                  // [B, I, J]; the stride over B is 0 for logits [I, J]
-  View bias;                    // [J, D]
-  MaskView mask;                // [B, I]
-  MaskView out_mask;            // [B, J]
+  bool votes_given = false;        // route_votes: votes instead of u and weight, K = 1
+  bool shared_weight = false;      // one weight for all input capsules: dweight is the sum over them
+  bool shared_outputs = false;     // one vote for all output capsules, of stride 0: dvotes is the sum over them
+  View u;                          // [B, I, K]
+  View weight;                     // [I, J, D, K]; the stride over I is 0 if shared
+  Storage dweight = Storage::f32;  // of dW: that of the tensor `weight`, which may have been copied
+  View votes;                      // [B, I, J, D]; the stride over J is 0 if shared_outputs
+  View logits;                     // [B, I, J]; the stride over B is 0 for logits [I, J]
+  View bias;                       // [J, D]
+  MaskView mask;                   // [B, I]
+  MaskView out_mask;               // [B, J]
 
   // Of a pass of its own only.
   bool moments = false;    // it is one: with mass, and what goes with an input capsule

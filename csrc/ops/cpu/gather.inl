@@ -38,6 +38,12 @@ inline constexpr Storage kStorage = sizeof(T) == 4 ? Storage::f32 : Storage::f64
 template <class T>
 void gather(const View& view, int64_t offset, const int64_t (&n)[3], const int64_t (&s)[3], T* out) {
   for (int64_t a = 0; a < n[0]; ++a) {
+    if (view.storage == kStorage<T> && s[2] == 1 && s[1] == n[2]) {
+      const T* from = static_cast<const T*>(view.data) + offset + a * s[0];
+      __builtin_memcpy(out, from, static_cast<size_t>(n[1] * n[2]) * sizeof(T));
+      out += n[1] * n[2];
+      continue;
+    }
     for (int64_t b = 0; b < n[1]; ++b) {
       const int64_t from = offset + a * s[0] + b * s[1];
       if (view.storage == kStorage<T> && s[2] == 1) {

@@ -138,6 +138,51 @@ struct LanesPacking {
     }
   }
 
+  // Copies the weight [J D K] of input capsule i to `out`.
+  static CAPSFAST_ONCE void copy_weight(const Problem& p, int64_t i, T* out) {
+    const View& w = p.weight;
+    const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
+    if (w.storage != kStorage<T> || s[1] != 1 || s[2] == 1) return gather<T>(w, i * w.stride[0], n, s, out);
+    // The components d lie side by side, as in weights that are stored [.., K, D].
+    for (int64_t j = 0; j < p.J; ++j) {
+      const T* from = static_cast<const T*>(w.data) + i * w.stride[0] + j * s[0];
+      for (int64_t d = 0; d < p.D; d += L) {
+        for (int64_t k = 0; k < p.K; k += L) {
+          transpose_block(from + d + k * s[2], s[2], min(p.D - d, L), min(p.K - k, L), out + d * p.K + k, p.K);
+        }
+      }
+      out += p.D * p.K;
+    }
+  }
+
+  static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  // to[d][k] = from[k][d] for `rows` d and `columns` k, at most L each; rows of `from` are `pitch` apart.
+  static CAPSFAST_INLINE void transpose_block(const T* from, int64_t pitch, int64_t rows, int64_t columns, T* to,
+                                              int64_t K) {
+    V m[L];
+#pragma GCC unroll 16
+    for (int n = 0; n < L; ++n) {
+      if (n >= columns) {
+        m[n] = V{};
+      } else {
+        m[n] = rows == L ? load<L>(from + n * pitch) : load_part<L>(from + n * pitch, rows);
+      }
+    }
+    transpose<T, L>(m);
+    for (int64_t d = 0; d < rows; ++d) {
+      if (columns == L) {
+        store<L>(to + d * K, m[d]);
+      } else {
+        store_part<L>(to + d * K, m[d], columns);
+      }
+    }
+  }
+
+  static void copy_weights(const Problem& p, int64_t i0, int64_t i1, T* out) {
+    for (int64_t i = i0; i < i1; ++i, out += p.J * p.D * p.K) copy_weight(p, i, out);
+  }
+
   // The weights [J D K] of `count` input capsules, *pitch elements apart (0 if shared): in place if they are contiguous
   // and of type T, else copied to `buffer`.
   static CAPSFAST_ONCE const T* weight_chunk(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
@@ -148,9 +193,7 @@ struct LanesPacking {
       return static_cast<const T*>(w.data) + i0 * w.stride[0];
     }
     *pitch = w.stride[0] == 0 ? 0 : p.J * p.D * p.K;
-    for (int64_t i = 0; i < (*pitch == 0 ? 1 : count); ++i) {
-      gather<T>(w, (i0 + i) * w.stride[0], n, s, buffer + i * *pitch);
-    }
+    for (int64_t i = 0; i < (*pitch == 0 ? 1 : count); ++i) copy_weight(p, i0 + i, buffer + i * *pitch);
     return buffer;
   }
 };

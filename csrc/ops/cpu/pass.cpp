@@ -5,6 +5,7 @@
 
 #include "pass_backward.h"
 #include "pass_forward.h"
+#include "packed_weight.h"
 #include "slices.h"
 #include "small_batch.h"
 
@@ -92,7 +93,7 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
 
 template <class T>
 void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
-  if (!is_small_batch<T>(p)) return forward<T>(p, in, out);
+  if (!is_small_batch<T>(p)) return forward<T>(PackedWeight<T>(p).problem(), in, out);
   for_kept<T>(p, true, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     forward<T>(batch.routed(), slice(in, b), slice<T>(out, b, p.J));
@@ -101,7 +102,7 @@ void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out
 
 template <class T>
 void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
-  if (!is_small_batch<T>(p)) return backward<T>(p, in, saved, out);
+  if (!is_small_batch<T>(p)) return backward<T>(PackedWeight<T>(p).problem(), in, saved, out);
   const BackwardOutputs& common = out.common;
   const bool sums = common.dlogits.data != nullptr && !common.per_sample_logits;
   for_kept<T>(p, !sums && adds_in_place<T>(p, common), [&](const Problem& part, int64_t b) {

@@ -150,6 +150,8 @@ struct Kernels {
   // Samples [b0, b0 + samples) of a tensor [B, n1, n2] to lanes [n1][n2][L], and back. buffer [L][n1][n2].
   void (*lanes_load)(const View&, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, T* to);
   void (*lanes_store)(const T* from, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, const View&);
+  // The weights of input capsules [i0, i1), contiguous, to `out`.
+  void (*copy_weights)(const Problem&, int64_t i0, int64_t i1, T* out);
   void (*rows_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
   void (*rows_gradient)(const GradientPass<T>&, const Range&, T* scratch);
   // For input capsules [i0, i1) of a small batch; small_batch.inl has the shapes.

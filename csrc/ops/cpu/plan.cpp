@@ -72,7 +72,7 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   plan->gradient_out_tile = std::min(plan->gradient_out_tile, p.J);
   // A task that has a row of dW to itself adds it up where it will stand, and has that room for scores.
   const Storage number = size == 4 ? Storage::f32 : Storage::f64;
-  plan->weight_in_place = !p.shared_weight && p.weight.storage == number && p.J * p.D % L == 0 && p.I >= threads;
+  plan->weight_in_place = !p.shared_weight && p.dweight == number && p.J * p.D % L == 0 && p.I >= threads;
   const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
   plan->gradient_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
   // A quadratic pass keeps the votes of a chunk.

@@ -6,6 +6,7 @@
 #include "backward.h"
 #include "context.h"
 #include "forward.h"
+#include "packed_weight.h"
 #include "slices.h"
 #include "small_batch.h"
 
@@ -85,7 +86,7 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
 
 template <class T>
 void routing_forward(const Problem& p, const ForwardOutputs& out) {
-  if (!is_small_batch<T>(p)) return passes_forward<T>(p, out);
+  if (!is_small_batch<T>(p)) return passes_forward<T>(PackedWeight<T>(p).problem(), out);
   for_kept<T>(p, true, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     passes_forward<T>(batch.routed(), slice<T>(out, p, b));
@@ -94,7 +95,7 @@ void routing_forward(const Problem& p, const ForwardOutputs& out) {
 
 template <class T>
 void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
-  if (!is_small_batch<T>(p)) return passes_backward<T>(p, in, out);
+  if (!is_small_batch<T>(p)) return passes_backward<T>(PackedWeight<T>(p).problem(), in, out);
   const bool sums = out.dbias.data != nullptr || (out.dlogits.data != nullptr && !out.per_sample_logits);
   for_kept<T>(p, !sums && adds_in_place<T>(p, out), [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);

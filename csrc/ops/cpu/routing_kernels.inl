@@ -69,6 +69,7 @@ const Kernels<T>& table() {
       LanesUpdate<T>::differentiate,
       LanesPacking<T>::load_samples,
       LanesPacking<T>::store_samples,
+      LanesPacking<T>::copy_weights,
       rows_run<RowsAccumulate, T, AccumulatePass<T>>,
       rows_run<RowsGradient, T, GradientPass<T>>,
       SmallBatch<T>::votes,

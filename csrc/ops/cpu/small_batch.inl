@@ -64,12 +64,50 @@ struct SmallBatch {
     for (int64_t row = 0; row < rows; ++row) x[row] = product(w + row * K, u, K);
   }
 
+  // Whether the components d of the weight lie side by side, as in weights that are stored [.., K, D]. Then a vector of
+  // votes is a sum over k of vectors of the weight, and nothing is to be moved.
+  static bool components_together(const Problem& p) {
+    return p.weight.storage == kStorage<T> && p.weight.stride[2] == 1 && p.weight.stride[3] != 1 && p.D >= L / 2;
+  }
+
+  static const T* weight_of(const Problem& p, int64_t i, int64_t j) {
+    return static_cast<const T*>(p.weight.data) + i * p.weight.stride[0] + j * p.weight.stride[1];
+  }
+
+  static void votes_of_components(const Problem& p, int64_t i, const T* u, T* x) {
+    for (int64_t j = 0; j < p.J; ++j) {
+      const T* w = weight_of(p, i, j);
+      for (int64_t d = 0; d < p.D; d += L) {
+        V a[2] = {};
+        for (int64_t k = 0; k < p.K; ++k) a[k % 2] += lanes(w + k * p.weight.stride[3] + d, p.D - d) * u[k];
+        if (d + L <= p.D) {
+          store<L>(x + j * p.D + d, a[0] + a[1]);
+        } else {
+          store_part<L>(x + j * p.D + d, a[0] + a[1], p.D - d);
+        }
+      }
+    }
+  }
+
+  static V lanes(const T* from, int64_t left) { return left >= L ? load<L>(from) : load_part<L>(from, left); }
+
+  static void pose_gradient_of_components(const Problem& p, int64_t i, const T* g, T* du) {
+    for (int64_t k = 0; k < p.K; ++k) {
+      V a = V{};
+      for (int64_t j = 0; j < p.J; ++j) {
+        const T* w = weight_of(p, i, j) + k * p.weight.stride[3];
+        for (int64_t d = 0; d < p.D; d += L) a += lanes(w + d, p.D - d) * lanes(g + j * p.D + d, p.D - d);
+      }
+      du[k] = sum<T, L>(a);
+    }
+  }
+
   // The weight [J D K] of input capsule i: in place if it is a contiguous run of T, else copied to `buffer`.
   static const T* weight_row(const Problem& p, int64_t i, T* buffer) {
     const View& w = p.weight;
     const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
     if (is_run<T>(w, n, s)) return static_cast<const T*>(w.data) + i * w.stride[0];
-    gather<T>(w, i * w.stride[0], n, s, buffer);
+    LanesPacking<T>::copy_weight(p, i, buffer);
     return buffer;
   }
 
@@ -84,12 +122,14 @@ struct SmallBatch {
   static void votes(const Problem& p, int64_t i0, int64_t i1, T* votes, T* scratch) {
     const int64_t rows = p.J * p.D;
     T* u = scratch + rows * p.K;
+    const bool in_place = components_together(p);
     const T* w = nullptr;
     for (int64_t i = i0; i < i1; ++i) {
-      if (w == nullptr || p.weight.stride[0] != 0) w = weight_row(p, i, scratch);
+      if (!in_place && (w == nullptr || p.weight.stride[0] != 0)) w = weight_row(p, i, scratch);
       for (int64_t b = 0; b < p.B; ++b) {
+        T* x = votes + (b * p.I + i) * rows;
         pose_of(p, b, i, u);
-        votes_of(w, u, p.K, rows, votes + (b * p.I + i) * rows);
+        in_place ? votes_of_components(p, i, u, x) : votes_of(w, u, p.K, rows, x);
       }
     }
   }
@@ -141,15 +181,16 @@ struct SmallBatch {
     const int64_t rows = p.J * p.D, size = rows * p.K;
     T *u = scratch + 2 * size, *du = u + p.K;
     const bool in_place = out.dweight_sum == nullptr && out.dweight.storage == kStorage<T>;
+    const bool together = components_together(p);
     const T* w = nullptr;
     for (int64_t i = i0; i < i1; ++i) {
-      if (w == nullptr || p.weight.stride[0] != 0) w = weight_row(p, i, scratch);
+      if (!together && (w == nullptr || p.weight.stride[0] != 0)) w = weight_row(p, i, scratch);
       T* dw = in_place ? static_cast<T*>(out.dweight.data) + i * size : scratch + size;
       for (int64_t b = 0; b < p.B; ++b) {
         const T* g = out.dvotes + (b * p.I + i) * rows;
         pose_of(p, b, i, u);
         if (out.du.data != nullptr) {
-          pose_gradient(w, g, p.K, rows, du);
+          together ? pose_gradient_of_components(p, i, g, du) : pose_gradient(w, g, p.K, rows, du);
           const bool masked = p.mask.data != nullptr && !p.mask.at(b, i);
           for (int64_t k = 0; k < p.K && masked; ++k) du[k] = 0;
           scatter<T>(out.du, b * out.du.stride[0] + i * out.du.stride[1], {1, 1, p.K}, {0, 0, 1}, du);
