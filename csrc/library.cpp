@@ -16,6 +16,7 @@
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "ops/bindings.h"
+#include "ops/cpu/context.h"
 #include "ops/cpu/engine.h"
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
@@ -108,9 +109,11 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
   p.weight.stride[0] = shared_weight ? 0 : J * D * K;
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
-  const int64_t lanes = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
+  const int64_t widest = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
+  const int64_t lanes = wide == 8 ? driver::kernels_for<double>(p, used).L : driver::kernels_for<float>(p, used).L;
   const Plan whole = make_plan(p, lanes, used, wide);
   const Slices slices = votes_given || whole.small_batch ? make_slices(p, used, wide, false) : Slices{};
+  const int64_t kept_samples = samples_kept(p, wide);
   // If the batch is cut into slices, each task routes slices by itself: a few samples, planned for one thread.
   if (slices.tasks > 0) p.B = slices.samples;
   Plan plan = slices.tasks > 0 ? make_plan(p, lanes, 1, wide) : whole;
@@ -121,11 +124,12 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
                                         : RowsAccumulateScratch<float>(p, plan, nullptr).size;
   const int64_t gradient = plan.lanes ? LanesGradientScratch<float>(p, plan, num_iterations, nullptr).size
                                       : RowsGradientScratch<float>(p, plan, num_iterations, nullptr).size;
-  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : p.B) * J * D, kept = plan.small_batch ? B * I * J * D : 0;
+  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : p.B) * J * D,
+                kept = plan.small_batch ? kept_samples * I * J * D : 0;
   py::dict d;
   d["layout"] = plan.lanes ? "lanes" : "rows";
   d["votes_kept"] = plan.small_batch;
-  d["instruction_set"] = isa_name(isa());
+  d["instruction_set"] = isa_name(lanes < widest ? Isa::avx2 : isa());
   d["lanes"] = plan.L;
   d["slices"] = slices.tasks > 0 ? (B + slices.samples - 1) / slices.samples : 0;
   d["tiles"] = plan.tiles;

@@ -44,6 +44,7 @@ struct Problem {
   bool votes_given = false;        // route_votes: votes instead of u and weight, K = 1
   bool shared_weight = false;      // one weight for all input capsules: dweight is the sum over them
   bool shared_outputs = false;     // one vote for all output capsules, of stride 0: dvotes is the sum over them
+  bool together = false;           // a small batch keeps the votes of all samples at once: gradients sum over it
   View u;                          // [B, I, K]
   View weight;                     // [I, J, D, K]; the stride over I is 0 if shared
   Storage dweight = Storage::f32;  // of dW: that of the tensor `weight`, which may have been copied

@@ -94,18 +94,18 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
 template <class T>
 void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
   if (!is_small_batch<T>(p)) return forward<T>(PackedWeight<T>(p).problem(), in, out);
-  for_kept<T>(p, true, [&](const Problem& part, int64_t b) {
+  for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     forward<T>(batch.routed(), slice(in, b), slice<T>(out, b, p.J));
   });
 }
 
 template <class T>
-void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
+void pass_backward(const Problem& given, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
+  const Problem p = of_backward<T>(given, out.common);
   if (!is_small_batch<T>(p)) return backward<T>(PackedWeight<T>(p).problem(), in, saved, out);
   const BackwardOutputs& common = out.common;
-  const bool sums = common.dlogits.data != nullptr && !common.per_sample_logits;
-  for_kept<T>(p, !sums && adds_in_place<T>(p, common), [&](const Problem& part, int64_t b) {
+  for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     const Problem routed = batch.routed();
     PassGradients votes_out = slice(out, b);

@@ -50,7 +50,8 @@ constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 double sample_votes(const Problem& p, int64_t size) { return double(p.I) * double(p.J) * double(p.D) * double(size); }
 
 bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
-  return p.B < smallest_lanes_batch(lanes) && sample_votes(p, size) <= double(kKeptVotes);
+  const double kept = double(samples_kept(p, size)) * sample_votes(p, size);
+  return p.B < smallest_lanes_batch(lanes) && kept <= double(kKeptVotes);
 }
 
 void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
@@ -109,6 +110,7 @@ Slices make_slices(const Problem& p, int64_t threads, int64_t size, bool shared_
 }
 
 int64_t samples_kept(const Problem& p, int64_t size) {
+  if (p.together) return p.B;
   const double fit = double(kCachedVotes) / std::max(1.0, sample_votes(p, size));
   return fit >= double(p.B) ? std::max<int64_t>(1, p.B) : std::max<int64_t>(1, static_cast<int64_t>(fit));
 }

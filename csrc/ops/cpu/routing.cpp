@@ -87,17 +87,17 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
 template <class T>
 void routing_forward(const Problem& p, const ForwardOutputs& out) {
   if (!is_small_batch<T>(p)) return passes_forward<T>(PackedWeight<T>(p).problem(), out);
-  for_kept<T>(p, true, [&](const Problem& part, int64_t b) {
+  for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     passes_forward<T>(batch.routed(), slice<T>(out, p, b));
   });
 }
 
 template <class T>
-void routing_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
+void routing_backward(const Problem& given, const BackwardInputs& in, const BackwardOutputs& out) {
+  const Problem p = of_backward<T>(given, out);
   if (!is_small_batch<T>(p)) return passes_backward<T>(PackedWeight<T>(p).problem(), in, out);
-  const bool sums = out.dbias.data != nullptr || (out.dlogits.data != nullptr && !out.per_sample_logits);
-  for_kept<T>(p, !sums && adds_in_place<T>(p, out), [&](const Problem& part, int64_t b) {
+  for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     const Problem routed = batch.routed();
     BackwardOutputs part_out = out, votes_out = out;

@@ -40,18 +40,22 @@ bool is_small_batch(const Problem& p) {
   return make_plan(p, kernels<T>(isa()).L, num_threads(), sizeof(T)).small_batch;
 }
 
-// Calls part(problem, b0, samples) for as many samples of a small batch at a time as keep their votes. If they cannot be
-// `apart`, because their gradients have sums over the batch beside dW, for all of them.
+// Calls part(problem, b0) for as many samples of a small batch at a time as keep their votes.
 template <class T, class F>
-void for_kept(const Problem& p, bool apart, const F& part) {
-  const int64_t together = apart ? samples_kept(p, sizeof(T)) : p.B;
-  for (int64_t b = 0; b < p.B; b += together) part(slice(p, b, std::min(together, p.B - b)), b);
+void for_kept(const Problem& p, const F& part) {
+  const int64_t kept = samples_kept(p, sizeof(T));
+  for (int64_t b = 0; b < p.B; b += kept) part(slice(p, b, std::min(kept, p.B - b)), b);
 }
 
-// Whether dW can be added up where it stands.
+// The problem as the backward has it. Beside a dW that is added up where it stands, sums over the batch keep the samples
+// of a small batch together.
 template <class T>
-bool adds_in_place(const Problem& p, const BackwardOutputs& out) {
-  return out.dweight.data == nullptr || (!p.shared_weight && out.dweight.storage == kStorage<T>);
+Problem of_backward(const Problem& p, const BackwardOutputs& out) {
+  const bool in_place = out.dweight.data == nullptr || (!p.shared_weight && out.dweight.storage == kStorage<T>);
+  const bool sums = out.dbias.data != nullptr || (out.dlogits.data != nullptr && !out.per_sample_logits);
+  Problem q = p;
+  q.together = sums || !in_place;
+  return q;
 }
 
 }  // namespace capsfast::driver
