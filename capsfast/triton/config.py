@@ -51,6 +51,10 @@ TABLE = {
     # Takes one tile after the other and keeps only a few numbers per row.
     "row_norm": Choice(64, 8),
     "coupling": Choice(64, 8),
+    # A pass with precision, center or second moments has twice the sums, and reads three sets of tiles for V.
+    "accumulate quadratic": Choice(48, 8),
+    "accumulate_gradient quadratic": Choice(40, 8),
+    "gradient quadratic": Choice(32, 8, chunk=8),
 }
 
 
