@@ -103,7 +103,7 @@ def _forward(
             norm,
         )
     else:
-        uniform = call.uniform_start and not return_weights and log_sum is None
+        uniform = call.uniform_start and not return_weights and not return_lse
         rows = _rows(call, given_lse)
         if not uniform and call.normalize == "out" and call.tiles("accumulate").groups > 1:
             rows = call.new(3, B, I)

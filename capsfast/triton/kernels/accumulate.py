@@ -73,7 +73,8 @@ def accumulate_kernel(
         if second_ptr is not None:
             second = second + (tl.zeros([BB, JT * DP], tl.float32),)
         if MODE != "uniform":
-            V = V + (load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP) if QUERY else None,)
+            if QUERY:
+                V = V + (load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP),)
             known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
         if MODE == "in":
             maximum = maximum + (tl.full([BB, JT], float("-inf"), tl.float32),)
@@ -121,8 +122,8 @@ def accumulate_kernel(
                         votes, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, BB, JT, DP
                     )
                 b = b + (routing_logits(
-                    votes, V[n], logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n, (l_b, l_i, l_j),
-                    valid, J, D, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
+                    votes, V[n] if QUERY else None, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n,
+                    (l_b, l_i, l_j), valid, J, D, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
             if MODE == "in":
