@@ -1,5 +1,9 @@
-// Registers the kernels through the LibTorch stable ABI (capsfast/ops/_register.py has the schemas). A pybind11 module
-// has what is not a tensor op: build information and launch plans.
+// Registers the ops through the LibTorch stable ABI. A pybind11 module has what is not a tensor op: build information
+// and launch plans.
+
+// Python's own declarations, but weak: the library then loads into a process that has the ops and no Python.
+#define PyAPI_FUNC(type) __attribute__((weak, visibility("default"))) type
+#define PyAPI_DATA(type) extern __attribute__((weak, visibility("default"))) type
 #include <pybind11/pybind11.h>
 #include <torch/csrc/stable/library.h>
 
@@ -16,8 +20,17 @@
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
 #include "ops/cuda/engine.h"
+#include "ops/pass_bindings.h"
+#include "ops/schemas.h"
 
-STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) { capsfast::register_ops<capsfast::CpuEngine>(m); }
+STABLE_TORCH_LIBRARY_FRAGMENT(capsfast, m) {
+  for (const char* schema : capsfast::kSchemas) m.def(schema);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
+  capsfast::register_ops<capsfast::CpuEngine>(m);
+  capsfast::register_pass_ops<capsfast::CpuEngine>(m);
+}
 
 #if CAPSFAST_CUDA
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CUDA, m) { capsfast::register_ops<capsfast::cuda::Engine>(m); }

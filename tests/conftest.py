@@ -35,6 +35,7 @@ from capsfast.bench.checkout import PACKAGE, has_extension
 
 from .support import interpreter
 from .support.backends import EMULATED, Backend, available
+from .support.passes import PASS_OPS
 from .support.problems import OPS, Op
 
 interpreter.prepare()
@@ -64,6 +65,7 @@ MARKERS = (
     "fused: only for backends with ops of their own",
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
     "kernels: of what kernels compute, also for those that only the tests can run",
+    "passes: of the ops that are a routing pass; op is one of these",
     "emulated(**values): an emulated backend runs these values of parameters alone; route_votes={...}, for that op",
 )
 
@@ -96,7 +98,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
     backends = _chosen(metafunc.config)
-    ops = OPS if "op" in metafunc.fixturenames and metafunc.definition.get_closest_marker("kernels") else ()
+    ops: tuple[Op, ...] = ()
+    if "op" in metafunc.fixturenames:
+        kernels = metafunc.definition.get_closest_marker("kernels")
+        ops = PASS_OPS if metafunc.definition.get_closest_marker("passes") else OPS if kernels else ()
     marker = metafunc.definition.get_closest_marker("shapes")
     names = ["backend"] + ["op"] * bool(ops) + ["shape"] * (marker is not None)
     rows = []
@@ -120,6 +125,8 @@ def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> b
     if item.get_closest_marker("against_reference") and backend.name == "reference":
         return False
     if backend == EMULATED and not item.get_closest_marker("kernels"):
+        return False
+    if item.get_closest_marker("passes") and not backend.passes:
         return False
     needed = {parameters["dtype"]} if "dtype" in parameters else set()
     for marker in item.iter_markers("needs"):
@@ -166,6 +173,8 @@ TOGETHER = tuple(
         "cli_train_endings",
         "cuda_resources",
         "distributed",
+        "distributed_routing",
+        "sharding",
         "train",
         "train_killed",
         "train_stopping",

@@ -21,6 +21,7 @@ def test_nothing_heavy_is_imported() -> None:
     assert "capsfast.models" in modules
     found = {name for name in modules - by_torch if name.split(".")[0] in (*HEAVY, "triton") or name.startswith(OWN)}
     assert not found
+    assert not {name for name in modules - by_torch if name.startswith("torch.distributed.tensor")}
 
 
 def test_it_costs_a_tenth_of_a_second_on_top_of_torch() -> None:

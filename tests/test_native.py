@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 
 import capsfast
 from capsfast import native
+from capsfast.ops import dynamic_routing, route_votes, routing_pass, votes_pass
 
 from .support.backends import Shape
 from .test_routing import SHAPES
 
 ROOT = Path(__file__).parent.parent
+ROUTING_OPS = (dynamic_routing, route_votes, routing_pass, votes_pass)
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 
 
@@ -177,3 +180,62 @@ def test_a_library_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) 
     extension, reason = native._load()
     assert extension is None
     assert f"does not load into torch {torch.__version__}: undefined symbol" in reason
+
+
+@needs_extension
+@pytest.mark.parametrize("op", ROUTING_OPS, ids=lambda op: op.CONTRACT.name)
+def test_the_schemas_are_those_of_the_contract(op: Any) -> None:
+    contract = op.CONTRACT
+    for name, schema in zip((contract.name, f"{contract.name}_backward"), contract.schemas(""), strict=True):
+        found = getattr(torch.ops.capsfast, name).default
+        assert str(found._schema) == str(torch._C.parse_schema(f"capsfast::{schema}"))
+        assert not found._defined_in_python
+        triton = getattr(torch.ops.capsfast, f"triton_{name}").default
+        assert triton._defined_in_python
+
+
+ALONE = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+u, weight = torch.randn(3, 5, 4), torch.randn(5, 2, 6, 4)
+options = (3, "out", "full", False, "paper", 1e-8, False, False)
+v = torch.ops.capsfast.dynamic_routing(u, weight, None, None, None, None, *options)[0]
+assert "capsfast" not in sys.modules
+# After it, the package finds the ops defined.
+sys.path.insert(0, sys.argv[2])
+import capsfast
+torch.testing.assert_close(v, capsfast.dynamic_routing(u, weight, 3, backend="reference"))
+assert torch.equal(v, capsfast.dynamic_routing(u, weight, 3, backend="cpp"))
+"""
+
+
+@needs_extension
+def test_the_library_has_its_ops_without_the_package(tmp_path: Path) -> None:
+    assert native.extension is not None and native.extension.__file__ is not None
+    command = [sys.executable, "-c", ALONE, native.extension.__file__, str(ROOT)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+WITHOUT_PYTHON = r"""
+#include <dlfcn.h>
+#include <stdio.h>
+int main(int count, char** files) {
+  for (int n = 1; n < count; ++n) {
+    if (!dlopen(files[n], RTLD_NOW | RTLD_GLOBAL)) return printf("%s", dlerror());
+  }
+  if (dlsym(RTLD_DEFAULT, "Py_Initialize")) return printf("there is a Python");
+  return 0;
+}
+"""
+
+
+@needs_extension
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_library_loads_where_there_is_no_python(tmp_path: Path) -> None:
+    assert native.extension is not None and native.extension.__file__ is not None
+    (tmp_path / "load.c").write_text(WITHOUT_PYTHON)
+    subprocess.run(["cc", "load.c", "-o", "load", "-ldl"], check=True, cwd=tmp_path)
+    libraries = [str(Path(torch.__file__).parent / "lib" / "libtorch.so"), native.extension.__file__]
+    ran = subprocess.run([tmp_path / "load", *libraries], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -13,6 +13,7 @@ from capsfast.reference.dynamic_routing import votes as reference_votes
 
 from .support.accuracy import assert_close, relative_l2
 from .support.backends import ALL_DTYPES, TABLE, Backend, Shape
+from .support.passes import PASS_OPS
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, run
 
 pytestmark = pytest.mark.fused
@@ -165,7 +166,9 @@ def test_all_ops_are_checked_here() -> None:
     names = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "capsfast::" in name
     }
-    assert names == {prefix + name for prefix in PREFIX.values() for stem in OPS for name in (stem, f"{stem}_backward")}
+    stems = (*OPS, *(op.name for op in PASS_OPS))  # test_passes.py checks the latter
+    wanted = {prefix + name for prefix in PREFIX.values() for stem in stems for name in (stem, f"{stem}_backward")}
+    assert names == wanted - {f"emulated_{op.name}{suffix}" for op in PASS_OPS for suffix in ("", "_backward")}
     assert {backend.prefix for backend in TABLE if backend.fused} <= set(PREFIX.values())
 
 

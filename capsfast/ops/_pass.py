@@ -11,7 +11,8 @@ from ..options import PassOptions
 from ..precision import wide_dtype
 from ..reference.votes_pass import PassParameters
 
-OPTIONS = "str normalize, bool leaky, bool second"
+# The option has another name than the moment, which the backward gets too.
+OPTIONS = "str normalize, bool leaky, bool with_second"
 MOMENTS = ("mass", "first", "second", "weights", "lse_out")
 # The parts of a contract in which routing_pass and votes_pass agree.
 SHARED: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Defines the ops: schema, fake, autograd, autocast, vmap. The kernels are elsewhere.
+"""Defines the ops: schema, fake, autograd, autocast, vmap, sharding. The kernels are elsewhere.
 
 There are two ops with the same contract, one per set of kernels: ``capsfast::<op>`` for those of the extension,
 ``capsfast::triton_<op>`` for those of Triton. So a traced program keeps the kernels it was traced with.
@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from .. import native as native  # loads the extension, which defines ops
+from . import _sharding
 from ._glue import backward_by, saving
 
 PREFIX = {"cpp": "", "triton": "triton_"}
@@ -56,6 +59,11 @@ class Contract(NamedTuple):
         """What may need a gradient."""
         return (*self.inputs, *self.parameters)
 
+    @property
+    def first_option(self) -> str:
+        """The name of the first argument that is no tensor."""
+        return self.options.split(",")[0].split()[1]
+
     def schemas(self, prefix: str) -> tuple[str, str]:
         tensors = ", ".join(
             [f"Tensor {name}" for name in self.inputs] + [f"Tensor? {name}" for name in (*self.parameters, *MASKS)]
@@ -86,8 +94,10 @@ def define(contract: Contract) -> dict[str, Callable[..., Any]]:
 def _define(contract: Contract, backend: str) -> Callable[..., Any]:
     name = PREFIX[backend] + contract.name
     op = f"capsfast::{name}"
-    for schema in contract.schemas(PREFIX[backend]):
-        _library.define(schema)
+    for defined, schema in zip((name, f"{name}_backward"), contract.schemas(PREFIX[backend]), strict=True):
+        # The extension defines its own (csrc/ops/schemas.h), for processes without Python.
+        if not hasattr(torch.ops.capsfast, defined):
+            _library.define(schema)
     if backend == "triton":
         _bind_triton(contract.name)
     fused_backward = _transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name), 0)
@@ -101,6 +111,7 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
         torch.library.register_vmap(overload, _vmap(_overload(overload)))
     for device in ("cpu", "cuda"):
         _register_autocast(name, device, len(contract.inputs))
+    _sharding.announce(contract, _overload(op), _overload(f"{op}_backward"))
     return _transformable(name, save, backward, len(contract.inputs))
 
 
@@ -150,9 +161,12 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
     Eager.backward = staticmethod(backward)  # type: ignore[assignment]
 
     def call(*inputs: Any) -> Any:
+        if type(inputs[0]) is not Tensor:
+            _sharding.register_if_imported()
         if torch.compiler.is_compiling():
             return op(*inputs)
-        device = inputs[0].device.type
+        # The first of a backward are gradients, which may be None.
+        device = next(value for value in inputs if isinstance(value, Tensor)).device.type
         casting = device != "meta" and torch.is_autocast_enabled(device)
         if torch._C._are_functorch_transforms_active():
             if not casting:
@@ -182,7 +196,7 @@ def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
     pass
 
 
-def _overload(qualified: str) -> Callable[..., Any]:
+def _overload(qualified: str) -> OpOverload:
     namespace, name = qualified.split("::")
     return getattr(getattr(torch.ops, namespace), name).default  # type: ignore[no-any-return]
 

@@ -12,6 +12,8 @@
 #endif
 
 #define CAPSFAST_INLINE inline __attribute__((always_inline))
+// One copy for all kernels that call it: for what costs far more than a call, in templates with many instances.
+#define CAPSFAST_ONCE __attribute__((noinline))
 
 namespace capsfast {
 

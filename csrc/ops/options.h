@@ -9,9 +9,18 @@
 
 namespace capsfast {
 
-inline bool softmax_in_of(const std::string& word) {
+inline Normalize normalize_of(const std::string& word) {
+  constexpr const char* names[] = {"out", "in", "sigmoid", "none", "lse"};
+  for (int way = 0; way < 5; ++way) {
+    if (word == names[way]) return static_cast<Normalize>(way);
+  }
+  STD_TORCH_CHECK(false, "capsfast: unknown way to normalize '", word, "'");
+  return Normalize::out;
+}
+
+inline Normalize softmax_of(const std::string& word) {
   STD_TORCH_CHECK(word == "out" || word == "in", "capsfast: softmax must be 'out' or 'in', got '", word, "'");
-  return word == "in";
+  return normalize_of(word);
 }
 
 inline bool gradient_last_of(const std::string& word) {

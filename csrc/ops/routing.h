@@ -27,27 +27,38 @@ struct MaskView {
   bool at(int64_t row, int64_t column) const { return data[row * stride[0] + column * stride[1]] != 0; }
 };
 
+// How routing logits b become coupling coefficients: a softmax over the output or over the input capsules, a sigmoid,
+// b itself, or exp(b - lse) with a given lse. The routing ops have the first two.
+enum class Normalize : int { out, in, sigmoid, none, lse };
+
 struct Problem {
   int64_t B = 0, I = 0, J = 0, D = 0, K = 1;
   int64_t iterations = 1;
-  bool softmax_in = false;     // softmax over the input instead of the output capsules
+  Normalize normalize = Normalize::out;
   bool gradient_last = false;  // gradient="last": the agreement is a constant
   bool leaky = false;          // every softmax has one more entry, of logit 0, whose coupling is thrown away
   Squash squash = Squash::paper;
   double eps = 1e-8;
   bool tf32 = false;  // float32 products may be rounded to TF32
 
-  bool votes_given = false;    // route_votes: votes instead of u and weight, K = 1
-  bool shared_weight = false;  // one weight for all input capsules: dweight is the sum over them
+  bool votes_given = false;     // route_votes: votes instead of u and weight, K = 1
+  bool shared_weight = false;   // one weight for all input capsules: dweight is the sum over them
   bool shared_outputs = false;  // one vote for all output capsules, of stride 0: dvotes is the sum over them
-  View u;                      // [B, I, K]
-  View weight;                 // [I, J, D, K]; the stride over I is 0 if shared
-  View votes;                  // [B, I, J, D]; the stride over J is 0 if shared_outputs
-  View logits;                 // [B, I, J]; the stride over B is 0 for logits [I, J]
-  View bias;                   // [J, D]
-  MaskView mask;               // [B, I]
-  MaskView out_mask;           // [B, J]
+  View u;                       // [B, I, K]
+  View weight;                  // [I, J, D, K]; the stride over I is 0 if shared
+  View votes;                   // [B, I, J, D]; the stride over J is 0 if shared_outputs
+  View logits;                  // [B, I, J]; the stride over B is 0 for logits [I, J]
+  View bias;                    // [J, D]
+  MaskView mask;                // [B, I]
+  MaskView out_mask;            // [B, J]
 
+  // Of a pass of its own only.
+  bool moments = false;    // it is one: with mass, and what goes with an input capsule
+  bool quadratic = false;  // votes are taken about a center, scored by squares, or have second moments
+  View activation;         // [B, I], multiplies the coupling
+  View lse;                // [B, I], for Normalize::lse
+
+  bool softmax_in() const { return normalize == Normalize::in; }
   bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
 };
 

@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 class Backend:
     """name: as in capsfast.backends(). device: where its inputs live. dtypes: what it serves.
 
-    fused: it runs the ops of torch.ops.capsfast, whose names have this prefix. max_work: the largest
+    fused: it runs the ops of torch.ops.capsfast, whose names have this prefix. passes: it serves the pass ops. max_work: the largest
     Shape.work the tests give it, so that an emulated backend runs the same tests on their smaller shapes.
     """
 
@@ -45,6 +45,7 @@ class Backend:
     fused: bool
     max_work: int = 10**9
     prefix: str = ""
+    passes: bool = True
 
     @property
     def emulated(self) -> bool:
@@ -71,10 +72,10 @@ TABLE = (
     Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=15_000, prefix="triton_")
     if toolchain.interpreting()
     else Backend("triton", "cuda", TRITON_DTYPES, fused=True, prefix="triton_"),
-    Backend("cuda", "cuda", ALL_DTYPES, fused=True),
+    Backend("cuda", "cuda", ALL_DTYPES, fused=True, passes=False),
 )
 # The CUDA kernels run by the emulator: nobody's backend but the tests'.
-EMULATED = Backend("emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_")
+EMULATED = Backend("emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_", passes=False)
 
 
 def named(name: str) -> Backend:

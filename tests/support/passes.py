@@ -9,9 +9,10 @@ from torch import Tensor
 
 import capsfast
 from capsfast.options import PassOptions
+from capsfast.reference.votes_pass import PassParameters
 
 from .backends import Shape
-from .problems import Problem
+from .problems import Op, Problem
 
 
 @dataclass(frozen=True)
@@ -169,3 +170,39 @@ def make(
         "log_sum": normal(B, J if case.normalize == "in" else I),
     }
     return Problem(op, case, inputs, masks, gradients).to(dtype, device)
+
+
+class PassOp(Op):
+    """A pass op as tests of both see it."""
+
+    def make(  # type: ignore[override]
+        self, shape: Shape, case: PassCase, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    ) -> Problem:
+        case = case if "weight" in self.tensors else without_weight([case])[0]
+        return make(self.fit(shape), case, self.name, dtype, device)
+
+
+PASS_OPS = (PassOp("routing_pass", ("u", "weight")), PassOp("votes_pass", ("votes",)))
+
+
+def registered(problem: Problem) -> list[Any]:
+    """The arguments of the registered op."""
+    names = (*("votes", "u", "weight"), *PassParameters._fields)
+    given = {**problem.inputs, **problem.masks}
+    tensors = [given.get(name) for name in names if name in given or name in PassParameters._fields]
+    of_votes = problem.op == "votes_pass"
+    J = [problem.gradients["mass"].shape[1]] if of_votes else []
+    tf32 = [] if of_votes else [False]
+    return [*tensors, *J, *problem.case.options, *tf32, problem.case.weights, problem.case.lse]
+
+
+def registered_backward(problem: Problem, outputs: Sequence[Tensor]) -> list[Any]:
+    """The arguments of the registered backward, from what the forward returned."""
+    arguments = registered(problem)[:-2]
+    count = len(problem.inputs.keys() & {"u", "weight", "votes"}) + len(PassParameters._fields)
+    gradients = [
+        None if output.dim() == 1 else problem.gradients[name].to(output.dtype)
+        for name, output in zip(problem.gradients, outputs, strict=False)
+    ]
+    needed = [tensor is not None for tensor in arguments[: count - 2]]
+    return [*gradients, *arguments[:count], *outputs, *arguments[count:], *needed]

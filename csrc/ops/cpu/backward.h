@@ -26,15 +26,15 @@ class Backward {
         V(p.iterations * context.layout.vectors()),
         ds(p.iterations * context.layout.vectors()),
         sums(context.plan.splits * context.layout.vectors()),
-        in_norm(context.layout, p.softmax_in ? p.iterations : 0),
-        c_dc(p.softmax_in ? p.iterations * context.layout.scalars() : 0),
+        in_norm(context.layout, p.softmax_in() ? p.iterations : 0),
+        c_dc(p.softmax_in() ? p.iterations * context.layout.scalars() : 0),
         bias(static_cast<size_t>(p.J * p.D), T(0)) {
     // Lanes without a sample hold zeros, so that they add nothing to any sum.
     std::fill_n(V.get(), p.iterations * context.layout.vectors(), T(0));
     std::fill_n(ds.get(), p.iterations * context.layout.vectors(), T(0));
     if (p.bias.data != nullptr)
       gather<T>(p.bias, 0, {1, p.J, p.D}, {0, p.bias.stride[0], p.bias.stride[1]}, bias.data());
-    if (p.softmax_in) { std::fill_n(c_dc.get(), p.iterations * context.layout.scalars(), T(0)); }
+    if (p.softmax_in()) { std::fill_n(c_dc.get(), p.iterations * context.layout.scalars(), T(0)); }
   }
 
   void run() {
@@ -54,16 +54,15 @@ class Backward {
     }
     for (int64_t t = r - 1; t > first; --t) {
       AccumulatePass<T> pass;
-      pass.V = V.get() + t * pitch;
-      pass.ds = ds.get() + t * pitch;
-      if (p.softmax_in) {
+      pass.score.linear = V.get() + t * pitch;
+      pass.gradient.linear = ds.get() + t * pitch;
+      if (p.softmax_in()) {
         pass.in_max = in_norm.max() + t * context.layout.scalars();
         pass.in_scale = in_norm.scale() + t * context.layout.scalars();
         pass.c_dc = c_dc.get() + t * context.layout.scalars();
       }
       if (t == r - 1) pass.dcoupling = in.dcoupling;
-      pass.sum = sums.high();
-      pass.low = sums.low();
+      pass.first = sums.sum();
       // Not cleared between iterations: each v is part of every later V, so its gradient G is the sum over all passes
       // so far.
       if (t == r - 1) sums.clear();
@@ -104,7 +103,7 @@ class Backward {
   }
 
   void restore_norms(int64_t b) {
-    if (!p.softmax_in) return;
+    if (!p.softmax_in()) return;
     for (int64_t t = 0; t < p.iterations; ++t)
       in_norm.restore(static_cast<const T*>(in.norm), p, in.batch, t, b, context.layout.of(b), t);
   }
@@ -156,7 +155,7 @@ class Backward {
         to[d * at.stride] = value;
         total += value * s[j * p.D + d];
       }
-      if (!p.softmax_in) continue;
+      if (!p.softmax_in()) continue;
       // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
       if (given && in.dcoupling.data != nullptr) total += coupling_gradient(b, j);
       c_dc.get()[t * context.layout.scalars() + at.scalar + j * at.stride] = total;
@@ -169,11 +168,11 @@ class Backward {
     at.low = sums.low();
     at.ds = ds.get() + t * context.layout.vectors();
     if (given) at.dv = in.dv;
-    if (p.softmax_in) at.c_dc = c_dc.get() + t * context.layout.scalars();
+    if (p.softmax_in()) at.c_dc = c_dc.get() + t * context.layout.scalars();
     const Buffer<T> scratch((given ? 2 : 1) * p.J * p.D * context.plan.L);
     for (int64_t tile = begin; tile < end; ++tile) {
       context.kernel_table.lanes_differentiate(at, tile, scratch.get());
-      if (!p.softmax_in || !given || in.dcoupling.data == nullptr) continue;
+      if (!p.softmax_in() || !given || in.dcoupling.data == nullptr) continue;
       for (int64_t b = tile * context.plan.L; b < std::min(p.B, (tile + 1) * context.plan.L); ++b) {
         const Place place = context.layout.of(b);
         for (int64_t j = 0; j < p.J; ++j) at.c_dc[place.scalar + j * place.stride] += coupling_gradient(b, j);
@@ -202,61 +201,15 @@ class Backward {
   }
 
   void gradient_pass() {
-    const Plan& plan = context.plan;
-    const int64_t groups = plan.gradient_groups, splits = plan.gradient_splits, tasks = groups * splits;
-    const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
-    // How many partial sums of dW there are: one for each task if the weight is shared, else one for each group of
-    // tiles, and none if there is one group: then every task writes the dW of its input capsules.
-    const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
-    // Each group of tiles has its own sum of dlogits. If there is one group it adds to the result directly.
-    const int64_t logits = dlogits_sum_ != nullptr && groups > 1 ? p.I * p.J : 0;
-    const Sums<T> dweight(adders * weights);
-    const Buffer<double> dlogits(groups * logits);
-    dweight.clear();
-    std::fill_n(dlogits.get(), groups * logits, 0.0);
-
     GradientPass<T> pass;
-    pass.problem = &p;
-    pass.plan = &plan;
     pass.first = first;
-    pass.V = V.get();
-    pass.ds = ds.get();
-    pass.valid_out = context.valid();
+    pass.score.linear = V.get();
+    pass.gradient.linear = ds.get();
     pass.in_max = in_norm.max();
     pass.in_scale = in_norm.scale();
     pass.c_dc = c_dc.get();
     pass.dcoupling = in.dcoupling;
-    pass.du = out.du;
-    if (p.votes_given) {
-      pass.dvotes = out.dweight;
-    } else {
-      pass.dweight = out.dweight;
-    }
-    if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
-    const int64_t terms = p.iterations - first;
-    const int64_t size = plan.lanes ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
-                                    : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
-    const Buffer<T> scratch(tasks * size);
-    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        GradientPass<T> mine = pass;
-        if (dlogits_sum_ != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum_;
-        if (adders > 0) {
-          const int64_t adder = p.shared_weight ? task : task / splits;
-          mine.dweight_sum = dweight.high() + adder * weights;
-          mine.dweight_low = dweight.low() + adder * weights;
-        }
-        const Range range = share(p, plan, task, groups, splits);
-        T* memory = scratch.get() + task * size;
-        plan.lanes ? context.kernel_table.lanes_gradient(mine, range, memory)
-                   : context.kernel_table.rows_gradient(mine, range, memory);
-      }
-    });
-    dweight.join();
-    add_up<T>(dweight.high(), adders, weights, out.dweight);
-    for (int64_t group = 0; group < groups; ++group) {
-      for (int64_t n = 0; n < logits; ++n) dlogits_sum_[n] += dlogits.get()[group * logits + n];
-    }
+    context.gradient(pass, out, dlogits_sum_);
   }
 
   Context<T> context;

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "../../cpu/isa.h"
@@ -87,7 +89,8 @@ struct Context {
     const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
     // Votes are also copied if there is a mask: those of a masked capsule are replaced by zeros.
     plan.gather_rows =
-        p.votes_given ? !is_run<T>(p.votes, {1, p.J, p.D}, {0, votes[2], votes[3]}) || p.mask.data != nullptr
+        p.votes_given ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
+                            p.mask.data != nullptr
                       : !is_run<T>(p.weight, {p.J, p.D, p.K}, {weight[1], weight[2], weight[3]});
     // Copied rows of the weight take the place of those of dW in the scratch.
     if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
@@ -117,8 +120,8 @@ struct Context {
     return at;
   }
 
-  // Runs an accumulate pass. Split k of the input capsules adds to the k-th part of sum and low, [splits][vectors()], and
-  // of max, norm and norm_low, [splits][scalars()].
+  // Runs an accumulate pass. Split k of the input capsules adds to the k-th part of its sums: [splits][vectors()] of
+  // first and second, [splits][scalars()] of mass, norm and max.
   void accumulate(AccumulatePass<T> pass) const {
     pass.problem = &p;
     pass.plan = &plan;
@@ -131,15 +134,11 @@ struct Context {
       for (int64_t task = begin; task < end; ++task) {
         AccumulatePass<T> mine = pass;
         const int64_t split = task % plan.splits;
-        if (mine.sum != nullptr) {
-          mine.sum += split * layout.vectors();
-          mine.low += split * layout.vectors();
-        }
-        if (mine.max != nullptr) {
-          mine.max += split * layout.scalars();
-          mine.norm += split * layout.scalars();
-          mine.norm_low += split * layout.scalars();
-        }
+        move(&mine.first, split * layout.vectors());
+        move(&mine.second, split * layout.vectors());
+        move(&mine.mass, split * layout.scalars());
+        move(&mine.norm, split * layout.scalars());
+        if (mine.max != nullptr) mine.max += split * layout.scalars();
         const Range range = share(p, plan, task, plan.tile_groups, plan.splits);
         T* memory = scratch.get() + task * size;
         plan.lanes ? kernel_table.lanes_accumulate(mine, range, memory)
@@ -147,6 +146,156 @@ struct Context {
       }
     });
   }
+
+  // Copies a tensor [B, n1, n2], or [B, n1] with n2 = 1, to the layout of the passes, times `scale`; zeros in lanes
+  // without a sample and, if n1 is J, for masked output capsules. Zeros if data is null.
+  void load(const View& view, int64_t n1, int64_t n2, T scale, T* to) const {
+    if (view.data == nullptr) {
+      std::fill_n(to, plan.tiles * plan_lanes() * n1 * n2, T(0));
+      return;
+    }
+    parallel(plan.tiles, tile_grain(), [&](int64_t begin, int64_t end) {
+      const int64_t L = plan_lanes(), size = n1 * n2;
+      const Buffer<T> buffer(plan.lanes ? L * size : 0);
+      for (int64_t tile = begin; tile < end; ++tile) {
+        T* here = to + tile * size * L;
+        if (plan.lanes) {
+          kernel_table.lanes_load(view, tile * L, std::min(L, p.B - tile * L), n1, n2, buffer.get(), here);
+        } else {
+          gather<T>(view, tile * view.stride[0], {1, n1, n2}, {0, view.stride[1], n2 == 1 ? 1 : view.stride[2]}, here);
+        }
+        for (int64_t n = 0; n < size * L && scale != T(1); ++n) here[n] *= scale;
+        if (p.out_mask.data == nullptr) continue;
+        const T* ok = valid() + tile * p.J * L;
+        for (int64_t j = 0; j < p.J; ++j) {
+          for (int64_t n = 0; n < n2 * L; ++n)
+            here[j * n2 * L + n] = ok[j * L + n % L] > 0 ? here[j * n2 * L + n] : T(0);
+        }
+      }
+    });
+  }
+
+  // The opposite, to a tensor [B, n1, n2]. Nothing if data is null.
+  void save(const T* from, int64_t n1, int64_t n2, const View& view) const {
+    if (view.data == nullptr) return;
+    parallel(plan.tiles, tile_grain(), [&](int64_t begin, int64_t end) {
+      const int64_t L = plan_lanes(), size = n1 * n2;
+      const Buffer<T> buffer(plan.lanes ? L * size : 0);
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const T* here = from + tile * size * L;
+        if (plan.lanes) {
+          kernel_table.lanes_store(here, tile * L, std::min(L, p.B - tile * L), n1, n2, buffer.get(), view);
+        } else {
+          scatter<T>(view, tile * view.stride[0], {1, n1, n2}, {0, view.stride[1], n2 == 1 ? 1 : view.stride[2]}, here);
+        }
+      }
+    });
+  }
+
+  // How many samples a tile has.
+  int64_t plan_lanes() const { return plan.lanes ? plan.L : 1; }
+
+  static void move(Sum<T>* sum, int64_t by) {
+    if (sum->high == nullptr) return;
+    sum->high += by;
+    sum->low += by;
+  }
+
+  // Runs the gradient pass for what `out` wants. dlogits_sum [I, J] is added to, null if it is not wanted.
+  void gradient(GradientPass<T> pass, const BackwardOutputs& out, double* dlogits_sum) const {
+    const int64_t groups = plan.gradient_groups, splits = plan.gradient_splits, tasks = groups * splits;
+    const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
+    // How many partial sums of dW there are: one for each task if the weight is shared, else one for each group of
+    // tiles, and none if there is one group: then every task writes the dW of its input capsules.
+    const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
+    // Each group of tiles has its own sum of dlogits. If there is one group it adds to the result directly.
+    const int64_t logits = dlogits_sum != nullptr && groups > 1 ? p.I * p.J : 0;
+    const Sums<T> dweight(adders * weights);
+    const Buffer<double> dlogits(groups * logits);
+    dweight.clear();
+    std::fill_n(dlogits.get(), groups * logits, 0.0);
+
+    pass.problem = &p;
+    pass.plan = &plan;
+    pass.valid_out = valid();
+    pass.du = out.du;
+    if (p.votes_given) {
+      pass.dvotes = out.dweight;
+    } else {
+      pass.dweight = out.dweight;
+    }
+    if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
+    const int64_t terms = p.iterations - pass.first;
+    const int64_t size = plan.lanes ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
+                                    : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
+    const Buffer<T> scratch(tasks * size);
+    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        GradientPass<T> mine = pass;
+        if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
+        if (adders > 0) {
+          const int64_t adder = p.shared_weight ? task : task / splits;
+          mine.dweight_sum = dweight.high() + adder * weights;
+          mine.dweight_low = dweight.low() + adder * weights;
+        }
+        const Range range = share(p, plan, task, groups, splits);
+        T* memory = scratch.get() + task * size;
+        plan.lanes ? kernel_table.lanes_gradient(mine, range, memory) : kernel_table.rows_gradient(mine, range, memory);
+      }
+    });
+    dweight.join();
+    add_up<T>(dweight.high(), adders, weights, out.dweight);
+    for (int64_t group = 0; group < groups; ++group) {
+      for (int64_t n = 0; n < logits; ++n) dlogits_sum[n] += dlogits.get()[group * logits + n];
+    }
+  }
+};
+
+// The normalisers of a softmax over the input capsules while a pass runs, [splits][scalars()].
+template <class T>
+class InNorms {
+ public:
+  InNorms(const Problem& p, const Plan& plan, const Layout& layout)
+      : leaky_(p.leaky),
+        splits_(p.softmax_in() ? plan.splits : 0),
+        pitch_(layout.scalars()),
+        max_(splits_ * pitch_),
+        norms_(splits_ * pitch_) {}
+
+  // Before a pass. The leaky entry, with logit 0, must count once: the first split has it.
+  void start(AccumulatePass<T>* pass) const {
+    if (splits_ == 0) return;
+    std::fill_n(max_.get(), splits_ * pitch_, std::numeric_limits<T>::lowest());
+    norms_.clear();
+    pass->max = max_.get();
+    pass->norm = norms_.sum();
+    if (!leaky_) return;
+    std::fill_n(max_.get(), pitch_, T(0));
+    std::fill_n(norms_.high(), pitch_, T(1));
+  }
+  // After it.
+  void finish() const { norms_.join(); }
+
+  // The maximum of all splits, and the sum of exponentials about it.
+  std::pair<T, T> combined(int64_t scalar) const {
+    T max = std::numeric_limits<T>::lowest(), norm = 0;
+    for (int64_t s = 0; s < splits_; ++s) {
+      const T here = max_.get()[s * pitch_ + scalar];
+      max = here > max || here != here ? here : max;
+    }
+    for (int64_t s = 0; s < splits_; ++s) norm += norms_.high()[s * pitch_ + scalar] * rescaling(s, scalar, max);
+    return {max, norm};
+  }
+  // From sums about the maximum of a split to sums about `max`.
+  T rescaling(int64_t split, int64_t scalar, T max) const {
+    return std::exp(max_.get()[split * pitch_ + scalar] - max);
+  }
+
+ private:
+  bool leaky_;
+  int64_t splits_, pitch_;
+  Buffer<T> max_;
+  Sums<T> norms_;
 };
 
 // The saved normalisers of the softmax over the input capsules, [iterations][scalars()], in the layout of the passes.

@@ -1,22 +1,34 @@
-// The softmax and its backward, on arrays [J][L]. In the lanes layout the L lanes are samples, in the rows layout input
-// capsules.
+// From logits to coupling coefficients and back, on arrays [J][L]. In the lanes layout the L lanes are samples, in the
+// rows layout input capsules.
 
 template <class T, int L>
 struct Coupling {
   using V = Vec<T, L>;
   static constexpr int64_t kPart = 32;  // a long sum is made of sums of so many terms, to round less
 
-  // Adds the prior logits to b [J][L], `shared` [J] or `sample` [J][L]. Then masked entries become -inf, where valid_in
-  // [L] or valid_out [J][L] is 0. Each pointer is null if there is nothing of its kind.
+  // What stands for a masked entry among the logits: what its coupling, 0, comes from.
+  static CAPSFAST_INLINE T masked_logit(Normalize way) {
+    return way == Normalize::none ? T(0) : -static_cast<T>(__builtin_inf());
+  }
+
+  // Adds the prior logits to b [J][L], `shared` [J] or `sample` [J][L]. Then masked entries become `masked`, where
+  // valid_in [L] or valid_out [J][L] is 0. Each pointer is null if there is nothing of its kind.
   static CAPSFAST_INLINE void add_prior(const T* shared, const T* sample, const T* valid_in, const T* valid_out,
-                                        int64_t J, T* b) {
-    if (shared != nullptr) {
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + shared[j]);
-    }
-    if (sample != nullptr) {
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + load<L>(sample + j * L));
-    }
-    const V out = broadcast<L>(-static_cast<T>(__builtin_inf()));
+                                        int64_t J, T masked, T* b) {
+    if (shared != nullptr) add_shared(shared, J, b);
+    add(sample, J, b);
+    mask(valid_in, valid_out, J, masked, b);
+  }
+
+  static CAPSFAST_ONCE void add_shared(const T* constant, int64_t J, T* b) {
+    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + constant[j]);
+  }
+
+  static CAPSFAST_INLINE void mask(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
+    if (valid_in != nullptr || valid_out != nullptr) put_masked(valid_in, valid_out, J, masked, b);
+  }
+  static CAPSFAST_ONCE void put_masked(const T* valid_in, const T* valid_out, int64_t J, T masked, T* b) {
+    const V out = broadcast<L>(masked);
     if (valid_in != nullptr) {
       const V ok = load<L>(valid_in);
       for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, ok > V{} ? load<L>(b + j * L) : out);
@@ -26,8 +38,58 @@ struct Coupling {
     }
   }
 
-  // Replaces b by c, the softmax over j. If all logits are -inf, c is 0.
-  static CAPSFAST_INLINE void softmax_out(int64_t J, bool leaky, T* b) {
+  // Adds a number per output capsule, [J][L], unless it is null.
+  static CAPSFAST_INLINE void add(const T* constant, int64_t J, T* b) {
+    if (constant != nullptr) add_each(constant, J, b);
+  }
+  static CAPSFAST_ONCE void add_each(const T* constant, int64_t J, T* b) {
+    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) + load<L>(constant + j * L));
+  }
+
+  // Multiplies b [J][L] by a number per lane, unless it is null.
+  static CAPSFAST_INLINE void weigh(const T* activation, int64_t J, T* b) {
+    if (activation != nullptr) multiply_each(activation, J, b);
+  }
+  static CAPSFAST_ONCE void multiply_each(const T* activation, int64_t J, T* b) {
+    const V a = load<L>(activation);
+    for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * a);
+  }
+
+  // The exponential of any argument, by its square root where exp() does not reach.
+  static V exp_of_any(V x) {
+    constexpr T most = sizeof(T) == 4 ? T(80) : T(700);
+    const V limit = broadcast<L>(most), half = T(0.5) * (x > T(2) * limit ? T(2) * limit : x);
+    const V root = exp<L>(half), e = exp<L>(x > limit ? limit : x);
+    return x > limit ? root * root : e;
+  }
+
+  // Replaces logits b [J][L] by R, for all but Normalize::in. given [L]: the log-sum-exp of Normalize::lse; where it is
+  // -inf, R is 0. found [L]: gets the log-sum-exp of a softmax, unless it is null.
+  static CAPSFAST_ONCE void normalize(Normalize way, int64_t J, bool leaky, const T* given, T* found, T* b) {
+    if (way == Normalize::out) return softmax_out(J, leaky, found, b);
+    if (way == Normalize::sigmoid) return sigmoid(J, b);
+    if (way == Normalize::lse) return exponential(J, given, b);
+  }
+
+  static CAPSFAST_ONCE void sigmoid(int64_t J, T* b) {
+    for (int64_t j = 0; j < J; ++j) {
+      const V x = load<L>(b + j * L);
+      const V e = exp<L>(x > V{} ? V{} - x : x);
+      store<L>(b + j * L, (x > V{} ? broadcast<L>(T(1)) : e) / (T(1) + e));
+    }
+  }
+
+  static CAPSFAST_ONCE void exponential(int64_t J, const T* given, T* b) {
+    const V lse = load<L>(given);
+    const auto nothing = lse == broadcast<L>(-static_cast<T>(__builtin_inf()));
+    for (int64_t j = 0; j < J; ++j) {
+      const V e = exp_of_any(load<L>(b + j * L) - lse);
+      store<L>(b + j * L, nothing ? V{} : e);
+    }
+  }
+
+  // Replaces b by c, the softmax over j. If all logits are -inf, c is 0 and the log-sum-exp `found` -inf.
+  static CAPSFAST_INLINE void softmax_out(int64_t J, bool leaky, T* found, T* b) {
     V m = broadcast<L>(leaky ? T(0) : kLowest<T>);
     for (int64_t j = 0; j < J; ++j) m = max(m, load<L>(b + j * L));
     V total = leaky ? exp<L>(V{} - m) : V{};
@@ -42,25 +104,46 @@ struct Coupling {
     }
     const V scale = total == V{} ? V{} : T(1) / total;
     for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * scale);
+    if (found == nullptr) return;
+    for (int l = 0; l < L; ++l) found[l] = m[l] + static_cast<T>(__builtin_log(static_cast<double>(total[l])));
   }
 
   // Replaces b by c = exp(b - in_max) in_scale: the softmax over the input capsules, whose normaliser is known.
-  static CAPSFAST_INLINE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* b) {
+  static CAPSFAST_ONCE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* b) {
     for (int64_t j = 0; j < J; ++j) {
       store<L>(b + j * L, exp<L>(load<L>(b + j * L) - load<L>(in_max + j * L)) * load<L>(in_scale + j * L));
     }
   }
 
-  // Replaces dc by db = c (dc - sum_j c dc). If c_dc [J][L] is not null it holds the sum, over i instead of j.
-  static CAPSFAST_INLINE void softmax_backward(int64_t J, const T* c, const T* c_dc, T* dc) {
-    V total = V{};
-    for (int64_t j0 = 0; j0 < J && c_dc == nullptr; j0 += kPart) {
-      V part = V{};
-      for (int64_t j = j0; j < J && j < j0 + kPart; ++j) part += load<L>(c + j * L) * load<L>(dc + j * L);
-      total += part;
-    }
+  // Replaces dc, the gradient of R, by dl, that of the logits. A softmax: see softmax_backward().
+  static CAPSFAST_ONCE void derivative(Normalize way, int64_t J, const T* c, T* dc) {
+    if (way == Normalize::none) return;
     for (int64_t j = 0; j < J; ++j) {
-      const V mean = c_dc == nullptr ? total : load<L>(c_dc + j * L);
+      const V slope = way == Normalize::sigmoid ? load<L>(c + j * L) * (T(1) - load<L>(c + j * L)) : load<L>(c + j * L);
+      store<L>(dc + j * L, slope * load<L>(dc + j * L));
+    }
+  }
+
+  // The sum over j of x[j] y[j], or if y is null of x[j], in parts.
+  static CAPSFAST_ONCE V total(int64_t J, const T* x, const T* y) {
+    V all = V{};
+    for (int64_t j0 = 0; j0 < J; j0 += kPart) {
+      V part = V{};
+      for (int64_t j = j0; j < J && j < j0 + kPart; ++j) {
+        part += y == nullptr ? load<L>(x + j * L) : load<L>(x + j * L) * load<L>(y + j * L);
+      }
+      all += part;
+    }
+    return all;
+  }
+
+  // Replaces dc by db = c (dc - sum_j c dc + dlse). If c_dc [J][L] is not null it holds the sum, over i instead of j,
+  // less the gradient of its lse. dlse [L], null without one: the gradient of the lse of a softmax over j.
+  static CAPSFAST_ONCE void softmax_backward(int64_t J, const T* c, const T* c_dc, const T* dlse, T* dc) {
+    V mean = c_dc == nullptr ? total(J, c, dc) : V{};
+    if (dlse != nullptr) mean -= load<L>(dlse);
+    for (int64_t j = 0; j < J; ++j) {
+      if (c_dc != nullptr) mean = load<L>(c_dc + j * L);
       store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - mean));
     }
   }

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include "pass.h"
 #include "routing.h"
 
 namespace capsfast {
@@ -20,6 +21,14 @@ struct CpuEngine {
   static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
                        const torch::stable::Tensor&) {
     routing_backward<T>(p, in, out);
+  }
+  template <class T>
+  static void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
+    capsfast::pass_forward<T>(p, in, out);
+  }
+  template <class T>
+  static void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
+    capsfast::pass_backward<T>(p, in, saved, out);
   }
 };
 

@@ -2,30 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "context.h"
 #include "routing.h"
 
 namespace capsfast::driver {
-
-// The normaliser of a softmax over the input capsules, combined from those of the splits. `pitch` is the distance
-// between splits in the arrays.
-template <class T>
-struct InNorm {
-  T max = std::numeric_limits<T>::lowest();
-  T norm = 0;
-
-  InNorm(const T* maxima, const T* norms, int64_t splits, int64_t pitch) {
-    for (int64_t s = 0; s < splits; ++s)
-      max = maxima[s * pitch] > max || maxima[s * pitch] != maxima[s * pitch] ? maxima[s * pitch] : max;
-    for (int64_t s = 0; s < splits; ++s) norm += norms[s * pitch] * std::exp(maxima[s * pitch] - max);
-  }
-  T scale() const { return norm == 0 ? T(0) : 1 / norm; }
-};
 
 template <class T>
 class Forward {
@@ -36,8 +19,7 @@ class Forward {
         out(outputs),
         V(context.layout.vectors()),
         sums(context.plan.splits * context.layout.vectors()),
-        max(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
-        norms(p.softmax_in ? context.plan.splits * context.layout.scalars() : 0),
+        norms(p, context.plan, context.layout),
         bias(static_cast<size_t>(p.J * p.D), T(0)) {
     std::fill_n(V.get(), context.layout.vectors(), T(0));
     if (p.bias.data != nullptr)
@@ -49,23 +31,17 @@ class Forward {
       const bool last = t + 1 == p.iterations;
       const bool wants_coupling = last && out.coupling.data != nullptr;
       AccumulatePass<T> pass;
-      pass.V = t == 0 ? nullptr : V.get();
+      pass.score.linear = t == 0 ? nullptr : V.get();
       // With softmax "in", c is known only after the pass.
-      if (wants_coupling && !p.softmax_in) pass.coupling = out.coupling;
+      if (wants_coupling && !p.softmax_in()) pass.coupling = out.coupling;
       // The unweighted pass over the poses is a matrix product, which cannot leave out masked votes.
       const bool masked = !p.votes_given && p.mask.data != nullptr;
       pass.unweighted = t == 0 && p.logits.data == nullptr && pass.coupling.data == nullptr && !masked;
       sums.clear();
-      pass.sum = sums.high();
-      pass.low = sums.low();
-      if (p.softmax_in) {
-        start_norms();
-        pass.max = max.get();
-        pass.norm = norms.high();
-        pass.norm_low = norms.low();
-      }
+      pass.first = sums.sum();
+      norms.start(&pass);
       context.accumulate(pass);
-      if (p.softmax_in) norms.join();
+      norms.finish();
       if (context.plan.lanes) {
         parallel(context.plan.tiles, context.tile_grain(),
                  [&](int64_t begin, int64_t end) { finish_tiles(pass.unweighted, t, begin, end); });
@@ -74,39 +50,29 @@ class Forward {
           for (int64_t b = begin; b < end; ++b) finish(pass.unweighted, t, b);
         });
       }
-      if (wants_coupling && p.softmax_in) write_coupling(t);
+      if (wants_coupling && p.softmax_in()) write_coupling(t);
     }
   }
 
  private:
-  // The leaky entry, with logit 0, must count once: the first split has it.
-  void start_norms() {
-    const int64_t pitch = context.layout.scalars();
-    std::fill_n(max.get(), context.plan.splits * pitch, std::numeric_limits<T>::lowest());
-    norms.clear();
-    if (!p.leaky) return;
-    std::fill_n(max.get(), pitch, T(0));
-    std::fill_n(norms.high(), pitch, T(1));
-  }
-
   // What the sums of each split are multiplied with to add up to s of sample b: of output capsule j and split n at
   // factor[(n J + j) stride]. Saves the normalisers of the softmax over the input capsules.
   void factors(bool unweighted, int64_t t, int64_t b, T* factor, int64_t stride) const {
     const Place at = context.layout.of(b);
-    const int64_t splits = context.plan.splits, scalar_pitch = context.layout.scalars();
-    const int64_t counted = !unweighted    ? 0
-                            : p.softmax_in ? valid_count(p.mask, b, p.I)
-                                           : valid_count(p.out_mask, b, p.J);
+    const int64_t splits = context.plan.splits;
+    const int64_t counted = !unweighted      ? 0
+                            : p.softmax_in() ? valid_count(p.mask, b, p.I)
+                                             : valid_count(p.out_mask, b, p.J);
     const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
     for (int64_t j = 0; j < p.J; ++j) {
       const int64_t scalar = at.scalar + j * at.stride;
       // With softmax "in" c is exp(b - in_max) scale. Else it is the coefficient that the pass used, times scale.
       T scale = unweighted ? (context.is_valid(b, j) && entries > 0 ? 1 / entries : T(0)) : T(1), in_max = 0;
-      if (p.softmax_in) {
+      if (p.softmax_in()) {
         if (!unweighted) {
-          const InNorm<T> all(max.get() + scalar, norms.high() + scalar, splits, scalar_pitch);
-          in_max = all.max;
-          scale = all.scale();
+          const auto [max, norm] = norms.combined(scalar);
+          in_max = max;
+          scale = norm == 0 ? T(0) : 1 / norm;
         }
         T* to = static_cast<T*>(out.norm) + (t * out.batch + b) * p.J + j;
         to[0] = in_max;
@@ -115,7 +81,7 @@ class Forward {
       for (int64_t split = 0; split < splits; ++split) {
         T& to = factor[(split * p.J + j) * stride];
         to = scale;
-        if (p.softmax_in && !unweighted) to *= std::exp(max.get()[scalar + split * scalar_pitch] - in_max);
+        if (p.softmax_in() && !unweighted) to *= norms.rescaling(split, scalar, in_max);
       }
     }
   }
@@ -182,7 +148,7 @@ class Forward {
       in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, t, b, context.layout.of(b), 0);
     }
     AccumulatePass<T> pass;
-    pass.V = t == 0 ? nullptr : V.get();
+    pass.score.linear = t == 0 ? nullptr : V.get();
     pass.in_max = in_norm.max();
     pass.in_scale = in_norm.scale();
     pass.coupling = out.coupling;
@@ -194,8 +160,7 @@ class Forward {
   const ForwardOutputs& out;
   Buffer<T> V;
   Sums<T> sums;
-  Buffer<T> max;
-  Sums<T> norms;
+  InNorms<T> norms;
   std::vector<T> bias;
 };
 

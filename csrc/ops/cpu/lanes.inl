@@ -139,6 +139,34 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     return (a[0] + a[1]) + (a[2] + a[3]);
   }
 
+  // The sum of x[d] p[d] + x[d]^2 q[d] over d < n.
+  static CAPSFAST_INLINE V form(const T* x, const T* p, const T* q, int64_t n) {
+    V a[4] = {V{}, V{}, V{}, V{}};
+    int64_t d = 0;
+    for (; d + 4 <= n; d += 4) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) {
+        const V v = load<L>(x + (d + c) * L);
+        a[c] += v * (load<L>(p + (d + c) * L) + v * load<L>(q + (d + c) * L));
+      }
+    }
+    for (; d < n; ++d) {
+      const V v = load<L>(x + d * L);
+      a[0] += v * (load<L>(p + d * L) + v * load<L>(q + d * L));
+    }
+    return (a[0] + a[1]) + (a[2] + a[3]);
+  }
+
+  // y[d] += c x[d] and z[d] += c x[d]^2 for d < n
+  static CAPSFAST_INLINE void add_scaled_squares(V c, const T* x, int64_t n, T* y, T* z) {
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < n; ++d) {
+      const V v = load<L>(x + d * L), cv = c * v;
+      store<L>(y + d * L, load<L>(y + d * L) + cv);
+      store<L>(z + d * L, load<L>(z + d * L) + cv * v);
+    }
+  }
+
   // y[d] += c x[d] for d < n
   static CAPSFAST_INLINE void add_scaled(V c, const T* x, int64_t n, T* y) {
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-// The accumulate passes in the lanes layout: sum_i c votes (forward), sum_i db votes (backward).
+// The accumulate pass in the lanes layout: sums over the input capsules, weighted by the coupling or by its gradient.
 //
 // A chunk of weights is read once for all tiles of samples. If the votes of all J output capsules fit the cache
 // (plan.out_tile >= J) they are made once, scored and added up. Else a first sweep over tiles of output capsules keeps
@@ -6,7 +6,8 @@
 // A chunk's sums of one tile of output capsules join those of the pass before the next tile begins, while they are in
 // L1.
 
-template <class T, int K_>
+// Q: a quadratic pass. Its votes are stored, less the center, before they are scored.
+template <class T, int K_, bool Q>
 struct LanesAccumulate {
   using B_ = Lanes<T, K_>;
   using V = typename B_::V;
@@ -17,7 +18,9 @@ struct LanesAccumulate {
   // apart.
   struct Tile {
     int64_t t, b0, samples, i0, count;
-    const T *V_t, *ds, *valid_out, *in_max, *in_scale, *c_dc;
+    const T* center;
+    Form<T> score, gradient;
+    const T *valid_out, *in_max, *in_scale, *c_dc;
     const T* weights;
     int64_t pitch;
   };
@@ -26,63 +29,117 @@ struct LanesAccumulate {
     return pass.problem->mask.data == nullptr ? nullptr : at.valid + i * L;
   }
 
-  // Makes the votes of input capsule i for output capsules [j0, j1) and stores them to x unless it is null. Writes
-  // their dot products with V to b [J][L] and, in the backward, with ds to dc [J][L].
+  // What `at` has of input capsule i [L], null if the pass has nothing of its kind.
+  static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
+    return view.data == nullptr ? nullptr : rows + i * L;
+  }
+
+  // Makes the votes of input capsule i for output capsules [j0, j1) and stores them to x unless it is null. Writes what
+  // the score gives, without its constant, to b [J][L] and, in the backward, what the gradient gives to dc [J][L].
   static CAPSFAST_INLINE void score(const AccumulatePass<T>& pass, const Tile& tile,
                                     const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x, T* b,
                                     T* dc) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
     const T* p[2];
+    const T* q[2];
     T* out[2];
     int64_t sets = 0;
-    if (tile.V_t != nullptr) {
-      p[sets] = tile.V_t + j0 * D * L;
+    if (tile.score.linear != nullptr) {
+      p[sets] = tile.score.linear + j0 * D * L;
+      q[sets] = tile.score.square + (Q ? j0 * D * L : 0);
       out[sets++] = b + j0 * L;
     } else {
       __builtin_memset(b + j0 * L, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
     }
-    if (pass.ds != nullptr) {
-      p[sets] = tile.ds + j0 * D * L;
+    if (tile.gradient.linear != nullptr) {
+      p[sets] = tile.gradient.linear + j0 * D * L;
+      q[sets] = tile.gradient.square + (Q ? j0 * D * L : 0);
       out[sets++] = dc + j0 * L;
     }
     const T* w = tile.weights + i * tile.pitch + j0 * D * K;
-    B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, x, at.x, sets, p, out);
+    if constexpr (Q) {
+      T* votes_at = x != nullptr ? x : at.x;
+      centered_votes(pass, tile, at, i, j0, j1, w, votes_at);
+      for (int64_t set = 0; set < sets; ++set) {
+        for (int64_t j = 0; j < j1 - j0; ++j) {
+          const int64_t vote = j * D * L;
+          store<L>(out[set] + j * L, B_::form(votes_at + vote, p[set] + vote, q[set] + vote, D));
+        }
+      }
+    } else {
+      B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, x, at.x, sets, p, out);
+    }
   }
 
-  // Turns scores into the coefficients of the sum: b becomes c and, in the backward, dc becomes db. With the softmax
-  // over the input capsules in the forward, b stays the logits, and online() or chunk_online() goes on from there.
+  static CAPSFAST_INLINE void centered_votes(const AccumulatePass<T>& pass, const Tile& tile,
+                                             const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1,
+                                             const T* w, T* x) {
+    const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K, size = (j1 - j0) * D * L;
+    B_::votes(w, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, x);
+    const T* center = tile.center + j0 * D * L;
+    for (int64_t n = 0; n < size; n += L) store<L>(x + n, load<L>(x + n) - load<L>(center + n));
+  }
+
+  // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
+  // logits. With the softmax over the input capsules in the forward, b stays the logits, and online() or chunk_online()
+  // goes on from there.
   static CAPSFAST_INLINE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
                                            const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J;
     const bool sample_logits = p.logits.stride[0] != 0;
     const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
-    B_::add_prior(
-        sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i), tile.valid_out, J, b);
-    if (!p.softmax_in) {
-      B_::softmax_out(J, p.leaky, b);
+    const T* activation = row(p.activation, at.activation, i);
+    const T masked = B_::masked_logit(p.normalize);
+    B_::add(tile.score.constant, J, b);
+    B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i),
+                  tile.valid_out, J, masked, b);
+    if (!p.softmax_in()) {
+      alignas(sizeof(V)) T found[L];
+      B_::normalize(p.normalize, J, p.leaky, row(p.lse, at.lse, i), pass.lse.data == nullptr ? nullptr : found, b);
+      if (pass.lse.data != nullptr) B_::put(pass.lse, tile.b0, tile.samples, tile.i0 + i, found);
     } else if (tile.in_max != nullptr) {
       B_::softmax_in(J, tile.in_max, tile.in_scale, b);
     }
-    if (pass.coupling.data != nullptr)
-      B_::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
-    if (pass.ds == nullptr) return;
+    if (tile.gradient.linear == nullptr) {
+      if (!p.softmax_in() || tile.in_max != nullptr) B_::weigh(activation, J, b);
+      if (pass.coupling.data != nullptr)
+        B_::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
+      return;
+    }
+    B_::add(tile.gradient.constant, J, dc);
     if (pass.dcoupling.data != nullptr)
       B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
-    B_::softmax_backward(J, b, tile.c_dc, dc);
+    B_::weigh(activation, J, dc);
+    if (p.normalize == Normalize::out || p.softmax_in()) {
+      B_::softmax_backward(J, b, tile.c_dc, row(pass.dlse, at.dlse, i), dc);
+    } else {
+      B_::derivative(p.normalize, J, b, dc);
+      if (p.normalize == Normalize::none) B_::mask(valid(pass, at, i), tile.valid_out, J, masked, dc);
+    }
   }
 
   // After the maximum of output capsule j has grown: multiplies all that was added up before by `scale`.
-  static void rescale(const AccumulatePass<T>& pass, const Tile& tile, int64_t j, V scale, T* chunk_sum) {
+  static void rescale(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at, int64_t j,
+                      V scale, bool chunk_sums) {
     const int64_t J = pass.problem->J, D = pass.problem->D;
     const int64_t scalar = (tile.t * J + j) * L, vector = (tile.t * J + j) * D * L;
-    store<L>(pass.norm + scalar, load<L>(pass.norm + scalar) * scale);
-    store<L>(pass.norm_low + scalar, load<L>(pass.norm_low + scalar) * scale);
-    for (int64_t d = 0; d < D * L; d += L) {
-      store<L>(pass.sum + vector + d, load<L>(pass.sum + vector + d) * scale);
-      store<L>(pass.low + vector + d, load<L>(pass.low + vector + d) * scale);
-      if (chunk_sum != nullptr) store<L>(chunk_sum + j * D * L + d, load<L>(chunk_sum + j * D * L + d) * scale);
-    }
+    multiply(pass.norm, scalar, L, scale);
+    multiply(pass.first, vector, D * L, scale);
+    if (pass.mass.high != nullptr) multiply(pass.mass, scalar, L, scale);
+    if (Q && pass.second.high != nullptr) multiply(pass.second, vector, D * L, scale);
+    if (!chunk_sums) return;
+    multiply(at.sum + j * D * L, D * L, scale);
+    if (pass.mass.high != nullptr) multiply(at.mass + j * L, L, scale);
+    if (Q && pass.second.high != nullptr) multiply(at.second + j * D * L, D * L, scale);
+  }
+
+  static CAPSFAST_INLINE void multiply(T* to, int64_t count, V scale) {
+    for (int64_t n = 0; n < count; n += L) store<L>(to + n, load<L>(to + n) * scale);
+  }
+  static CAPSFAST_INLINE void multiply(const Sum<T>& sum, int64_t from, int64_t count, V scale) {
+    multiply(sum.high + from, count, scale);
+    multiply(sum.low + from, count, scale);
   }
 
   // Softmax over the input capsules, for one of them: replaces scores [J][L] by exp(b - max), max the largest so far.
@@ -98,7 +155,7 @@ struct LanesAccumulate {
         const V scale = exp<L>(before - now);
         norm = norm * scale;
         store<L>(max_of + j * L, now);
-        rescale(pass, tile, j, scale, at.sum);
+        rescale(pass, tile, at, j, scale, true);
       }
       const V e = exp<L>(x - now);
       store<L>(at.scores + j * L, e);
@@ -114,7 +171,7 @@ struct LanesAccumulate {
       const V before = load<L>(max_of + j * L);
       V now = before;
       for (int64_t i = 0; i < tile.count; ++i) now = max(now, load<L>(at.scores + (i * J + j) * L));
-      if (any_different<T, L>(before, now)) rescale(pass, tile, j, exp<L>(before - now), nullptr);
+      if (any_different<T, L>(before, now)) rescale(pass, tile, at, j, exp<L>(before - now), false);
       V norm = V{};
       for (int64_t i = 0; i < tile.count; ++i) {
         T* b = at.scores + (i * J + j) * L;
@@ -127,24 +184,45 @@ struct LanesAccumulate {
     }
   }
 
+  // Adds the votes x [J D][L] of output capsules [j0, j1), weighted by e [J][L], to the sums of the chunk, which have
+  // the row of j0 first.
+  static CAPSFAST_INLINE void add_votes(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, const T* e,
+                                        const T* x, int64_t j0, int64_t j1) {
+    const int64_t D = pass.problem->D;
+    for (int64_t j = j0; j < j1; ++j) {
+      const int64_t vote = (j - j0) * D * L;
+      if (Q && pass.second.high != nullptr) {
+        B_::add_scaled_squares(load<L>(e + j * L), x + vote, D, at.sum + vote, at.second + vote);
+      } else {
+        B_::add_scaled(load<L>(e + j * L), x + vote, D, at.sum + vote);
+      }
+    }
+  }
+
+  static CAPSFAST_INLINE void add_mass(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, const T* e) {
+    if (pass.mass.high != nullptr) B_::add(e, pass.problem->J, at.mass);
+  }
+
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
-    const bool online_softmax = p.softmax_in && tile.in_max == nullptr;
+    const bool online_softmax = p.softmax_in() && tile.in_max == nullptr;
     const int64_t held = pass.plan->out_tile;
-    const T* coefficient = pass.ds != nullptr ? at.dc : at.scores;
+    const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
     if (held >= J) {
-      clear_sum(at, J * D);
+      clear_sums(pass, at, J * D);
       for (int64_t i = 0; i < tile.count; ++i) {
         score(pass, tile, at, i, 0, J, at.x, at.scores, at.dc);
         coefficients(pass, tile, at, i, at.scores, at.dc);
-        if (online_softmax) online(pass, tile, at);
-        if (pass.sum == nullptr) continue;
-        for (int64_t j = 0; j < J; ++j) {
-          B_::add_scaled(load<L>(coefficient + j * L), at.x + j * D * L, D, at.sum + j * D * L);
+        if (online_softmax) {
+          online(pass, tile, at);
+          B_::weigh(row(p.activation, at.activation, i), J, at.scores);
         }
+        if (pass.first.high == nullptr) continue;
+        add_votes(pass, at, coefficient, at.x, 0, J);
+        add_mass(pass, at, coefficient);
       }
-      if (pass.sum != nullptr) join_sum(pass, tile, at, 0, J * D);
+      if (pass.first.high != nullptr) join_sums(pass, tile, at, 0, J * D);
       return;
     }
     for (int64_t j0 = 0; j0 < J; j0 += held) {
@@ -156,20 +234,27 @@ struct LanesAccumulate {
     for (int64_t i = 0; i < tile.count; ++i) {
       coefficients(pass, tile, at, i, at.scores + i * J * L, at.dc + i * J * L);
     }
-    if (online_softmax) chunk_online(pass, tile, at);
-    if (pass.sum == nullptr) return;
+    if (online_softmax) {
+      chunk_online(pass, tile, at);
+      for (int64_t i = 0; i < tile.count; ++i) {
+        B_::weigh(row(p.activation, at.activation, i), J, at.scores + i * J * L);
+      }
+    }
+    if (pass.first.high == nullptr) return;
+    for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * J * L);
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
-      clear_sum(at, (j1 - j0) * D);
+      clear_sums(pass, at, (j1 - j0) * D);
       for (int64_t i = 0; i < tile.count; ++i) {
-        B_::votes(
-            tile.weights + i * tile.pitch + j0 * D * K, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, at.x);
-        for (int64_t j = j0; j < j1; ++j) {
-          const int64_t at_j = (j - j0) * D * L;
-          B_::add_scaled(load<L>(coefficient + (i * J + j) * L), at.x + at_j, D, at.sum + at_j);
+        const T* w = tile.weights + i * tile.pitch + j0 * D * K;
+        if constexpr (Q) {
+          centered_votes(pass, tile, at, i, j0, j1, w, at.x);
+        } else {
+          B_::votes(w, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, at.x);
         }
+        add_votes(pass, at, coefficient + i * J * L, at.x, j0, j1);
       }
-      join_sum(pass, tile, at, j0 * D, (j1 - j0) * D);
+      join_sums(pass, tile, at, j0 * D, (j1 - j0) * D);
     }
   }
 
@@ -213,12 +298,13 @@ struct LanesAccumulate {
       const int64_t count = row + some < rows ? some : rows - row;
       part.weights = tile.weights + row * K;
       plain_rows(part, at.u, K, count, at.sum);
-      join_sum(pass, tile, at, row, count);
+      join_sums(pass, tile, at, row, count);
     }
   }
 
-  // Adds the sums of a chunk, from [rows][L], to those of the pass, high + low.
-  static void join(const T* from, int64_t rows, T* high, T* low) {
+  // Adds `rows` rows of a sum of the chunk, from [rows][L], to those of the pass from `to` on.
+  static void join(const T* from, int64_t rows, const Sum<T>& sum, int64_t to) {
+    T *high = sum.high + to, *low = sum.low + to;
     for (int64_t n = 0; n < rows * L; n += L) {
       V h = load<L>(high + n), l = load<L>(low + n);
       add_exactly(load<L>(from + n), &h, &l);
@@ -227,16 +313,21 @@ struct LanesAccumulate {
     }
   }
 
-  static void clear_sum(const LanesAccumulateScratch<T>& at, int64_t rows) {
-    __builtin_memset(at.sum, 0, static_cast<size_t>(rows * L) * sizeof(T));
+  static void clear_sums(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t rows) {
+    const size_t bytes = static_cast<size_t>(rows * L) * sizeof(T);
+    __builtin_memset(at.sum, 0, bytes);
+    if (Q && pass.second.high != nullptr) __builtin_memset(at.second, 0, bytes);
   }
 
-  // at.sum holds `rows` rows of the tile, from `row` on.
-  static void join_sum(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
-                       int64_t row, int64_t rows) {
+  // at.sum and at.second hold `rows` rows of the tile, from `row` on.
+  static void join_sums(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
+                        int64_t row, int64_t rows) {
     const int64_t to = (tile.t * pass.problem->J * pass.problem->D + row) * L;
-    join(at.sum, rows, pass.sum + to, pass.low + to);
+    join(at.sum, rows, pass.first, to);
+    if (Q && pass.second.high != nullptr) join(at.second, rows, pass.second, to);
   }
+
+  static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
 
   static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
@@ -251,22 +342,32 @@ struct LanesAccumulate {
         tile.t = t;
         tile.b0 = t * L;
         tile.samples = tile.b0 + L < p.B ? L : p.B - tile.b0;
-        tile.V_t = pass.V == nullptr ? nullptr : pass.V + t * JD * L;
-        tile.ds = pass.ds == nullptr ? nullptr : pass.ds + t * JD * L;
-        tile.valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + t * J * L;
-        tile.in_max = pass.in_max == nullptr ? nullptr : pass.in_max + t * J * L;
-        tile.in_scale = pass.in_max == nullptr ? nullptr : pass.in_scale + t * J * L;
-        tile.c_dc = pass.c_dc == nullptr ? nullptr : pass.c_dc + t * J * L;
+        const int64_t vectors = t * JD * L, scalars = t * J * L;
+        tile.center = from(pass.center, vectors);
+        tile.score = {
+            from(pass.score.linear, vectors), from(pass.score.square, vectors), from(pass.score.constant, scalars)};
+        tile.gradient = {from(pass.gradient.linear, vectors), from(pass.gradient.square, vectors),
+                         from(pass.gradient.constant, scalars)};
+        tile.valid_out = from(pass.valid_out, scalars);
+        tile.in_max = from(pass.in_max, scalars);
+        tile.in_scale = from(pass.in_scale, scalars);
+        tile.c_dc = from(pass.c_dc, scalars);
         B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.u, at.valid);
         if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.logits);
+        if (p.moments) {
+          B_::pack_numbers(p.activation, p, tile.b0, tile.samples, i0, tile.count, at.activation);
+          B_::pack_numbers(p.lse, p, tile.b0, tile.samples, i0, tile.count, at.lse);
+          B_::pack_numbers(pass.dlse, p, tile.b0, tile.samples, i0, tile.count, at.dlse);
+        }
         if (pass.unweighted) {
           plain(pass, tile, at);
-        } else {
-          __builtin_memset(at.norm, 0, static_cast<size_t>(J * L) * sizeof(T));
-          chunk(pass, tile, at);
-          if (p.softmax_in && tile.in_max == nullptr)
-            join(at.norm, J, pass.norm + t * J * L, pass.norm_low + t * J * L);
+          continue;
         }
+        __builtin_memset(at.norm, 0, static_cast<size_t>(J * L) * sizeof(T));
+        if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(J * L) * sizeof(T));
+        chunk(pass, tile, at);
+        if (p.softmax_in() && tile.in_max == nullptr) join(at.norm, J, pass.norm, scalars);
+        if (pass.mass.high != nullptr) join(at.mass, J, pass.mass, scalars);
       }
     }
   }

@@ -9,7 +9,8 @@
 // multiply-adds into accumulators [K][L], which are transposed back once per chunk. Long sums (du over all rows, dW
 // over all samples) are sums of the sums of blocks, so their error grows with the number of blocks only.
 
-template <class T, int K_>
+// Q: a quadratic pass of one iteration. Its votes, less the center, are kept between the score and dvotes.
+template <class T, int K_, bool Q>
 struct LanesGradient {
   using B_ = Lanes<T, K_>;
   using V = typename B_::V;
@@ -29,7 +30,8 @@ struct LanesGradient {
 
   static bool needs_db(const GradientPass<T>& pass, int64_t t) {
     const bool wanted = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
-    return wanted || (!pass.problem->gradient_last && t > 0);
+    return wanted || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr ||
+           (!pass.problem->gradient_last && t >= pass.scored);
   }
 
   static const T* parameters(const T* all, const GradientPass<T>& pass, int64_t iteration, int64_t t) {
@@ -46,6 +48,7 @@ struct LanesGradient {
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* w = tile.weights + i * tile.pitch + j0 * D * K;
       const T* p_set[2 * kTogether];
+      const T* q_set[2 * kTogether];
       T* out[2 * kTogether];
       for (int64_t from = pass.first; from < p.iterations; from += kTogether) {
         const int64_t to = from + kTogether < p.iterations ? from + kTogether : p.iterations;
@@ -53,47 +56,89 @@ struct LanesGradient {
         for (int64_t t = from; t < to; ++t) {
           T* c = at.c + (((t - pass.first) * chunk + i) * J + j0) * L;
           T* dc = at.db + (((t - pass.first) * chunk + i) * J + j0) * L;
-          if (t == 0) {
+          if (t < pass.scored) {
             __builtin_memset(c, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
           } else {
-            p_set[sets] = parameters(pass.V, pass, t, tile.t) + j0 * D * L;
+            p_set[sets] = parameters(pass.score.linear, pass, t, tile.t) + j0 * D * L;
+            if (Q) q_set[sets] = parameters(pass.score.square, pass, t, tile.t) + j0 * D * L;
             out[sets++] = c;
           }
           if (!needs_db(pass, t)) continue;
-          p_set[sets] = parameters(pass.ds, pass, t, tile.t) + j0 * D * L;
+          p_set[sets] = parameters(pass.gradient.linear, pass, t, tile.t) + j0 * D * L;
+          if (Q) q_set[sets] = parameters(pass.gradient.square, pass, t, tile.t) + j0 * D * L;
           out[sets++] = dc;
         }
-        B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, nullptr, at.x, sets, p_set, out);
+        if constexpr (Q) {
+          T* x = at.held + (i * J + j0) * D * L;
+          const T* center = parameters(pass.center, pass, 0, tile.t) + j0 * D * L;
+          B_::votes(w, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, x);
+          for (int64_t n = 0; n < (j1 - j0) * D * L; n += L) store<L>(x + n, load<L>(x + n) - load<L>(center + n));
+          for (int64_t set = 0; set < sets; ++set) {
+            for (int64_t j = 0; j < (j1 - j0); ++j) {
+              const int64_t vote = j * D * L;
+              store<L>(out[set] + j * L, B_::form(x + vote, p_set[set] + vote, q_set[set] + vote, D));
+            }
+          }
+        } else {
+          B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, nullptr, at.x, sets, p_set, out);
+        }
       }
     }
   }
 
-  // Replaces those dot products by c and db.
+  // Replaces those dot products by c and db, and writes the gradients of what belongs to an input capsule.
   static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
     const bool sample_logits = p.logits.stride[0] != 0;
     const T* valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + tile.t * J * L;
+    const T masked = B_::masked_logit(p.normalize);
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
+      const T* activation = p.activation.data == nullptr ? nullptr : at.activation + i * L;
       for (int64_t t = pass.first; t < p.iterations; ++t) {
+        const int64_t scalars = (t * tiles + tile.t) * J * L;
         T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
         T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
-        B_::add_prior(
-            sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i), valid_out, J, c);
-        if (p.softmax_in) {
-          const int64_t scalars = (t * tiles + tile.t) * J * L;
+        if (pass.score.constant != nullptr) B_::add(pass.score.constant + scalars, J, c);
+        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i), valid_out,
+                      J, masked, c);
+        if (p.softmax_in()) {
           B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
         } else {
-          B_::softmax_out(J, p.leaky, c);
+          B_::normalize(p.normalize, J, p.leaky, at.lse + i * L, nullptr, c);
         }
-        if (!needs_db(pass, t)) continue;
+        if (!needs_db(pass, t)) {
+          B_::weigh(activation, J, c);
+          continue;
+        }
+        if (pass.gradient.constant != nullptr) B_::add(pass.gradient.constant + scalars, J, dc);
         if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
           B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
         }
-        B_::softmax_backward(J, c, p.softmax_in ? pass.c_dc + (t * tiles + tile.t) * J * L : nullptr, dc);
+        if (pass.dactivation.data != nullptr) number(pass.dactivation, pass, tile, at, i, B_::total(J, c, dc));
+        B_::weigh(activation, J, dc);
+        if (p.normalize == Normalize::out || p.softmax_in()) {
+          const T* dlse = pass.dlse.data == nullptr ? nullptr : at.dlse + i * L;
+          B_::softmax_backward(J, c, p.softmax_in() ? pass.c_dc + scalars : nullptr, dlse, dc);
+        } else {
+          B_::derivative(p.normalize, J, c, dc);
+          if (p.normalize == Normalize::none) B_::mask(valid(pass, at, i), valid_out, J, masked, dc);
+        }
+        if (pass.dlse_given.data != nullptr)
+          number(pass.dlse_given, pass, tile, at, i, V{} - B_::total(J, dc, nullptr));
+        B_::weigh(activation, J, c);
       }
     }
+  }
+
+  // Writes a number of input capsule i for each sample to `view` [B, I]; 0 where the capsule is masked.
+  static void number(const View& view, const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
+                     int64_t i, V value) {
+    B_::template keep_valid<1>(valid(pass, at, i), &value);
+    alignas(sizeof(V)) T lanes[L];
+    store<L>(lanes, value);
+    B_::put(view, tile.b0, tile.samples, tile.i0 + i, lanes);
   }
 
   // rows[n] = component d + n of dvotes of (i, j), for n < N.
@@ -106,17 +151,37 @@ struct LanesGradient {
     int64_t from = (i * p.J + j) * L;
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = V{};
+    if constexpr (Q) {
+      const V c = load<L>(at.c + from), db = load<L>(at.db + from);
+      const T* x = at.held + i * p.J * p.D * L + row;
+      const Form<T> gradient = form(pass.gradient, pass, tile), score = form(pass.score, pass, tile);
+      const bool scored = pass.scored == 0;
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) {
+        const V twice = T(2) * load<L>(x + n * L);
+        rows[n] = c * (load<L>(gradient.linear + row + n * L) + twice * load<L>(gradient.square + row + n * L));
+        if (!scored) continue;
+        rows[n] += db * (load<L>(score.linear + row + n * L) + twice * load<L>(score.square + row + n * L));
+      }
+      return;
+    }
     for (int64_t t = pass.first; t < p.iterations; ++t, from += pitch) {
       const V c = load<L>(at.c + from);
-      const T* ds = parameters(pass.ds, pass, t, tile.t) + row;
+      const T* ds = parameters(pass.gradient.linear, pass, t, tile.t) + row;
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) rows[n] += c * load<L>(ds + n * L);
-      if (p.gradient_last || t == 0) continue;
+      if (p.gradient_last || t < pass.scored) continue;
       const V db = load<L>(at.db + from);
-      const T* V_t = parameters(pass.V, pass, t, tile.t) + row;
+      const T* V_t = parameters(pass.score.linear, pass, t, tile.t) + row;
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) rows[n] += db * load<L>(V_t + n * L);
     }
+  }
+
+  // The first iteration's form of a tile.
+  static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile) {
+    if (all.linear == nullptr) return {};
+    return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t), nullptr};
   }
 
   // Writes dvotes of input capsule i for output capsules [j0, j1) to at.dx [(j1 - j0) D][L].
@@ -327,6 +392,11 @@ struct LanesGradient {
     const int64_t row_blocks = (J * D + L - 1) / L;
     B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.u, at.valid);
     if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.logits);
+    if (p.moments) {
+      B_::pack_numbers(p.activation, p, tile.b0, tile.samples, tile.i0, tile.count, at.activation);
+      B_::pack_numbers(p.lse, p, tile.b0, tile.samples, tile.i0, tile.count, at.lse);
+      B_::pack_numbers(pass.dlse, p, tile.b0, tile.samples, tile.i0, tile.count, at.dlse);
+    }
     for (int64_t j0 = 0; j0 < J; j0 += held) score(pass, tile, at, j0, j0 + held < J ? j0 + held : J);
     coefficients(pass, tile, at);
     if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) sum_logits(pass, tile, at);

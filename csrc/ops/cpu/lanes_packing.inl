@@ -6,7 +6,7 @@ struct LanesPacking {
   using V = Vec<T, L>;
 
   // Transposes from[l] [count] of each sample l < samples to `to` [count][L]. Lanes from `samples` on become 0.
-  static void interleave(const T* const* from, int64_t samples, int64_t count, T* to) {
+  static CAPSFAST_ONCE void interleave(const T* const* from, int64_t samples, int64_t count, T* to) {
     int64_t n = 0;
     for (; n + L <= count; n += L) {
       V m[L];
@@ -22,7 +22,7 @@ struct LanesPacking {
   }
 
   // The opposite of interleave().
-  static void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
+  static CAPSFAST_ONCE void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
     int64_t n = 0;
     for (; n + L <= count; n += L) {
       V m[L];
@@ -38,8 +38,8 @@ struct LanesPacking {
 
   // Copies [b0, b0 + samples) x [i0, i0 + n1) x [0, n2) of a [B, I, n2] tensor to lanes, `to` [n1][n2][L]. If it is not
   // contiguous and of type T it is first copied to `buffer` [L][n1][n2].
-  static void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer,
-                   T* to) {
+  static CAPSFAST_ONCE void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
+                                 T* buffer, T* to) {
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
     const T* from[L] = {};
     for (int64_t l = 0; l < samples; ++l) {
@@ -55,8 +55,8 @@ struct LanesPacking {
   }
 
   // The opposite of pack().
-  static void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2, T* buffer,
-                     const View& view) {
+  static CAPSFAST_ONCE void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
+                                   T* buffer, const View& view) {
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
     const bool run = is_run<T>(view, n, s);
     T* to[L] = {};
@@ -71,10 +71,19 @@ struct LanesPacking {
     }
   }
 
+  // Samples of a tensor [B, n1, n2] to lanes [n1][n2][L], and back.
+  static void load_samples(const View& view, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, T* to) {
+    pack(view, b0, samples, 0, n1, n2, buffer, to);
+  }
+  static void store_samples(const T* from, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer,
+                            const View& view) {
+    unpack(from, b0, samples, 0, n1, n2, buffer, view);
+  }
+
   // Copies the poses of a chunk to u [chunk][K][L], with zeros for masked capsules. If there is a mask it is copied to
   // valid [chunk][L] as 1 or 0.
-  static void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* u,
-                         T* valid) {
+  static CAPSFAST_ONCE void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count,
+                                       T* buffer, T* u, T* valid) {
     pack(p.u, b0, samples, i0, count, p.K, buffer, u);
     if (p.mask.data == nullptr) return;
     for (int64_t i = 0; i < count; ++i) {
@@ -88,7 +97,8 @@ struct LanesPacking {
   }
 
   // Copies the logits of a chunk: to [chunk][J][L] if they differ between samples, else to [chunk][J].
-  static void pack_logits(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count, T* buffer, T* to) {
+  static CAPSFAST_ONCE void pack_logits(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count,
+                                        T* buffer, T* to) {
     if (p.logits.stride[0] != 0) {
       pack(p.logits, b0, samples, i0, count, p.J, buffer, to);
       return;
@@ -96,9 +106,26 @@ struct LanesPacking {
     gather<T>(p.logits, i0 * p.logits.stride[1], {1, count, p.J}, {0, p.logits.stride[1], p.logits.stride[2]}, to);
   }
 
+  // Copies numbers [B, I] of a chunk to lanes, `to` [chunk][L], 0 for masked capsules. Nothing if there are none.
+  static CAPSFAST_ONCE void pack_numbers(const View& view, const Problem& p, int64_t b0, int64_t samples, int64_t i0,
+                                         int64_t count, T* to) {
+    if (view.data == nullptr) return;
+    for (int64_t l = 0; l < L; ++l) {
+      for (int64_t i = 0; i < count; ++i) {
+        const bool valid = l < samples && (p.mask.data == nullptr || p.mask.at(b0 + l, i0 + i));
+        to[i * L + l] = valid ? read<T>(view, (b0 + l) * view.stride[0] + (i0 + i) * view.stride[1]) : T(0);
+      }
+    }
+  }
+
+  // Writes the number of each sample of input capsule i to `view` [B, I].
+  static CAPSFAST_ONCE void put(const View& view, int64_t b0, int64_t samples, int64_t i, const T* lanes) {
+    for (int64_t l = 0; l < samples; ++l) write<T>(view, (b0 + l) * view.stride[0] + i * view.stride[1], lanes[l]);
+  }
+
   // If `out`, writes lanes [J][L] of input capsule i to `view` [B, I, J]. Else adds `view` to them.
   template <bool out>
-  static void transfer(const View& view, int64_t b0, int64_t samples, int64_t i, int64_t J, T* lanes) {
+  static CAPSFAST_ONCE void transfer(const View& view, int64_t b0, int64_t samples, int64_t i, int64_t J, T* lanes) {
     for (int64_t l = 0; l < samples; ++l) {
       int64_t at = (b0 + l) * view.stride[0] + i * view.stride[1];
       for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
@@ -113,7 +140,7 @@ struct LanesPacking {
 
   // The weights [J D K] of `count` input capsules, *pitch elements apart (0 if shared): in place if they are contiguous
   // and of type T, else copied to `buffer`.
-  static const T* weight_chunk(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
+  static CAPSFAST_ONCE const T* weight_chunk(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
     const View& w = p.weight;
     const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
     if (is_run<T>(w, n, s)) {

@@ -10,6 +10,14 @@
 
 namespace capsfast {
 
+// Sums that a pass adds to. `low` keeps what additions to `high` round off, so that the error of a sum over many chunks
+// stays that of one chunk. Null if the sum is not wanted.
+template <class T>
+struct Sum {
+  T* high = nullptr;
+  T* low = nullptr;
+};
+
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
@@ -47,6 +55,7 @@ class Sums {
   explicit Sums(int64_t count) : count_(count), memory_(2 * count) {}
   T* high() const { return memory_.get(); }
   T* low() const { return memory_.get() + count_; }
+  Sum<T> sum() const { return {high(), low()}; }
   T total(int64_t n) const { return high()[n] + low()[n]; }
   void clear() const { std::fill_n(memory_.get(), 2 * count_, T(0)); }
   void join() const {

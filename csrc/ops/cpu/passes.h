@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "../routing.h"
+#include "memory.h"
 
 namespace capsfast {
 
@@ -36,48 +37,67 @@ struct Range {
   int64_t i0 = 0, i1 = 0;
 };
 
-// An accumulate pass. Forward: sum_i c votes. Backward: sum_i db votes with db = c (dc - sum c dc) and
-// dc = votes . ds + dcoupling, where sum c dc runs over what the softmax runs over.
+// What votes x are held against, by output capsule: x . linear + x^2 . square + constant. Null where a part is missing.
+// It scores votes, and it is the gradient that moments give a vote's coupling.
+template <class T>
+struct Form {
+  const T* linear = nullptr;    // [tiles][J D][L]
+  const T* square = nullptr;    // [tiles][J D][L]
+  const T* constant = nullptr;  // [tiles][J][L]
+};
+
+// An accumulate pass: sum_i e, sum_i e x and sum_i e x^2 over the votes x, less center if there is one. Forward: e is the
+// coupling c = R activation, where R = normalize(score + logits). Backward: e is dl, the gradient of the logits, made
+// from dc = gradient + dcoupling.
 template <class T>
 struct AccumulatePass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
-  const T* V = nullptr;          // [tiles][J D][L]; null in the first iteration (V_0 = 0)
-  const T* ds = nullptr;         // [tiles][J D][L] in the backward; null in the forward
+  // With problem.quadratic there is a center, and every form that there is has both linear and square.
+  const T* center = nullptr;     // [tiles][J D][L]
+  Form<T> score;                 // routing: V, none in the first iteration (V_0 = 0)
+  Form<T> gradient;              // routing: ds; `linear` is null in the forward
   const T* valid_out = nullptr;  // [tiles][J][L], 1 or 0; null without out_mask
-  // Softmax over the input capsules with a known normaliser: c = exp(b - in_max) in_scale. Null in the forward, but for
+  // Softmax over the input capsules with a known normaliser: R = exp(b - in_max) in_scale. Null in the forward, but for
   // the pass that writes the coupling.
   const T* in_max = nullptr;    // [tiles][J][L]
   const T* in_scale = nullptr;  // [tiles][J][L]
   const T* c_dc = nullptr;      // sum_i c dc [tiles][J][L], with in_max in the backward
-  View dcoupling;               // [B, I, J], in the backward of the last iteration
-  View coupling;                // [B, I, J], written unless data is null
-  bool unweighted = false;      // c is taken as 1 everywhere: the caller scales the sum
-  // Outputs, which the pass adds to. `low` keeps what additions to `sum` round off, so that the error of a sum over
-  // many chunks stays that of one chunk.
-  T* sum = nullptr;  // [tiles][J D][L]; null when only c is wanted
-  T* low = nullptr;  // as sum
-  // Softmax over the input capsules, forward: the largest logit so far, and sum_i exp(b - max) as norm + norm_low.
-  T* max = nullptr;       // [tiles][J][L]
-  T* norm = nullptr;      // [tiles][J][L]
-  T* norm_low = nullptr;  // [tiles][J][L]
+  View dcoupling;               // [B, I, J], in the backward (of the last iteration)
+  View dlse;                // [B, I], in the backward of a softmax over the output capsules: the gradient of its lse
+  View coupling;            // [B, I, J], written unless data is null
+  View lse;                 // [B, I], written unless data is null: the lse of a softmax over the output capsules
+  bool unweighted = false;  // c is taken as 1 everywhere: the caller scales the sum
+  Sum<T> mass;              // [tiles][J][L]
+  Sum<T> first;             // [tiles][J D][L]; null when only c is wanted
+  Sum<T> second;            // [tiles][J D][L]
+  // Softmax over the input capsules, forward: the largest logit so far, and sum_i exp(b - max).
+  T* max = nullptr;  // [tiles][J][L]
+  Sum<T> norm;       // [tiles][J][L]
 };
 
-// The gradient pass: du, dweight (or dvotes) and dlogits from every iteration at once.
+// The gradient pass: du, dweight (or dvotes) and what belongs to an input capsule, from every iteration at once.
 template <class T>
 struct GradientPass {
   const Problem* problem = nullptr;
   const Plan* plan = nullptr;
-  int64_t first = 0;      // iterations [first, r) have gradients
-  const T* V = nullptr;   // [r][tiles][J D][L]; V[t] is what iteration t scored with, and V[0] = 0 is not read
-  const T* ds = nullptr;  // [r][tiles][J D][L]
+  const T* center = nullptr;  // as in AccumulatePass; in a quadratic pass there is one iteration
+  int64_t first = 0;          // iterations [first, r) have gradients
+  // [r][tiles][J D][L]. score.linear[t], V_t, is what iteration t scored with; `scored` from which iteration on.
+  // gradient.linear[t] is ds_t.
+  Form<T> score;
+  Form<T> gradient;
+  int64_t scored = 1;
   const T* valid_out = nullptr;
   const T* in_max = nullptr;  // [r][tiles][J][L]
   const T* in_scale = nullptr;
   const T* c_dc = nullptr;    // [r][tiles][J][L]
   View dcoupling;             // [B, I, J], of the last iteration
+  View dlse;                  // [B, I], as in AccumulatePass
   View du;                    // [B, I, K]
-  View dvotes;                // [B, I, J, D]
+  View dvotes;                // [B, I, J or 1, D]
+  View dactivation;           // [B, I]
+  View dlse_given;            // [B, I], the gradient of the lse of Normalize::lse
   View dlogits_sample;        // [B, I, J], if the logits are [B, I, J]
   double* dlogits = nullptr;  // [I, J], added to, if the logits are [I, J]
   T* dweight_sum = nullptr;   // [I or 1, J, D, K], added to; null if the pass writes dweight itself
@@ -85,7 +105,7 @@ struct GradientPass {
   View dweight;               // [I, J, D, K]
 };
 
-// lanes: between two passes. sum and low as above, a split every tiles [J D][L]; s and v [B, J, D].
+// lanes: between two passes of routing. sum and low as `first` above, a split every tiles [J D][L]; s and v [B, J, D].
 template <class T>
 struct Update {
   const Problem* problem = nullptr;
@@ -126,6 +146,9 @@ struct Kernels {
   void (*lanes_outputs)(const Update<T>&, int64_t tile);                    // s_t, v_t and V_t
   void (*lanes_restore)(const Update<T>&, int64_t tile);                    // V_{t+1} from V_t and s_t
   void (*lanes_differentiate)(const Update<T>&, int64_t tile, T* scratch);  // ds_t from dv_t; scratch 2 [J D][L]
+  // Samples [b0, b0 + samples) of a tensor [B, n1, n2] to lanes [n1][n2][L], and back. buffer [L][n1][n2].
+  void (*lanes_load)(const View&, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, T* to);
+  void (*lanes_store)(const T* from, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, const View&);
   void (*rows_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
   void (*rows_gradient)(const GradientPass<T>&, const Range&, T* scratch);
   // For input capsules [i0, i1) of a small batch; small_batch.inl has the shapes.

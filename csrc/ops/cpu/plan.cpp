@@ -72,6 +72,8 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   plan->weight_in_place = !p.shared_weight && p.weight.storage == number && p.J * p.D % L == 0 && p.I >= threads;
   const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
   plan->gradient_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
+  // A quadratic pass keeps the votes of a chunk.
+  if (p.quadratic) plan->gradient_chunk = std::clamp<int64_t>(kL2 / (p.J * vote), 1, plan->gradient_chunk);
   plan->gradient_chunk = std::min(plan->gradient_chunk, divide_up(p.I, threads));
   const int64_t chunks = divide_up(p.I, plan->gradient_chunk);
   plan->gradient_splits = std::min(chunks, threads);

@@ -6,6 +6,7 @@
 #include "backward.h"
 #include "context.h"
 #include "forward.h"
+#include "slices.h"
 #include "small_batch.h"
 
 namespace capsfast {
@@ -13,27 +14,6 @@ namespace capsfast {
 namespace {
 
 using namespace driver;
-
-View shifted(View view, int64_t elements) {
-  const int64_t size = view.storage == Storage::f64 ? 8 : view.storage == Storage::f32 ? 4 : 2;
-  if (view.data != nullptr) view.data = static_cast<char*>(view.data) + elements * size;
-  return view;
-}
-
-MaskView shifted(MaskView mask, int64_t rows) {
-  if (mask.data != nullptr) mask.data += rows * mask.stride[0];
-  return mask;
-}
-
-Problem slice(const Problem& whole, int64_t b0, int64_t samples) {
-  Problem p = whole;
-  p.B = samples;
-  p.votes = shifted(whole.votes, b0 * whole.votes.stride[0]);
-  p.logits = shifted(whole.logits, b0 * whole.logits.stride[0]);
-  p.mask = shifted(whole.mask, b0);
-  p.out_mask = shifted(whole.out_mask, b0);
-  return p;
-}
 
 template <class T>
 void passes_forward(const Problem& p, const ForwardOutputs& out) {
@@ -46,7 +26,7 @@ void passes_forward(const Problem& p, const ForwardOutputs& out) {
       part.v = shifted(out.v, b * p.J * p.D);
       part.coupling = shifted(out.coupling, b * p.I * p.J);
       part.s = static_cast<T*>(out.s) + b * p.J * p.D;
-      part.norm = static_cast<T*>(out.norm) + (p.softmax_in ? b * p.J : 0);
+      part.norm = static_cast<T*>(out.norm) + (p.softmax_in() ? b * p.J : 0);
       Forward<T>(slice(p, b, samples), part, 1).run();
     }
   });
@@ -75,9 +55,9 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
           part_in.dcoupling = shifted(in.dcoupling, b * in.dcoupling.stride[0]);
           part_in.coupling = shifted(in.coupling, b * in.coupling.stride[0]);
           part_in.s = static_cast<const T*>(in.s) + b * p.J * p.D;
-          part_in.norm = static_cast<const T*>(in.norm) + (p.softmax_in ? b * p.J : 0);
+          part_in.norm = static_cast<const T*>(in.norm) + (p.softmax_in() ? b * p.J : 0);
           BackwardOutputs part_out = out;
-          part_out.dweight = shifted(out.dweight, b * p.I * p.J * p.D);
+          part_out.dweight = shifted(out.dweight, b * p.I * (p.shared_outputs ? 1 : p.J) * p.D);
           if (out.per_sample_logits) part_out.dlogits = shifted(out.dlogits, b * p.I * p.J);
           const Problem part = slice(p, b, std::min(slices.samples, b1 - b));
           Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
@@ -87,11 +67,6 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
   }
   add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
   add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
-}
-
-template <class T>
-bool is_small_batch(const Problem& p) {
-  return make_plan(p, kernels<T>(isa()).L, num_threads(), sizeof(T)).small_batch;
 }
 
 }  // namespace

@@ -14,40 +14,47 @@
 #include "rows_accumulate.inl"
 #include "small_batch.inl"
 
-// Calls Pass<T, K>::run. Common K are template constants; 0 stands for any other.
-template <template <class, int> class Pass, class T, class Arguments>
+// Calls Pass<T, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of a quadratic pass (Q).
+template <template <class, int, bool> class Pass, class T, class Arguments>
 void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
+  if (pass.problem->quadratic) return Pass<T, 0, true>::run(pass, range, scratch);
   if constexpr (sizeof(T) == 4) {
     switch (pass.problem->K) {
       case 4:
-        return Pass<T, 4>::run(pass, range, scratch);
+        return Pass<T, 4, false>::run(pass, range, scratch);
       case 8:
-        return Pass<T, 8>::run(pass, range, scratch);
+        return Pass<T, 8, false>::run(pass, range, scratch);
       case 16:
-        return Pass<T, 16>::run(pass, range, scratch);
+        return Pass<T, 16, false>::run(pass, range, scratch);
     }
   }
-  Pass<T, 0>::run(pass, range, scratch);
+  Pass<T, 0, false>::run(pass, range, scratch);
 }
 
-// Calls Pass<T, L, NV>::run, where L is the number of lanes that the plan chose: fewer than a register has for short
+// Calls Pass<T, L, NV, Q>::run, where L is the number of lanes that the plan chose: fewer than a register has for short
 // votes. NV is the number of vectors of a vote if it is a constant, else 0.
-template <template <class, int, int> class Pass, class T, class Arguments>
+template <template <class, int, int, bool> class Pass, class T, class Arguments>
 void rows_run(const Arguments& pass, const Range& range, T* scratch) {
   constexpr int L = kLanes<T>;
   const int64_t D = pass.problem->D;
+  const bool quadratic = pass.problem->quadratic;
   if (pass.plan->L == L) {
-    if (D == L) return Pass<T, L, 1>::run(pass, range, scratch);
-    if (D == 2 * L) return Pass<T, L, 2>::run(pass, range, scratch);
-    return Pass<T, L, 0>::run(pass, range, scratch);
+    if (quadratic) return Pass<T, L, 0, true>::run(pass, range, scratch);
+    if (D == L) return Pass<T, L, 1, false>::run(pass, range, scratch);
+    if (D == 2 * L) return Pass<T, L, 2, false>::run(pass, range, scratch);
+    return Pass<T, L, 0, false>::run(pass, range, scratch);
   }
   if constexpr (L >= 4) {
     if (pass.plan->L == L / 2) {
-      return D == L / 2 ? Pass<T, L / 2, 1>::run(pass, range, scratch) : Pass<T, L / 2, 0>::run(pass, range, scratch);
+      if (quadratic) return Pass<T, L / 2, 0, true>::run(pass, range, scratch);
+      return D == L / 2 ? Pass<T, L / 2, 1, false>::run(pass, range, scratch)
+                        : Pass<T, L / 2, 0, false>::run(pass, range, scratch);
     }
   }
   if constexpr (L >= 8) {
-    return D == L / 4 ? Pass<T, L / 4, 1>::run(pass, range, scratch) : Pass<T, L / 4, 0>::run(pass, range, scratch);
+    if (quadratic) return Pass<T, L / 4, 0, true>::run(pass, range, scratch);
+    return D == L / 4 ? Pass<T, L / 4, 1, false>::run(pass, range, scratch)
+                      : Pass<T, L / 4, 0, false>::run(pass, range, scratch);
   }
 }
 
@@ -60,6 +67,8 @@ const Kernels<T>& table() {
       LanesUpdate<T>::outputs,
       LanesUpdate<T>::restore,
       LanesUpdate<T>::differentiate,
+      LanesPacking<T>::load_samples,
+      LanesPacking<T>::store_samples,
       rows_run<RowsAccumulate, T, AccumulatePass<T>>,
       rows_run<RowsGradient, T, GradientPass<T>>,
       SmallBatch<T>::votes,

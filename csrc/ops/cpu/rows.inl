@@ -5,8 +5,137 @@
 // whose lanes are still to be added up. One call of sums() does that for all of them, and leaves the scores of the
 // block as [J][L] with the input capsules in the lanes.
 
-template <class T, int L_, int NV>
-struct Rows : Coupling<T, L_> {
+// What does not depend on the length of a vote.
+template <class T, int L_>
+struct RowsBlock : Coupling<T, L_> {
+  static constexpr int L = L_;
+  using V = Vec<T, L>;
+
+  // Adds from[n] to the sum high[n] + low[n], for n < count.
+  static CAPSFAST_ONCE void join(const T* from, int64_t count, T* high, T* low) {
+    for (int64_t n = 0; n < count; ++n) add_exactly(from[n], high + n, low + n);
+  }
+
+  // Adds the prior logits of input capsules [i0, i0 + count) of sample b to scores [J][L]. Masked entries and the lanes
+  // from `count` on become what stands for those.
+  static CAPSFAST_INLINE void add_prior(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid_out,
+                                        T* scores) {
+    const bool plain = p.logits.data == nullptr && p.mask.data == nullptr && valid_out == nullptr && count == L;
+    if (!plain) add_given(p, b, i0, count, valid_out, scores);
+  }
+  static CAPSFAST_ONCE void add_given(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid_out,
+                                      T* scores) {
+    const int64_t J = p.J;
+    const T out = Coupling<T, L>::masked_logit(p.normalize);
+    for (int64_t n = 0; n < L; ++n) {
+      const bool valid = n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n));
+      if (!valid) {
+        for (int64_t j = 0; j < J; ++j) scores[j * L + n] = out;
+      } else if (p.logits.data != nullptr) {
+        const int64_t at = b * p.logits.stride[0] + (i0 + n) * p.logits.stride[1];
+        for (int64_t j = 0; j < J; ++j) scores[j * L + n] += read<T>(p.logits, at + j * p.logits.stride[2]);
+      }
+    }
+    if (valid_out == nullptr) return;
+    for (int64_t j = 0; j < J; ++j) {
+      if (!(valid_out[j] > 0)) store<L>(scores + j * L, broadcast<L>(out));
+    }
+  }
+
+  // As in Coupling, but in_max and in_scale are [J].
+  static CAPSFAST_ONCE void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* scores) {
+    for (int64_t j = 0; j < J; ++j) store<L>(scores + j * L, exp<L>(load<L>(scores + j * L) - in_max[j]) * in_scale[j]);
+  }
+
+  // As in Coupling, but c_dc is [J].
+  static CAPSFAST_ONCE void softmax_backward(int64_t J, const T* c, const T* c_dc, const T* dlse, T* dc) {
+    if (c_dc == nullptr) return Coupling<T, L>::softmax_backward(J, c, nullptr, dlse, dc);
+    for (int64_t j = 0; j < J; ++j) store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - c_dc[j]));
+  }
+
+  // Adds a number per output capsule, [J], to [J][L], unless it is null.
+  static CAPSFAST_INLINE void add(const T* constant, int64_t J, T* b) {
+    if (constant != nullptr) Coupling<T, L>::add_shared(constant, J, b);
+  }
+
+  // total[j] += the sum over the lanes of e [J][L]
+  static CAPSFAST_ONCE void add_mass(const T* e, int64_t J, T* total) {
+    for (int64_t j = 0; j < J; ++j) total[j] += sum<T, L>(load<L>(e + j * L));
+  }
+
+  // Replaces dc by dl where a pair is masked or a lane has no input capsule: the other ways of normalising make it 0.
+  static CAPSFAST_ONCE void mask_unnormalized(const Problem& p, int64_t b, int64_t i0, int64_t count,
+                                              const T* valid_out, T* dc) {
+    if (p.normalize != Normalize::none) return;
+    for (int64_t n = 0; n < L; ++n) {
+      if (n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n))) continue;
+      for (int64_t j = 0; j < p.J; ++j) dc[j * L + n] = 0;
+    }
+    for (int64_t j = 0; j < p.J && valid_out != nullptr; ++j) {
+      if (!(valid_out[j] > 0)) store<L>(dc + j * L, V{});
+    }
+  }
+
+  // Numbers [B, I] of input capsules [i0, i0 + count) to lanes, 0 for masked ones. Null if there are none.
+  static CAPSFAST_ONCE const T* numbers(const View& view, const Problem& p, int64_t b, int64_t i0, int64_t count,
+                                        T* to) {
+    if (view.data == nullptr) return nullptr;
+    for (int64_t n = 0; n < L; ++n) {
+      const bool valid = n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n));
+      to[n] = valid ? read<T>(view, b * view.stride[0] + (i0 + n) * view.stride[1]) : T(0);
+    }
+    return to;
+  }
+
+  // Writes a number of input capsules [i0, i0 + count) to `view` [B, I]; 0 for masked ones.
+  static CAPSFAST_ONCE void put(const View& view, const Problem& p, int64_t b, int64_t i0, int64_t count, V value) {
+    for (int64_t n = 0; n < count; ++n) {
+      const bool valid = p.mask.data == nullptr || p.mask.at(b, i0 + n);
+      write<T>(view, b * view.stride[0] + (i0 + n) * view.stride[1], valid ? value[n] : T(0));
+    }
+  }
+
+  static int64_t pitch(const Problem& p) { return p.shared_outputs ? 0 : p.D; }
+
+  // If `out`, writes lanes [J][L] of input capsules [i0, i0 + count) to `view` [B, I, J]. Else adds `view` to them.
+  template <bool out>
+  static CAPSFAST_ONCE void transfer(const View& view, int64_t b, int64_t i0, int64_t count, int64_t J, T* lanes) {
+    for (int64_t n = 0; n < count; ++n) {
+      int64_t at = b * view.stride[0] + (i0 + n) * view.stride[1];
+      for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
+        if constexpr (out) {
+          write<T>(view, at, lanes[j * L + n]);
+        } else {
+          lanes[j * L + n] += read<T>(view, at);
+        }
+      }
+    }
+  }
+
+  // Sets to[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them: in place if they are a run
+  // of T, else copied to `buffer` [L][J D]. Those of a masked capsule are zeros.
+  static CAPSFAST_ONCE void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** to) {
+    const View& view = p.votes;
+    const int64_t J = p.shared_outputs ? 1 : p.J;
+    const int64_t size = J * p.D, n[3] = {1, J, p.D}, s[3] = {0, view.stride[2], view.stride[3]};
+    const bool run = is_run<T>(view, n, s);
+    for (int64_t c = 0; c < count; ++c, buffer += size) {
+      const int64_t at = b * view.stride[0] + (i0 + c) * view.stride[1];
+      to[c] = buffer;
+      if (p.mask.data != nullptr && !p.mask.at(b, i0 + c)) {
+        __builtin_memset(buffer, 0, static_cast<size_t>(size) * sizeof(T));
+      } else if (run) {
+        to[c] = static_cast<const T*>(view.data) + at;
+      } else {
+        gather<T>(view, at, n, s, buffer);
+      }
+    }
+  }
+};
+
+// Q: votes are taken about a center and scored by their squares too.
+template <class T, int L_, int NV, bool Q>
+struct Rows : RowsBlock<T, L_> {
   static constexpr int L = L_;
   static constexpr int64_t kOutputs = 16;  // output capsules scored at a time: their partial sums stay in L1
   using V = Vec<T, L>;
@@ -24,19 +153,36 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // out[j][n] = votes[n][j] . p[j] for `count` input capsules n and all j. votes[n] and p are [J][D], out is [J][L],
-  // part [kOutputs][L][L]. The votes of a capsule are read from end to end, which the prefetcher can follow.
-  static CAPSFAST_INLINE void dots(const T* const* votes, int64_t count, const T* p, int64_t J, int64_t D_given,
-                                   T* part, T* out) {
+  // Lanes [d, d + L) of a vote x, less the center if Q.
+  static CAPSFAST_INLINE V read_vote(const T* x, const T* center, int64_t d, int64_t D) {
+    if constexpr (Q) return read_vector(x, d, D) - read_vector(center, d, D);
+    (void)center;
+    return read_vector(x, d, D);
+  }
+
+  // out[j][n] = what the form p gives votes[n][j] (without its constant), for `count` input capsules n and all j.
+  // votes[n] is [J][D], `pitch` elements from one output capsule to the next; p and center are [J][D], out is [J][L], part
+  // [kOutputs][L][L]. The votes of a capsule are read from end to end, which the prefetcher can follow.
+  static CAPSFAST_INLINE void dots(const T* const* votes, int64_t pitch, int64_t count, const Form<T>& p,
+                                   const T* center, int64_t J, int64_t D_given, T* part, T* out) {
     const int64_t D = NV > 0 ? NV * L : D_given;
     for (int64_t j0 = 0; j0 < J; j0 += kOutputs) {
       const int64_t outputs = j0 + kOutputs < J ? kOutputs : J - j0;
       for (int64_t n = 0; n < count; ++n) {
-        for (int64_t j = 0; j < outputs; ++j) {
-          const T *x = votes[n] + (j0 + j) * D, *q = p + (j0 + j) * D;
+        const T* x = votes[n] + j0 * pitch;
+        for (int64_t j = 0; j < outputs; ++j, x += pitch) {
+          const int64_t row = (j0 + j) * D;
+          const T* q = p.linear + row;
           V a = V{};
 #pragma GCC unroll 2
-          for (int64_t d = 0; d < D; d += L) a += read_vector(x, d, D) * read_vector(q, d, D);
+          for (int64_t d = 0; d < D; d += L) {
+            const V v = read_vote(x, center + row, d, D);
+            if constexpr (Q) {
+              a += v * (read_vector(q, d, D) + v * read_vector(p.square + row, d, D));
+            } else {
+              a += v * read_vector(q, d, D);
+            }
+          }
           store<L>(part + (j * L + n) * L, a);
         }
       }
@@ -49,85 +195,19 @@ struct Rows : Coupling<T, L_> {
     }
   }
 
-  // sum[j] += c[j L] votes[j] for all j, for one input capsule. c points to its lane of [J][L]; votes and sum are
-  // [J][D].
-  static CAPSFAST_INLINE void add_scaled(const T* c, const T* votes, int64_t J, int64_t D_given, T* sum) {
+  // sum[j] += c[j L] x and, unless it is null, second[j] += c[j L] x^2 with x = votes[j] for all j, for one input
+  // capsule. c points to its lane of [J][L]; votes as above, sum and second are [J][D].
+  static CAPSFAST_INLINE void add_scaled(const T* c, const T* votes, int64_t pitch, const T* center, int64_t J,
+                                         int64_t D_given, T* sum, T* second) {
     const int64_t D = NV > 0 ? NV * L : D_given;
-    for (int64_t j = 0; j < J; ++j) {
+    for (int64_t j = 0; j < J; ++j, votes += pitch) {
       const V cj = broadcast<L>(c[j * L]);
 #pragma GCC unroll 2
       for (int64_t d = 0; d < D; d += L) {
-        write_vector(sum + j * D, read_vector(sum + j * D, d, D) + cj * read_vector(votes + j * D, d, D), d, D);
-      }
-    }
-  }
-
-  // Adds from[n] to the sum high[n] + low[n], for n < count.
-  static void join(const T* from, int64_t count, T* high, T* low) {
-    for (int64_t n = 0; n < count; ++n) add_exactly(from[n], high + n, low + n);
-  }
-
-  // Adds the prior logits of input capsules [i0, i0 + count) of sample b to scores [J][L]. Masked entries and the lanes
-  // from `count` on become -inf.
-  static void add_prior(const Problem& p, int64_t b, int64_t i0, int64_t count, const T* valid_out, T* scores) {
-    const int64_t J = p.J;
-    const T out = -static_cast<T>(__builtin_inf());
-    for (int64_t n = 0; n < L; ++n) {
-      const bool valid = n < count && (p.mask.data == nullptr || p.mask.at(b, i0 + n));
-      if (!valid) {
-        for (int64_t j = 0; j < J; ++j) scores[j * L + n] = out;
-      } else if (p.logits.data != nullptr) {
-        const int64_t at = b * p.logits.stride[0] + (i0 + n) * p.logits.stride[1];
-        for (int64_t j = 0; j < J; ++j) scores[j * L + n] += read<T>(p.logits, at + j * p.logits.stride[2]);
-      }
-    }
-    if (valid_out == nullptr) return;
-    for (int64_t j = 0; j < J; ++j) {
-      if (!(valid_out[j] > 0)) store<L>(scores + j * L, broadcast<L>(out));
-    }
-  }
-
-  // As in Coupling, but in_max and in_scale are [J].
-  static void softmax_in(int64_t J, const T* in_max, const T* in_scale, T* scores) {
-    for (int64_t j = 0; j < J; ++j) store<L>(scores + j * L, exp<L>(load<L>(scores + j * L) - in_max[j]) * in_scale[j]);
-  }
-
-  // As in Coupling, but c_dc is [J].
-  static void softmax_backward(int64_t J, const T* c, const T* c_dc, T* dc) {
-    if (c_dc == nullptr) return Coupling<T, L>::softmax_backward(J, c, nullptr, dc);
-    for (int64_t j = 0; j < J; ++j) store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - c_dc[j]));
-  }
-
-  // If `out`, writes lanes [J][L] of input capsules [i0, i0 + count) to `view` [B, I, J]. Else adds `view` to them.
-  template <bool out>
-  static void transfer(const View& view, int64_t b, int64_t i0, int64_t count, int64_t J, T* lanes) {
-    for (int64_t n = 0; n < count; ++n) {
-      int64_t at = b * view.stride[0] + (i0 + n) * view.stride[1];
-      for (int64_t j = 0; j < J; ++j, at += view.stride[2]) {
-        if constexpr (out) {
-          write<T>(view, at, lanes[j * L + n]);
-        } else {
-          lanes[j * L + n] += read<T>(view, at);
-        }
-      }
-    }
-  }
-
-  // Sets to[n] to the votes [J][D] of input capsule i0 + n: in place if they are a run of T, else copied to `buffer`
-  // [L][J D]. Those of a masked capsule are zeros.
-  static void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** to) {
-    const View& view = p.votes;
-    const int64_t size = p.J * p.D, n[3] = {1, p.J, p.D}, s[3] = {0, view.stride[2], view.stride[3]};
-    const bool run = is_run<T>(view, n, s);
-    for (int64_t c = 0; c < count; ++c, buffer += size) {
-      const int64_t at = b * view.stride[0] + (i0 + c) * view.stride[1];
-      to[c] = buffer;
-      if (p.mask.data != nullptr && !p.mask.at(b, i0 + c)) {
-        __builtin_memset(buffer, 0, static_cast<size_t>(size) * sizeof(T));
-      } else if (run) {
-        to[c] = static_cast<const T*>(view.data) + at;
-      } else {
-        gather<T>(view, at, n, s, buffer);
+        const V x = read_vote(votes, center + (Q ? j * D : 0), d, D);
+        write_vector(sum + j * D, read_vector(sum + j * D, d, D) + cj * x, d, D);
+        if (!Q || second == nullptr) continue;
+        write_vector(second + j * D, read_vector(second + j * D, d, D) + cj * x * x, d, D);
       }
     }
   }

@@ -1,8 +1,8 @@
-// The accumulate passes in the rows layout: sum_i c votes (forward), sum_i db votes (backward).
+// The accumulate pass in the rows layout: sums over the input capsules, weighted by the coupling or by its gradient.
 
-template <class T, int L_, int NV>
+template <class T, int L_, int NV, bool Q>
 struct RowsAccumulate {
-  using B_ = Rows<T, L_, NV>;
+  using B_ = Rows<T, L_, NV, Q>;
   using V = typename B_::V;
   static constexpr int L = L_;
 
@@ -14,67 +14,111 @@ struct RowsAccumulate {
 
   // Softmax over the input capsules: replaces scores [J][L] by exp(b - max), where max is the largest so far. If it
   // grows, all that was added up before is rescaled.
-  static void online(const AccumulatePass<T>& pass, const Block& block, T* scores, T* chunk_sum, T* chunk_norm) {
+  static void online(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     for (int64_t j = 0; j < p.J; ++j) {
-      T& highest = pass.max[block.b * p.J + j];
-      T& norm = chunk_norm[j];
-      const V x = load<L>(scores + j * L);
+      const int64_t scalar = block.b * p.J + j;
+      T& highest = pass.max[scalar];
+      const V x = load<L>(at.scores + j * L);
       const T here = largest<T, L>(x), now = here > highest ? here : highest;
       if (now != highest) {
         const T factor = exp<L>(broadcast<L>(highest - now))[0];
         highest = now;
-        norm *= factor;
-        pass.norm[block.b * p.J + j] *= factor;
-        pass.norm_low[block.b * p.J + j] *= factor;
-        for (int64_t d = 0; d < p.D; ++d) chunk_sum[j * p.D + d] *= factor;
-        const int64_t total = (block.b * p.J + j) * p.D;
-        for (int64_t d = 0; d < p.D; ++d) {
-          pass.sum[total + d] *= factor;
-          pass.low[total + d] *= factor;
+        at.norm[j] *= factor;
+        multiply(pass.norm, scalar, 1, factor);
+        multiply(at.sum + j * p.D, p.D, factor);
+        multiply(pass.first, scalar * p.D, p.D, factor);
+        if (pass.mass.high != nullptr) {
+          at.mass[j] *= factor;
+          multiply(pass.mass, scalar, 1, factor);
+        }
+        if (Q && pass.second.high != nullptr) {
+          multiply(at.second + j * p.D, p.D, factor);
+          multiply(pass.second, scalar * p.D, p.D, factor);
         }
       }
       const V e = exp<L>(x - now);
-      store<L>(scores + j * L, e);
-      norm += sum<T, L>(e);
+      store<L>(at.scores + j * L, e);
+      at.norm[j] += sum<T, L>(e);
     }
+  }
+
+  static void multiply(T* to, int64_t count, T factor) {
+    for (int64_t n = 0; n < count; ++n) to[n] *= factor;
+  }
+  static void multiply(const Sum<T>& sum, int64_t from, int64_t count, T factor) {
+    multiply(sum.high + from, count, factor);
+    multiply(sum.low + from, count, factor);
   }
 
   static void unweighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
-    const int64_t J = pass.problem->J, D = pass.problem->D;
-    for (int64_t j = 0; j < J; ++j) at.scores[j * L] = 1;
-    for (int64_t n = 0; n < block.count; ++n) B_::add_scaled(at.scores, block.votes[n], J, D, at.sum);
+    const Problem& p = *pass.problem;
+    for (int64_t j = 0; j < p.J; ++j) at.scores[j * L] = 1;
+    for (int64_t n = 0; n < block.count; ++n) {
+      B_::add_scaled(at.scores, block.votes[n], B_::pitch(p), nullptr, p.J, p.D, at.sum, nullptr);
+    }
   }
+
+  // The sample's form; its linear part is null where there is none.
+  static Form<T> form(const Form<T>& all, const Problem& p, int64_t b) {
+    const int64_t vectors = b * p.J * p.D;
+    return {from(all.linear, vectors), from(all.square, vectors), from(all.constant, b * p.J)};
+  }
+  static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
 
   static void weighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D;
-    if (pass.V == nullptr) {
+    const int64_t J = p.J, D = p.D, pitch = B_::pitch(p);
+    const Form<T> score = form(pass.score, p, block.b), gradient = form(pass.gradient, p, block.b);
+    const T* center = from(pass.center, block.b * J * D);
+    const T* valid_out = from(pass.valid_out, block.b * J);
+    const T* activation = B_::numbers(p.activation, p, block.b, block.i0, block.count, at.activation);
+    if (score.linear == nullptr) {
       __builtin_memset(at.scores, 0, static_cast<size_t>(J * L) * sizeof(T));
     } else {
-      B_::dots(block.votes, block.count, pass.V + block.b * J * D, J, D, at.part, at.scores);
+      B_::dots(block.votes, pitch, block.count, score, center, J, D, at.part, at.scores);
     }
-    B_::add_prior(p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J,
-                  at.scores);
-    if (!p.softmax_in) {
-      B_::softmax_out(J, p.leaky, at.scores);
-    } else if (pass.in_max != nullptr) {
+    B_::add(score.constant, J, at.scores);
+    B_::add_prior(p, block.b, block.i0, block.count, valid_out, at.scores);
+    const bool known = !p.softmax_in() || pass.in_max != nullptr;
+    if (!p.softmax_in()) {
+      alignas(sizeof(V)) T found[L];
+      const T* lse = B_::numbers(p.lse, p, block.b, block.i0, block.count, at.lse);
+      B_::normalize(p.normalize, J, p.leaky, lse, pass.lse.data == nullptr ? nullptr : found, at.scores);
+      for (int64_t n = 0; n < block.count && pass.lse.data != nullptr; ++n) {
+        write<T>(pass.lse, block.b * pass.lse.stride[0] + (block.i0 + n) * pass.lse.stride[1], found[n]);
+      }
+    } else if (known) {
       B_::softmax_in(J, pass.in_max + block.b * J, pass.in_scale + block.b * J, at.scores);
     } else {
-      online(pass, block, at.scores, at.sum, at.norm);
+      online(pass, at, block);
     }
-    if (pass.coupling.data != nullptr)
-      B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.scores);
-    if (pass.sum == nullptr) return;
     const T* coefficient = at.scores;
-    if (pass.ds != nullptr) {
-      B_::dots(block.votes, block.count, pass.ds + block.b * J * D, J, D, at.part, at.dc);
+    if (gradient.linear == nullptr) {
+      B_::weigh(activation, J, at.scores);
+      if (pass.coupling.data != nullptr)
+        B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.scores);
+    } else {
+      B_::dots(block.votes, pitch, block.count, gradient, center, J, D, at.part, at.dc);
+      B_::add(gradient.constant, J, at.dc);
       if (pass.dcoupling.data != nullptr)
         B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.dc);
-      B_::softmax_backward(J, at.scores, pass.c_dc == nullptr ? nullptr : pass.c_dc + block.b * J, at.dc);
+      B_::weigh(activation, J, at.dc);
+      if (p.normalize == Normalize::out || p.softmax_in()) {
+        const T* dlse = B_::numbers(pass.dlse, p, block.b, block.i0, block.count, at.dlse);
+        B_::softmax_backward(J, at.scores, from(pass.c_dc, block.b * J), dlse, at.dc);
+      } else {
+        B_::derivative(p.normalize, J, at.scores, at.dc);
+        B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, at.dc);
+      }
       coefficient = at.dc;
     }
-    for (int64_t n = 0; n < block.count; ++n) B_::add_scaled(coefficient + n, block.votes[n], J, D, at.sum);
+    if (pass.first.high == nullptr) return;
+    for (int64_t n = 0; n < block.count; ++n) {
+      T* second = pass.second.high == nullptr ? nullptr : at.second;
+      B_::add_scaled(coefficient + n, block.votes[n], pitch, center, J, D, at.sum, second);
+    }
+    if (pass.mass.high != nullptr) B_::add_mass(coefficient, J, at.mass);
   }
 
   static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
@@ -86,16 +130,24 @@ struct RowsAccumulate {
         const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;
         __builtin_memset(at.sum, 0, static_cast<size_t>(JD) * sizeof(T));
         __builtin_memset(at.norm, 0, static_cast<size_t>(p.J) * sizeof(T));
+        if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(p.J) * sizeof(T));
+        if (pass.second.high != nullptr) __builtin_memset(at.second, 0, static_cast<size_t>(JD) * sizeof(T));
         for (int64_t i0 = from; i0 < to; i0 += L) {
           const T* votes[L];
           const Block block{b, i0, i0 + L < to ? L : to - i0, votes};
           B_::rows(p, b, i0, block.count, at.rows, votes);
           pass.unweighted ? unweighted(pass, at, block) : weighted(pass, at, block);
         }
-        if (pass.sum == nullptr) continue;
-        B_::join(at.sum, JD, pass.sum + b * JD, pass.low + b * JD);
-        if (pass.norm != nullptr) B_::join(at.norm, p.J, pass.norm + b * p.J, pass.norm_low + b * p.J);
+        if (pass.first.high == nullptr) continue;
+        join(at.sum, JD, pass.first, b * JD);
+        if (pass.norm.high != nullptr) join(at.norm, p.J, pass.norm, b * p.J);
+        if (pass.mass.high != nullptr) join(at.mass, p.J, pass.mass, b * p.J);
+        if (pass.second.high != nullptr) join(at.second, JD, pass.second, b * JD);
       }
     }
+  }
+
+  static void join(const T* chunk, int64_t count, const Sum<T>& sum, int64_t to) {
+    B_::join(chunk, count, sum.high + to, sum.low + to);
   }
 };

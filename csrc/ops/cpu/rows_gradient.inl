@@ -1,8 +1,8 @@
 // The gradient pass in the rows layout, all iterations at once. lanes_gradient.inl has the formulas.
 
-template <class T, int L_, int NV>
+template <class T, int L_, int NV, bool Q>
 struct RowsGradient {
-  using B_ = Rows<T, L_, NV>;
+  using B_ = Rows<T, L_, NV, Q>;
   using V = typename B_::V;
   static constexpr int L = L_;
 
@@ -13,32 +13,59 @@ struct RowsGradient {
 
   static void coefficients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D;
+    const int64_t J = p.J, D = p.D, pitch = B_::pitch(p);
     const bool want_logits = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
+    const bool want_db = want_logits || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr;
+    const T* center = from(pass.center, block.b * J * D);
+    const T* valid_out = from(pass.valid_out, block.b * J);
+    const T* activation = B_::numbers(p.activation, p, block.b, block.i0, block.count, at.activation);
+    const T* lse = B_::numbers(p.lse, p, block.b, block.i0, block.count, at.lse);
+    const T* dlse = B_::numbers(pass.dlse, p, block.b, block.i0, block.count, at.dlse);
     for (int64_t t = pass.first; t < p.iterations; ++t) {
       T* c = at.c + (t - pass.first) * J * L;
       T* dc = at.db + (t - pass.first) * J * L;
-      const int64_t scalars = (t * p.B + block.b) * J, vectors = scalars * D;
-      if (t == 0) {
+      const int64_t scalars = (t * p.B + block.b) * J;
+      if (t < pass.scored) {
         __builtin_memset(c, 0, static_cast<size_t>(J * L) * sizeof(T));
       } else {
-        B_::dots(block.votes, block.count, pass.V + vectors, J, D, at.part, c);
+        B_::dots(block.votes, pitch, block.count, form(pass.score, scalars, D), center, J, D, at.part, c);
       }
-      B_::add_prior(
-          p, block.b, block.i0, block.count, pass.valid_out == nullptr ? nullptr : pass.valid_out + block.b * J, c);
-      if (p.softmax_in) {
+      B_::add(from(pass.score.constant, scalars), J, c);
+      B_::add_prior(p, block.b, block.i0, block.count, valid_out, c);
+      if (p.softmax_in()) {
         B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
       } else {
-        B_::softmax_out(J, p.leaky, c);
+        B_::normalize(p.normalize, J, p.leaky, lse, nullptr, c);
       }
-      if (!want_logits && (p.gradient_last || t == 0)) continue;
-      B_::dots(block.votes, block.count, pass.ds + vectors, J, D, at.part, dc);
+      if (!want_db && (p.gradient_last || t < pass.scored)) {
+        B_::weigh(activation, J, c);
+        continue;
+      }
+      B_::dots(block.votes, pitch, block.count, form(pass.gradient, scalars, D), center, J, D, at.part, dc);
+      B_::add(from(pass.gradient.constant, scalars), J, dc);
       if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
         B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, dc);
       }
-      B_::softmax_backward(J, c, p.softmax_in ? pass.c_dc + scalars : nullptr, dc);
+      if (pass.dactivation.data != nullptr)
+        B_::put(pass.dactivation, p, block.b, block.i0, block.count, B_::total(J, c, dc));
+      B_::weigh(activation, J, dc);
+      if (p.normalize == Normalize::out || p.softmax_in()) {
+        B_::softmax_backward(J, c, p.softmax_in() ? pass.c_dc + scalars : nullptr, dlse, dc);
+      } else {
+        B_::derivative(p.normalize, J, c, dc);
+        B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, dc);
+      }
+      if (pass.dlse_given.data != nullptr)
+        B_::put(pass.dlse_given, p, block.b, block.i0, block.count, V{} - B_::total(J, dc, nullptr));
+      B_::weigh(activation, J, c);
     }
     if (want_logits) logits(pass, at, block);
+  }
+
+  static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
+
+  static Form<T> form(const Form<T>& all, int64_t scalars, int64_t D) {
+    return {from(all.linear, scalars * D), from(all.square, scalars * D), nullptr};
   }
 
   static void logits(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
@@ -55,30 +82,56 @@ struct RowsGradient {
     }
   }
 
-  // Computes dvotes [J][D] of input capsule n of the block.
+  // Lanes [d, d + L) of dvotes of input capsule n of the block for output capsule j.
+  static CAPSFAST_INLINE V gradient(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block,
+                                    int64_t n, int64_t j, int64_t d, int64_t D) {
+    const Problem& p = *pass.problem;
+    V g = V{};
+    for (int64_t t = pass.first; t < p.iterations; ++t) {
+      const int64_t vector = ((t * p.B + block.b) * p.J + j) * D, coefficient = ((t - pass.first) * p.J + j) * L + n;
+      const bool scored = !p.gradient_last && t >= pass.scored;
+      if constexpr (Q) {
+        const V twice = T(2) * B_::read_vote(block.votes[n] + j * B_::pitch(p), pass.center + vector, d, D);
+        g += at.c[coefficient] * derivative(pass.gradient, vector, twice, d, D);
+        if (scored) g += at.db[coefficient] * derivative(pass.score, vector, twice, d, D);
+      } else {
+        g += B_::read_vector(pass.gradient.linear + vector, d, D) * at.c[coefficient];
+        if (scored) g += B_::read_vector(pass.score.linear + vector, d, D) * at.db[coefficient];
+      }
+    }
+    return g;
+  }
+
+  // Of a form, with respect to the vote.
+  static CAPSFAST_INLINE V derivative(const Form<T>& form, int64_t vector, V twice, int64_t d, int64_t D) {
+    return B_::read_vector(form.linear + vector, d, D) + twice * B_::read_vector(form.square + vector, d, D);
+  }
+
+  // Computes dvotes [J][D] of input capsule n of the block, or [D] if all output capsules share its vote. A small batch
+  // writes them over the votes, so a vote is not read again once its gradient is written.
   static void gradients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block, int64_t n,
                         T* dvotes) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = NV > 0 ? NV * L : p.D;
+    if (p.shared_outputs) {
+      for (int64_t d = 0; d < D; d += L) {
+        V total = V{};
+        for (int64_t j = 0; j < J; ++j) total += gradient(pass, at, block, n, j, d, D);
+        B_::write_vector(dvotes, total, d, D);
+      }
+      return;
+    }
     for (int64_t j = 0; j < J; ++j) {
 #pragma GCC unroll 2
-      for (int64_t d = 0; d < D; d += L) {
-        V g = V{};
-        for (int64_t t = pass.first; t < p.iterations; ++t) {
-          const int64_t vector = ((t * p.B + block.b) * J + j) * D, coefficient = ((t - pass.first) * J + j) * L + n;
-          g += B_::read_vector(pass.ds + vector, d, D) * at.c[coefficient];
-          if (p.gradient_last || t == 0) continue;
-          g += B_::read_vector(pass.V + vector, d, D) * at.db[coefficient];
-        }
-        B_::write_vector(dvotes + j * D, g, d, D);
-      }
+      for (int64_t d = 0; d < D; d += L) B_::write_vector(dvotes + j * D, gradient(pass, at, block, n, j, d, D), d, D);
     }
   }
 
   static void write_votes(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block,
                           int64_t n) {
     const Problem& p = *pass.problem;
-    const int64_t i = block.i0 + n, size = p.J * p.D, to = block.b * pass.dvotes.stride[0] + i * pass.dvotes.stride[1];
+    const int64_t i = block.i0 + n, size = (p.shared_outputs ? 1 : p.J) * p.D,
+                  to = block.b * pass.dvotes.stride[0] + i * pass.dvotes.stride[1];
     const bool in_place = pass.dvotes.storage == kStorage<T>;
     T* dvotes = in_place ? static_cast<T*>(pass.dvotes.data) + to : at.row;
     if (p.mask.data != nullptr && !p.mask.at(block.b, i)) {

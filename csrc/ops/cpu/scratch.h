@@ -28,7 +28,7 @@ class Carver {
 // sum [out_tile D][L] and norm [J][L]: the sums of a chunk, those of s for a tile of output capsules at a time.
 template <class T>
 struct LanesAccumulateScratch {
-  T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm;
+  T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm, *second, *mass, *activation, *lse, *dlse;
   int64_t size;
 
   LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
@@ -45,6 +45,11 @@ struct LanesAccumulateScratch {
     x = carve.take(plan.out_tile * p.D * L);
     sum = carve.take(plan.out_tile * p.D * L);
     norm = carve.take(p.J * L);
+    second = carve.take(p.moments ? plan.out_tile * p.D * L : 0);
+    mass = carve.take(p.moments ? p.J * L : 0);
+    activation = carve.take(p.moments ? plan.chunk * L : 0);
+    lse = carve.take(p.moments ? plan.chunk * L : 0);
+    dlse = carve.take(p.moments ? plan.chunk * L : 0);
     size = carve.used();
   }
 };
@@ -52,10 +57,12 @@ struct LanesAccumulateScratch {
 // weights, buffer, u, logits and valid as above. c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes
 // and their gradients, padded to a multiple of L rows. du [chunk][K][L]. dweight [chunk or 1][ceil(J D / L)][K][L]:
 // blocks of L rows, transposed, and row [J D K], dweight of an input capsule before it is added or converted: both
-// unless dW is added up in place. dlogits [chunk][J][L]. block [K][L].
+// unless dW is added up in place. dlogits [chunk][J][L]. block [K][L]. held [chunk][J D][L]: the votes of a quadratic
+// pass. activation, lse and dlse [chunk][L].
 template <class T>
 struct LanesGradientScratch {
-  T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block;
+  T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block, *held, *activation,
+      *lse, *dlse;
   int64_t size;
 
   LanesGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
@@ -78,15 +85,20 @@ struct LanesGradientScratch {
     dlogits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
     row = carve.take(in_place ? 0 : rows * p.K);
     block = carve.take(in_place ? p.K * L : 0);
+    held = carve.take(p.quadratic ? chunk * rows * L : 0);
+    activation = carve.take(p.moments ? chunk * L : 0);
+    lse = carve.take(p.moments ? chunk * L : 0);
+    dlse = carve.take(p.moments ? chunk * L : 0);
     size = carve.used();
   }
 };
 
 // For blocks of L input capsules. rows [L][J D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of 16
-// output capsules. scores and dc [J][L]. sum [J D] and norm [J]: the sums of a chunk.
+// output capsules. scores and dc [J][L]. sum [J D] and norm [J]: the sums of a chunk. second and mass: as sum and norm.
+// activation, lse and dlse [L].
 template <class T>
 struct RowsAccumulateScratch {
-  T *rows, *part, *scores, *dc, *sum, *norm;
+  T *rows, *part, *scores, *dc, *sum, *norm, *second, *mass, *activation, *lse, *dlse;
   int64_t size;
 
   RowsAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
@@ -98,14 +110,20 @@ struct RowsAccumulateScratch {
     dc = carve.take(p.J * L);
     sum = carve.take(p.J * p.D);
     norm = carve.take(p.J);
+    second = carve.take(p.moments ? p.J * p.D : 0);
+    mass = carve.take(p.moments ? p.J : 0);
+    activation = carve.take(p.moments ? L : 0);
+    lse = carve.take(p.moments ? L : 0);
+    dlse = carve.take(p.moments ? L : 0);
     size = carve.used();
   }
 };
 
-// rows and part as above. c and db [iterations][J][L]. row [J D]: dvotes before they are converted to another dtype.
+// rows and part as above. c and db [iterations][J][L]. row [J D]: dvotes before they are converted to another dtype, or
+// added up over shared outputs. activation, lse and dlse [L].
 template <class T>
 struct RowsGradientScratch {
-  T *rows, *part, *c, *db, *row;
+  T *rows, *part, *c, *db, *row, *activation, *lse, *dlse;
   int64_t size;
 
   RowsGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
@@ -116,6 +134,9 @@ struct RowsGradientScratch {
     c = carve.take(iterations * p.J * L);
     db = carve.take(iterations * p.J * L);
     row = carve.take(p.J * p.D);
+    activation = carve.take(p.moments ? L : 0);
+    lse = carve.take(p.moments ? L : 0);
+    dlse = carve.take(p.moments ? L : 0);
     size = carve.used();
   }
 };

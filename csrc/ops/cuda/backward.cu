@@ -23,7 +23,7 @@ class Backward {
     steps.V = call.template scratch<T>(p.iterations * call.vectors());
     steps.ds = call.template scratch<T>(p.iterations * call.vectors());
     steps.G = call.template scratch<T>(call.vectors());
-    if (p.softmax_in) {
+    if (p.softmax_in()) {
       const int64_t count = p.iterations * call.scalars();
       const Global<const T> norm(static_cast<const T*>(inputs.norm), 2 * count);
       steps.mean = call.template scratch<T>(count);
@@ -81,7 +81,7 @@ class Backward {
         TileFinalArgs tiles{};
         tiles.in_runs = poses_in_runs(p);
         tiles.tf32 = p.tf32;
-        if (p.softmax_in) tiles.norm = steps.columns;
+        if (p.softmax_in()) tiles.norm = steps.columns;
         return finish(
             tiles, plan.final_parts, plan.final_splits, [&](const TileFinalArgs& args) { call.tile_final(args); });
       }
@@ -91,7 +91,7 @@ class Backward {
     general.outputs = FinalTile<T>::outputs_for(p.J, p.D);
     general.components = FinalTile<T>::components_for(p.D);
     if (p.votes_given) general.dvotes = operand(out.dweight, {p.B, p.I, p.J, p.D});
-    if (p.softmax_in) general.norm = steps.columns;
+    if (p.softmax_in()) general.norm = steps.columns;
     if (plan.final_rows_apart) {
       for (int64_t t = steps.first; t < p.iterations; ++t) {
         // If the reducing passes had a sweep too, its normalisers are still there.

@@ -50,7 +50,7 @@ inline Mask mask(const MaskView& view, int64_t rows, int64_t columns) {
 }
 
 inline Inputs inputs_of(const Problem& p) {
-  Inputs in{p.B, p.I, p.J, p.D, p.K, p.softmax_in, p.leaky, {}, {}, {}, {}, {}};
+  Inputs in{p.B, p.I, p.J, p.D, p.K, p.softmax_in(), p.leaky, {}, {}, {}, {}, {}};
   if (p.votes_given) {
     in.matrix = operand(p.votes, {p.B, p.I, p.J, p.D});
   } else {
@@ -181,7 +181,7 @@ class Call {
 
   template <bool kBackward>
   int64_t tile_blocks() const {
-    return tile_kernel<kBackward>().blocks(static_cast<int>(p.J), p.softmax_in, tile_threads());
+    return tile_kernel<kBackward>().blocks(static_cast<int>(p.J), p.softmax_in(), tile_threads());
   }
 
   template <bool kBackward, class Steps>
@@ -197,7 +197,7 @@ class Call {
     const int floats = for_tiles([&](auto type, auto K) {
       // The sizes do not depend on D, so any will do.
       return FinalTiles<decltype(type), K, 8>::memory(
-                 static_cast<int>(p.J), tile_threads(), static_cast<int>(terms), p.softmax_in)
+                 static_cast<int>(p.J), tile_threads(), static_cast<int>(terms), p.softmax_in())
           .end;
     });
     return 4 * floats <= context.shared_bytes();

@@ -17,8 +17,8 @@ ForwardSteps<T> steps_of(Call<T>& call, const Problem& p, const ForwardOutputs& 
   steps.v = operand(out.v, {p.B, p.J, p.D});
   steps.V = call.template scratch<T>(call.vectors());
   steps.s = {static_cast<T*>(out.s), p.iterations * call.vectors()};
-  if (p.softmax_in) steps.norm = {static_cast<T*>(out.norm), 2 * p.iterations * call.scalars()};
-  steps.parts = call.parts(p.softmax_in);
+  if (p.softmax_in()) steps.norm = {static_cast<T*>(out.norm), 2 * p.iterations * call.scalars()};
+  steps.parts = call.parts(p.softmax_in());
   return steps;
 }
 

@@ -64,11 +64,11 @@ GeneralPlan plan_general(const Problem& p, int64_t multiprocessors) {
   GeneralPlan plan;
   plan.tiles = divide_up(p.B, R::samples);
   plan.out_tiles = std::max<int64_t>(1, divide_up(p.J, R::outputs));
-  plan.rows_apart = !p.softmax_in && plan.out_tiles > 1;
+  plan.rows_apart = !p.softmax_in() && plan.out_tiles > 1;
   const int64_t chunks = divide_up(p.I, R::inputs), others = std::max<int64_t>(1, plan.tiles * plan.out_tiles);
   plan.splits = std::clamp<int64_t>(divide_up(wanted, others), std::min<int64_t>(1, chunks), chunks);
 
-  plan.final_rows_apart = !p.softmax_in && F::outputs_for(p.J, p.D) < p.J;
+  plan.final_rows_apart = !p.softmax_in() && F::outputs_for(p.J, p.D) < p.J;
   const int64_t final_chunks = divide_up(p.I, F::inputs);
   // With a shared weight every block has its own sum of dweight, so there are no more blocks than the device needs.
   plan.final_blocks = p.shared_weight ? std::min(final_chunks, wanted) : final_chunks;

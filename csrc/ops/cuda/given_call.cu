@@ -75,7 +75,7 @@ bool resident_forward(const Problem& p, const ForwardOutputs& out, const Tensor&
   args.v = operand(out.v, {p.B, p.J, p.D});
   args.coupling = operand(out.coupling, {p.B, p.I, p.J});
   args.s = {static_cast<float*>(out.s), p.iterations * call.vectors()};
-  if (p.softmax_in) args.norm = {static_cast<float*>(out.norm), 2 * p.iterations * call.scalars()};
+  if (p.softmax_in()) args.norm = {static_cast<float*>(out.norm), 2 * p.iterations * call.scalars()};
   resident.launch(resident.kernels.forward, args, p.B);
   return true;
 }
@@ -103,7 +103,7 @@ bool resident_backward(const Problem& p, const BackwardInputs& in, const Backwar
   args.dv = operand(in.dv, {p.B, p.J, p.D});
   args.coupling = operand(in.coupling, {p.B, p.I, p.J});
   args.s = {static_cast<const float*>(in.s), p.iterations * call.vectors()};
-  if (p.softmax_in) args.norm = {static_cast<const float*>(in.norm), 2 * p.iterations * call.scalars()};
+  if (p.softmax_in()) args.norm = {static_cast<const float*>(in.norm), 2 * p.iterations * call.scalars()};
   if (out.dbias.data != nullptr) args.ds = call.scratch<float>(p.iterations * call.vectors());
   const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
   const int64_t clusters = logits > 0 ? resident.clusters_that_join() : p.B;

@@ -30,7 +30,7 @@ struct GivenNeeds {
 
 inline GivenMemory given_memory(const Problem& p, const GivenShape& shape, const GivenNeeds& needs) {
   const int64_t number = 4, vectors = p.J * p.D * number;
-  const bool follows = p.softmax_in && !needs.backward, shares = needs.blocks > 1;
+  const bool follows = p.softmax_in() && !needs.backward, shares = needs.blocks > 1;
   const int64_t scores =
       shape.exchange == Exchange::block ? needs.together * shape.rows * shape.votes(needs.backward) * p.J * number : 0;
   GivenLayout layout(needs.votes);
@@ -41,7 +41,7 @@ inline GivenMemory given_memory(const Problem& p, const GivenShape& shape, const
   memory.share_columns = layout.add(shares && follows ? 2 * p.J * 2 * number : 0);
   memory.V = layout.add(needs.terms * vectors);
   memory.ds = layout.add(needs.backward ? needs.terms * vectors : 0);
-  memory.norm = layout.add(p.softmax_in ? needs.terms * p.J * 3 * number : 0);
+  memory.norm = layout.add(p.softmax_in() ? needs.terms * p.J * 3 * number : 0);
   memory.b = layout.add(scores);
   memory.dc = layout.add(needs.backward ? scores : 0);
   memory.copies = layout.add(needs.votes > 0 ? 8 * GivenSize::stages * GivenSize::samples : 0);

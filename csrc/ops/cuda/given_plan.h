@@ -106,9 +106,9 @@ inline GivenShape given_shape(const Problem& p, bool resident, bool backward, bo
   // neighbouring addresses, four numbers each.
   const int64_t all = p.J * lanes_of(p, GivenSize::few), wide = p.J * lanes_of(p, GivenSize::many);
   const bool many = resident && p.D % GivenSize::many == 0 &&
-                    (p.softmax_in ? all <= given_threads(GivenSize::many, true) : wide <= 32);
+                    (p.softmax_in() ? all <= given_threads(GivenSize::many, true) : wide <= 32);
   shape.numbers = many ? GivenSize::many : GivenSize::few;
-  shape.exchange = p.softmax_in ? Exchange::none : many ? Exchange::warp : Exchange::block;
+  shape.exchange = p.softmax_in() ? Exchange::none : many ? Exchange::warp : Exchange::block;
   shape.lanes = static_cast<int>(lanes_of(p, shape.numbers));
   shape.lanes_log = log_of(shape.lanes);
   shape.output_lanes_log = log_of(lanes_of(p, GivenSize::few));

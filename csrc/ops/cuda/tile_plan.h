@@ -76,7 +76,7 @@ inline int64_t tile_warps(const Problem& p) {
 inline bool two_row_tiles(const Problem& p, int64_t shared_bytes) {
   return p.B > 16 && tile_warps(p) <= TileSize::warps(true) &&
          tile_bytes(static_cast<int>(tile_warps(p)), 32, static_cast<int>(p.J), static_cast<int>(p.K), true, true,
-                    p.softmax_in) <= shared_bytes;
+                    p.softmax_in()) <= shared_bytes;
 }
 
 struct TilePlan {

@@ -1,0 +1,141 @@
+// Tensors of the stable ABI as the kernels take them. Python checks the arguments. Checked again here are only shapes,
+// devices and dtypes, which would make the kernels read out of bounds.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <initializer_list>
+#include <optional>
+
+#include "routing.h"
+
+namespace capsfast {
+namespace bindings {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::headeronly::ScalarType;
+
+inline Storage storage_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Storage::f32;
+    case ScalarType::Double:
+      return Storage::f64;
+    case ScalarType::BFloat16:
+      return Storage::bf16;
+    case ScalarType::Half:
+      return Storage::f16;
+    default: {
+      STD_TORCH_CHECK(false, "capsfast: tensors must be float32, float64, bfloat16 or float16");
+    }
+  }
+  return Storage::f32;
+}
+
+inline View view_of(const Tensor& tensor) {
+  View view{tensor.data_ptr(), storage_of(tensor), {0, 0, 0, 0}};
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) view.stride[axis] = tensor.stride(axis);
+  return view;
+}
+
+inline ScalarType wide_type(const Tensor& like) {
+  return like.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
+}
+
+// A contiguous gradient of the shape of `tensor`, which `view` then describes; [0] if no gradient is wanted.
+inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view) {
+  if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
+  Tensor gradient = torch::stable::new_empty(tensor, tensor.sizes());
+  // If any axis is empty, no kernel may run over what remains of the gradient, which then is 0.
+  if (empty_problem) torch::stable::zero_(gradient);
+  if (gradient.numel() > 0) *view = view_of(gradient);
+  return gradient;
+}
+
+// Engine: see bindings.h.
+template <class Engine>
+struct Arguments {
+  static void expect(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+    bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
+    int64_t axis = 0;
+    for (const int64_t size : sizes) same = same && tensor.size(axis++) == size;
+    STD_TORCH_CHECK(same, "capsfast: ", name, " has a shape that does not fit the other arguments");
+    STD_TORCH_CHECK(Engine::holds(tensor), "capsfast: ", name, " must be a ", Engine::device, " tensor");
+  }
+
+  static MaskView mask_of(const char* name, const OptionalTensor& mask, int64_t rows, int64_t columns) {
+    if (!mask.has_value()) return {};
+    expect(name, *mask, {rows, columns});
+    STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, "capsfast: ", name, " must be bool");
+    return {static_cast<const uint8_t*>(mask->data_ptr()), {mask->stride(0), mask->stride(1)}};
+  }
+
+  static void add_logits_and_masks(Problem& p, const OptionalTensor& logits, const OptionalTensor& mask,
+                                   const OptionalTensor& out_mask) {
+    if (logits.has_value()) {
+      const bool per_sample = logits->dim() == 3;
+      if (per_sample) {
+        expect("logits", *logits, {p.B, p.I, p.J});
+      } else {
+        expect("logits", *logits, {p.I, p.J});
+      }
+      p.logits = view_of(*logits);
+      if (!per_sample) {
+        p.logits.stride[2] = p.logits.stride[1];
+        p.logits.stride[1] = p.logits.stride[0];
+        p.logits.stride[0] = 0;
+      }
+    }
+    p.mask = mask_of("mask", mask, p.B, p.I);
+    p.out_mask = mask_of("out_mask", out_mask, p.B, p.J);
+  }
+
+  static Problem problem_of(const Tensor& u, const Tensor& weight) {
+    STD_TORCH_CHECK(u.dim() == 3 && weight.dim() == 4, "capsfast: u must be [B, I, K], weight [I, J, D, K]");
+    Problem p;
+    p.B = u.size(0);
+    p.I = u.size(1);
+    p.K = u.size(2);
+    p.J = weight.size(1);
+    p.D = weight.size(2);
+    const int64_t rows = weight.size(0);
+    STD_TORCH_CHECK(rows == 1 || rows == p.I, "capsfast: weight must have 1 or I rows");
+    expect("weight", weight, {rows, p.J, p.D, p.K});
+    expect("u", u, {p.B, p.I, p.K});
+    STD_TORCH_CHECK(u.scalar_type() == weight.scalar_type(), "capsfast: u and weight must have one dtype");
+    p.u = view_of(u);
+    p.weight = view_of(weight);
+    p.shared_weight = rows == 1;
+    if (p.shared_weight) p.weight.stride[0] = 0;
+    return p;
+  }
+
+  static Problem problem_of(const Tensor& votes, int64_t J) {
+    STD_TORCH_CHECK(votes.dim() == 4, "capsfast: votes must be [B, I, J or 1, D]");
+    STD_TORCH_CHECK(Engine::holds(votes), "capsfast: votes must be a ", Engine::device, " tensor");
+    Problem p;
+    p.B = votes.size(0);
+    p.I = votes.size(1);
+    p.J = J;
+    p.D = votes.size(3);
+    p.votes_given = true;
+    p.shared_outputs = votes.size(2) != J;
+    STD_TORCH_CHECK(J >= 0 && (!p.shared_outputs || votes.size(2) == 1), "capsfast: votes must have 1 or J outputs");
+    STD_TORCH_CHECK(
+        !p.shared_outputs || Engine::kSharedOutputs, "capsfast: ", Engine::device, " votes must have J outputs");
+    p.votes = view_of(votes);
+    if (p.shared_outputs) p.votes.stride[2] = 0;
+    return p;
+  }
+};
+
+}  // namespace bindings
+}  // namespace capsfast

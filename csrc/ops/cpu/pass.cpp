@@ -1,0 +1,118 @@
+#include "pass.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "pass_backward.h"
+#include "pass_forward.h"
+#include "slices.h"
+#include "small_batch.h"
+
+namespace capsfast {
+
+namespace {
+
+using namespace driver;
+
+PassInputs slice(const PassInputs& in, int64_t b0) {
+  return {samples(in.query, b0), samples(in.precision, b0), samples(in.center, b0), samples(in.prior, b0)};
+}
+
+template <class T>
+PassOutputs slice(const PassOutputs& out, int64_t b0, int64_t J) {
+  PassOutputs part = out;
+  for (View* view : {&part.mass, &part.first, &part.second, &part.weights, &part.lse}) *view = samples(*view, b0);
+  part.norm = static_cast<T*>(out.norm) + b0 * J;
+  return part;
+}
+
+template <class T>
+PassSaved slice(const PassSaved& saved, int64_t b0, int64_t J) {
+  PassSaved part = saved;
+  for (View* view : {&part.dmass, &part.dfirst, &part.dsecond, &part.dweights, &part.dlse, &part.mass, &part.first,
+                     &part.second, &part.weights}) {
+    *view = samples(*view, b0);
+  }
+  part.norm = static_cast<const T*>(saved.norm) + b0 * J;
+  return part;
+}
+
+PassGradients slice(const PassGradients& out, int64_t b0) {
+  PassGradients part = out;
+  for (View* view : {&part.dquery, &part.dprecision, &part.dcenter, &part.dprior, &part.dactivation, &part.dlse,
+                     &part.common.dweight}) {
+    *view = samples(*view, b0);
+  }
+  if (out.common.per_sample_logits) part.common.dlogits = samples(out.common.dlogits, b0);
+  return part;
+}
+
+template <class T>
+void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
+  const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), false) : Slices{};
+  if (slices.tasks == 0) return PassForward<T>(p, in, out, num_threads()).run();
+  parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
+    const int64_t b1 = p.B * end / slices.tasks;
+    for (int64_t b = p.B * begin / slices.tasks; b < b1; b += slices.samples) {
+      const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
+      const PassOutputs part_out = slice<T>(out, b, p.J);
+      PassForward<T>(part, slice(in, b), part_out, 1).run();
+    }
+  });
+}
+
+template <class T>
+void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
+  const View& dlogits = out.common.dlogits;
+  const int64_t logits = dlogits.data != nullptr && !out.common.per_sample_logits ? p.I * p.J : 0;
+  const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), logits > 0) : Slices{};
+  const int64_t tasks = std::max<int64_t>(1, slices.tasks);
+  const Buffer<double> sums(tasks * logits);
+  std::fill_n(sums.get(), tasks * logits, 0.0);
+  const auto sum_of = [&](int64_t task) { return logits == 0 ? nullptr : sums.get() + task * logits; };
+  if (slices.tasks == 0) {
+    PassBackward<T>(p, in, saved, out, sum_of(0), num_threads()).run();
+  } else {
+    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t b1 = p.B * (task + 1) / tasks;
+        for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
+          const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
+          const PassSaved part_saved = slice<T>(saved, b, p.J);
+          const PassGradients part_out = slice(out, b);
+          PassBackward<T>(part, slice(in, b), part_saved, part_out, sum_of(task), 1).run();
+        }
+      }
+    });
+  }
+  add_up<double>(sums.get(), logits == 0 ? 0 : tasks, logits, dlogits);
+}
+
+}  // namespace
+
+template <class T>
+void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
+  if (!is_small_batch<T>(p)) return forward<T>(p, in, out);
+  const SmallBatch<T> batch(p);
+  forward<T>(batch.routed(), in, out);
+}
+
+template <class T>
+void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
+  if (!is_small_batch<T>(p)) return backward<T>(p, in, saved, out);
+  const SmallBatch<T> batch(p);
+  const Problem routed = batch.routed();
+  PassGradients votes_out = out;
+  const bool needed = out.common.du.data != nullptr || out.common.dweight.data != nullptr;
+  votes_out.common.du = View{};
+  votes_out.common.dweight = needed ? routed.votes : View{};
+  backward<T>(routed, in, saved, votes_out);
+  batch.finish(out.common);
+}
+
+template void pass_forward<float>(const Problem&, const PassInputs&, const PassOutputs&);
+template void pass_forward<double>(const Problem&, const PassInputs&, const PassOutputs&);
+template void pass_backward<float>(const Problem&, const PassInputs&, const PassSaved&, const PassGradients&);
+template void pass_backward<double>(const Problem&, const PassInputs&, const PassSaved&, const PassGradients&);
+
+}  // namespace capsfast

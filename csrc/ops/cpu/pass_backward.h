@@ -1,0 +1,156 @@
+// The backward of a pass: an accumulate pass for what belongs to output capsules, then a gradient pass for the rest.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "pass_score.h"
+
+namespace capsfast::driver {
+
+template <class T>
+class PassBackward {
+ public:
+  // Adds to dlogits_sum [I, J], null if it is not wanted.
+  PassBackward(const Problem& problem, const PassInputs& inputs, const PassSaved& saved_, const PassGradients& outputs,
+               double* dlogits_sum, int64_t threads)
+      : context(problem, threads),
+        p(problem),
+        saved(saved_),
+        out(outputs),
+        dlogits_sum_(dlogits_sum),
+        score(context, inputs),
+        gradient(context, saved.dfirst, saved.dsecond, T(1), saved.dmass),
+        in_norm(context.layout, p.softmax_in() ? 1 : 0),
+        c_dc(p.softmax_in() ? context.layout.scalars() : 0) {
+    if (!p.softmax_in()) return;
+    for (int64_t b = 0; b < p.B; ++b) {
+      in_norm.restore(static_cast<const T*>(saved.norm), p, saved.batch, 0, b, context.layout.of(b), 0);
+    }
+    mean_gradients();
+  }
+
+  void run() {
+    const bool outputs = out.dquery.data != nullptr || out.dprecision.data != nullptr || out.dcenter.data != nullptr ||
+                         out.dprior.data != nullptr;
+    if (outputs) of_outputs();
+    const BackwardOutputs& common = out.common;
+    const bool inputs = common.du.data != nullptr || common.dweight.data != nullptr || common.dlogits.data != nullptr ||
+                        out.dactivation.data != nullptr || out.dlse.data != nullptr;
+    if (!inputs) return;
+    GradientPass<T> pass;
+    pass.center = score.center(p);
+    pass.score = score.form();
+    pass.scored = score.scored() ? 0 : 1;
+    pass.gradient = gradient.form();
+    pass.in_max = in_norm.max();
+    pass.in_scale = in_norm.scale();
+    pass.c_dc = c_dc.get();
+    pass.dcoupling = saved.dweights;
+    if (p.normalize == Normalize::out) pass.dlse = saved.dlse;
+    pass.dactivation = out.dactivation;
+    pass.dlse_given = out.dlse;
+    context.gradient(pass, common, dlogits_sum_);
+  }
+
+ private:
+  // For a softmax over the input capsules: sum_i R dR, less the gradient of its lse. As the moments are the sums of the
+  // coupling that gradients of them multiply, it needs no pass.
+  void mean_gradients() {
+    std::fill_n(c_dc.get(), context.layout.scalars(), T(0));
+    const auto product = [&](const View& x, const View& dx, int64_t b, int64_t j, int64_t size, int64_t axis) {
+      T total = 0;
+      if (dx.data == nullptr) return total;
+      const int64_t from = b * x.stride[0] + j * x.stride[3 - axis], dfrom = b * dx.stride[0] + j * dx.stride[3 - axis];
+      for (int64_t n = 0; n < size; ++n) {
+        total += read<T>(x, from + n * x.stride[axis]) * read<T>(dx, dfrom + n * dx.stride[axis]);
+      }
+      return total;
+    };
+    for (int64_t b = 0; b < p.B; ++b) {
+      const Place at = context.layout.of(b);
+      for (int64_t j = 0; j < p.J; ++j) {
+        T total =
+            product(saved.mass, saved.dmass, b, j, 1, 2) + product(saved.first, saved.dfirst, b, j, p.D, 2) +
+            product(saved.second, saved.dsecond, b, j, p.D, 2) + product(saved.weights, saved.dweights, b, j, p.I, 1);
+        if (saved.dlse.data != nullptr)
+          total -= read<T>(saved.dlse, b * saved.dlse.stride[0] + j * saved.dlse.stride[1]);
+        c_dc.get()[at.scalar + j * at.stride] = total;
+      }
+    }
+  }
+
+  // dprior, dquery and dprecision are the pass's sums; dcenter follows from them and the moments:
+  //   dcenter = -sum_i dx = -(query dprior + 2 square dquery + mass dfirst + 2 first dsecond), square = -precision / 2
+  void of_outputs() {
+    const int64_t vectors = context.layout.vectors(), scalars = context.layout.scalars();
+    const bool squares = p.quadratic && out.dprecision.data != nullptr;
+    const Sums<T> first(context.plan.splits * vectors), second(squares ? context.plan.splits * vectors : 0);
+    const Sums<T> mass(context.plan.splits * scalars);
+    first.clear();
+    second.clear();
+    mass.clear();
+    AccumulatePass<T> pass;
+    pass.center = score.center(p);
+    pass.score = score.form();
+    pass.gradient = gradient.form();
+    if (p.softmax_in()) {
+      pass.in_max = in_norm.max();
+      pass.in_scale = in_norm.scale();
+      pass.c_dc = c_dc.get();
+    }
+    pass.dcoupling = saved.dweights;
+    if (p.normalize == Normalize::out) pass.dlse = saved.dlse;
+    pass.first = first.sum();
+    if (squares) pass.second = second.sum();
+    pass.mass = mass.sum();
+    context.accumulate(pass);
+    add(first, vectors);
+    add(mass, scalars);
+    if (squares) {
+      add(second, vectors);
+      for (int64_t n = 0; n < vectors; ++n) second.high()[n] *= T(-0.5);
+    }
+    context.save(mass.high(), p.J, 1, out.dprior);
+    context.save(first.high(), p.J, p.D, out.dquery);
+    context.save(second.high(), p.J, p.D, out.dprecision);
+    if (out.dcenter.data != nullptr) write_dcenter(mass.high(), first.high());
+  }
+
+  void add(const Sums<T>& sums, int64_t size) const {
+    parallel(size, 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        T total = 0;
+        for (int64_t split = 0; split < context.plan.splits; ++split) total += sums.total(split * size + n);
+        sums.high()[n] = total;
+      }
+    });
+  }
+
+  void write_dcenter(const T* dprior, const T* dquery) const {
+    const int64_t vectors = context.layout.vectors(), L = context.plan_lanes();
+    const Buffer<T> mass(context.layout.scalars()), first(vectors), result(vectors);
+    context.load(saved.mass, p.J, 1, T(1), mass.get());
+    context.load(saved.first, p.J, p.D, T(1), first.get());
+    const Form<T> b = score.form(), g = gradient.form();
+    for (int64_t n = 0; n < vectors; ++n) {
+      const int64_t scalar = n / (p.D * L) * L + n % L;
+      T total = mass.get()[scalar] * g.linear[n] + 2 * first.get()[n] * g.square[n];
+      if (score.scored()) total += b.linear[n] * dprior[scalar] + 2 * b.square[n] * dquery[n];
+      result.get()[n] = -total;
+    }
+    context.save(result.get(), p.J, p.D, out.dcenter);
+  }
+
+  Context<T> context;
+  const Problem& p;
+  const PassSaved& saved;
+  const PassGradients& out;
+  double* dlogits_sum_;
+  Score<T> score;
+  FormArrays<T> gradient;
+  InNormArrays<T> in_norm;
+  Buffer<T> c_dc;
+};
+
+}  // namespace capsfast::driver

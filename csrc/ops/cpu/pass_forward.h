@@ -1,0 +1,139 @@
+// The forward of a pass: one accumulate pass, whose splits are then added up to the moments.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "pass_score.h"
+
+namespace capsfast::driver {
+
+template <class T>
+class PassForward {
+ public:
+  PassForward(const Problem& problem, const PassInputs& inputs, const PassOutputs& outputs, int64_t threads)
+      : context(problem, threads),
+        p(problem),
+        out(outputs),
+        score(context, inputs),
+        first(context.plan.splits * context.layout.vectors()),
+        second(p.quadratic && out.second.data != nullptr ? context.plan.splits * context.layout.vectors() : 0),
+        mass(context.plan.splits * context.layout.scalars()),
+        norms(p, context.plan, context.layout) {}
+
+  void run() {
+    AccumulatePass<T> pass;
+    pass.center = score.center(p);
+    pass.score = score.form();
+    // With softmax "in" the weights are known only after the pass.
+    if (!p.softmax_in()) pass.coupling = out.weights;
+    if (p.normalize == Normalize::out) pass.lse = out.lse;
+    // A product of matrices, where all couplings of a sample are the same.
+    const bool masked = !p.votes_given && p.mask.data != nullptr;
+    const bool softmax = p.normalize == Normalize::out || p.softmax_in();
+    pass.unweighted = softmax && !score.scored() && !p.quadratic && p.logits.data == nullptr && !masked &&
+                      p.activation.data == nullptr && out.weights.data == nullptr && out.lse.data == nullptr;
+    first.clear();
+    second.clear();
+    mass.clear();
+    pass.first = first.sum();
+    if (out.second.data != nullptr) pass.second = second.sum();
+    if (!pass.unweighted) pass.mass = mass.sum();
+    norms.start(&pass);
+    context.accumulate(pass);
+    norms.finish();
+    add_splits(pass.unweighted);
+    context.save(mass.high(), p.J, 1, out.mass);
+    context.save(first.high(), p.J, p.D, out.first);
+    context.save(second.high(), p.J, p.D, out.second);
+    if (p.softmax_in() && out.weights.data != nullptr) write_weights();
+  }
+
+ private:
+  // Adds the sums of the splits up in the place of the first. A row is an output capsule of a tile.
+  void add_splits(bool unweighted) {
+    const int64_t rows = context.plan.tiles * p.J, L = context.plan_lanes();
+    parallel(rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(1, p.D * L)), [&](int64_t begin, int64_t end) {
+      std::vector<T> factors(static_cast<size_t>(context.plan.splits * L));
+      for (int64_t row = begin; row < end; ++row) {
+        for (int64_t l = 0; l < L; ++l) factor(unweighted, row, l, factors.data());
+        add(first, row, p.D * L, factors);
+        if (out.second.data != nullptr) add(second, row, p.D * L, factors);
+        if (!unweighted) add(mass, row, L, factors);
+      }
+    });
+  }
+
+  void add(const Sums<T>& sums, int64_t row, int64_t size, const std::vector<T>& factors) const {
+    const int64_t L = context.plan_lanes(), pitch = context.plan.tiles * p.J * size;
+    T *high = sums.high() + row * size, *low = sums.low() + row * size;
+    for (int64_t n = 0; n < size; n += L) {
+      for (int64_t l = 0; l < L; ++l) {
+        T total = 0;
+        for (int64_t split = 0; split < context.plan.splits; ++split) {
+          const int64_t at = split * pitch + n + l;
+          total += factors[static_cast<size_t>(split * L + l)] * (high[at] + low[at]);
+        }
+        high[n + l] = total;
+      }
+    }
+  }
+
+  // What the sums of every split are multiplied with, for lane l of a row; saves the normalisers of the softmax over the
+  // input capsules, and the mass where all couplings are the same.
+  void factor(bool unweighted, int64_t row, int64_t l, T* factors) const {
+    const int64_t L = context.plan_lanes(), tile = row / p.J, j = row % p.J, b = tile * L + l, scalar = row * L + l;
+    const int64_t splits = context.plan.splits;
+    for (int64_t split = 0; split < splits; ++split) factors[split * L + l] = 1;
+    if (b >= p.B) return;
+    T max = 0, scale = 1;
+    if (unweighted) {
+      const int64_t counted = p.softmax_in() ? valid_count(p.mask, b, p.I) : valid_count(p.out_mask, b, p.J);
+      const T entries = static_cast<T>(counted + (p.leaky ? 1 : 0));
+      scale = context.is_valid(b, j) && entries > 0 ? 1 / entries : T(0);
+      mass.high()[scalar] = scale * static_cast<T>(valid_count(p.mask, b, p.I));
+    } else if (p.softmax_in()) {
+      const auto [largest, norm] = norms.combined(scalar);
+      max = largest;
+      scale = norm == 0 ? T(0) : 1 / norm;
+      if (out.lse.data != nullptr) {
+        const T lse = norm == 0 ? -std::numeric_limits<T>::infinity() : max + std::log(norm);
+        write<T>(out.lse, b * p.J + j, lse);
+      }
+    }
+    if (p.softmax_in()) {
+      T* to = static_cast<T*>(out.norm) + b * p.J + j;
+      to[0] = max;
+      to[out.batch * p.J] = scale;
+    }
+    for (int64_t split = 0; split < splits; ++split) {
+      factors[split * L + l] = p.softmax_in() && !unweighted ? scale * norms.rescaling(split, scalar, max) : scale;
+    }
+  }
+
+  void write_weights() {
+    InNormArrays<T> in_norm(context.layout, 1);
+    for (int64_t b = 0; b < p.B; ++b) {
+      in_norm.restore(static_cast<const T*>(out.norm), p, out.batch, 0, b, context.layout.of(b), 0);
+    }
+    AccumulatePass<T> pass;
+    pass.center = score.center(p);
+    pass.score = score.form();
+    pass.in_max = in_norm.max();
+    pass.in_scale = in_norm.scale();
+    pass.coupling = out.weights;
+    context.accumulate(pass);
+  }
+
+  Context<T> context;
+  const Problem& p;
+  const PassOutputs& out;
+  Score<T> score;
+  Sums<T> first, second, mass;
+  InNorms<T> norms;
+};
+
+}  // namespace capsfast::driver
