@@ -19,6 +19,16 @@ from .passes import Given
 from .routing import Nothing, zeros
 
 
+class Through(NamedTuple):
+    """What both kernels of the backward take after the call."""
+
+    state: Tensor  # [B, J, 1, 2, D]: query and dfirst
+    dcoupling: Tensor | None  # [B, I, J]
+    rows: Tensor | None  # [3, B, I]
+    norm: tuple[Tensor | None, ...]  # maximum, 1 / sum, sum_i c dc, [B, J] each, for normalize="in"
+    given: Given
+
+
 def call(
     x: Tensor,
     weight: Tensor | None,
@@ -161,6 +171,7 @@ def _backward(
     hidden = _hidden(parameters.out_mask)
     dmass, dfirst, dsecond = (_plain(value, hidden) for value in given[:3])
     dcoupling, dlse = None if given[3] is None else given[3].contiguous(), _plain(given[4])
+    # The layout of dynamic routing. Without a query nothing reads its place.
     state = call.new(B, J, 1, 2, D)
     state[:, :, 0, 1] = 0.0 if dfirst is None else dfirst
     if call.scores.query is not None:
@@ -170,19 +181,19 @@ def _backward(
     if call.normalize == "in":
         norm = (*saved[5].unbind(0), _inward_total(call, beside, dfirst, dcoupling, saved))
         beside = Given(dmass, dsecond)
+    need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
+    uniform = call.uniform_start and not need_activation
     rows = _rows(call, parameters.lse)
-    if call.normalize == "out" and any(call.tiles(name).groups > 1 for name in ("accumulate_gradient", "gradient")):
+    split_outputs = any(call.tiles(name).groups > 1 for name in ("accumulate_gradient", "gradient"))
+    if call.normalize == "out" and split_outputs and not uniform:
         rows = call.new(3, B, I)
         passes.row_norm(call, state, dcoupling, rows, True, beside)
-
-    need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
     through = Through(state, dcoupling, rows, norm, beside)
     of_scores = _score_gradients(call, through, dfirst, saved, need_scores)
     found: tuple[Tensor | None, ...] = (None,) * 5
     if I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse):
         dactivation = call.new(B, I) if need_activation else None
         drow = call.new(B, I) if need_lse else None
-        uniform = call.uniform_start and not need_activation
         dx, dweight, dlogits = passes.gradient(
             call, *through, 0, uniform, (need_x, need_weight, need_logits), dactivation, drow
         )
@@ -192,16 +203,6 @@ def _backward(
         zeros(call, tensor, wanted) if gradient is None else gradient.to((call.x if tensor is None else tensor).dtype)
         for gradient, tensor, wanted in zip(gradients, inputs, needed, strict=True)
     )
-
-
-class Through(NamedTuple):
-    """What both kernels of the backward take."""
-
-    state: Tensor  # [B, J, 1, 2, D]: query and dfirst
-    dcoupling: Tensor | None  # [B, I, J]
-    rows: Tensor | None  # [3, B, I]
-    norm: tuple[Tensor | None, ...]  # maximum, 1 / sum, sum_i c dc, [B, J] each, for normalize="in"
-    given: Given
 
 
 def _inward_total(
@@ -232,7 +233,7 @@ def _score_gradients(
     mass, first, *_ = saved
     dquery = dprecision = dcenter = dprior = None
     if need_center:
-        # The moments move with the center; what the score adds to this follows below from sums of other gradients.
+        # As x = votes - center, minus the sum of the gradients of x over i. What goes through the score is below.
         dcenter = call.zeros(*first.shape)
         if dfirst is not None:
             dcenter -= mass[:, :, None] * dfirst

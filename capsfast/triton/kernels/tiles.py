@@ -125,8 +125,8 @@ def centered(
     votes, center_ptr, mask_ptr, out_mask_ptr, valid, rows, ok, n,
     J: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
 ):
-    """Tile n of x, the votes about the center, with 0 for masked pairs: no other factor of x^2 is 0 for all of these,
-    and the votes of a masked output capsule may be NaN."""
+    """Tile n of x, the votes about the center, and 0 for masked pairs: the votes of a masked output capsule may be NaN,
+    and a coupling of 0 does not hide that where it multiplies x."""
     if center_ptr is not None:
         votes -= load_vectors(center_ptr, rows, ok, n, J, D, JT, DP)
     if mask_ptr is not None or out_mask_ptr is not None:
