@@ -13,7 +13,9 @@ import capsfast
 from capsfast import backend as choice
 from capsfast import toolchain
 
+from .support import passes as support_passes
 from .support.accuracy import relative_l2
+from .support.passes import EVERYTHING, LINEAR, QUADRATIC, PassCase, normalized
 from .support.problems import PLAIN, Case, make, run
 
 pytestmark = pytest.mark.skipif(
@@ -83,6 +85,13 @@ def test_three_tf32_products_are_as_exact_as_float32(tensor_cores: None) -> None
         assert error < 2 * plain[name] + 5e-7, name
 
 
+def test_a_pass_is_as_exact_as_float32(tensor_cores: None) -> None:
+    problem = support_passes.make((17, 9, 3, 16, 8), QUADRATIC, dtype=torch.float32)
+    plain = errors(problem, "reference")
+    for name, error in errors(problem, "triton").items():
+        assert error < 2 * plain[name] + 1e-6, name
+
+
 @pytest.mark.parametrize("I", [400, 1200])
 @pytest.mark.usual(I=[400])
 def test_sums_over_many_input_capsules_do_not_drift(tensor_cores: None, I: int) -> None:
@@ -133,6 +142,84 @@ def test_offsets_beyond_32_bits(op: str) -> None:
         got = run(problem, "triton")
         for key, value in wanted.items():
             assert torch.equal(got[key], value), (stride, key)
+
+
+def test_offsets_beyond_32_bits_in_a_pass() -> None:
+    problem = support_passes.make((2, 2, 2, 4, 3), normalized(EVERYTHING, "in"), dtype=torch.float32)
+    wanted = run(problem, "triton")
+    for name in ("u", "logits"):
+        values = problem.inputs[name]
+        problem.inputs[name] = far_apart(values.shape, (2**31 + 16, *values.stride()[1:]), values)
+    for key, value in run(problem, "triton").items():
+        assert torch.equal(value, wanted[key]), key
+
+
+def launches(problem: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that a forward and a backward of the problem launch, with the mode of those that have one."""
+    from triton.runtime.interpreter import GridExecutor
+
+    found, launch = [], GridExecutor.__call__
+
+    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(" ".join([self.fn.__name__, *filter(None, [kwargs.get("MODE")])]))
+        return launch(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", remember)
+        run(problem, "triton")
+    return found
+
+
+ACCUMULATE, MOMENTS, SUMS, GRADIENT = (
+    "accumulate_kernel",
+    "moments_kernel",
+    "accumulate_gradient_kernel",
+    "gradient_kernel",
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "J", "kernels"),
+    [
+        # Nothing to score with: all couplings are equal, and no gradient is a sum over the input capsules.
+        (PassCase(center=True, second=True), 3, [f"{ACCUMULATE} uniform", MOMENTS, f"{GRADIENT} out"]),
+        (LINEAR, 3, [f"{ACCUMULATE} out", MOMENTS, f"{SUMS} out", MOMENTS, f"{GRADIENT} out"]),
+        # The given log-sum-exp is what row_norm would compute.
+        (
+            normalized(LINEAR, "lse"),
+            3,
+            [f"{ACCUMULATE} row_norm", MOMENTS, f"{SUMS} row_norm", MOMENTS, f"{GRADIENT} row_norm"],
+        ),
+        (
+            LINEAR,
+            300,
+            [
+                *("row_norm_kernel", f"{ACCUMULATE} row_norm", MOMENTS),
+                *("row_norm_kernel", f"{SUMS} row_norm", MOMENTS, f"{GRADIENT} row_norm"),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_pass_launches(case: PassCase, J: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launches(support_passes.make((2, 2, J, 3, 1), case, dtype=torch.float32), monkeypatch) == kernels
+
+
+@pytest.mark.parametrize("op", ["route_votes", "votes_pass"])
+def test_votes_of_all_outputs_in_groups(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradient is a sum over outputs that no program holds at once."""
+    if op == "votes_pass":
+        problem = support_passes.make((2, 2, 6, 3, 1), PassCase(query=True, second=True, shared="J"), op, torch.float32)
+    else:
+        problem = make((2, 2, 6, 3, 1), Case(logits="IJ"), op, torch.float32)
+        problem.inputs["votes"] = problem.inputs["votes"][:, :, :1]
+    wanted = run(problem.to(torch.float64), "reference")
+    for kernel in ("accumulate", "accumulate_gradient", "gradient"):
+        for name in (kernel, f"{kernel} quadratic"):
+            monkeypatch.setitem(config.TABLE, name, Choice(16, 1, chunk=1))
+    assert "row_norm_kernel" in launches(problem, monkeypatch)
+    for name, value in run(problem, "triton").items():
+        torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
 
 
 def test_offsets_beyond_32_bits_within_a_weight() -> None:

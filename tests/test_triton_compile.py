@@ -20,11 +20,14 @@ CAPABILITIES = (80, 90, 100)
 # What a program may have on every GPU from 8.0 on: 99 KiB on 8.6, 8.9 and 12.0, more on the others.
 SHARED = 99 * 1024
 ALL = {"logits": "BIJ", "mask": True, "out_mask": True, "leaky": True, "bias": True}
+# Between two updates of EM routing.
+EM = {"precision": True, "center": True, "prior": True, "activation": True, "second": True}
 # Layers people train (B and I are not compiled in), one with every option, and both softmaxes.
 CALLS: dict[str, Row] = {
     "float32": {"shape": [32, 64, 10, 16, 8], "dtype": "float32"},
     "bfloat16": {"shape": [32, 64, 10, 16, 8], "dtype": "bfloat16", "case": {"coupling": False}},
     "votes": {"shape": [32, 64, 10, 16, 1], "dtype": "float32", "op": "route_votes"},
+    "EM": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM},
 }
 MORE_CALLS: dict[str, Row] = {
     "tf32": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"coupling": False}, "tf32": True},
@@ -39,6 +42,19 @@ MORE_CALLS: dict[str, Row] = {
 MOST_CALLS: dict[str, Row] = {
     "float16": {"shape": [32, 64, 10, 16, 16], "dtype": "float16", "case": {"coupling": False}},
     "r=5": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"coupling": False, "num_iterations": 5}},
+    "EM, J=1000": {"shape": [16, 32, 1000, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM},
+    "EM, shared votes": {
+        "shape": [32, 64, 10, 16, 1],
+        "dtype": "bfloat16",
+        "op": "votes_pass",
+        "case": {**EM, "shared": "J", "query": True},
+    },
+    "EM, in": {
+        "shape": [32, 64, 10, 16, 8],
+        "dtype": "float32",
+        "op": "routing_pass",
+        "case": {**EM, "query": True, "normalize": "in", "weights": True, "lse": True},
+    },
     "J=32": {"shape": [32, 64, 32, 16, 16], "dtype": "float32", "case": {"coupling": False}},
 }
 MAKES_VOTES = (
@@ -91,7 +107,7 @@ def text(row: Row) -> str:
 
 
 def test_every_kernel_is_compiled_for_every_gpu(rows: list[Row]) -> None:
-    kernels = {*MAKES_VOTES, "update_kernel", "restore_kernel", "update_gradient_kernel"}
+    kernels = {*MAKES_VOTES, "update_kernel", "moments_kernel", "restore_kernel", "update_gradient_kernel"}
     assert {row["kernel"] for row in rows} == kernels
     for capability in CAPABILITIES:
         assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - {"row_norm_kernel"}
@@ -101,7 +117,7 @@ def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:
     for row in rows:
         if row["kernel"] not in MAKES_VOTES:
             continue
-        if row["op"] == "route_votes":
+        if row["op"] in ("route_votes", "votes_pass"):
             assert not row["mma"], text(row)
             continue
         operands = {"bfloat16": "bf16.bf16", "float16": "f16.f16"}.get(row["dtype"], "tf32.tf32")

@@ -51,6 +51,14 @@ TABLE = {
     # Takes one tile after the other and keeps only a few numbers per row.
     "row_norm": Choice(64, 8),
     "coupling": Choice(64, 8),
+    # A pass with precision, center or second moments has second sums, and reads precision and center from L1: at
+    # J=10, D=16 with four warps, 24 registers a thread for each set of tiles, 220 in all, no spills.
+    "accumulate quadratic": Choice(48, 8),
+    # At J=10, D=16 with eight warps, 227 registers.
+    "accumulate_gradient quadratic": Choice(40, 8),
+    # At J=10, D=16 the tiles of "gradient": with eight warps 255 registers, 48 bytes of stack, no spills in the loop.
+    # More outputs are taken in smaller groups.
+    "gradient quadratic": Choice(32, 8, chunk=8),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import Options
+from ..options import SOFTMAX, Options, PassOptions
 from . import config
 from .config import Choice, Layer, Tiles
 
@@ -33,6 +33,16 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 
 
+class Scores(NamedTuple):
+    """What a pass scores votes with beyond logits, float32 and contiguous, and 0 for masked capsules."""
+
+    query: Tensor | None = None  # [B, J, D]
+    precision: Tensor | None = None  # [B, J, D]
+    center: Tensor | None = None  # [B, J, D]
+    prior: Tensor | None = None  # [B, J]
+    activation: Tensor | None = None  # [B, I]
+
+
 class Plan(NamedTuple):
     """How a kernel is launched. chunk: input capsules of a split. constants: keyword arguments of every launch."""
 
@@ -44,7 +54,10 @@ class Plan(NamedTuple):
 
 @dataclass
 class Call:
-    """A call. x: u [B, I, K], or votes [B, I, J, D] without a weight. Tensors may have any strides. tf32: allowed."""
+    """A call. x: u [B, I, K], or without a weight votes [B, I, J or 1, D]. Tensors may have any strides. tf32: allowed.
+
+    outputs: J, if x does not say it. scores: None for the routing ops, which score with V.
+    """
 
     x: Tensor
     weight: Tensor | None
@@ -52,14 +65,17 @@ class Call:
     bias: Tensor | None
     mask: Tensor | None
     out_mask: Tensor | None
-    options: Options
+    options: Options | PassOptions
     tf32: bool = False
+    outputs: int | None = None
+    scores: Scores | None = None
     sizes: tuple[int, int, int, int, int] = field(init=False)  # B, I, J, D, K
     _plans: dict[str, Plan] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.weight is None:
-            self.sizes = (*self.x.shape, 1)
+            B, I, J, D = self.x.shape
+            self.sizes = (B, I, J if self.outputs is None else self.outputs, D, 1)
         else:
             B, I, K = self.x.shape
             self.sizes = (B, I, self.weight.shape[1], self.weight.shape[2], K)
@@ -76,13 +92,44 @@ class Call:
         return self.weight is not None and self.weight.shape[0] == 1
 
     @property
+    def common(self) -> bool:
+        """Whether all output capsules have the same votes."""
+        return self.weight is None and self.x.shape[2] != self.sizes[2]
+
+    @property
+    def normalize(self) -> str:
+        return self.options.normalize if isinstance(self.options, PassOptions) else self.options.softmax
+
+    @property
+    def iterations(self) -> int:
+        return 1 if isinstance(self.options, PassOptions) else self.options.num_iterations
+
+    @property
     def uniform_start(self) -> bool:
-        """Whether the first coupling of a sample is one number for all (i, j): there are no logits."""
-        return self.logits is None
+        """Whether the first coupling of a sample is one number for all (i, j): there is nothing to score with."""
+        if self.scores is None:
+            return self.logits is None
+        scored = any(value is not None for value in (self.logits, *self.scores[:2], self.scores.prior))
+        return not scored and self.normalize in SOFTMAX
+
+    @property
+    def agreement(self) -> bool:
+        """Whether the votes have a gradient through the logits."""
+        if self.scores is None:
+            return isinstance(self.options, Options) and self.options.gradient == "full"
+        return self.scores.query is not None or self.scores.precision is not None
+
+    @property
+    def quadratic(self) -> bool:
+        """QUADRATIC: whether more than a dot product and the first moment is made of the votes."""
+        if self.scores is None or not isinstance(self.options, PassOptions):
+            return False
+        return self.options.second or self.scores.precision is not None or self.scores.center is not None
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.x, self.weight, self.logits, self.mask, self.out_mask)
+        scores = Scores() if self.scores is None else self.scores
+        return (self.x, self.weight, self.logits, self.mask, self.out_mask, *scores[1:])
 
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
@@ -102,6 +149,8 @@ class Call:
             "DOT": dot_precision(self.x.dtype, self.tf32),
             "WIDE": self.wide,
             "LEAKY": self.options.leaky,
+            "QUERY": self.scores is None or self.scores.query is not None,
+            "QUADRATIC": self.quadratic,
         }
 
     @functools.cached_property
@@ -109,9 +158,9 @@ class Call:
         """WIDE: whether offsets within 16 samples, all outputs and all K may need 64 bits."""
         B, I, J, D, K = self.sizes
         # The gradients of inputs, and V and ds of all iterations.
-        reach = [config.ROWS * I * max(J * D, K, J), config.ROWS * 2 * self.options.num_iterations * J * D]
-        for tensor in self.tensors:
-            if tensor is not None and tensor is not self.weight:
+        reach = [config.ROWS * I * max(J * D, K, J), config.ROWS * 2 * self.iterations * J * D]
+        for tensor in (self.x, self.logits, self.mask, self.out_mask):
+            if tensor is not None:
                 # Logits [I, J] have no axis of samples.
                 batch = 0 if tensor is self.logits and tensor.dim() == 2 else config.ROWS * tensor.stride(0)
                 reach.append(batch + sum((n - 1) * stride for n, stride in _inner(tensor)))
@@ -132,7 +181,8 @@ class Call:
         return Layer(J, D, 0 if self.votes_given else K, self.x.element_size(), self.shared)
 
     def choice(self, kernel: str) -> Choice:
-        return config.choice(kernel, self.layer, self.x.device)
+        name = f"{kernel} quadratic" if self.quadratic else kernel
+        return config.choice(name if name in config.TABLE else kernel, self.layer, self.x.device)
 
     def tiles(self, kernel: str) -> Tiles:
         return config.tiles(kernel, self.layer, self.choice(kernel))
@@ -150,6 +200,8 @@ class Call:
         """Sizes and inner strides, which are compile-time constants: then offsets in a tile need no registers."""
         B, I, J, D, K = self.sizes
         x = self.x.stride()[2:] if self.weight is None else (0, self.x.stride(2))
+        if self.common:
+            x = (0, x[1])
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
         inner = dict(zip(("x_j", "x_d", "w_j", "w_d", "w_k"), (*x, *w), strict=True))
         cut = {"BB": tiles.BB, "JT": tiles.JT, "DP": tiles.DP, "KP": tiles.KP, "NT": tiles.NT}

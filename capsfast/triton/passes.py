@@ -1,29 +1,49 @@
 """A function for each kernel, which launches it. The device of the call must be the current one."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..options import Options, PassOptions
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import coupling_kernel, row_norm_kernel
-from .kernels.update import restore_kernel, update_gradient_kernel, update_kernel
+from .kernels.update import moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv, pair_strides
+
+
+class Given(NamedTuple):
+    """Gradients of the outputs of a pass beside those of its first moment, float32 and contiguous."""
+
+    mass: Tensor | None = None  # [B, J]
+    second: Tensor | None = None  # [B, J, D]
+    lse: Tensor | None = None  # [B, I], for normalize="out"
+
+
+NOTHING = Given()
+
+
+class Sums(NamedTuple):
+    """What a pass adds up, or the partial sums of it with an axis of splits in front."""
+
+    first: Tensor  # [B, J, D]
+    mass: Tensor | None = None  # [B, J]
+    second: Tensor | None = None  # [B, J, D]
 
 
 def mode(call: Call, kernel: str) -> str:
     """MODE of kernels/softmax.py. If a program does not hold all outputs, row_norm has to come first."""
-    if call.options.softmax == "in":
-        return "in"
-    return "out" if call.tiles(kernel).groups == 1 else "row_norm"
+    if call.normalize == "out":
+        return "out" if call.tiles(kernel).groups == 1 else "row_norm"
+    return "row_norm" if call.normalize == "lse" else call.normalize
 
 
 def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
     """The coupling of a first pass without logits: [B] and 0, or None and one number for all samples."""
     B, I, J, *_ = call.sizes
-    valid, count = (call.mask, I) if call.options.softmax == "in" else (call.out_mask, J)
+    valid, count = (call.mask, I) if call.normalize == "in" else (call.out_mask, J)
     extra = int(call.options.leaky)
     if valid is None:
         return None, 1 / max(count + extra, 1)
@@ -31,13 +51,16 @@ def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
     return torch.where(counts > 0, 1 / (counts + extra), 0.0), 0.0
 
 
-def row_norm(call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor, with_ds: bool) -> None:
+def row_norm(
+    call: Call, state: Tensor | None, dcoupling: Tensor | None, rows: Tensor, with_ds: bool, given: Given = NOTHING
+) -> None:
     """Fills rows [3, B, I]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
     tiles, splits, chunk, constants = call.plan("row_norm")
     B, I, *_ = call.sizes
     row_norm_kernel[(cdiv(B, tiles.BB), splits)](
-        *call.tensors, dcoupling, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk, tiles.groups,
-        **constants, WITH_DS=with_ds, R=call.options.num_iterations,
+        *call.tensors, dcoupling, *given, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk,
+        tiles.groups,
+        **constants, WITH_DS=with_ds, R=call.iterations,
     )  # fmt: skip
 
 
@@ -49,27 +72,68 @@ def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool)
     partial = call.new(splits, B, J, D)
     online = call.new(2, splits, B, J) if kind == "in" else None
     accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
-        *call.tensors, V, rows, partial, online, *call.strides, B, I, chunk,
+        *call.tensors, V, rows, partial, online, None, None, None, None, *call.strides, B, I, chunk,
         **constants, MODE=kind,
     )  # fmt: skip
     return partial, online
 
 
-def accumulate_gradient(
-    call: Call, state: Tensor, dcoupling: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...]
-) -> Tensor:
-    """Partial sums [splits, B, J, D] of what an iteration adds to G. norm: maximum, 1 / sum, s . ds, [B, J] each."""
-    tiles, splits, chunk, constants = call.plan("accumulate_gradient")
+def accumulate_moments(
+    call: Call, rows: Tensor | None, uniform: bool, coupling: Tensor | None, lse: Tensor | None
+) -> tuple[Sums, Tensor | None]:
+    """Partial sums of the moments and, for softmax "in", maxima and sums as in accumulate().
+
+    Fills coupling [B, I, J], except for softmax "in", and lse [B, I], if the mode is "out".
+    """
+    assert call.scores is not None
+    tiles, splits, chunk, constants = call.plan("accumulate")
     B, I, J, D, _ = call.sizes
-    partial = call.new(splits, B, J, D)
-    accumulate_gradient_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
-        *call.tensors, dcoupling, state, rows, *norm, partial, *call.strides, *pair_strides(dcoupling), B, I, chunk,
-        **constants, MODE=mode(call, "accumulate_gradient"), R=call.options.num_iterations,
+    kind = "uniform" if uniform else mode(call, "accumulate")
+    second = isinstance(call.options, PassOptions) and call.options.second
+    sums = _partial_sums(call, splits, True, second)
+    online = call.new(2, splits, B, J) if kind == "in" else None
+    accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+        *call.tensors, call.scores.query, rows, sums.first, online, sums.mass, sums.second,
+        None if kind == "in" else coupling, lse if kind == "out" else None, *call.strides, B, I, chunk,
+        **constants, MODE=kind,
     )  # fmt: skip
-    return partial
+    return sums, online
 
 
-def coupling(call: Call, V: Tensor, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
+def _partial_sums(call: Call, splits: int, mass: bool, second: bool) -> Sums:
+    B, _, J, D, _ = call.sizes
+    return Sums(
+        call.new(splits, B, J, D),
+        call.new(splits, B, J) if mass else None,
+        call.new(splits, B, J, D) if second else None,
+    )
+
+
+def accumulate_gradient(
+    call: Call,
+    state: Tensor,
+    dcoupling: Tensor | None,
+    rows: Tensor | None,
+    norm: tuple[Tensor | None, ...],
+    given: Given = NOTHING,
+    wanted: tuple[bool, bool] = (False, False),
+) -> Sums:
+    """Partial sums over i of db x, which an iteration adds to G, and if wanted of db and of db x^2.
+
+    norm: maximum, 1 / sum, s . ds, [B, J] each.
+    """
+    tiles, splits, chunk, constants = call.plan("accumulate_gradient")
+    B, I, *_ = call.sizes
+    sums = _partial_sums(call, splits, *wanted)
+    accumulate_gradient_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+        *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *pair_strides(dcoupling), B, I,
+        chunk,
+        **constants, MODE=mode(call, "accumulate_gradient"), R=call.iterations,
+    )  # fmt: skip
+    return sums
+
+
+def coupling(call: Call, V: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
     tiles, splits, chunk, constants = call.plan("coupling")
     B, I, *_ = call.sizes
     coupling_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
@@ -83,7 +147,9 @@ def _update_grid(call: Call) -> tuple[tuple[int], dict[str, Any]]:
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
     RB = max(1, 128 // DP)
-    shape = {"J": J, "D": D, "DP": DP, "RB": RB, "KIND": call.options.squash}
+    shape: dict[str, Any] = {"J": J, "D": D, "DP": DP, "RB": RB}
+    if isinstance(call.options, Options):
+        shape["KIND"] = call.options.squash
     return (cdiv(B * J, RB),), shape
 
 
@@ -104,6 +170,7 @@ def update(
     v: Tensor | None,
 ) -> None:
     """Fills s, norm, and V of the next iteration (following) or, in the last one, the output v."""
+    assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
     update_kernel[grid](
         partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
@@ -112,8 +179,32 @@ def update(
     )  # fmt: skip
 
 
+def update_moments(
+    call: Call,
+    partial: Sums,
+    online: Tensor | None = None,
+    factor: tuple[Tensor | None, float] = (None, 1.0),
+    norm: Tensor | None = None,
+) -> Sums:
+    """Adds up the splits. Fills norm [2, B, J] if it is given. factor: what the sums are multiplied by."""
+    grid, shape = _update_grid(call)
+    B, _, J, D, _ = call.sizes
+    sums = Sums(
+        call.new(B, J, D),
+        None if partial.mass is None else call.new(B, J),
+        None if partial.second is None else call.new(B, J, D),
+    )
+    moments_kernel[grid](
+        *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm.unbind(0)),
+        *call.out_strides, B, partial.first.shape[0], factor[1],
+        **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
+    )  # fmt: skip
+    return sums
+
+
 def restore(call: Call, s: Tensor) -> Tensor:
     """From s [R, B, J, D]: state [B, J, R, 2, D], with V of every iteration and room for ds."""
+    assert isinstance(call.options, Options)
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
     grid, shape = _update_grid(call)
@@ -124,6 +215,7 @@ def restore(call: Call, s: Tensor) -> Tensor:
 
 
 def update_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds: Tensor, delta: Tensor | None) -> None:
+    assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
     splits = 0 if partial is None else partial.shape[0]
     update_gradient_kernel[grid](
@@ -138,32 +230,49 @@ def gradient(
     dcoupling: Tensor | None,
     rows: Tensor | None,
     norm: tuple[Tensor | None, ...],
+    given: Given,
     start: int,
-    dx: Tensor | None,
-    needed: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fills dx, unless it is None. Returns partial sums of dW, [splits, I, J, D, K] or for a shared weight
-    [programs, J, D, K], and dlogits [B, I, J] or their partial sums [splits, I, J].
+    uniform: bool,
+    needed: tuple[bool, bool, bool],
+    dactivation: Tensor | None = None,
+    drow: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight and dlogits, as far as they are needed.
 
-    needed: whether dW, and whether dlogits.
+    uniform: in iteration start all couplings are equal. dactivation [B, I] and drow [B, I], the gradient of a
+    log-sum-exp that is given, are filled unless they are None.
     """
     tiles, _, _, constants = call.plan("gradient")
     chunks, chunk, splits, batch_tiles = call.split_gradient()
     B, I, J, D, K = call.sizes
-    dw = dl = None
-    if needed[0]:
+    need_x, need_weight, need_logits = needed
+    dx = dw = dl = None
+    if need_x:
+        # du is a sum over groups of outputs and, if K takes several steps, over tiles; dvotes that all outputs share
+        # are one over groups. The kernel adds these to memory one after the other, so it has to be float32.
+        grouped = tiles.groups > 1
+        in_parts = call.common and grouped if call.votes_given else grouped or K > tiles.KP
+        dx = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
+    if need_weight:
+        # Partial sums, one per split of the batch, or for a shared weight one per program.
         dw = call.new(chunks * splits, J, D, K) if call.shared else call.new(splits, I, J, D, K)
     sum_logits = call.logits is not None and call.logits.dim() == 2
-    if needed[1]:
+    if need_logits:
         assert call.logits is not None
         dl = call.new(splits, I, J) if sum_logits else call.new(B, I, J, dtype=call.logits.dtype)
-    uniform = start == 0 and call.uniform_start
     factor = uniform_factor(call) if uniform else (None, 0.0)
     gradient_kernel[(chunks, splits)](
-        *call.tensors, dcoupling, state, rows, *norm, factor[0], dx, dw, dl, *call.strides,
+        *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, dl, dactivation, drow, *call.strides,
         *pair_strides(dcoupling), B, I, chunk, batch_tiles, tiles.groups, factor[1],
         **constants, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
-        START=start + uniform, R=call.options.num_iterations, UNIFORM=uniform,
-        AGREEMENT=call.options.gradient == "full", SHARED=call.shared, SUM_LOGITS=sum_logits, WARPS=tiles.warps,
+        START=start + uniform, R=call.iterations, UNIFORM=uniform, AGREEMENT=call.agreement, SHARED=call.shared,
+        COMMON=call.common, SUM_LOGITS=sum_logits, WARPS=tiles.warps,
     )  # fmt: skip
-    return dw, dl
+    dweight = dlogits = None
+    if dw is not None:
+        assert call.weight is not None
+        dweight = dw.sum(0).to(call.weight.dtype).view(call.weight.shape)
+    if dl is not None:
+        assert call.logits is not None
+        dlogits = (dl.sum(0) if sum_logits else dl).to(call.logits.dtype)
+    return None if dx is None else dx.to(call.x.dtype), dweight, dlogits

@@ -10,13 +10,14 @@ from .launch import Call
 
 
 def forward(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits, bias, mask, out_mask, _, *options, return_coupling = rest
-    return routing.forward(Call(votes, None, logits, bias, mask, out_mask, Options(*options)), return_coupling)
+    logits, bias, mask, out_mask, J, *options, return_coupling = rest
+    call = Call(votes, None, logits, bias, mask, out_mask, Options(*options), outputs=J)
+    return routing.forward(call, return_coupling)
 
 
 def backward(dv: Tensor, dcoupling: Tensor | None, votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits, bias, mask, out_mask, coupling, s, norm, _, *options = rest[:-3]
-    call = Call(votes, None, logits, bias, mask, out_mask, Options(*options))
+    logits, bias, mask, out_mask, coupling, s, norm, J, *options = rest[:-3]
+    call = Call(votes, None, logits, bias, mask, out_mask, Options(*options), outputs=J)
     need_votes, need_logits, need_bias = rest[-3:]
     dvotes, _, dlogits, dbias = routing.backward(
         call, dv, dcoupling, coupling, s, norm, (need_votes, False, need_logits, need_bias)

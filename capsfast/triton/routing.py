@@ -3,11 +3,11 @@
 All launches go to the current stream, and nothing waits for a result, so that a CUDA graph can capture them.
 """
 
-import torch
 from torch import Tensor
 
 from . import passes
 from .launch import Call
+from .passes import NOTHING
 
 Nothing: tuple[None, None, None] = (None, None, None)
 
@@ -20,7 +20,7 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
 
 def _forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, I, J, D, _ = call.sizes
-    r, inward = call.options.num_iterations, call.options.softmax == "in"
+    r, inward = call.iterations, call.normalize == "in"
     v = call.new(B, J, D, dtype=call.x.dtype)
     coupling = call.new(B, I, J, dtype=call.x.dtype) if return_coupling else call.new(0, dtype=call.x.dtype)
     s = call.new(r, B, J, D)
@@ -78,9 +78,9 @@ def _backward(
     needed: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, I, J, D, K = call.sizes
-    r, inward = call.options.num_iterations, call.options.softmax == "in"
+    r, inward = call.iterations, call.normalize == "in"
     if B == 0 or J == 0:
-        return tuple(_zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
+        return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
     state = passes.restore(call, s)
@@ -92,7 +92,7 @@ def _backward(
     def norm_of(t: int | slice) -> tuple[Tensor | None, ...]:
         return Nothing if delta is None else (norm[0, t], norm[1, t], delta[t])
 
-    start = 0 if call.options.gradient == "full" else r - 1
+    start = 0 if call.agreement else r - 1
     first_varied = max(start, 1) if call.uniform_start else start
     split_outputs = not inward and any(call.tiles(kernel).groups > 1 for kernel in ("accumulate_gradient", "gradient"))
     rows = call.new(r, 3, B, I) if split_outputs else None
@@ -111,18 +111,20 @@ def _backward(
             row = None if rows is None else rows[t]
             partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), row, norm_of(t))
             before = state[:, :, t - 1, 1]
-            passes.update_gradient(call, partial, G, s[t - 1], before, None if delta is None else delta[t - 1])
+            passes.update_gradient(call, partial.first, G, s[t - 1], before, None if delta is None else delta[t - 1])
             row_norm(t - 1)
 
     need_x, need_weight, need_logits, need_bias = needed
-    dx, dweight, dlogits, dbias = (_zeros(call, tensor, False) for tensor in _given(call))
+    dx, dweight, dlogits, dbias = (zeros(call, tensor, False) for tensor in _given(call))
     if I == 0:
         # Without input capsules the gradient pass has no programs, so it would write nothing.
         dx, dweight, dlogits = (
-            _zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call)[:3], needed[:3], strict=True)
+            zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call)[:3], needed[:3], strict=True)
         )
     elif need_x or need_weight or need_logits:
-        found = _last_pass(call, state, dcoupling, rows, norm_of(slice(None)), start, needed)
+        uniform = start == 0 and call.uniform_start
+        norms = norm_of(slice(None))
+        found = passes.gradient(call, state, dcoupling, rows, norms, NOTHING, start, uniform, needed[:3])
         dx, dweight, dlogits = (
             new if new is not None else old for new, old in zip(found, (dx, dweight, dlogits), strict=True)
         )
@@ -136,38 +138,7 @@ def _given(call: Call) -> tuple[Tensor | None, ...]:
     return (call.x, call.weight, call.logits, call.bias)
 
 
-def _zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:
+def zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:
     """Zeros of the shape of the tensor, or an empty gradient if it is absent or not wanted."""
     like = call.x if tensor is None else tensor
     return like.new_zeros(like.shape if wanted and tensor is not None else (0,))
-
-
-def _last_pass(
-    call: Call,
-    state: Tensor,
-    dcoupling: Tensor | None,
-    rows: Tensor | None,
-    norm: tuple[Tensor | None, ...],
-    start: int,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dlogits; None if not needed."""
-    need_x, need_weight, need_logits, _ = needed
-    dx = dweight = dlogits = None
-    target = None
-    if need_x:
-        # du is a sum over groups of outputs and, if K takes several steps, over tiles. The kernel adds these to memory
-        # one after the other, so it has to be float32.
-        tiles = call.tiles("gradient")
-        in_parts = not call.votes_given and (tiles.groups > 1 or call.sizes[-1] > tiles.KP)
-        target = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
-    dw, dl = passes.gradient(call, state, dcoupling, rows, norm, start, target, (need_weight, need_logits))
-    if target is not None:
-        dx = target.to(call.x.dtype)
-    if dw is not None:
-        assert call.weight is not None
-        dweight = dw.sum(0).to(call.weight.dtype).view(call.weight.shape)
-    if dl is not None:
-        assert call.logits is not None
-        dlogits = (dl if call.logits.dim() == 3 else dl.sum(0)).to(call.logits.dtype)
-    return dx, dweight, dlogits

@@ -24,6 +24,7 @@ def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, A
     """What forward and backward of a call would launch: (kernel, arguments, keywords)."""
     from triton.runtime.jit import JITFunction
 
+    from tests.support import passes
     from tests.support.problems import Case, make, run
 
     launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -35,7 +36,11 @@ def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, A
 
     run_before, JITFunction.run = JITFunction.run, remember
     try:
-        problem = make(call["shape"], Case(**call.get("case", {})), call["op"], getattr(torch, call["dtype"]))
+        options, dtype = call.get("case", {}), getattr(torch, call["dtype"])
+        if call["op"].endswith("_pass"):
+            problem = passes.make(call["shape"], passes.PassCase(**options), call["op"], dtype)
+        else:
+            problem = make(call["shape"], Case(**options), call["op"], dtype)
         if call.get("tf32"):
             torch.backends.cuda.matmul.fp32_precision = "tf32"
         run(problem, "triton")

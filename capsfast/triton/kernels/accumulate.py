@@ -1,4 +1,5 @@
-"""One routing pass over the input capsules: partial sums of s in the forward, of G in the backward.
+"""One pass over the input capsules: partial sums of s, or of the moments of a routing pass, in the forward, and in the
+backward of G, or of what the gradients of query, precision, center and prior are made of.
 
 Program (batch tile, split, group) has BB samples, a slice of the input capsules and NT tiles of outputs. It keeps its
 sums in registers and stores them as partial[split]. update.py adds the splits in a fixed order, so no sum depends on
@@ -8,17 +9,19 @@ the order in which programs run.
 import triton
 import triton.language as tl
 
-from .softmax import agreement_gradient, couple, finite_or_zero
+from .softmax import agreement_gradient, couple, finite_or_zero, scaled
 from .tiles import (
     batch_rows,
+    centered,
+    coupling_gradient,
     input_capsules,
     load_numbers,
     load_vectors,
-    outputs,
-    per_pair,
+    per_input,
     routing_logits,
-    score,
     spread,
+    store_numbers,
+    store_pairs,
     store_vectors,
     valid_inputs,
     valid_outputs,
@@ -29,18 +32,27 @@ from .tiles import (
 @triton.jit(do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["rows_ptr"])
 def accumulate_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
-    V_ptr,  # [B, J, D] float32
+    precision_ptr, center_ptr, prior_ptr, activation_ptr,  # of a pass: float32 [B, J, D] twice, [B, J], [B, I], or None
+    V_ptr,  # [B, J, D] float32, if QUERY
     rows_ptr,  # [3, B, I] float32, MODE "row_norm"
-    partial_ptr,  # [splits, B, J, D] float32
+    partial_ptr,  # [splits, B, J, D] float32, out: sum_i c x
     online_ptr,  # [2, splits, B, J] float32, out for MODE "in": maximum and sum of exponentials
+    mass_ptr,  # [splits, B, J] float32, out: sum_i c, or None
+    second_ptr,  # [splits, B, J, D] float32, out: sum_i c x^2, or None
+    coupling_ptr,  # [B, I, J], out, or None; not for MODE "in" and "uniform"
+    lse_ptr,  # [B, I] float32, out for MODE "out": log-sum-exp, or None
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
 ):
-    """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1."""
+    """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
+
+    QUADRATIC: something beyond the score with V and the first moment is given or asked for. activation multiplies c.
+    """
     rows = batch_rows(tl.program_id(0), BB, WIDE)
     split = tl.program_id(1)
     first = tl.program_id(2) * NT
@@ -48,14 +60,21 @@ def accumulate_kernel(
     xs = (x_b, x_i, x_j, x_d)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
+    mass = ()
+    second = ()
     V = ()
     known = ()
     maximum = ()
     total = ()
     for n in tl.static_range(NT):
         acc = acc + (tl.zeros([BB, JT * DP], tl.float32),)
+        if mass_ptr is not None:
+            mass = mass + (tl.zeros([BB, JT], tl.float32),)
+        if second_ptr is not None:
+            second = second + (tl.zeros([BB, JT * DP], tl.float32),)
         if MODE != "uniform":
-            V = V + (load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP),)
+            if QUERY:
+                V = V + (load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP),)
             known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
         if MODE == "in":
             maximum = maximum + (tl.full([BB, JT], float("-inf"), tl.float32),)
@@ -66,14 +85,29 @@ def accumulate_kernel(
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
+        sums = ()
+        masses = ()
+        seconds = ()
         if MODE == "uniform":
-            sums = ()
+            if activation_ptr is not None:
+                a = per_input(activation_ptr, rows, ok, i, I)
             for n in tl.static_range(NT):
-                sums = sums + (acc[n] + votes_tile(
+                votes = votes_tile(
                     u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
                     BB, JT, DP, KP, VOTES, DOT, WIDE
-                ),)
-            acc = sums
+                )
+                if QUADRATIC:
+                    valid = tl.broadcast_to(ok[:, None], [BB, JT])
+                    votes = centered(
+                        votes, center_ptr, mask_ptr, None, valid, rows, inside, first + n, J, D, BB, JT, DP
+                    )
+                weighted = votes * a[:, None] if activation_ptr is not None else votes
+                sums = sums + (acc[n] + weighted,)
+                if mass_ptr is not None:
+                    c0 = a if activation_ptr is not None else ok.to(tl.float32)
+                    masses = masses + (mass[n] + c0[:, None],)
+                if second_ptr is not None:
+                    seconds = seconds + (second[n] + weighted * votes,)
         else:
             x = ()
             b = ()
@@ -83,11 +117,15 @@ def accumulate_kernel(
                     BB, JT, DP, KP, VOTES, DOT, WIDE
                 )
                 valid = known[n] & ok[:, None]
+                if QUADRATIC:
+                    votes = centered(
+                        votes, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, BB, JT, DP
+                    )
                 b = b + (routing_logits(
-                    votes, V[n], logits_ptr, rows, i, first + n, (l_b, l_i, l_j), valid, BB, JT, DP, WIDE
+                    votes, V[n] if QUERY else None, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n,
+                    (l_b, l_i, l_j), valid, J, D, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
-            sums = ()
             if MODE == "in":
                 # The online softmax over i: when the maximum grows, the sums so far are rescaled.
                 maxima = ()
@@ -99,24 +137,48 @@ def accumulate_kernel(
                     e = tl.exp(b[n] - least)
                     maxima = maxima + (grown,)
                     totals = totals + (total[n] * scale + e,)
-                    sums = sums + (acc[n] * spread(scale, BB, JT, DP) + spread(e, BB, JT, DP) * x[n],)
+                    if activation_ptr is not None:
+                        e *= per_input(activation_ptr, rows, ok, i, I)[:, None]
+                    weighted = spread(e, BB, JT, DP) * x[n]
+                    sums = sums + (acc[n] * spread(scale, BB, JT, DP) + weighted,)
+                    if mass_ptr is not None:
+                        masses = masses + (mass[n] * scale + e,)
+                    if second_ptr is not None:
+                        seconds = seconds + (second[n] * spread(scale, BB, JT, DP) + weighted * x[n],)
                 maximum = maxima
                 total = totals
             else:
-                c = couple(b, rows_ptr, (), rows, ok, i, B, I, NT, LEAKY, MODE)
+                c, log_sum = couple(b, rows_ptr, (), rows, ok, i, B, I, NT, LEAKY, MODE)
+                if lse_ptr is not None:
+                    tl.store(lse_ptr + (rows[0] * I + i) + rows[1] * I, log_sum, mask=inside)
+                if activation_ptr is not None:
+                    c = scaled(c, per_input(activation_ptr, rows, ok, i, I), NT)
                 for n in tl.static_range(NT):
-                    sums = sums + (acc[n] + spread(c[n], BB, JT, DP) * x[n],)
-            acc = sums
+                    weighted = spread(c[n], BB, JT, DP) * x[n]
+                    sums = sums + (acc[n] + weighted,)
+                    if mass_ptr is not None:
+                        masses = masses + (mass[n] + c[n],)
+                    if second_ptr is not None:
+                        seconds = seconds + (second[n] + weighted * x[n],)
+                    if coupling_ptr is not None:
+                        store_pairs(coupling_ptr, c[n], rows, inside, i, first + n, I, J, JT, WIDE)
+        acc = sums
+        if mass_ptr is not None:
+            mass = masses
+        if second_ptr is not None:
+            second = seconds
 
     plane = tl.cast(split, tl.int64) * B * J
     for n in tl.static_range(NT):
         store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, JT, DP)
+        if mass_ptr is not None:
+            store_numbers(mass_ptr + plane, mass[n], rows, inside, first + n, J, JT)
+        if second_ptr is not None:
+            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, JT, DP)
         if MODE == "in":
-            j = outputs(first + n, JT, False)
-            at = online_ptr + plane + rows[0] * J + (rows[1] * J)[:, None] + j[None, :]
-            within = inside[:, None] & (j < J)[None, :]
-            tl.store(at, maximum[n], mask=within)
-            tl.store(at + tl.cast(tl.num_programs(1), tl.int64) * B * J, total[n], mask=within)
+            store_numbers(online_ptr + plane, maximum[n], rows, inside, first + n, J, JT)
+            totals_ptr = online_ptr + plane + tl.cast(tl.num_programs(1), tl.int64) * B * J
+            store_numbers(totals_ptr, total[n], rows, inside, first + n, J, JT)
 
 
 # These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
@@ -125,20 +187,25 @@ def accumulate_kernel(
     do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr", "delta_ptr"],
 )
 def accumulate_gradient_kernel(
-    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
+    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
+    precision_ptr, center_ptr, prior_ptr, activation_ptr,  # of a pass: float32 [B, J, D] twice, [B, J], [B, I], or None
+    dcoupling_ptr,
+    dmass_ptr, dsecond_ptr, dlse_ptr,  # of a pass: float32 [B, J], [B, J, D], [B, I], or None
     state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
     rows_ptr,  # [3, B, I] float32, MODE "row_norm"
     norm_ptr, inverse_ptr, delta_ptr,  # [B, J] float32, MODE "in"
-    partial_ptr,  # [splits, B, J, D] float32
+    partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x
+    mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
+    second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr,
-    R: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
-    """Partial sums of sum_i db votes, which one iteration adds to G."""
+    """Partial sums of sum_i db votes, which one iteration adds to G, and those that a pass needs beside it."""
     rows = batch_rows(tl.program_id(0), BB, WIDE)
     split = tl.program_id(1)
     first = tl.program_id(2) * NT
@@ -146,12 +213,18 @@ def accumulate_gradient_kernel(
     xs = (x_b, x_i, x_j, x_d)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
+    mass = ()
+    second = ()
     known = ()
     maximum = ()
     inverses = ()
     delta = ()
     for n in tl.static_range(NT):
         acc = acc + (tl.zeros([BB, JT * DP], tl.float32),)
+        if mass_ptr is not None:
+            mass = mass + (tl.zeros([BB, JT], tl.float32),)
+        if second_ptr is not None:
+            second = second + (tl.zeros([BB, JT * DP], tl.float32),)
         pairs = valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE)
         known = known + (pairs,)
         if MODE == "in":
@@ -173,20 +246,46 @@ def accumulate_gradient_kernel(
                 u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K, BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             here = known[n] & ok[:, None]
-            V = load_vectors(state_ptr, rows, inside, first + n, J, D, JT, DP, 2 * R)
-            b = b + (routing_logits(votes, V, logits_ptr, rows, i, first + n, (l_b, l_i, l_j), here, BB, JT, DP, WIDE),)
-            given = score(votes, load_vectors(state_ptr + D, rows, inside, first + n, J, D, JT, DP, 2 * R), BB, JT, DP)
-            if dcoupling_ptr is not None:
-                given += per_pair(dcoupling_ptr, rows, i, first + n, (d_b, d_i, d_j), here, JT, WIDE)
+            if QUADRATIC:
+                votes = centered(
+                    votes, center_ptr, mask_ptr, out_mask_ptr, here, rows, inside, first + n, J, D, BB, JT, DP
+                )
+            V = load_vectors(state_ptr, rows, inside, first + n, J, D, JT, DP, 2 * R) if QUERY else None
+            b = b + (routing_logits(
+                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n, (l_b, l_i, l_j), here,
+                J, D, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
+            ),)
+            ds = load_vectors(state_ptr + D, rows, inside, first + n, J, D, JT, DP, 2 * R)
+            dc = dc + (coupling_gradient(
+                votes, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, inside, i, first + n, (d_b, d_i, d_j), here,
+                J, D, BB, JT, DP, WIDE
+            ),)
             x = x + (votes,)
-            dc = dc + (given,)
             valid = valid + (here,)
-        c = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
-        db = agreement_gradient(c, dc, valid, rows_ptr, delta, rows, ok, i, B, I, NT, MODE)
+        c, _ = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
+        if activation_ptr is not None:
+            dc = scaled(dc, per_input(activation_ptr, rows, ok, i, I), NT)
+        db = agreement_gradient(c, dc, valid, rows_ptr, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
         sums = ()
+        masses = ()
+        seconds = ()
         for n in tl.static_range(NT):
-            sums = sums + (acc[n] + spread(db[n], BB, JT, DP) * x[n],)
+            weighted = spread(db[n], BB, JT, DP) * x[n]
+            sums = sums + (acc[n] + weighted,)
+            if mass_ptr is not None:
+                masses = masses + (mass[n] + db[n],)
+            if second_ptr is not None:
+                seconds = seconds + (second[n] + weighted * x[n],)
         acc = sums
+        if mass_ptr is not None:
+            mass = masses
+        if second_ptr is not None:
+            second = seconds
 
+    plane = tl.cast(split, tl.int64) * B * J
     for n in tl.static_range(NT):
-        store_vectors(partial_ptr + tl.cast(split, tl.int64) * B * J * D, acc[n], rows, inside, first + n, J, D, JT, DP)
+        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, JT, DP)
+        if mass_ptr is not None:
+            store_numbers(mass_ptr + plane, mass[n], rows, inside, first + n, J, JT)
+        if second_ptr is not None:
+            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, JT, DP)

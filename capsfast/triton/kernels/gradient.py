@@ -3,8 +3,11 @@
 V_t is what iteration t scored with; t counts from 0, so V_0 = 0. Program (chunk, split) has the input capsules of its
 chunk and the batch tiles of its split. No other program writes du of these, or dW of these input capsules in
 partial[split]; tiles of outputs and of the batch after the first are added to what it stored before. So there are no
-atomics, and no sum depends on the order in which programs run. routing.py adds up the splits of dW in order. A weight
+atomics, and no sum depends on the order in which programs run. passes.py adds up the splits of dW in order. A weight
 that all input capsules share has a partial dW per program.
+
+A routing pass is one iteration. V is its query, ds the gradient of its first moment, and with x, the votes about a
+center, dvotes = c (ds + 2 dsecond x) + db (V - precision x).
 
 The coefficients c_t and db_t of all iterations are computed first. Then dvotes are made from them and used up one tile
 after the other: the registers would not hold dvotes of all outputs beside the votes.
@@ -13,21 +16,24 @@ after the other: the registers would not hold dvotes of all outputs beside the v
 import triton
 import triton.language as tl
 
-from .softmax import agreement_gradient, couple
+from .softmax import agreement_gradient, couple, scaled
 from .tiles import (
     batch_rows,
     by_warp,
+    centered,
     columns,
     components,
+    coupling_gradient,
     input_capsules,
     load_numbers,
     load_vectors,
     outputs,
-    per_pair,
+    per_input,
     product,
     routing_logits,
-    score,
+    slope,
     spread,
+    store_pairs,
     valid_inputs,
     valid_outputs,
     votes_tile,
@@ -77,6 +83,22 @@ def store_votes_gradient(
 
 
 @triton.jit
+def add_common_votes_gradient(
+    dx_ptr, value, rows, inside, i, I, stored, D: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr
+):
+    """Stores dvotes [BB, DP] of input capsule i for the samples, in [B, I, 1, D]: of votes that all outputs share."""
+    d = components(0, DP, WIDE)
+    at = dx_ptr + (rows[0] * I + i) * D + (rows[1] * I * D)[:, None] + d[None, :]
+    add_to(at, value, inside[:, None] & (d < D)[None, :], stored)
+
+
+@triton.jit
+def add_inputs_gradient(ptr, value, rows, inside, i, I, stored):
+    """Stores a number of input capsule i for each sample, [BB], in [B, I]."""
+    add_to(ptr + (rows[0] * I + i) + rows[1] * I, value, inside, stored)
+
+
+@triton.jit
 def store_logits_gradient(
     dl_ptr, value, rows, inside, i, n, I, split, stored,
     J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
@@ -86,34 +108,38 @@ def store_logits_gradient(
     if SUM:
         add_to(dl_ptr + (tl.cast(split, tl.int64) * I + i) * J + j, tl.sum(value, 0), j < J, stored)
     else:
-        at = dl_ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
-        tl.store(at, value, mask=inside[:, None] & (j < J)[None, :])
+        store_pairs(dl_ptr, value, rows, inside, i, n, I, J, JT, WIDE)
 
 
 @triton.jit(
     do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["inverse_ptr"]
 )
 def gradient_kernel(
-    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
+    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
+    precision_ptr, center_ptr, prior_ptr, activation_ptr,  # of a pass: float32 [B, J, D] twice, [B, J], [B, I], or None
+    dcoupling_ptr,
+    dmass_ptr, dsecond_ptr, dlse_ptr,  # of a pass: float32 [B, J], [B, J, D], [B, I], or None
     state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32, so that offsets between them are constants
     rows_ptr,  # [R, 3, B, I] float32, MODE "row_norm"
     norm_ptr, inverse_ptr, delta_ptr,  # [R, B, J] float32, MODE "in"
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
-    dx_ptr,  # out: du [B, I, K] or dvotes [B, I, J, D], or None
+    dx_ptr,  # out: du [B, I, K] or dvotes [B, I, J, D], [B, I, 1, D] if COMMON, or None
     dw_ptr,  # out: [splits, I, J, D, K] or, if SHARED, [programs, J, D, K], or None
     dl_ptr,  # out: [B, I, J] or, if SUM_LOGITS, [splits, I, J], or None
+    dactivation_ptr, drow_ptr,  # out, of a pass: [B, I] float32, or None. drow: of a log-sum-exp that is given
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
     B, I, chunk, tiles, groups, factor,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, BACK_DOT: tl.constexpr,
-    LEAKY: tl.constexpr, MODE: tl.constexpr,
+    LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
     START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
-    SHARED: tl.constexpr, SUM_LOGITS: tl.constexpr, WARPS: tl.constexpr,
+    SHARED: tl.constexpr, COMMON: tl.constexpr, SUM_LOGITS: tl.constexpr, WARPS: tl.constexpr,
 ):
     """START: the first iteration whose coupling depends on the pair (i, j). UNIFORM: the iteration before START has a
-    gradient too, and all its couplings are equal. AGREEMENT: gradient="full". tiles: batch tiles of a split.
+    gradient too, and all its couplings are equal. AGREEMENT: gradient="full". COMMON: all outputs have the same votes.
+    tiles: batch tiles of a split.
     """
     split = tl.program_id(1)
     lo = tl.program_id(0) * chunk
@@ -146,11 +172,20 @@ def gradient_kernel(
                 x = ()
                 valid = ()
                 for n in tl.static_range(NT):
-                    x = x + (votes_tile(
+                    votes = votes_tile(
                         u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
                         BB, JT, DP, KP, VOTES, DOT, WIDE
-                    ),)
-                    valid = valid + (known[n] & ok[:, None],)
+                    )
+                    pairs = known[n] & ok[:, None]
+                    if QUADRATIC:
+                        votes = centered(
+                            votes, center_ptr, mask_ptr, out_mask_ptr, pairs, rows, inside, first + n,
+                            J, D, BB, JT, DP
+                        )
+                    x = x + (votes,)
+                    valid = valid + (pairs,)
+                if activation_ptr is not None:
+                    a = per_input(activation_ptr, rows, ok, i, I)
 
                 weights = ()  # for each iteration a pair (c, db) of tuples of NT tiles [BB, JT]
                 for t in tl.static_range(START, R):
@@ -161,15 +196,19 @@ def gradient_kernel(
                     inverses = ()
                     delta = ()
                     for n in tl.static_range(NT):
-                        V = load_vectors(state_ptr + 2 * t * D, rows, inside, first + n, J, D, JT, DP, 2 * R)
+                        V = None
+                        if QUERY:
+                            V = load_vectors(state_ptr + 2 * t * D, rows, inside, first + n, J, D, JT, DP, 2 * R)
                         ds = load_vectors(state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R)
                         b = b + (routing_logits(
-                            x[n], V, logits_ptr, rows, i, first + n, (l_b, l_i, l_j), valid[n], BB, JT, DP, WIDE
+                            x[n], V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n,
+                            (l_b, l_i, l_j), valid[n], J, D, BB, JT, DP, WIDE,
+                            0.0 if MODE == "none" else float("-inf")
                         ),)
-                        given = score(x[n], ds, BB, JT, DP)
-                        if dcoupling_ptr is not None and t == R - 1:
-                            given += per_pair(dcoupling_ptr, rows, i, first + n, (d_b, d_i, d_j), valid[n], JT, WIDE)
-                        dc = dc + (given,)
+                        dc = dc + (coupling_gradient(
+                            x[n], ds, dcoupling_ptr if t == R - 1 else None, dmass_ptr, dsecond_ptr, rows, inside, i,
+                            first + n, (d_b, d_i, d_j), valid[n], J, D, BB, JT, DP, WIDE
+                        ),)
                         if MODE == "in":
                             maximum = maximum + (load_numbers(norm_ptr + at, rows, known[n], first + n, J, JT),)
                             inverses = inverses + (load_numbers(inverse_ptr + at, rows, known[n], first + n, J, JT),)
@@ -177,12 +216,27 @@ def gradient_kernel(
                     row_at = rows_ptr
                     if MODE == "row_norm":
                         row_at = rows_ptr + 3 * t * tl.cast(B, tl.int64) * I
-                    c = couple(b, row_at, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
-                    db = agreement_gradient(c, dc, valid, row_at, delta, rows, ok, i, B, I, NT, MODE)
+                    c, _ = couple(b, row_at, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
+                    if dactivation_ptr is not None:
+                        da = tl.sum(tl.where(valid[0], c[0] * dc[0], 0.0), 1)
+                        for n in tl.static_range(1, NT):
+                            da += tl.sum(tl.where(valid[n], c[n] * dc[n], 0.0), 1)
+                        add_inputs_gradient(dactivation_ptr, da, rows, inside, i, I, group)
+                    if activation_ptr is not None:
+                        dc = scaled(dc, a, NT)
+                    db = agreement_gradient(c, dc, valid, row_at, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
+                    if drow_ptr is not None:
+                        drow = -tl.sum(db[0], 1)
+                        for n in tl.static_range(1, NT):
+                            drow -= tl.sum(db[n], 1)
+                        add_inputs_gradient(drow_ptr, drow, rows, inside, i, I, group)
+                    if activation_ptr is not None:
+                        c = scaled(c, a, NT)
                     weights = weights + ((c, db),)
 
                 more_dw = ()
                 du = tl.zeros([WARPS, BB, KP], tl.float32)
+                dvotes = tl.zeros([BB, DP], tl.float32)
                 u_each = u
                 if not VOTES:
                     u_each = tl.broadcast_to(u.to(tl.float32)[None, :, :], [WARPS, BB, KP])
@@ -191,16 +245,29 @@ def gradient_kernel(
                     dl = tl.zeros([BB, JT], tl.float32)
                     if UNIFORM:
                         c0 = tl.where(valid[n], each[:, None], 0.0)
-                        dx += spread(c0, BB, JT, DP) * load_vectors(
+                        if activation_ptr is not None:
+                            c0 *= a[:, None]
+                        ds_0 = load_vectors(
                             state_ptr + (2 * START - 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R
                         )
+                        dx += spread(c0, BB, JT, DP) * slope(
+                            ds_0, x[n], dsecond_ptr, 2.0, rows, inside, first + n, J, D, JT, DP
+                        )
                     for t in tl.static_range(START, R):
-                        dx += spread(weights[t - START][0][n], BB, JT, DP) * load_vectors(
+                        ds_t = load_vectors(
                             state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R, True
                         )
+                        dx += spread(weights[t - START][0][n], BB, JT, DP) * slope(
+                            ds_t, x[n], dsecond_ptr, 2.0, rows, inside, first + n, J, D, JT, DP, True
+                        )
                         if AGREEMENT:
-                            dx += spread(weights[t - START][1][n], BB, JT, DP) * load_vectors(
-                                state_ptr + 2 * t * D, rows, inside, first + n, J, D, JT, DP, 2 * R, True
+                            V_t = None
+                            if QUERY:
+                                V_t = load_vectors(
+                                    state_ptr + 2 * t * D, rows, inside, first + n, J, D, JT, DP, 2 * R, True
+                                )
+                            dx += spread(weights[t - START][1][n], BB, JT, DP) * slope(
+                                V_t, x[n], precision_ptr, -1.0, rows, inside, first + n, J, D, JT, DP, True
                             )
                         dl += weights[t - START][1][n]
                     if dl_ptr is not None:
@@ -209,7 +276,9 @@ def gradient_kernel(
                             SUM_LOGITS
                         )
                     if VOTES:
-                        if dx_ptr is not None:
+                        if COMMON:
+                            dvotes += tl.sum(tl.reshape(dx, [BB, JT, DP]), 1)
+                        elif dx_ptr is not None:
                             store_votes_gradient(
                                 dx_ptr, tl.where(ok[:, None], dx, 0.0), rows, inside, i, first + n, I, J, D, JT, DP,
                                 WIDE
@@ -255,6 +324,10 @@ def gradient_kernel(
                                 )
                 if dw_ptr is not None and keep_dw:
                     dw = more_dw
+                if COMMON and dx_ptr is not None:
+                    add_common_votes_gradient(
+                        dx_ptr, tl.where(ok[:, None], dvotes, 0.0), rows, inside, i, I, group, D, DP, WIDE
+                    )
                 if not VOTES and K <= KP:
                     if dx_ptr is not None:
                         add_input_gradient(

@@ -3,16 +3,17 @@
 import triton
 import triton.language as tl
 
-from .softmax import couple, finite_or_zero, inverse
+from .softmax import couple, finite_or_zero, inverse, scaled
 from .tiles import (
     batch_rows,
+    centered,
+    coupling_gradient,
     input_capsules,
     load_numbers,
     load_vectors,
-    outputs,
-    per_pair,
+    per_input,
     routing_logits,
-    score,
+    store_pairs,
     valid_inputs,
     valid_outputs,
     votes_tile,
@@ -21,7 +22,10 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=["B", "I", "chunk", "groups"], do_not_specialize_on_alignment=["rows_ptr"])
 def row_norm_kernel(
-    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, dcoupling_ptr,
+    x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
+    precision_ptr, center_ptr, prior_ptr, activation_ptr,  # of a pass: float32 [B, J, D] twice, [B, J], [B, I], or None
+    dcoupling_ptr,
+    dmass_ptr, dsecond_ptr, dlse_ptr,  # of a pass: float32 [B, J], [B, J, D], [B, I], or None
     state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
     rows_ptr,  # [3, B, I] float32, out
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
@@ -30,7 +34,7 @@ def row_norm_kernel(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
-    WITH_DS: tl.constexpr, R: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
 ):
     """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Takes the outputs tile by tile.
 
@@ -57,17 +61,24 @@ def row_norm_kernel(
                 BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             valid = valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J, JT, WIDE)
-            V = load_vectors(state_ptr, rows, inside, n, J, D, JT, DP, S)
-            b = routing_logits(x, V, logits_ptr, rows, i, n, (l_b, l_i, l_j), valid, BB, JT, DP, WIDE)
+            if QUADRATIC:
+                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, n, J, D, BB, JT, DP)
+            V = load_vectors(state_ptr, rows, inside, n, J, D, JT, DP, S) if QUERY else None
+            b = routing_logits(
+                x, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, n, (l_b, l_i, l_j), valid,
+                J, D, BB, JT, DP, WIDE
+            )
             grown = tl.maximum(m, tl.max(b, 1))
             least = finite_or_zero(grown)
             scale = tl.exp(m - least)
             e = tl.exp(b - least[:, None])
             total = total * scale + tl.sum(e, 1)
             if WITH_DS:
-                dc = score(x, load_vectors(state_ptr + D, rows, inside, n, J, D, JT, DP, S), BB, JT, DP)
-                if dcoupling_ptr is not None:
-                    dc += per_pair(dcoupling_ptr, rows, i, n, (d_b, d_i, d_j), valid, JT, WIDE)
+                ds = load_vectors(state_ptr + D, rows, inside, n, J, D, JT, DP, S)
+                dc = coupling_gradient(
+                    x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, inside, i, n, (d_b, d_i, d_j), valid,
+                    J, D, BB, JT, DP, WIDE
+                )
                 inner = inner * scale + tl.sum(tl.where(valid, e * dc, 0.0), 1)
             m = grown
         at = rows_ptr + (rows[0] * I + i) + rows[1] * I
@@ -75,6 +86,10 @@ def row_norm_kernel(
         tl.store(at, finite_or_zero(m), mask=inside)
         tl.store(at + plane, scale, mask=inside)
         if WITH_DS:
+            if activation_ptr is not None:
+                inner *= per_input(activation_ptr, rows, ok, i, I)
+            if dlse_ptr is not None:
+                inner -= per_input(dlse_ptr, rows, ok, i, I) * total
             tl.store(at + 2 * plane, inner * scale, mask=inside)
 
 
@@ -83,7 +98,8 @@ def row_norm_kernel(
 )
 def coupling_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
-    V_ptr,  # [B, J, D] float32
+    precision_ptr, center_ptr, prior_ptr, activation_ptr,  # of a pass: float32 [B, J, D] twice, [B, J], [B, I], or None
+    V_ptr,  # [B, J, D] float32, if QUERY
     rows_ptr,  # [3, B, I] float32, MODE "row_norm"
     norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
     coupling_ptr,  # [B, I, J], out
@@ -92,7 +108,8 @@ def coupling_kernel(
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
 ):
     """Writes the coupling of one iteration. Programs are cut as in accumulate.py."""
     rows = batch_rows(tl.program_id(0), BB, WIDE)
@@ -119,10 +136,15 @@ def coupling_kernel(
                 BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             valid = valid_outputs(out_mask_ptr, rows, ok, first + n, o_b, o_j, J, JT, WIDE)
-            V = load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP)
-            b = b + (routing_logits(x, V, logits_ptr, rows, i, first + n, (l_b, l_i, l_j), valid, BB, JT, DP, WIDE),)
-        c = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
+            if QUADRATIC:
+                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, BB, JT, DP)
+            V = load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP) if QUERY else None
+            b = b + (routing_logits(
+                x, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n, (l_b, l_i, l_j), valid,
+                J, D, BB, JT, DP, WIDE
+            ),)
+        c, _ = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
+        if activation_ptr is not None:
+            c = scaled(c, per_input(activation_ptr, rows, ok, i, I), NT)
         for n in tl.static_range(NT):
-            j = outputs(first + n, JT, WIDE)
-            at = coupling_ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
-            tl.store(at, c[n], mask=inside[:, None] & (j < J)[None, :])
+            store_pairs(coupling_ptr, c[n], rows, inside, i, first + n, I, J, JT, WIDE)

@@ -1,12 +1,15 @@
 """Coupling coefficients of one input capsule i from its routing logits b; both are tuples of NT tiles [BB, JT].
 
-MODE "out": softmax over the outputs; the tiles hold all of them. MODE "row_norm": softmax over the outputs; the tiles hold
-some of them. row_norm has computed each row's maximum, 1 / sum and sum_j c dc, rows_ptr [3, B, I]. MODE "in": softmax
-over the input capsules, whose maximum and 1 / sum, [B, J] each, are known from the forward.
+MODE "out": softmax over the outputs; the tiles hold all of them. MODE "row_norm": softmax over the outputs; the tiles
+hold some of them. row_norm has computed each row's maximum, 1 / sum and sum_j c dc, rows_ptr [3, B, I]; or the rows
+hold a log-sum-exp that is given, 1 and 0. MODE "in": softmax over the input capsules, whose maximum and 1 / sum,
+[B, J] each, are known from the forward. MODE "sigmoid": of every logit. MODE "none": the logits are the coupling.
 """
 
 import triton
 import triton.language as tl
+
+from .tiles import per_input
 
 
 @triton.jit
@@ -22,6 +25,7 @@ def inverse(total):
 
 @triton.jit
 def over_outputs(b, NT: tl.constexpr, LEAKY: tl.constexpr):
+    """c of all tiles and the log-sum-exp [BB], -inf where there is no finite logit."""
     m = tl.max(b[0], 1)
     for n in tl.static_range(1, NT):
         m = tl.maximum(m, tl.max(b[n], 1))
@@ -38,16 +42,18 @@ def over_outputs(b, NT: tl.constexpr, LEAKY: tl.constexpr):
     c = ()
     for n in tl.static_range(NT):
         c = c + (exponentials[n] * scale,)
-    return c
+    return c, tl.where(total == 0.0, float("-inf"), m + tl.log(total))
 
 
 @triton.jit
 def couple(
     b, rows_ptr, norm, rows, ok, i, B, I, NT: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr
 ):
-    """c of all tiles. norm: for MODE "in" a pair (maximum, 1 / sum) of tuples of NT tiles [BB, JT]."""
+    """c of all tiles and, for MODE "out" alone, the log-sum-exp. norm: for MODE "in" a pair (maximum, 1 / sum) of
+    tuples of NT tiles [BB, JT]."""
+    log_sum = tl.zeros([1], tl.float32)
     if MODE == "out":
-        c = over_outputs(b, NT, LEAKY)
+        c, log_sum = over_outputs(b, NT, LEAKY)
     elif MODE == "row_norm":
         at = rows_ptr + (rows[0] * I + i) + rows[1] * I
         m = tl.load(at, mask=ok, other=0.0)
@@ -55,27 +61,54 @@ def couple(
         c = ()
         for n in tl.static_range(NT):
             c = c + (tl.exp(b[n] - m[:, None]) * scale[:, None],)
-    else:
+    elif MODE == "in":
         c = ()
         for n in tl.static_range(NT):
             c = c + (tl.exp(b[n] - norm[0][n]) * norm[1][n],)
-    return c
+    elif MODE == "sigmoid":
+        c = ()
+        for n in tl.static_range(NT):
+            c = c + (tl.sigmoid(b[n]),)
+    else:
+        tl.static_assert(MODE == "none")
+        c = b
+    return c, log_sum
+
+
+@triton.jit
+def scaled(c, a, NT: tl.constexpr):
+    """All tiles times a number per sample, a [BB]."""
+    product = ()
+    for n in tl.static_range(NT):
+        product = product + (c[n] * a[:, None],)
+    return product
 
 
 @triton.jit
 def agreement_gradient(
-    c, dc, valid, rows_ptr, delta, rows, ok, i, B, I, NT: tl.constexpr, MODE: tl.constexpr
+    c, dc, valid, rows_ptr, delta, dlse_ptr, rows, ok, i, B, I, NT: tl.constexpr, MODE: tl.constexpr
 ):
-    """db = c (dc - sum c dc), summed over what the softmax runs over. delta: for MODE "in" that sum, NT tiles."""
+    """db = c (dc - sum c dc + dlse), summed over what the softmax runs over. delta: for MODE "in" that sum, NT tiles.
+
+    dlse_ptr: [B, I] or None, for MODE "out"; in other modes it is part of delta or of the rows.
+    """
     db = ()
     if MODE == "in":
         for n in tl.static_range(NT):
             db = db + (tl.where(valid[n], c[n] * (dc[n] - delta[n]), 0.0),)
+    elif MODE == "sigmoid":
+        for n in tl.static_range(NT):
+            db = db + (tl.where(valid[n], c[n] * (1.0 - c[n]) * dc[n], 0.0),)
+    elif MODE == "none":
+        for n in tl.static_range(NT):
+            db = db + (tl.where(valid[n], dc[n], 0.0),)
     else:
         if MODE == "out":
             total = tl.sum(tl.where(valid[0], c[0] * dc[0], 0.0), 1)
             for n in tl.static_range(1, NT):
                 total += tl.sum(tl.where(valid[n], c[n] * dc[n], 0.0), 1)
+            if dlse_ptr is not None:
+                total -= per_input(dlse_ptr, rows, ok, i, I)
         else:
             at = rows_ptr + ((2 * tl.cast(B, tl.int64) + rows[0]) * I + i) + rows[1] * I
             total = tl.load(at, mask=ok, other=0.0)

@@ -81,6 +81,19 @@ def load_numbers(ptr, rows, valid, n, J: tl.constexpr, JT: tl.constexpr):
 
 
 @triton.jit
+def store_numbers(ptr, value, rows, ok, n, J: tl.constexpr, JT: tl.constexpr):
+    j = outputs(n, JT, False)
+    at = ptr + rows[0] * J + (rows[1] * J)[:, None] + j[None, :]
+    tl.store(at, value, mask=ok[:, None] & (j < J)[None, :])
+
+
+@triton.jit
+def per_input(ptr, rows, ok, i, I):
+    """Float32 numbers [B, I] of input capsule i: [BB], 0 where not ok."""
+    return tl.load(ptr + (rows[0] * I + i) + rows[1] * I, mask=ok, other=0.0)
+
+
+@triton.jit
 def score(x, p, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
     """Dot products over d of two tiles [BB, N]: [BB, JT]."""
     return tl.sum(tl.reshape(x * p, [BB, JT, DP]), 2)
@@ -90,6 +103,35 @@ def score(x, p, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
 def spread(c, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
     """Repeats a number per output, [BB, JT], in all columns of the output: [BB, N]."""
     return tl.reshape(tl.broadcast_to(c[:, :, None], [BB, JT, DP]), [BB, JT * DP])
+
+
+@triton.jit
+def slope(
+    linear, x, curvature_ptr, FACTOR: tl.constexpr, rows, ok, n,
+    J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, AGAIN: tl.constexpr = False,
+):
+    """linear + FACTOR curvature x for tile n. linear: a tile or None; curvature: float32 [B, J, D] or None."""
+    if curvature_ptr is None:
+        tile = linear
+    else:
+        tile = FACTOR * load_vectors(curvature_ptr, rows, ok, n, J, D, JT, DP, 1, AGAIN) * x
+        if linear is not None:
+            tile += linear
+    return tile
+
+
+@triton.jit
+def centered(
+    votes, center_ptr, mask_ptr, out_mask_ptr, valid, rows, ok, n,
+    J: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
+):
+    """Tile n of x, the votes about the center, and 0 for masked pairs: the votes of a masked output capsule may be NaN,
+    and a coupling of 0 does not hide that where it multiplies x."""
+    if center_ptr is not None:
+        votes -= load_vectors(center_ptr, rows, ok, n, J, D, JT, DP)
+    if mask_ptr is not None or out_mask_ptr is not None:
+        votes = tl.where(spread(valid, BB, JT, DP), votes, 0.0)
+    return votes
 
 
 @triton.jit
@@ -212,11 +254,40 @@ def per_pair(ptr, rows, i, n, strides, valid, JT: tl.constexpr, WIDE: tl.constex
 
 
 @triton.jit
+def store_pairs(ptr, value, rows, inside, i, n, I, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
+    """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
+    j = outputs(n, JT, WIDE)
+    at = ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
+    tl.store(at, value, mask=inside[:, None] & (j < J)[None, :])
+
+
+@triton.jit
 def routing_logits(
-    x, p, logits_ptr, rows, i, n, ls, valid, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr
+    x, V, logits_ptr, precision_ptr, prior_ptr, rows, ok, i, n, ls, valid,
+    J: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
+    NOTHING: tl.constexpr = float("-inf"),
 ):
-    """b = logits + votes . V of tile n, -inf where not valid."""
-    b = score(x, p, BB, JT, DP)
+    """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING where not valid. V: a tile or None."""
+    if V is None and precision_ptr is None:
+        b = tl.zeros([BB, JT], tl.float32)
+    else:
+        b = score(x, slope(V, x, precision_ptr, -0.5, rows, ok, n, J, D, JT, DP), BB, JT, DP)
+    if prior_ptr is not None:
+        b += load_numbers(prior_ptr, rows, valid, n, J, JT)
     if logits_ptr is not None:
         b += per_pair(logits_ptr, rows, i, n, ls, valid, JT, WIDE)
-    return tl.where(valid, b, float("-inf"))
+    return tl.where(valid, b, NOTHING)
+
+
+@triton.jit
+def coupling_gradient(
+    x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, ok, i, n, strides, valid,
+    J: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
+):
+    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n."""
+    dc = score(x, slope(ds, x, dsecond_ptr, 1.0, rows, ok, n, J, D, JT, DP), BB, JT, DP)
+    if dmass_ptr is not None:
+        dc += load_numbers(dmass_ptr, rows, valid, n, J, JT)
+    if dcoupling_ptr is not None:
+        dc += per_pair(dcoupling_ptr, rows, i, n, strides, valid, JT, WIDE)
+    return dc

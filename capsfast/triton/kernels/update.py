@@ -103,6 +103,72 @@ def update_kernel(
         tl.store(next_ptr + at, v, mask=within)
 
 
+@triton.jit(
+    do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr"]
+)
+def moments_kernel(
+    partial_ptr,  # [splits, B, J, D] float32
+    partial_mass_ptr,  # [splits, B, J] float32 or None
+    partial_second_ptr,  # [splits, B, J, D] float32 or None
+    online_ptr,  # [2, splits, B, J] float32, if ONLINE: maximum and sum of exponentials of each split
+    factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
+    out_mask_ptr,
+    first_ptr, mass_ptr, second_ptr,  # [B, J, D], [B, J], [B, J, D] float32, out; None as their partial sums
+    norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
+    o_b, o_j, B, splits, factor,
+    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
+    ONLINE: tl.constexpr, LEAKY: tl.constexpr,
+):
+    """Adds up the partial sums of a routing pass; 0 for masked outputs, whose votes may be NaN."""
+    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
+    ok = rows < tl.cast(B, tl.int64) * J
+    d = tl.arange(0, DP)
+    within = ok[:, None] & (d < D)[None, :]
+    at = (rows * D)[:, None] + d[None, :]
+    plane = tl.cast(B, tl.int64) * J
+    first = tl.zeros([RB, DP], tl.float32)
+    second = tl.zeros([RB, DP], tl.float32)
+    mass = tl.zeros([RB, 1], tl.float32)
+    if ONLINE:
+        m = tl.full([RB], 0.0 if LEAKY else float("-inf"), tl.float32)
+        for split in range(splits):
+            here = tl.cast(split, tl.int64) * plane
+            m = tl.maximum(m, tl.load(online_ptr + here + rows, mask=ok, other=float("-inf")))
+        m = finite_or_zero(m)
+        total = tl.exp(-m) if LEAKY else tl.zeros([RB], tl.float32)
+        for split in range(splits):
+            here = tl.cast(split, tl.int64) * plane
+            part = tl.exp(tl.load(online_ptr + here + rows, mask=ok, other=float("-inf")) - m)
+            total += part * tl.load(online_ptr + splits * plane + here + rows, mask=ok, other=0.0)
+            first += part[:, None] * tl.load(partial_ptr + here * D + at, mask=within, other=0.0)
+            if partial_mass_ptr is not None:
+                mass += (part * tl.load(partial_mass_ptr + here + rows, mask=ok, other=0.0))[:, None]
+            if partial_second_ptr is not None:
+                second += part[:, None] * tl.load(partial_second_ptr + here * D + at, mask=within, other=0.0)
+        each = inverse(total)
+        tl.store(norm_ptr + rows, m, mask=ok)
+    else:
+        first = sum_splits(partial_ptr, at, within, splits, plane * D, SB)
+        if partial_mass_ptr is not None:
+            mass = sum_splits(partial_mass_ptr, rows[:, None], ok[:, None], splits, plane, SB)
+        if partial_second_ptr is not None:
+            second = sum_splits(partial_second_ptr, at, within, splits, plane * D, SB)
+        if factor_ptr is not None:
+            each = tl.load(factor_ptr + rows // J, mask=ok, other=0.0)
+        else:
+            each = tl.zeros([RB], tl.float32) + factor
+        if norm_ptr is not None:
+            tl.store(norm_ptr + rows, tl.zeros([RB], tl.float32), mask=ok)
+    if norm_ptr is not None:
+        tl.store(inverse_ptr + rows, each, mask=ok)
+    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)[:, None]
+    tl.store(first_ptr + at, tl.where(alive, first * each[:, None], 0.0), mask=within)
+    if mass_ptr is not None:
+        tl.store(mass_ptr + rows[:, None], tl.where(alive, mass * each[:, None], 0.0), mask=ok[:, None])
+    if second_ptr is not None:
+        tl.store(second_ptr + at, tl.where(alive, second * each[:, None], 0.0), mask=within)
+
+
 @triton.jit(do_not_specialize=["B"])
 def restore_kernel(
     s_ptr,  # [r, B, J, D] float32

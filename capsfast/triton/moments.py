@@ -1,0 +1,254 @@
+"""Forward and backward of a routing pass, for votes_pass as well as for routing_pass. The contract is in
+ops/routing_pass.py.
+
+The kernels are those of dynamic routing: the forward is one accumulate, with row_norm before it where the outputs do
+not fit one program; the backward is one accumulate_gradient, if a gradient is a sum over the input capsules, and one
+gradient with one iteration.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..options import PassOptions
+from ..reference.votes_pass import PassParameters
+from . import passes
+from .launch import Call, Scores
+from .passes import Given
+from .routing import Nothing, zeros
+
+
+class Through(NamedTuple):
+    """What both kernels of the backward take after the call."""
+
+    state: Tensor  # [B, J, 1, 2, D]: query and dfirst
+    dcoupling: Tensor | None  # [B, I, J]
+    rows: Tensor | None  # [3, B, I]
+    norm: tuple[Tensor | None, ...]  # maximum, 1 / sum, sum_i c dc, [B, J] each, for normalize="in"
+    given: Given
+
+
+def call(
+    x: Tensor,
+    weight: Tensor | None,
+    parameters: PassParameters,
+    options: PassOptions,
+    tf32: bool = False,
+    outputs: int | None = None,
+) -> Call:
+    """x: u [B, I, K], or without a weight votes [B, I, J or 1, D]. outputs: J, if there is no weight."""
+    given, hidden = parameters, _hidden(parameters.out_mask)
+    scores = Scores(
+        query=_plain(given.query, hidden),
+        precision=_plain(given.precision, hidden),
+        center=_plain(given.center, hidden),
+        prior=_plain(given.prior, hidden),
+        activation=_plain(given.activation),
+    )
+    return Call(
+        x, weight, given.logits, None, given.mask, given.out_mask, options, tf32, outputs=outputs, scores=scores
+    )
+
+
+def _hidden(out_mask: Tensor | None) -> Tensor | None:
+    return None if out_mask is None else ~out_mask
+
+
+def _plain(value: Tensor | None, hidden: Tensor | None = None) -> Tensor | None:
+    """The value as kernels take it: contiguous float32, and 0 where it is hidden [B, J], as there it may be NaN."""
+    if value is None:
+        return None
+    value = value.float()
+    if hidden is not None:
+        value = value.masked_fill(hidden if value.dim() == 2 else hidden[:, :, None], 0.0)
+    return value.contiguous()
+
+
+def _rows(call: Call, lse: Tensor | None) -> Tensor | None:
+    """[3, B, I] as row_norm fills it for a softmax: the given log-sum-exp stands for the maximum, 1 for the sum.
+
+    The coupling is 0 where the log-sum-exp is -inf, and no sum of c dc is taken off its gradient.
+    """
+    if lse is None:
+        return None
+    nothing = torch.isneginf(lse)
+    rows = call.zeros(3, *lse.shape)
+    rows[0] = lse.masked_fill(nothing, 0.0)
+    rows[1] = ~nothing
+    return rows
+
+
+def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
+    """maximum + log(sum), -inf where there is no finite logit, for scale = 1 / sum or 0."""
+    return torch.where(scale == 0.0, -torch.inf, maximum - scale.log())
+
+
+def forward(
+    call: Call, lse: Tensor | None, return_weights: bool, return_lse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns ``(mass, first, second, weights, lse, norm)``. lse: the one that normalize="lse" needs."""
+    with call.on_device():
+        return _forward(call, lse, return_weights, return_lse)
+
+
+def _forward(
+    call: Call, given_lse: Tensor | None, return_weights: bool, return_lse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    B, I, J, D, _ = call.sizes
+    assert isinstance(call.options, PassOptions) and call.scores is not None
+    inward, empty = call.normalize == "in", call.new(0)
+    weights = call.new(B, I, J, dtype=call.x.dtype) if return_weights else None
+    norm = call.new(2, B, J) if inward else None
+    log_sum = call.new(B, I) if return_lse and not inward else None
+    if B == 0 or J == 0:
+        if log_sum is not None:
+            log_sum.fill_(0.0 if call.options.leaky else -torch.inf)
+        found: tuple[Tensor | None, ...] = (
+            call.new(B, J),
+            call.new(B, J, D),
+            call.new(B, J, D) if call.options.second else None,
+            weights,
+            call.new(B, J) if inward and return_lse else log_sum,
+            norm,
+        )
+    else:
+        uniform = call.uniform_start and not return_weights and not return_lse
+        rows = _rows(call, given_lse)
+        if not uniform and call.normalize == "out" and call.tiles("accumulate").groups > 1:
+            rows = call.new(3, B, I)
+            passes.row_norm(call, call.scores.query, None, rows, False)
+            if log_sum is not None:
+                log_sum = _log_sum(rows[0], rows[1])
+        partial, online = passes.accumulate_moments(call, rows, uniform, weights, log_sum)
+        factor = passes.uniform_factor(call) if uniform else (None, 1.0)
+        sums = passes.update_moments(call, partial, online, factor, norm)
+        if norm is not None and weights is not None:
+            passes.coupling(call, call.scores.query, None, (norm[0], norm[1]), weights)
+        if norm is not None and return_lse:
+            log_sum = _log_sum(norm[0], norm[1])
+        found = (sums.mass, sums.first, sums.second, weights, log_sum, norm)
+    mass, first, second, weights, log_sum, norm = found
+    assert mass is not None and first is not None
+    return (
+        mass,
+        first,
+        empty if second is None else second,
+        empty.to(call.x.dtype) if weights is None else weights,
+        empty if log_sum is None else log_sum,
+        empty if norm is None else norm,
+    )
+
+
+def backward(
+    call: Call,
+    parameters: PassParameters,
+    given: tuple[Tensor | None, ...],
+    saved: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    """Returns ``(dx, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse)``; those that are not
+    needed are empty. dx: du, or dvotes.
+
+    given: gradients of mass, first, second, weights and lse, each of which may be None. saved: what forward() returned.
+    """
+    with call.on_device():
+        return _backward(call, parameters, given, saved, needed)
+
+
+def _backward(
+    call: Call,
+    parameters: PassParameters,
+    given: tuple[Tensor | None, ...],
+    saved: tuple[Tensor, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    B, I, J, D, K = call.sizes
+    inputs = (call.x, call.weight, *parameters[:7])
+    if B == 0 or J == 0:
+        return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(inputs, needed, strict=True))
+    assert call.scores is not None
+    hidden = _hidden(parameters.out_mask)
+    dmass, dfirst, dsecond = (_plain(value, hidden) for value in given[:3])
+    dcoupling, dlse = None if given[3] is None else given[3].contiguous(), _plain(given[4])
+    # The layout of dynamic routing. Without a query nothing reads its place.
+    state = call.new(B, J, 1, 2, D)
+    state[:, :, 0, 1] = 0.0 if dfirst is None else dfirst
+    if call.scores.query is not None:
+        state[:, :, 0, 0] = call.scores.query
+    norm: tuple[Tensor | None, ...] = Nothing
+    beside = Given(dmass, dsecond, dlse)
+    if call.normalize == "in":
+        norm = (*saved[5].unbind(0), _inward_total(call, beside, dfirst, dcoupling, saved))
+        beside = Given(dmass, dsecond)
+    need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
+    uniform = call.uniform_start and not need_activation
+    rows = _rows(call, parameters.lse)
+    split_outputs = any(call.tiles(name).groups > 1 for name in ("accumulate_gradient", "gradient"))
+    if call.normalize == "out" and split_outputs and not uniform:
+        rows = call.new(3, B, I)
+        passes.row_norm(call, state, dcoupling, rows, True, beside)
+    through = Through(state, dcoupling, rows, norm, beside)
+    of_scores = _score_gradients(call, through, dfirst, saved, need_scores)
+    found: tuple[Tensor | None, ...] = (None,) * 5
+    if I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse):
+        dactivation = call.new(B, I) if need_activation else None
+        drow = call.new(B, I) if need_lse else None
+        dx, dweight, dlogits = passes.gradient(
+            call, *through, 0, uniform, (need_x, need_weight, need_logits), dactivation, drow
+        )
+        found = (dx, dweight, dlogits, dactivation, drow)
+    gradients = (*found[:2], *of_scores, *found[2:])
+    return tuple(
+        zeros(call, tensor, wanted) if gradient is None else gradient.to((call.x if tensor is None else tensor).dtype)
+        for gradient, tensor, wanted in zip(gradients, inputs, needed, strict=True)
+    )
+
+
+def _inward_total(
+    call: Call, given: Given, dfirst: Tensor | None, dcoupling: Tensor | None, saved: tuple[Tensor, ...]
+) -> Tensor:
+    """sum_i c dc - dlse [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these."""
+    B, _, J, *_ = call.sizes
+    mass, first, second, weights, *_ = saved
+    total = call.zeros(B, J)
+    if given.mass is not None:
+        total += given.mass * mass
+    if dfirst is not None:
+        total += (dfirst * first).sum(2)
+    if given.second is not None:
+        total += (given.second * second).sum(2)
+    if dcoupling is not None:
+        total += (dcoupling.float() * weights).sum(1)
+    return total if given.lse is None else total - given.lse
+
+
+def _score_gradients(
+    call: Call, through: Through, dfirst: Tensor | None, saved: tuple[Tensor, ...], needed: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """dquery, dprecision, dcenter and dprior in float32, None for those that are not needed."""
+    assert call.scores is not None
+    query, precision, *_ = call.scores
+    need_query, need_precision, need_center, need_prior = needed
+    mass, first, *_ = saved
+    dquery = dprecision = dcenter = dprior = None
+    if need_center:
+        # As x = votes - center, minus the sum of the gradients of x over i. What goes through the score is below.
+        dcenter = call.zeros(*first.shape)
+        if dfirst is not None:
+            dcenter -= mass[:, :, None] * dfirst
+        if through.given.second is not None:
+            dcenter -= 2 * through.given.second * first
+    scored = need_center and (query is not None or precision is not None)
+    if need_query or need_precision or need_prior or scored:
+        wanted = (need_prior or (need_center and query is not None), need_precision)
+        sums = passes.update_moments(call, passes.accumulate_gradient(call, *through, wanted))
+        dquery, dprior = sums.first, sums.mass
+        if sums.second is not None:
+            dprecision = -0.5 * sums.second
+        if dcenter is not None and query is not None and sums.mass is not None:
+            dcenter -= query * sums.mass[:, :, None]
+        if dcenter is not None and precision is not None:
+            dcenter += precision * sums.first
+    found = (dquery, dprecision, dcenter, dprior)
+    return tuple(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
