@@ -239,3 +239,75 @@ def test_the_library_loads_where_there_is_no_python(tmp_path: Path) -> None:
     libraries = [str(Path(torch.__file__).parent / "lib" / "libtorch.so"), native.extension.__file__]
     ran = subprocess.run([tmp_path / "load", *libraries], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@needs_extension
+def test_a_small_batch_keeps_what_the_caches_hold() -> None:
+    """More votes than are kept at a time: samples of the batch one group after the other, which must not be seen."""
+    B, I, J, D, K = 5, 14_000, 10, 16, 4
+    assert plan((B, I, J, D, K))["votes_kept"]
+    draw = torch.Generator().manual_seed(0)
+    u = torch.randn(B, I, K, generator=draw)
+    weight = 0.1 * torch.randn(I, J, D, K, generator=draw)
+    logits = torch.randn(B, I, J, generator=draw)
+
+    def run(part: slice, **more: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [u[part].clone().requires_grad_(), weight.clone().requires_grad_()]
+        v = capsfast.dynamic_routing(*leaves, 3, logits=logits[part], **more, backend="cpp")
+        return [v.detach(), *torch.autograd.grad(v.square().sum(), leaves)]
+
+    v, du, dweight = run(slice(0, B))
+    alone = [run(slice(n, n + 1)) for n in range(B)]
+    torch.testing.assert_close(v, torch.cat([each[0] for each in alone]))
+    torch.testing.assert_close(du, torch.cat([each[1] for each in alone]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(dweight, torch.stack([each[2] for each in alone]).sum(0), rtol=1e-5, atol=1e-6)
+    # A sum over the batch beside dW keeps the samples together.
+    bias = torch.zeros(J, D, requires_grad=True)
+    leaves = (u.clone().requires_grad_(), weight.clone().requires_grad_(), bias)
+    total = capsfast.dynamic_routing(*leaves[:2], 3, logits=logits, bias=bias, backend="cpp").square().sum()
+    du_too, dweight_too, _ = torch.autograd.grad(total, leaves)
+    torch.testing.assert_close(du_too, du, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(dweight_too, dweight, rtol=1e-5, atol=1e-6)
+
+
+@needs_extension
+def test_half_a_tile_of_samples_takes_half_wide_kernels() -> None:
+    assert native.extension is not None
+    if native.extension.build_info()["instruction_set"] != "avx512":
+        pytest.skip("only registers of 512 bits are halved")
+    found = [plan((B, 1152, 10, 16, 8)) for B in (5, 6, 8, 9)]
+    assert [each["votes_kept"] for each in found] == [True, False, False, False]
+    assert [each["lanes"] for each in found[1:]] == [8, 8, 16]
+    assert [each["instruction_set"] for each in found[1:]] == ["avx2", "avx2", "avx512"]
+
+
+# The orders in which layers keep their weights, as the ways from theirs to [I, J, D, K].
+ORDERS = ((0, 1, 3, 2), (1, 0, 2, 3), (1, 0, 3, 2), (0, 3, 1, 2), (3, 2, 1, 0))
+
+
+@needs_extension
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_weights_that_are_permuted_views(order: tuple[int, ...], dtype: torch.dtype) -> None:
+    back = [order.index(axis) for axis in range(4)]
+    # A batch that keeps its votes, and one in lanes; J D, D and K on both sides of a vector.
+    for B, I, J, D, K in (
+        (3, 20, 5, 16, 8),
+        (17, 20, 5, 16, 8),
+        (2, 9, 3, 20, 11),
+        (17, 9, 3, 20, 11),
+        (1, 7, 4, 3, 5),
+    ):
+        draw = torch.Generator().manual_seed(0)
+        u = torch.randn(B, I, K, generator=draw).to(dtype)
+        weight = (0.3 * torch.randn(I, J, D, K, generator=draw)).to(dtype)
+        view = weight.permute(order).contiguous().permute(back)
+        assert view.stride() != weight.stride() and torch.equal(view, weight)
+        results = []
+        for each in (weight, view):
+            leaves = [u.clone().requires_grad_(), each.detach().requires_grad_()]
+            v = capsfast.dynamic_routing(*leaves, 3, backend="cpp")
+            results.append([v.detach(), *torch.autograd.grad(v.float().square().sum(), leaves)])
+        for got, wanted in zip(*results[::-1], strict=True):
+            tight = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+            torch.testing.assert_close(got, wanted, rtol=tight, atol=tight * float(wanted.abs().max()))

@@ -20,11 +20,11 @@ from ..measured import Call
 from ..options import Options
 from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
-from ..reference.dynamic_routing import votes
 from . import route_votes
 from ._glue import fake_gradients
 from ._register import Contract, define
 from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
+from ._shared_outputs import votes
 
 
 def call(
@@ -43,7 +43,7 @@ def call(
     """``(v, c)`` from the chosen backend. The arguments were checked by the caller. J: how many output capsules."""
     if weight.shape[1] != J:
         # All output capsules have the same votes, 1 / J of the others' size.
-        x = votes(u if mask is None else u.masked_fill(~mask[:, :, None], 0.0), weight)
+        x = votes(u, weight, mask)
         return route_votes.call(
             x, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
         )

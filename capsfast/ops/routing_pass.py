@@ -20,13 +20,13 @@ from ..backend import select
 from ..measured import Call
 from ..options import PassOptions
 from ..precision import tf32_allowed
-from ..reference.dynamic_routing import votes
 from ..reference.routing_pass import routing_pass as reference
 from ..reference.votes_pass import PassParameters
 from . import votes_pass
 from ._glue import fake_gradients
 from ._pass import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
 from ._register import Contract, define
+from ._shared_outputs import votes
 
 NAME = "capsfast.routing_pass"
 
@@ -47,8 +47,7 @@ def call(
     """
     if weight.shape[1] != J:
         # All output capsules have the same votes, 1 / J of the others' size.
-        masked = u if parameters.mask is None else u.masked_fill(~parameters.mask[:, :, None], 0.0)
-        x = votes(masked, weight)
+        x = votes(u, weight, parameters.mask)
         return votes_pass.call(x, parameters, J, options, return_weights, return_lse, backend, NAME)
     cannot = why_not_fused(u.dtype, weight.shape[2])
     chosen = select(

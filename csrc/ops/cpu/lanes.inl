@@ -34,11 +34,11 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     if constexpr (S > 1) add_products<N, S / 2>(w, u, k, K, rows);
   }
 
-  // rows[n] = w[n] . u
-  template <int N>
-  static CAPSFAST_INLINE void votes_block(const T* w, const T* u, int64_t K, V* rows) {
+  // rows[n] = w[n] . u, less center [N][L] if Q
+  template <int N, bool Q>
+  static CAPSFAST_INLINE void votes_block(const T* w, const T* u, const T* center, int64_t K, V* rows) {
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) rows[n] = V{};
+    for (int n = 0; n < N; ++n) rows[n] = Q ? V{} - load<L>(center + n * L) : V{};
     if constexpr (K_ > 0) {
       // The block after this one is on its way while this one is worked on.
       if constexpr (N == R) {
@@ -67,40 +67,53 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     for (int n = 0; n < N; ++n) rows[n] = ok > V{} ? rows[n] : V{};
   }
 
-  template <int N>
-  static CAPSFAST_INLINE void votes_stored(const T* w, const T* u, const T* valid, int64_t K, T* x) {
+  template <int N, bool Q>
+  static CAPSFAST_INLINE void votes_stored(const T* w, const T* u, const T* valid, const T* center, int64_t K, T* x) {
     V rows[N];
-    votes_block<N>(w, u, K, rows);
+    votes_block<N, Q>(w, u, center, K, rows);
     keep_valid<N>(valid, rows);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) store<L>(x + n * L, rows[n]);
   }
 
-  // x[row] = w[row] . u. w [rows][K], u [K][L], x [rows][L]. Masked lanes become 0 even if the weight holds NaN.
-  static CAPSFAST_INLINE void votes(const T* w, const T* u, const T* valid, int64_t K, int64_t rows, T* x) {
+  // x[row] = w[row] . u, less center [rows][L] if Q. w [rows][K], u [K][L], x [rows][L]. Masked lanes become 0 even if the
+  // weight holds NaN.
+  template <bool Q>
+  static CAPSFAST_INLINE void votes(const T* w, const T* u, const T* valid, const T* center, int64_t K, int64_t rows,
+                                    T* x) {
+    const auto stored = [&](auto count, int64_t row) {
+      constexpr int N = decltype(count)::value;
+      votes_stored<N, Q>(w + row * K, u, valid, center + (Q ? row * L : 0), K, x + row * L);
+    };
     int64_t row = 0;
-    for (; row + R <= rows; row += R) votes_stored<R>(w + row * K, u, valid, K, x + row * L);
+    for (; row + R <= rows; row += R) stored(std::integral_constant<int, R>{}, row);
     if (row == rows) return;
-    if (rows >= R) {  // the last R rows as a full block; some of them are computed a second time
-      row = rows - R;
-      votes_stored<R>(w + row * K, u, valid, K, x + row * L);
-      return;
-    }
-    for (; row + 4 <= rows; row += 4) votes_stored<4>(w + row * K, u, valid, K, x + row * L);
-    for (; row < rows; ++row) votes_stored<1>(w + row * K, u, valid, K, x + row * L);
+    // The last R rows as a full block; some of them are computed a second time.
+    if (rows >= R) return stored(std::integral_constant<int, R>{}, rows - R);
+    for (; row + 4 <= rows; row += 4) stored(std::integral_constant<int, 4>{}, row);
+    for (; row < rows; ++row) stored(std::integral_constant<int, 1>{}, row);
   }
 
   // Computes the votes of `outputs` output capsules and, for each of `sets` arrays p[set] [outputs D][L], the dot
-  // products out[set][j] = votes[j] . p[set][j]. If D is a multiple of R these are taken from registers, and votes are
-  // stored only if x is not null. Else votes are stored to x or, if x is null, to `spare`; both are [outputs D][L].
-  static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, int64_t K, int64_t outputs,
-                                           int64_t D, T* x, T* spare, int64_t sets, const T* const* p, T* const* out) {
+  // products out[set][j] = votes[j] . p[set][j]; if Q of votes less the center, plus those of their squares with q[set].
+  // If D is a multiple of R these are taken from registers, and votes are stored only if x is not null. Else votes are
+  // stored to x or, if x is null, to `spare`; both are [outputs D][L].
+  template <bool Q>
+  static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, const T* center, int64_t K,
+                                           int64_t outputs, int64_t D, T* x, T* spare, int64_t sets, const T* const* p,
+                                           const T* const* q, T* const* out) {
     if (D % R != 0) {
       T* votes_at = x != nullptr ? x : spare;
-      votes(w, u, valid, K, outputs * D, votes_at);
+      votes<Q>(w, u, valid, center, K, outputs * D, votes_at);
       for (int64_t set = 0; set < sets; ++set) {
-        for (int64_t j = 0; j < outputs; ++j)
-          store<L>(out[set] + j * L, dot(votes_at + j * D * L, p[set] + j * D * L, D));
+        for (int64_t j = 0; j < outputs; ++j) {
+          const T *vote = votes_at + j * D * L, *linear = p[set] + j * D * L;
+          if constexpr (Q) {
+            store<L>(out[set] + j * L, form(vote, linear, q[set] + j * D * L, D));
+          } else {
+            store<L>(out[set] + j * L, dot(vote, linear, D));
+          }
+        }
       }
       return;
     }
@@ -108,15 +121,20 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
       for (int64_t d = 0; d < D; d += R) {
         const int64_t row = j * D + d;
         V rows[R];
-        votes_block<R>(w + row * K, u, K, rows);
+        votes_block<R, Q>(w + row * K, u, center + (Q ? row * L : 0), K, rows);
         keep_valid<R>(valid, rows);
         for (int64_t set = 0; set < sets; ++set) {
-          const T* q = p[set] + row * L;
+          const T *linear = p[set] + row * L, *square = Q ? q[set] + row * L : nullptr;
           V even = d == 0 ? V{} : load<L>(out[set] + j * L), odd = V{};
 #pragma GCC unroll 16
           for (int n = 0; n < R; n += 2) {
-            even += rows[n] * load<L>(q + n * L);
-            odd += rows[n + 1] * load<L>(q + (n + 1) * L);
+            if constexpr (Q) {
+              even += rows[n] * (load<L>(linear + n * L) + rows[n] * load<L>(square + n * L));
+              odd += rows[n + 1] * (load<L>(linear + (n + 1) * L) + rows[n + 1] * load<L>(square + (n + 1) * L));
+            } else {
+              even += rows[n] * load<L>(linear + n * L);
+              odd += rows[n + 1] * load<L>(linear + (n + 1) * L);
+            }
           }
           store<L>(out[set] + j * L, even + odd);
         }

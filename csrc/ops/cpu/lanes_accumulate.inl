@@ -6,7 +6,7 @@
 // A chunk's sums of one tile of output capsules join those of the pass before the next tile begins, while they are in
 // L1.
 
-// Q: a quadratic pass. Its votes are stored, less the center, before they are scored.
+// Q: a quadratic pass.
 template <class T, int K_, bool Q>
 struct LanesAccumulate {
   using B_ = Lanes<T, K_>;
@@ -56,28 +56,9 @@ struct LanesAccumulate {
       q[sets] = tile.gradient.square + (Q ? j0 * D * L : 0);
       out[sets++] = dc + j0 * L;
     }
-    const T* w = tile.weights + i * tile.pitch + j0 * D * K;
-    if constexpr (Q) {
-      T* votes_at = x != nullptr ? x : at.x;
-      centered_votes(pass, tile, at, i, j0, j1, w, votes_at);
-      for (int64_t set = 0; set < sets; ++set) {
-        for (int64_t j = 0; j < j1 - j0; ++j) {
-          const int64_t vote = j * D * L;
-          store<L>(out[set] + j * L, B_::form(votes_at + vote, p[set] + vote, q[set] + vote, D));
-        }
-      }
-    } else {
-      B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, x, at.x, sets, p, out);
-    }
-  }
-
-  static CAPSFAST_INLINE void centered_votes(const AccumulatePass<T>& pass, const Tile& tile,
-                                             const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1,
-                                             const T* w, T* x) {
-    const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K, size = (j1 - j0) * D * L;
-    B_::votes(w, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, x);
-    const T* center = tile.center + j0 * D * L;
-    for (int64_t n = 0; n < size; n += L) store<L>(x + n, load<L>(x + n) - load<L>(center + n));
+    const T *w = tile.weights + i * tile.pitch + j0 * D * K, *center = Q ? tile.center + j0 * D * L : nullptr;
+    B_::template scored_votes<Q>(
+        w, at.u + i * K * L, valid(pass, at, i), center, K, j1 - j0, D, x, at.x, sets, p, q, out);
   }
 
   // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
@@ -247,11 +228,8 @@ struct LanesAccumulate {
       clear_sums(pass, at, (j1 - j0) * D);
       for (int64_t i = 0; i < tile.count; ++i) {
         const T* w = tile.weights + i * tile.pitch + j0 * D * K;
-        if constexpr (Q) {
-          centered_votes(pass, tile, at, i, j0, j1, w, at.x);
-        } else {
-          B_::votes(w, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, at.x);
-        }
+        const T* center = Q ? tile.center + j0 * D * L : nullptr;
+        B_::template votes<Q>(w, at.u + i * K * L, valid(pass, at, i), center, K, (j1 - j0) * D, at.x);
         add_votes(pass, at, coefficient + i * J * L, at.x, j0, j1);
       }
       join_sums(pass, tile, at, j0 * D, (j1 - j0) * D);

@@ -9,7 +9,7 @@
 // multiply-adds into accumulators [K][L], which are transposed back once per chunk. Long sums (du over all rows, dW
 // over all samples) are sums of the sums of blocks, so their error grows with the number of blocks only.
 
-// Q: a quadratic pass of one iteration. Its votes, less the center, are kept between the score and dvotes.
+// Q: a quadratic pass of one iteration. Its votes, less the center, are kept from the score to dvotes.
 template <class T, int K_, bool Q>
 struct LanesGradient {
   using B_ = Lanes<T, K_>;
@@ -68,20 +68,10 @@ struct LanesGradient {
           if (Q) q_set[sets] = parameters(pass.gradient.square, pass, t, tile.t) + j0 * D * L;
           out[sets++] = dc;
         }
-        if constexpr (Q) {
-          T* x = at.held + (i * J + j0) * D * L;
-          const T* center = parameters(pass.center, pass, 0, tile.t) + j0 * D * L;
-          B_::votes(w, at.u + i * K * L, valid(pass, at, i), K, (j1 - j0) * D, x);
-          for (int64_t n = 0; n < (j1 - j0) * D * L; n += L) store<L>(x + n, load<L>(x + n) - load<L>(center + n));
-          for (int64_t set = 0; set < sets; ++set) {
-            for (int64_t j = 0; j < (j1 - j0); ++j) {
-              const int64_t vote = j * D * L;
-              store<L>(out[set] + j * L, B_::form(x + vote, p_set[set] + vote, q_set[set] + vote, D));
-            }
-          }
-        } else {
-          B_::scored_votes(w, at.u + i * K * L, valid(pass, at, i), K, j1 - j0, D, nullptr, at.x, sets, p_set, out);
-        }
+        T* x = Q ? at.held + (i * J + j0) * D * L : nullptr;
+        const T* center = Q ? parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
+        B_::template scored_votes<Q>(
+            w, at.u + i * K * L, valid(pass, at, i), center, K, j1 - j0, D, x, at.x, sets, p_set, q_set, out);
       }
     }
   }

@@ -2,6 +2,7 @@
 // Standard headers come before the target region. Inside it their inline functions would be compiled for this
 // instruction set, and the linker could choose that copy for code that runs on older machines.
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "../../cpu/isa.h"

@@ -1,5 +1,6 @@
 // The CPU kernels for the compiler's default instructions (SSE2 on x86-64, NEON on AArch64).
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "../../cpu/isa.h"

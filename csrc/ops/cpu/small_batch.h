@@ -37,14 +37,14 @@ class SmallBatch {
     const int64_t adders = p.shared_weight && out.dweight.data != nullptr ? num_threads() : 0;
     const Sums<T> sums(adders * row);
     sums.clear();
-    const Buffer<T> scratch(num_threads() * 2 * (row + p.K));
+    const Buffer<T> scratch(num_threads() * (2 * row + 3 * p.K));
     over_capsules([&](int64_t task, int64_t i0, int64_t i1) {
       SmallBatchGradients<T> gradients{votes.get(), add, out.du, out.dweight, nullptr, nullptr};
       if (adders > 0) {
         gradients.dweight_sum = sums.high() + task * row;
         gradients.dweight_low = sums.low() + task * row;
       }
-      kernels_.small_gradients(gradients, p, i0, i1, scratch.get() + task * 2 * (row + p.K));
+      kernels_.small_gradients(gradients, p, i0, i1, scratch.get() + task * (2 * row + 3 * p.K));
     });
     sums.join();
     add_up<T>(sums.high(), adders, row, out.dweight);

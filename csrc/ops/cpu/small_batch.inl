@@ -75,30 +75,73 @@ struct SmallBatch {
   }
 
   static void votes_of_components(const Problem& p, int64_t i, const T* u, T* x) {
+    // The weight of the input capsule after the next is on its way while this one is worked on.
+    const int64_t pitch = p.weight.stride[3], ahead = 2 * p.weight.stride[0];
     for (int64_t j = 0; j < p.J; ++j) {
       const T* w = weight_of(p, i, j);
       for (int64_t d = 0; d < p.D; d += L) {
-        V a[2] = {};
-        for (int64_t k = 0; k < p.K; ++k) a[k % 2] += lanes(w + k * p.weight.stride[3] + d, p.D - d) * u[k];
+        const T* from = w + d;
+        V even = V{}, odd = V{};
+        int64_t k = 0;
+        for (; k + 2 <= p.K; k += 2, from += 2 * pitch) {
+          __builtin_prefetch(from + ahead);
+          __builtin_prefetch(from + pitch + ahead);
+          even += lanes(from, p.D - d) * u[k];
+          odd += lanes(from + pitch, p.D - d) * u[k + 1];
+        }
+        if (k < p.K) even += lanes(from, p.D - d) * u[k];
         if (d + L <= p.D) {
-          store<L>(x + j * p.D + d, a[0] + a[1]);
+          store<L>(x + j * p.D + d, even + odd);
         } else {
-          store_part<L>(x + j * p.D + d, a[0] + a[1], p.D - d);
+          store_part<L>(x + j * p.D + d, even + odd, p.D - d);
         }
       }
+    }
+  }
+
+  // Whether the matrices [D, K] of the weight lie apart, as in weights that are stored [J, I, D, K].
+  static bool matrices_apart(const Problem& p) {
+    const int64_t* stride = p.weight.stride;
+    return p.weight.storage == kStorage<T> && stride[3] == 1 && stride[2] == p.K && stride[1] != p.D * p.K;
+  }
+
+  static void votes_of_matrices(const Problem& p, int64_t i, const T* u, T* x) {
+    for (int64_t j = 0; j < p.J; ++j) {
+      const T* w = weight_of(p, i, j);
+      const char* ahead = reinterpret_cast<const char*>(w + 2 * p.weight.stride[0]);
+      for (int64_t n = 0; n < p.D * p.K * static_cast<int64_t>(sizeof(T)); n += 64) __builtin_prefetch(ahead + n);
+      votes_of(w, u, p.K, p.D, x + j * p.D);
+    }
+  }
+
+  // part [K]: scratch.
+  static void pose_gradient_of_matrices(const Problem& p, int64_t i, const T* g, T* part, T* du) {
+    for (int64_t j = 0; j < p.J; ++j) {
+      pose_gradient(weight_of(p, i, j), g + j * p.D, p.K, p.D, j == 0 ? du : part);
+      for (int64_t k = 0; k < p.K && j > 0; ++k) du[k] += part[k];
     }
   }
 
   static V lanes(const T* from, int64_t left) { return left >= L ? load<L>(from) : load_part<L>(from, left); }
 
   static void pose_gradient_of_components(const Problem& p, int64_t i, const T* g, T* du) {
-    for (int64_t k = 0; k < p.K; ++k) {
-      V a = V{};
+    constexpr int64_t kTogether = 4;  // poses whose sums are formed at a time
+    for (int64_t k0 = 0; k0 < p.K; k0 += kTogether) {
+      const int64_t some = k0 + kTogether < p.K ? kTogether : p.K - k0;
+      V a[kTogether] = {};
       for (int64_t j = 0; j < p.J; ++j) {
-        const T* w = weight_of(p, i, j) + k * p.weight.stride[3];
-        for (int64_t d = 0; d < p.D; d += L) a += lanes(w + d, p.D - d) * lanes(g + j * p.D + d, p.D - d);
+        const T* w = weight_of(p, i, j) + k0 * p.weight.stride[3];
+        for (int64_t d = 0; d < p.D; d += L) {
+          const V x = lanes(g + j * p.D + d, p.D - d);
+          if (some == kTogether) {
+#pragma GCC unroll 4
+            for (int k = 0; k < kTogether; ++k) a[k] += lanes(w + k * p.weight.stride[3] + d, p.D - d) * x;
+          } else {
+            for (int64_t k = 0; k < some; ++k) a[k] += lanes(w + k * p.weight.stride[3] + d, p.D - d) * x;
+          }
+        }
       }
-      du[k] = sum<T, L>(a);
+      for (int64_t k = 0; k < some; ++k) du[k0 + k] = sum<T, L>(a[k]);
     }
   }
 
@@ -122,14 +165,20 @@ struct SmallBatch {
   static void votes(const Problem& p, int64_t i0, int64_t i1, T* votes, T* scratch) {
     const int64_t rows = p.J * p.D;
     T* u = scratch + rows * p.K;
-    const bool in_place = components_together(p);
+    const bool together = components_together(p), apart = matrices_apart(p);
     const T* w = nullptr;
     for (int64_t i = i0; i < i1; ++i) {
-      if (!in_place && (w == nullptr || p.weight.stride[0] != 0)) w = weight_row(p, i, scratch);
+      if (!together && !apart && (w == nullptr || p.weight.stride[0] != 0)) w = weight_row(p, i, scratch);
       for (int64_t b = 0; b < p.B; ++b) {
         T* x = votes + (b * p.I + i) * rows;
         pose_of(p, b, i, u);
-        in_place ? votes_of_components(p, i, u, x) : votes_of(w, u, p.K, rows, x);
+        if (together) {
+          votes_of_components(p, i, u, x);
+        } else if (apart) {
+          votes_of_matrices(p, i, u, x);
+        } else {
+          votes_of(w, u, p.K, rows, x);
+        }
       }
     }
   }
@@ -176,21 +225,27 @@ struct SmallBatch {
     }
   }
 
-  // Computes du and dW of input capsules [i0, i1) from dvotes. scratch [2 J D K + 2 K].
+  // Computes du and dW of input capsules [i0, i1) from dvotes. scratch [2 J D K + 3 K].
   static void gradients(const SmallBatchGradients<T>& out, const Problem& p, int64_t i0, int64_t i1, T* scratch) {
     const int64_t rows = p.J * p.D, size = rows * p.K;
     T *u = scratch + 2 * size, *du = u + p.K;
     const bool in_place = out.dweight_sum == nullptr && out.dweight.storage == kStorage<T>;
-    const bool together = components_together(p);
+    const bool together = components_together(p), apart = matrices_apart(p);
     const T* w = nullptr;
     for (int64_t i = i0; i < i1; ++i) {
-      if (!together && (w == nullptr || p.weight.stride[0] != 0)) w = weight_row(p, i, scratch);
+      if (!together && !apart && (w == nullptr || p.weight.stride[0] != 0)) w = weight_row(p, i, scratch);
       T* dw = in_place ? static_cast<T*>(out.dweight.data) + i * size : scratch + size;
       for (int64_t b = 0; b < p.B; ++b) {
         const T* g = out.dvotes + (b * p.I + i) * rows;
         pose_of(p, b, i, u);
         if (out.du.data != nullptr) {
-          together ? pose_gradient_of_components(p, i, g, du) : pose_gradient(w, g, p.K, rows, du);
+          if (together) {
+            pose_gradient_of_components(p, i, g, du);
+          } else if (apart) {
+            pose_gradient_of_matrices(p, i, g, du + p.K, du);
+          } else {
+            pose_gradient(w, g, p.K, rows, du);
+          }
           const bool masked = p.mask.data != nullptr && !p.mask.at(b, i);
           for (int64_t k = 0; k < p.K && masked; ++k) du[k] = 0;
           scatter<T>(out.du, b * out.du.stride[0] + i * out.du.stride[1], {1, 1, p.K}, {0, 0, 1}, du);
