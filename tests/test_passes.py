@@ -72,7 +72,7 @@ def test_every_shape(backend: Backend, op: PassOp, shape: Shape, case: PassCase)
     check(op.make(shape, case, torch.float32, backend.device), backend)
 
 
-@pytest.mark.shapes((1, 1152, 10, 16, 8), (64, 256, 10, 16, 8), (2, 20_000, 4, 8, 8))
+@pytest.mark.shapes((1, 1152, 10, 16, 8), (64, 256, 10, 16, 8), (2, 10_000, 4, 8, 8))
 @pytest.mark.parametrize("case", [replace(QUADRATIC, query=True), normalized(QUADRATIC, "in")], ids=str)
 @pytest.mark.against_reference
 def test_float32_is_as_exact_as_einsum(backend: Backend, op: PassOp, shape: Shape, case: PassCase) -> None:
@@ -107,6 +107,7 @@ def test_sixteen_bits(backend: Backend, op: PassOp, case: PassCase, dtype: torch
         assert {found[f"d{name}"].dtype for name in op.tensors} == {dtype}
 
 
+@pytest.mark.usual(triton={"backend": []})
 def test_sixteen_bits_beside_float32_parameters(backend: Backend, op: PassOp) -> None:
     problem = op.make(SMALL, EVERYTHING, torch.bfloat16, backend.device)
     wide = {name: value.float() for name, value in problem.inputs.items() if name not in op.tensors}
@@ -157,7 +158,7 @@ def test_strides_do_not_matter(backend: Backend, op: PassOp, case: PassCase, lay
 
 
 @pytest.mark.parametrize("case", [EVERYTHING, normalized(EVERYTHING, "in"), normalized(EVERYTHING, "lse")], ids=str)
-@pytest.mark.usual(triton={"case": [EVERYTHING]})
+@pytest.mark.usual(triton={"backend": []})
 def test_only_some_gradients_are_needed(backend: Backend, op: PassOp, case: PassCase) -> None:
     problem = op.make(SMALL, case, backend.widest, backend.device)
     wanted = run(problem, backend.name)
@@ -255,6 +256,7 @@ def test_masks_that_leave_nothing(backend: Backend, op: PassOp, how: str, leaky:
                 assert not bool(value.any()), name
 
 
+@pytest.mark.usual(triton={"backend": []})
 def test_huge_logits(backend: Backend, op: PassOp) -> None:
     for how in WAYS:
         if how == "none":
@@ -330,6 +332,7 @@ def loops(given: dict[str, Any], how: str, leaky: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usual(triton={"case": [LINEAR]})
 @pytest.mark.parametrize("case", [LINEAR, EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
 def test_repeats_are_bitwise_equal(backend: Backend, op: PassOp, case: PassCase) -> None:
     shape = SMALL if backend.emulated else Shape(19, 70, 5, 9, 7)
@@ -404,7 +407,7 @@ def test_opcheck_forward(backend: Backend, op: PassOp, case: PassCase, grad: boo
 
 @pytest.mark.parametrize("case", [LINEAR, *EACH_WAY], ids=str)
 @pytest.mark.fused
-@pytest.mark.usual(triton={"case": [EVERYTHING]})
+@pytest.mark.usual(triton={"backend": []})
 def test_opcheck_backward(backend: Backend, op: PassOp, case: PassCase) -> None:
     problem = op.make(SMALL, case, torch.float32, backend.device)
     outputs = backend.op(op.name)(*registered(problem))
@@ -413,7 +416,7 @@ def test_opcheck_backward(backend: Backend, op: PassOp, case: PassCase) -> None:
 
 @pytest.mark.parametrize("case", EACH_WAY, ids=str)
 @pytest.mark.fused
-@pytest.mark.usual(triton={"case": EACH_WAY[:2]})
+@pytest.mark.usual(triton={"case": EACH_WAY[1:2]})
 def test_fakes_promise_what_the_kernels_return(backend: Backend, op: PassOp, case: PassCase) -> None:
     for empty in (None, *Shape._fields):
         problem = op.make(SMALL._replace(**({empty: 0} if empty else {})), case, torch.bfloat16, backend.device)
@@ -432,7 +435,7 @@ def test_fakes_promise_what_the_kernels_return(backend: Backend, op: PassOp, cas
 
 
 @pytest.mark.parametrize("case", [SHARED, EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
-@pytest.mark.usual(triton={"case": [EVERYTHING]}, reference={"case": [EVERYTHING]})
+@pytest.mark.usual(triton={"backend": []}, reference={"backend": []})
 def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: PassOp, case: PassCase) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     problems = [op.make(SMALL._replace(B=B), case, torch.float32, backend.device) for B in (3, 18, 5)]
@@ -519,6 +522,7 @@ def test_second_derivatives_are_refused(backend: Backend, op: PassOp) -> None:
         gradient.sum().backward()
 
 
+@pytest.mark.usual(triton={"backend": []})
 def test_inputs_are_left_alone(backend: Backend, op: PassOp) -> None:
     problem = op.make(SMALL, EVERYTHING, backend.widest, backend.device)
     before = {name: value.clone() for name, value in problem.inputs.items()}
