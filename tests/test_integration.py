@@ -49,7 +49,7 @@ def gradients(function: Callable[..., Any], tensors: dict[str, Tensor]) -> list[
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.emulated(case=COMPILED[:1], dynamic=[None])
-@pytest.mark.usual(reference={"case": COMPILED[:1], "dynamic": [True]})
+@pytest.mark.usual(reference={"backend": []})
 def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: str, case: Case, dynamic: bool | None) -> None:
     problems = [make(small(backend, B), case, op, torch.float32, backend.device) for B in (3, 18, 5)]
     counter = CompileCounterWithBackend("aot_eager")
@@ -312,6 +312,7 @@ def _ddp_worker(rank: int, name: str, device: str, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.usual(reference={"backend": []})
 def test_distributed_data_parallel(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     workers = torch.multiprocessing.spawn(

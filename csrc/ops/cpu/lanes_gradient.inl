@@ -3,20 +3,14 @@
 // Here t counts from 0 and V_t is what iteration t scored with, so V_0 = 0. A task is alone with its input capsules and
 // samples, so it writes du and dlogits of a sample once. It also writes dW, unless several tasks have the same input
 // capsules (the batch is split) or the weight is shared: then tasks have partial sums that are added in a fixed order.
-//
-// dW is a sum over samples, which are the lanes. A block of L rows (j, d) of dvotes is transposed in registers: its
-// rows then lie along the lanes, and the numbers of a sample's pose are broadcast. The sum over samples is a chain of
-// multiply-adds into accumulators [K][L], which are transposed back once per chunk. Long sums (du over all rows, dW
-// over all samples) are sums of the sums of blocks, so their error grows with the number of blocks only.
 
 // Q: a quadratic pass of one iteration. Its votes, less the center, are kept from the score to dvotes.
 template <class T, int K_, bool Q>
 struct LanesGradient {
-  using B_ = Lanes<T, K_>;
+  using B_ = LanesProducts<T, K_>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
-  static constexpr int kTogether = 4;                      // iterations that are scored each time the votes are made
-  static constexpr int kPoses = kRegisters >= 32 ? 8 : 4;  // accumulators that registers hold beside L rows
+  static constexpr int kTogether = 4;  // iterations that are scored each time the votes are made
 
   struct Tile {
     int64_t t, b0, samples, i0, count;
@@ -194,87 +188,6 @@ struct LanesGradient {
     }
   }
 
-  // du[k] += sum over rows of w[row][k] dx[row], for the N components k of a pose.
-  template <int N>
-  static CAPSFAST_INLINE void pose_gradient_block(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
-    V a[N];
-#pragma GCC unroll 16
-    for (int k = 0; k < N; ++k) a[k] = V{};
-    for (int64_t row = 0; row < rows; ++row) {
-      const V g = load<L>(dx + row * L);
-#pragma GCC unroll 16
-      for (int k = 0; k < N; ++k) a[k] += g * w[row * K + k];
-    }
-#pragma GCC unroll 16
-    for (int k = 0; k < N; ++k) store<L>(du + k * L, load<L>(du + k * L) + a[k]);
-  }
-
-  // The same for L rows of dvotes that are in registers.
-  template <int N>
-  static CAPSFAST_INLINE void pose_gradient_rows(const T* w, int64_t K, const V* rows, T* du) {
-    V a[N];
-#pragma GCC unroll 8
-    for (int k = 0; k < N; ++k) a[k] = V{};
-#pragma GCC unroll 16
-    for (int n = 0; n < L; ++n, w += K) {
-#pragma GCC unroll 8
-      for (int k = 0; k < N; ++k) a[k] += rows[n] * w[k];
-    }
-#pragma GCC unroll 8
-    for (int k = 0; k < N; ++k) store<L>(du + k * L, load<L>(du + k * L) + a[k]);
-  }
-
-  // All poses from k on, N at a time and what is left in half as many.
-  template <int N>
-  static CAPSFAST_INLINE void pose_gradient_blocks(const T* w, int64_t k, int64_t K, const T* dx, int64_t rows, T* du) {
-    for (; k + N <= K; k += N) pose_gradient_block<N>(w + k, K, dx, rows, du + k * L);
-    if constexpr (N > 1) pose_gradient_blocks<N / 2>(w, k, K, dx, rows, du);
-  }
-
-  template <int N>
-  static CAPSFAST_INLINE void pose_gradients_of_rows(const T* w, int64_t k, int64_t K, const V* rows, T* du) {
-    for (; k + N <= K; k += N) pose_gradient_rows<N>(w + k, K, rows, du + k * L);
-    if constexpr (N > 1) pose_gradients_of_rows<N / 2>(w, k, K, rows, du);
-  }
-
-  static void pose_gradient(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
-    if constexpr (K_ > 0 && K_ <= 16) {
-      pose_gradient_block<K_>(w, K_, dx, rows, du);
-    } else {
-      pose_gradient_blocks<8>(w, 0, K, dx, rows, du);
-    }
-  }
-
-  template <int N>
-  static CAPSFAST_INLINE void weight_gradient_block(const V* m, const T* u, T* dw) {
-    V a[N];
-#pragma GCC unroll 8
-    for (int k = 0; k < N; ++k) a[k] = V{};
-#pragma GCC unroll 16
-    for (int l = 0; l < L; ++l) {
-#pragma GCC unroll 8
-      for (int k = 0; k < N; ++k) a[k] += m[l] * u[k * L + l];
-    }
-#pragma GCC unroll 8
-    for (int k = 0; k < N; ++k) store<L>(dw + k * L, load<L>(dw + k * L) + a[k]);
-  }
-
-  template <int N>
-  static CAPSFAST_INLINE void weight_gradient_blocks(const V* m, const T* u, int64_t k, int64_t K, T* dw) {
-    for (; k + N <= K; k += N) weight_gradient_block<N>(m, u + k * L, dw + k * L);
-    if constexpr (N > 1) weight_gradient_blocks<N / 2>(m, u, k, K, dw);
-  }
-
-  // dw [K][L] += sum over samples l of m[l] u[k][l]. m: L rows of dvotes, transposed, in registers.
-  static CAPSFAST_INLINE void weight_gradient_rows(const V* m, const T* u, int64_t K, T* dw) {
-    if constexpr (K_ > 0 && K_ % kPoses == 0) {
-#pragma GCC unroll 4
-      for (int k = 0; k < K_; k += kPoses) weight_gradient_block<kPoses>(m, u + k * L, dw + k * L);
-    } else {
-      weight_gradient_blocks<kPoses>(m, u, 0, K_ > 0 ? K_ : K, dw);
-    }
-  }
-
   // All gradients of input capsule i that come from output capsule j, if D is a multiple of L. dvotes stay in
   // registers: first du is computed from them and then, after transposing them, dW.
   static void blocks(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at, int64_t i,
@@ -287,60 +200,11 @@ struct LanesGradient {
       if (pass.du.data != nullptr) {
         const T* w = tile.weights + i * tile.pitch + (j * D + d) * K;
         T* du = at.du + i * K * L;
-        pose_gradients_of_rows<kPoses>(w, 0, K, rows, du);
+        B_::template pose_gradients_of_rows<B_::kPoses>(w, 0, K, rows, du);
       }
       if (dw == nullptr) continue;
       transpose<T, L>(rows);
-      weight_gradient_rows(rows, u, K, dw + (j * D + d) * K);
-    }
-  }
-
-  // dw [rows / L][K][L] += sum over samples of dx [rows][L] times u [K][L]. `rows` is a multiple of L.
-  static void weight_gradient(const T* u, int64_t K, const T* dx, int64_t rows, T* dw) {
-    for (int64_t row = 0; row < rows; row += L) {
-      V m[L];
-#pragma GCC unroll 16
-      for (int n = 0; n < L; ++n) m[n] = load<L>(dx + (row + n) * L);
-      transpose<T, L>(m);
-      weight_gradient_rows(m, u, K, dw + row * K);
-    }
-  }
-
-  // Transposes dw [ceil(rows / L)][K][L] to out [rows][K].
-  static void weight_rows(const T* dw, int64_t K, int64_t rows, T* out) {
-    for (int64_t row = 0; row < rows; row += L) {
-      const int64_t some = row + L < rows ? L : rows - row;
-      const T* block = dw + row * K;
-      if constexpr (K_ > 0 && K_ <= L) {
-        V m[L];
-#pragma GCC unroll 16
-        for (int n = 0; n < L; ++n) m[n] = n < K_ ? load<L>(block + n * L) : V{};
-        transpose<T, L>(m);
-        for (int64_t n = 0; n < L && n < some; ++n) __builtin_memcpy(out + (row + n) * K_, &m[n], K_ * sizeof(T));
-        continue;
-      }
-      for (int64_t k = 0; k < K; k += L) {
-        const int64_t width = k + L < K ? L : K - k;
-        V m[L];
-#pragma GCC unroll 16
-        for (int n = 0; n < L; ++n) m[n] = n < width ? load<L>(block + (k + n) * L) : V{};
-        transpose<T, L>(m);
-        for (int64_t n = 0; n < L && n < some; ++n) {
-          if (width == L) {
-            store<L>(out + (row + n) * K + k, m[n]);
-          } else {
-            store_part<L>(out + (row + n) * K + k, m[n], width);
-          }
-        }
-      }
-    }
-  }
-
-  // [rows / L][K][L] to [rows][K] where it stands.
-  static void transpose_weights(const LanesGradientScratch<T>& at, int64_t K, int64_t rows, T* dw) {
-    for (int64_t row = 0; row < rows; row += L, dw += K * L) {
-      __builtin_memcpy(at.block, dw, static_cast<size_t>(K * L) * sizeof(T));
-      weight_rows(at.block, K, L, dw);
+      B_::weight_gradient_rows(rows, u, K, dw + (j * D + d) * K);
     }
   }
 
@@ -348,16 +212,16 @@ struct LanesGradient {
     const Problem& p = *pass.problem;
     const int64_t rows = p.J * p.D, size = rows * p.K;
     if (pass.dweight_sum != nullptr) {
-      weight_rows(dw, p.K, rows, at.row);
+      B_::weight_rows(dw, p.K, rows, at.row);
       const int64_t to = p.shared_weight ? 0 : i * size;
       for (int64_t n = 0; n < size; ++n) add_exactly(at.row[n], pass.dweight_sum + to + n, pass.dweight_low + to + n);
       return;
     }
     if (pass.dweight.storage == kStorage<T>) {
-      weight_rows(dw, p.K, rows, static_cast<T*>(pass.dweight.data) + i * size);
+      B_::weight_rows(dw, p.K, rows, static_cast<T*>(pass.dweight.data) + i * size);
       return;
     }
-    weight_rows(dw, p.K, rows, at.row);
+    B_::weight_rows(dw, p.K, rows, at.row);
     scatter<T>(pass.dweight, i * size, {1, 1, size}, {0, 0, 1}, at.row);
   }
 
@@ -403,10 +267,10 @@ struct LanesGradient {
           continue;
         }
         vote_gradients(pass, tile, at, i, j0, j1);
-        if (want_u) pose_gradient(tile.weights + i * tile.pitch + j0 * D * K, K, at.dx, rows, at.du + i * K * L);
+        if (want_u) B_::pose_gradient(tile.weights + i * tile.pitch + j0 * D * K, K, at.dx, rows, at.du + i * K * L);
         if (!want_w) continue;
         for (int64_t row = rows; row < padded; ++row) store<L>(at.dx + row * L, V{});
-        weight_gradient(at.u + i * K * L, K, at.dx, padded, dw + j0 * D * K);
+        B_::weight_gradient(at.u + i * K * L, K, at.dx, padded, dw + j0 * D * K);
       }
     }
     if (!want_u) return;
@@ -447,7 +311,7 @@ struct LanesGradient {
       if (pass.dweight.data != nullptr) {
         for (int64_t i = 0; i < weight_count; ++i) {
           if (in_place) {
-            transpose_weights(at, p.K, p.J * p.D, dw + i * row_size);
+            B_::transpose_weights(p.K, p.J * p.D, at.block, dw + i * row_size);
           } else {
             write_weights(pass, at, i0 + i, dw + i * row_size);
           }

@@ -7,6 +7,7 @@
 #include "lanes_packing.inl"
 #include "lanes.inl"
 #include "lanes_update.inl"
+#include "lanes_products.inl"
 #include "lanes_gradient.inl"
 #include "lanes_accumulate.inl"
 #include "rows.inl"
