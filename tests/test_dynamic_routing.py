@@ -40,7 +40,8 @@ def test_expanded_inputs(backend: Backend, B: int) -> None:
     problem = make(Shape(B, 9, 3, 16, 8), Case(logits="BIJ"), OP, torch.float32, backend.device)
     problem.inputs["u"] = problem.inputs["u"][:, :1].expand(-1, 9, -1)
     problem.inputs["logits"] = problem.inputs["logits"][:1].expand(B, -1, -1)
-    problem.gradients["v"] = torch.ones((), device=backend.device).expand(problem.dv.shape)  # what v.sum().backward() sends
+    # What v.sum().backward() sends.
+    problem.gradients["v"] = torch.ones((), device=backend.device).expand(problem.dv.shape)
     check(problem, backend)
 
 
