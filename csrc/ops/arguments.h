@@ -54,10 +54,12 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
 }
 
 // A contiguous gradient of the shape of `tensor`, which `view` then describes; [0] if no gradient is wanted.
-inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view) {
+// huge_pages: ask for them. Not for dvotes, as large as the votes: where memory was given back to the host of a virtual
+// machine, fresh huge pages were found to cost more than small ones.
+inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view, bool huge_pages = true) {
   if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
   Tensor gradient = torch::stable::new_empty(tensor, tensor.sizes());
-  if (gradient.is_cpu())
+  if (huge_pages && gradient.is_cpu())
     advise_huge_pages(gradient.data_ptr(), static_cast<size_t>(gradient.numel()) * size_of(storage_of(gradient)));
   // If any axis is empty, no kernel may run over what remains of the gradient, which then is 0.
   if (empty_problem) torch::stable::zero_(gradient);

@@ -97,7 +97,7 @@ class Ops : Arguments<Engine> {
     Problem p = problem_of(votes, J);
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
     BackwardOutputs out;
-    Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.dweight);
+    Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.dweight, false);
     Tensor dlogits = gradient_like(logits.value_or(votes), need_logits && logits.has_value(), p.empty(), &out.dlogits);
     Tensor dbias = gradient_like(bias.value_or(votes), need_bias && bias.has_value(), p.empty(), &out.dbias);
     out.per_sample_logits = logits.has_value() && logits->dim() == 3;

@@ -91,7 +91,7 @@ class PassOps : Arguments<Engine> {
     Problem p = problem_of(votes, J);
     const PassArguments given{query, precision, center, prior, logits, activation, lse, mask, out_mask};
     PassGradients out;
-    Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.common.dweight);
+    Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.common.dweight, false);
     auto [dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse] =
         backward(p, votes, given, normalize, leaky, second,
                  {dmass, dfirst, dsecond, dweights, dlse_out, mass, first, second_moment, weights, norm},
