@@ -118,7 +118,7 @@ def test_narrower_instruction_sets(name: str) -> None:
         pytest.skip(f"this machine has no {name}")
     names = ("native", "routing", "dynamic_routing", "route_votes", "passes")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
-    chosen_tests = "reach_every_part or every_option or every_shape or sixteen_bits or strides or huge or nan or masked"
+    chosen_tests = "reach_every_part or every_shape or sixteen_bits or strides or huge or nan or masked"
     chosen_tests = f"({chosen_tests}) and not test_passes or every_case or permuted"
     command = [sys.executable, "-m", "pytest", *files, "--backends", "cpp", "-q", "-x", "-p", "no:cacheprovider"]
     ran = subprocess.run(
@@ -128,7 +128,7 @@ def test_narrower_instruction_sets(name: str) -> None:
     # A file that moved would leave next to nothing to run.
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None
-    assert int(passed[1]) > 300
+    assert int(passed[1]) > 200
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ SHAPES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.of_the_weight(case=[Case(shared=True)])
 @pytest.mark.emulated(route_votes={"case": COMBINED})
+@pytest.mark.usual(triton={"case": COMBINED})
 @pytest.mark.against_reference
 def test_every_option(backend: Backend, op: Op, case: Case, dtype: torch.dtype) -> None:
     # Batches of 5 and 19: kernels have one way for few samples and one for many.
