@@ -106,7 +106,7 @@ def test_the_shapes_of_the_tests_reach_every_part_of_the_kernels() -> None:
 
 @needs_extension
 @pytest.mark.parametrize("name", ["portable", "avx2"])
-def test_narrower_instruction_sets(name: str) -> None:
+def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) -> None:
     """What other machines run. The choice is made once a process, so the tests of the ops run again in their own."""
     assert native.extension is not None
     if name not in native.extension.build_info()["instruction_sets"]:
@@ -120,6 +120,8 @@ def test_narrower_instruction_sets(name: str) -> None:
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     chosen_tests = "reach_every_part or every_shape or sixteen_bits or strides or huge or nan or masked"
     chosen_tests = f"({chosen_tests}) and not test_passes or every_case or permuted"
+    if request.config.getoption("--exhaustive"):
+        chosen_tests += " or every_option"
     command = [sys.executable, "-m", "pytest", *files, "--backends", "cpp", "-q", "-x", "-p", "no:cacheprovider"]
     ran = subprocess.run(
         [*command, "-k", chosen_tests], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600
@@ -128,7 +130,7 @@ def test_narrower_instruction_sets(name: str) -> None:
     # A file that moved would leave next to nothing to run.
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None
-    assert int(passed[1]) > 200
+    assert int(passed[1]) > 300
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
