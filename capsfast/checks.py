@@ -26,11 +26,15 @@ def tensor(op: str, name: str, value: object, shape: str) -> Tensor:
     """A strided tensor of the rank that ``shape`` (such as "[B, I, K]") spells out."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor {shape}, got {type(value).__name__}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}; call {name}.to_dense() first")
+    dense(op, name, value)
     if value.dim() != shape.count(",") + 1:
         raise ValueError(f"{op}: {name} must have shape {shape}, got {shape_of(value)}")
     return value
+
+
+def dense(op: str, name: str, value: Tensor) -> None:
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}; call {name}.to_dense() first")
 
 
 def floating(op: str, name: str, value: Tensor) -> None:
@@ -114,29 +118,65 @@ def options(op: str, given: Options) -> None:
     positive_eps(op, given.eps)
 
 
-def product(op: str, u: Tensor, weight: Tensor) -> None:
-    """u [B, I, K] and weight [I or 1, J, D, K]: dtypes, devices, and the sizes they share."""
+def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
+    """u [B, I, K] and weight [I or 1, J, D, K], or pose matrices u [B, I, P, Q] and weight [I or 1, J, Q, R].
+
+    Returns them as the ops take them: pose matrices as u [B, I, P Q] and weight [I or 1, J, R, Q].
+    """
+    if isinstance(u, Tensor) and u.dim() == 4:
+        u, weight = tensor(op, "u", u, "[B, I, P, Q]"), tensor(op, "weight", weight, "[I, J, Q, R]")
+        symbol, axis = "Q", 2
+    else:
+        u, weight = tensor(op, "u", u, "[B, I, K]"), tensor(op, "weight", weight, "[I, J, D, K]")
+        symbol, axis = "K", 3
     floating(op, "u", u)
     floating(op, "weight", weight)
-    I, K = u.shape[1:]
+    I, size = u.shape[1], u.shape[-1]
     rows = weight.shape[0]
     if rows != I and rows != 1:
         raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {_shapes(weight, u)}")
-    if weight.shape[3] != K:
+    if weight.shape[axis] != size:
+        where = "must end in K" if symbol == "K" else "must be [I, J, Q, R] with Q"
         raise ValueError(
-            f"{op}: weight must end in K={K}, the size of the input capsules, "
-            f"got {weight.shape[3]} {_shapes(weight, u)}"
+            f"{op}: weight {where}={size}, the size of the input capsules{'' if symbol == 'K' else ' [P, Q]'}, "
+            f"got {weight.shape[axis]} {_shapes(weight, u)}"
         )
+    if symbol == "Q" and (u.shape[2] == 0 or size == 0):
+        raise ValueError(f"{op}: pose matrices [P, Q] must not be empty, got u {shape_of(u)}")
     same_device(op, "u", u, "weight", weight)
     same_dtype(op, "u", u, "weight", weight)
+    return (u, weight) if symbol == "K" else (u.flatten(2), weight.transpose(2, 3))
+
+
+def votes(op: str, value: object) -> tuple[Tensor, tuple[int, ...]]:
+    """votes [B, I, J, D] or [B, I, J, D, *spatial], with one axis for all of spatial; and the sizes of spatial."""
+    if not isinstance(value, Tensor) or value.dim() < 4:
+        tensor(op, "votes", value, "[B, I, J, D]")
+    assert isinstance(value, Tensor)
+    dense(op, "votes", value)
+    floating(op, "votes", value)
+    spatial = tuple(value.shape[4:])
+    return (value.flatten(4) if len(spatial) > 1 else value), spatial
 
 
 def _shapes(weight: Tensor, u: Tensor) -> str:
     return f"(weight {shape_of(weight)}, u {shape_of(u)})"
 
 
-# Where the size J stands in the arguments that have it.
-_AXIS_OF_J = {"query": 1, "precision": 1, "center": 1, "prior": 1, "logits": -1, "bias": 0, "out_mask": 1}
+# The axes of the arguments beside u and weight or votes.
+AXES = {
+    **dict.fromkeys(("query", "precision", "center"), "BJD"),
+    **dict.fromkeys(("prior", "out_mask"), "BJ"),
+    **dict.fromkeys(("activation", "lse", "mask"), "BI"),
+    "logits": "BIJ",
+    "bias": "JD",
+}
+
+
+def axes_of(name: str, value: object) -> str:
+    """The axes of an argument, without those of positions."""
+    per_sample = isinstance(value, Tensor) and value.dim() > 2
+    return "IJ" if name == "logits" and not per_sample else AXES[name]
 
 
 def outputs(op: str, anchor: str, value: Tensor, axis: int, saying: Mapping[str, object], needed: bool = True) -> int:
@@ -149,7 +189,7 @@ def outputs(op: str, anchor: str, value: Tensor, axis: int, saying: Mapping[str,
         return J
     for name, given in saying.items():
         if isinstance(given, Tensor) and given.dim() > 1:
-            return given.shape[_AXIS_OF_J[name]]
+            return given.shape[axes_of(name, given).index("J")]
     if needed:
         raise ValueError(
             f"{op}: {anchor} {shape_of(value)} is shared by all output capsules, so another argument must say how many "
@@ -169,39 +209,21 @@ def pass_options(op: str, given: PassOptions) -> None:
 
 
 def pass_parameters(
-    op: str, anchor: str, anchor_value: Tensor, sizes: tuple[int, int, int, int], given: Mapping[str, Tensor | None]
+    op: str,
+    anchor: str,
+    anchor_value: Tensor,
+    sizes: tuple[int, int, int, int],
+    given: Mapping[str, Tensor | None],
+    spatial: tuple[int, ...] = (),
 ) -> None:
     """What a pass scores against, by name, and the masks, against ``sizes`` = (B, I, J, D) of the anchor tensor."""
-    B, I, J, D = sizes
-    routing_parameters(op, anchor, anchor_value, sizes, given["logits"], None, given["mask"], given["out_mask"])
-    symbols = {"B": B, "I": I, "J": J, "D": D}
-    for name, axes in _PARAMETER_AXES.items():
-        value = given[name]
-        if value is None:
-            continue
-        spelled = f"[{', '.join(axes)}]"
-        tensor(op, name, value, spelled)
-        if any(size != symbols[axis] for size, axis in zip(value.shape, axes, strict=True)):
-            wanted = ", ".join(str(symbols[axis]) for axis in axes)
-            raise ValueError(
-                f"{op}: {name} must be {spelled} = [{wanted}], got {shape_of(value)} "
-                f"({anchor} {shape_of(anchor_value)})"
-            )
-        parameter_dtype(op, name, value, anchor, anchor_value)
-        same_device(op, anchor, anchor_value, name, value)
+    _parameters(op, anchor, anchor_value, sizes, given, spatial)
     precision = given["precision"]
     if precision is not None and _can_be_looked_at(precision) and bool((precision < 0).any()):
         raise ValueError(
             f"{op}: precision, an inverse variance, must not be negative, got {float(precision.min()):.3g}; "
             f"clamp it with precision.clamp_min(0)"
         )
-
-
-_PARAMETER_AXES = {
-    **dict.fromkeys(("query", "precision", "center"), ("B", "J", "D")),
-    "prior": ("B", "J"),
-    **dict.fromkeys(("activation", "lse"), ("B", "I")),
-}
 
 
 def _can_be_looked_at(value: Tensor) -> bool:
@@ -219,42 +241,42 @@ def routing_parameters(
     bias: Tensor | None,
     mask: Tensor | None,
     out_mask: Tensor | None,
+    spatial: tuple[int, ...] = (),
 ) -> None:
     """logits, bias and masks against ``sizes`` = (B, I, J, D) of the anchor tensor."""
-    B, I, J, D = sizes
-    if logits is not None:
-        if isinstance(logits, Tensor) and logits.dim() == 3:
-            tensor(op, "logits", logits, "[B, I, J]")
-            good = logits.shape[0] == B and logits.shape[1] == I and logits.shape[2] == J
-        else:
-            tensor(op, "logits", logits, "[I, J]")
-            good = logits.shape[0] == I and logits.shape[1] == J
-        if not good:
-            raise ValueError(
-                f"{op}: logits must be [I, J] = [{I}, {J}] or [B, I, J] = [{B}, {I}, {J}], "
-                f"got {shape_of(logits)} ({anchor} {shape_of(anchor_value)})"
-            )
-        parameter_dtype(op, "logits", logits, anchor, anchor_value)
-    if bias is not None:
-        tensor(op, "bias", bias, "[J, D]")
-        if bias.shape[0] != J or bias.shape[1] != D:
-            raise ValueError(
-                f"{op}: bias must be [J, D] = [{J}, {D}], got {shape_of(bias)} ({anchor} {shape_of(anchor_value)})"
-            )
-        parameter_dtype(op, "bias", bias, anchor, anchor_value)
-    for name, value, symbol, size in (("mask", mask, "I", I), ("out_mask", out_mask, "J", J)):
+    given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
+    _parameters(op, anchor, anchor_value, sizes, given, spatial)
+
+
+def _parameters(
+    op: str,
+    anchor: str,
+    anchor_value: Tensor,
+    sizes: tuple[int, int, int, int],
+    given: Mapping[str, Tensor | None],
+    spatial: tuple[int, ...],
+) -> None:
+    """Shapes, dtypes and devices of arguments by name. Those with an axis B may end in the sizes of ``spatial``."""
+    symbols = dict(zip("BIJD", sizes, strict=True))
+    for name, value in given.items():
         if value is None:
             continue
-        tensor(op, name, value, f"[B, {symbol}]")
-        if value.dtype != torch.bool:
+        axes = axes_of(name, value)
+        own = spatial if axes[0] == "B" and isinstance(value, Tensor) and value.dim() > len(axes) else ()
+        tensor(op, name, value, f"[{', '.join((*axes, *map(str, own)))}]")
+        if name.endswith("mask") and value.dtype != torch.bool:
             raise TypeError(
                 f"{op}: {name} must be bool (True = use), got {dtype_of(value)}; convert it with {name}.bool()"
             )
-        if value.shape[0] != B or value.shape[1] != size:
-            raise ValueError(
-                f"{op}: {name} must be [B, {symbol}] = [{B}, {size}], "
-                f"got {shape_of(value)} ({anchor} {shape_of(anchor_value)})"
+        wanted = [*(symbols[axis] for axis in axes), *own]
+        if any(size != right for size, right in zip(value.shape, wanted, strict=True)):
+            rule = " or ".join(
+                f"[{', '.join(each)}] = [{', '.join(str(symbols[axis]) for axis in each)}]"
+                for each in (("IJ", "BIJ") if name == "logits" else (axes,))
             )
-    for name, value in (("logits", logits), ("bias", bias), ("mask", mask), ("out_mask", out_mask)):
-        if value is not None:
-            same_device(op, anchor, anchor_value, name, value)
+            if own:
+                rule += f", and may end in the positions {list(spatial)}"
+            raise ValueError(f"{op}: {name} must be {rule}, got {shape_of(value)} ({anchor} {shape_of(anchor_value)})")
+        if not name.endswith("mask"):
+            parameter_dtype(op, name, value, anchor, anchor_value)
+        same_device(op, anchor, anchor_value, name, value)

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, positions
 from .ops import dynamic_routing as _dynamic_routing
 from .ops import route_votes as _route_votes
+from .ops._product import width
 from .options import SQUASH, Options
 from .reference.squash import squash as _squash
 
@@ -80,11 +81,13 @@ def dynamic_routing(
     b = b + einsum("bijd,bjd->bij", votes, v)`` (Sabour, Frosst, Hinton 2017, procedure 1).
 
     Args:
-        u: input capsules ``[B, I, K]``; float32, float64, bfloat16 or float16, any strides.
-        weight: transformation matrices ``[I, J, D, K]``; same dtype as ``u``, except under autocast. A size 1 for
-            I shares them between the input capsules, a size 1 for J between the output capsules, without a copy. With
-            size 1 for J the number of output capsules is that of logits, bias or out_mask, if one of them is given, and
-            the votes, which then have no axis J, are in memory.
+        u: input capsules ``[B, I, K]``; float32, float64, bfloat16 or float16, any strides. Or pose matrices
+            ``[B, I, P, Q]`` (Hinton et al. 2018), whose votes ``u_i W_ij`` are matrices ``[P, R]``: D = P R numbers
+            each, row by row.
+        weight: transformation matrices ``[I, J, D, K]``, for pose matrices ``[I, J, Q, R]``; same dtype as ``u``,
+            except under autocast. A size 1 for I shares them between the input capsules, a size 1 for J between the
+            output capsules, without a copy. With size 1 for J the number of output capsules is that of logits, bias or
+            out_mask, if one of them is given, and the votes, which then have no axis J, are in memory.
         num_iterations: how many weighted sums are formed, at least 1.
         logits: log prior of the coupling, ``[I, J]`` (learned) or ``[B, I, J]``; default 0.
         bias: ``[J, D]``, added to the weighted sum before the squash.
@@ -114,12 +117,10 @@ def dynamic_routing(
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)
-    checks.tensor(op, "u", u, "[B, I, K]")
-    checks.tensor(op, "weight", weight, "[I, J, D, K]")
-    checks.product(op, u, weight)
+    u, weight = checks.product(op, u, weight)
     B, I, _ = u.shape
     J = checks.outputs(op, "weight", weight, 1, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
-    checks.routing_parameters(op, "u", u, (B, I, J, weight.shape[2]), logits, bias, mask, out_mask)
+    checks.routing_parameters(op, "u", u, (B, I, J, width(u, weight)), logits, bias, mask, out_mask)
     v, c = _dynamic_routing.call(
         u, weight, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
     )
@@ -147,7 +148,10 @@ def route_votes(
 
     Args:
         votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. A size 1 for J shares them between
-            the output capsules, whose number is then that of logits, bias or out_mask.
+            the output capsules, whose number is then that of logits, bias or out_mask. Votes
+            ``[B, I, J, D, *spatial]``, as a convolution leaves them, are routed at every position for itself. The
+            results then end in the axes of positions too; an argument with an axis B may end in them, else it holds at
+            every position.
 
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
@@ -157,12 +161,21 @@ def route_votes(
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)
-    checks.tensor(op, "votes", votes, "[B, I, J, D]")
-    checks.floating(op, "votes", votes)
-    B, I, _, D = votes.shape
+    votes, spatial = checks.votes(op, votes)
+    if spatial and share_batch_logits:
+        raise ValueError(f"{op}: share_batch_logits needs votes [B, I, J, D], got axes of positions {list(spatial)}")
+    B, I, _, D = votes.shape[:4]
     J = checks.outputs(op, "votes", votes, 2, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
-    checks.routing_parameters(op, "votes", votes, (B, I, J, D), logits, bias, mask, out_mask)
+    checks.routing_parameters(op, "votes", votes, (B, I, J, D), logits, bias, mask, out_mask, spatial)
+    if spatial:
+        # Votes that output capsules share are read with stride 0.
+        votes = votes.expand(-1, -1, J, -1, -1)
+        if logits is not None and logits.dim() > 2:
+            logits = positions.spread(logits, 3, spatial)
+        mask, out_mask = (positions.spread(value, 2, spatial) for value in (mask, out_mask))
     v, c = _route_votes.call(
         votes, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
     )
-    return (v, c) if return_coupling else v
+    if return_coupling:
+        return positions.restore(v, spatial), positions.restore(c, spatial)
+    return positions.restore(v, spatial)

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import checks
+from . import checks, positions
 from .ops import routing_pass as _routing_pass
 from .ops import votes_pass as _votes_pass
+from .ops._product import width
 from .options import PassOptions
 from .reference.votes_pass import PassParameters
 
@@ -59,10 +60,12 @@ def routing_pass(
     2020 (inverted dot-product attention) and others.
 
     Args:
-        u: input capsules ``[B, I, K]``; float32, float64, bfloat16 or float16, any strides.
-        weight: transformation matrices ``[I, J, D, K]``. A size 1 for I or for J shares them without a copy. With size
-            1 for J the number of output capsules is that of query, precision, center, prior, logits or out_mask, and
-            the votes, which then have no axis J, are in memory.
+        u: input capsules ``[B, I, K]``; float32, float64, bfloat16 or float16, any strides. Or pose matrices
+            ``[B, I, P, Q]`` (Hinton et al. 2018), whose votes ``u_i W_ij`` are matrices ``[P, R]``: D = P R numbers
+            each, row by row.
+        weight: transformation matrices ``[I, J, D, K]``; for pose matrices ``[I, J, Q, R]``. A size 1 for I or for J
+            shares them without a copy. With size 1 for J the number of output capsules is that of query, precision,
+            center, prior, logits or out_mask, and the votes, which then have no axis J, are in memory.
         query: ``[B, J, D]``, the linear part of the score.
         precision: ``[B, J, D]``, not negative: the quadratic part.
         center: ``[B, J, D]``, subtracted from the votes. About a mean, float32 does not cancel in ``second``.
@@ -91,14 +94,12 @@ def routing_pass(
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
     """
     op = "capsfast.routing_pass"
-    checks.tensor(op, "u", u, "[B, I, K]")
-    checks.tensor(op, "weight", weight, "[I, J, D, K]")
-    checks.product(op, u, weight)
+    u, weight = checks.product(op, u, weight)
     options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)
     parameters = PassParameters(query, precision, center, prior, logits, activation, lse, mask, out_mask)
     B, I, _ = u.shape
     J = checks.outputs(op, "weight", weight, 1, {name: getattr(parameters, name) for name in _SAY_J})
-    checks.pass_parameters(op, "u", u, (B, I, J, weight.shape[2]), parameters._asdict())
+    checks.pass_parameters(op, "u", u, (B, I, J, width(u, weight)), parameters._asdict())
     found = _routing_pass.call(u, weight, parameters, J, options, return_weights, return_lse, backend)
     return _moments(found, options, return_weights, return_lse)
 
@@ -126,20 +127,38 @@ def votes_pass(
 
     Args:
         votes: ``[B, I, J, D]``; float32, float64, bfloat16 or float16, any strides. A size 1 for J shares them between
-            the output capsules, whose number is then that of the other arguments.
+            the output capsules, whose number is then that of the other arguments. Votes ``[B, I, J, D, *spatial]``, as
+            a convolution leaves them, are routed at every position for itself. The results then end in the axes of
+            positions too; an argument with an axis B may end in them, else it holds at every position.
 
     All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
     """
     op = "capsfast.votes_pass"
-    checks.tensor(op, "votes", votes, "[B, I, J, D]")
-    checks.floating(op, "votes", votes)
+    votes, spatial = checks.votes(op, votes)
     options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)
     parameters = PassParameters(query, precision, center, prior, logits, activation, lse, mask, out_mask)
-    B, I, _, D = votes.shape
+    B, I, _, D = votes.shape[:4]
     J = checks.outputs(op, "votes", votes, 2, {name: getattr(parameters, name) for name in _SAY_J})
-    checks.pass_parameters(op, "votes", votes, (B, I, J, D), parameters._asdict())
+    checks.pass_parameters(op, "votes", votes, (B, I, J, D), parameters._asdict(), spatial)
+    if spatial:
+        # Votes that output capsules share are read with stride 0.
+        votes = votes.expand(-1, -1, J, -1, -1)
+        parameters = PassParameters(
+            **{name: _everywhere(name, value, spatial) for name, value in parameters._asdict().items()}
+        )
     found = _votes_pass.call(votes, parameters, J, options, return_weights, return_lse, backend)
-    return _moments(found, options, return_weights, return_lse)
+    moments = _moments(found, options, return_weights, return_lse)
+    restored = {
+        name: positions.restore(value, spatial) for name, value in moments._asdict().items() if value is not None
+    }
+    return moments._replace(**restored)
+
+
+def _everywhere(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
+    """An argument with an axis B: with one axis for all positions."""
+    if value is None or checks.axes_of(name, value)[0] != "B":
+        return value
+    return positions.spread(value, len(checks.AXES[name]), spatial)
 
 
 _SAY_J = ("query", "precision", "center", "prior", "logits", "out_mask")

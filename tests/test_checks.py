@@ -151,7 +151,13 @@ DYNAMIC_ROUTING: dict[str, Row] = SHARED | {
     "u array": (lambda: {"u": np.zeros((B, I, K))}, TypeError, "u must be a torch.Tensor [B, I, K]", "got ndarray"),
     "u none": (lambda: {"u": None}, TypeError, "u must be a torch.Tensor [B, I, K]", "got NoneType"),
     "u rank 2": (lambda: {"u": torch.zeros(I, K)}, ValueError, "u must have shape [B, I, K]", "got [3, 6]"),
-    "u rank 4": (lambda: {"u": torch.zeros(B, I, K, 1)}, ValueError, "u must have shape [B, I, K]", "got [2, 3, 6, 1]"),
+    "u rank 5": (
+        lambda: {"u": torch.zeros(B, I, K, 1, 1)},
+        ValueError,
+        "u must have shape [B, I, K]",
+        "[2, 3, 6, 1, 1]",
+    ),
+    "u rank 4": (lambda: {"u": torch.zeros(B, I, K, 1)}, ValueError, "weight must be [I, J, Q, R] with Q=1", "got 5"),
     "u integer": (
         lambda: {"u": torch.zeros(B, I, K, dtype=torch.int32)},
         TypeError,

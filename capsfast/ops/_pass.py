@@ -1,5 +1,6 @@
 """What both pass ops share: fakes, and which backend serves a call."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ SHARED: dict[str, Any] = {
 }
 
 
-def why_not_fused(dtype: torch.dtype, D: int) -> Mapping[str, Callable[[], str]]:
+def why_not_fused(
+    dtype: torch.dtype, D: int, poses: int = 1, positions: bool = False
+) -> Mapping[str, Callable[[], str]]:
     """For each fused backend a function that says why it cannot serve a pass, or returns "" if it can."""
 
     def triton() -> str:
@@ -64,8 +67,10 @@ def run_reference(
     )
 
 
-def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Fake outputs. anchor: u or votes. sizes: (B, I, J, D). rest: the arguments from query on."""
+def fake_outputs(
+    anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[Any, ...], S: Sequence[int] = ()
+) -> tuple[Tensor, ...]:
+    """Fake outputs. anchor: u or votes. sizes: (B, I, J, D). rest: the arguments from query on. S: positions."""
     B, I, J, D = sizes
     parameters, options = PassParameters(*rest[:9]), PassOptions(*rest[9:12])
     weights, lse = rest[-2:]
@@ -74,8 +79,11 @@ def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[A
         **dict.fromkeys(("query", "precision", "center"), (B, J, D)),
         **dict.fromkeys(("prior", "out_mask"), (B, J)),
         **dict.fromkeys(("activation", "lse", "mask"), (B, I)),
-        "logits": (I, J) if parameters.logits is not None and parameters.logits.dim() == 2 else (B, I, J),
+        "logits": (B, I, J),
     }
+    shapes = {name: (*shape, *S) for name, shape in shapes.items()}
+    if parameters.logits is not None and parameters.logits.dim() == 2:
+        shapes["logits"] = (I, J)
     for name, value in parameters._asdict().items():
         if value is None:
             continue
@@ -88,12 +96,12 @@ def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[A
         return anchor.new_empty(size if wanted else (0,), dtype=dtype)
 
     return (
-        new(B, J),
-        new(B, J, D),
-        new(B, J, D, wanted=options.second),
-        new(B, I, J, wanted=weights, dtype=anchor.dtype),
-        new(B, J if inward else I, wanted=lse),
-        new(2, B, J, wanted=inward),
+        new(B, J, *S),
+        new(B, J, D, *S),
+        new(B, J, D, *S, wanted=options.second),
+        new(B, I, J, *S, wanted=weights, dtype=anchor.dtype),
+        new(B, J if inward else I, *S, wanted=lse),
+        new(2, B * math.prod(S), J, wanted=inward),
     )
 
 

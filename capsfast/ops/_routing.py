@@ -1,5 +1,6 @@
 """What both routing ops share: fakes, the call of the reference, and which backend serves a call."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,11 +25,16 @@ SHARED: dict[str, Any] = {
 
 
 def why_not_fused(
-    dtype: torch.dtype, D: int, share_batch_logits: bool = False, shared_outputs: bool = False
+    dtype: torch.dtype,
+    D: int,
+    share_batch_logits: bool = False,
+    shared_outputs: bool = False,
+    poses: int = 1,
+    positions: bool = False,
 ) -> Mapping[str, Callable[[], str]]:
     """For each fused backend a function that says why it cannot serve a call, or returns "" if it can.
 
-    shared_outputs: all output capsules have the same votes.
+    shared_outputs: all output capsules have the same votes. poses: P of pose matrices. positions: of the votes.
     """
 
     def cpp() -> str:
@@ -42,7 +48,11 @@ def why_not_fused(
         return cpp()
 
     def cuda() -> str:
-        return "it does not serve votes that all output capsules share" if shared_outputs else cpp()
+        if shared_outputs:
+            return "it does not serve votes that all output capsules share"
+        if positions or poses != 1:
+            return "it does not serve pose matrices, nor votes with axes of positions"
+        return cpp()
 
     return {"cpp": cpp, "triton": triton, "cuda": cuda}
 
@@ -65,13 +75,16 @@ def run_reference(
     return definition(*tensors, *parameters, options, share_batch_logits, *sizes)
 
 
-def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Fake outputs. anchor: u or votes. sizes: (B, I, J, D). rest: the arguments from logits on."""
+def fake_outputs(
+    anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[Any, ...], S: Sequence[int] = ()
+) -> tuple[Tensor, ...]:
+    """Fake outputs. anchor: u or votes. sizes: (B, I, J, D). rest: the arguments from logits on. S: positions."""
     B, I, J, D = sizes
     logits, bias, mask, out_mask, num_iterations, softmax, *_, return_coupling = rest
     if logits is not None:
-        torch._check(logits.shape[-1] == J, lambda: "logits must end in J")
-        torch._check(logits.shape[-2] == I, lambda: "logits must have I rows")
+        first = 0 if logits.dim() == 2 else 1
+        torch._check(logits.shape[first] == I, lambda: "logits must be [I, J] or [B, I, J]")
+        torch._check(logits.shape[first + 1] == J, lambda: "logits must be [I, J] or [B, I, J]")
     if bias is not None:
         torch._check(bias.shape[0] == J, lambda: "bias must be [J, D]")
         torch._check(bias.shape[1] == D, lambda: "bias must be [J, D]")
@@ -80,11 +93,13 @@ def fake_outputs(anchor: Tensor, sizes: tuple[int, int, int, int], rest: tuple[A
             torch._check(given.shape[0] == B, lambda: "masks must have B rows")
             torch._check(given.shape[1] == size, lambda: "mask must be [B, I], out_mask [B, J]")
     wide = wide_dtype(anchor.dtype)
+    samples = B * math.prod(S)
+    normalizers = (2, num_iterations, samples, J) if softmax == "in" else (0,)
     return (
-        anchor.new_empty(B, J, D),
-        anchor.new_empty(B, I, J) if return_coupling else anchor.new_empty(0),
-        anchor.new_empty(num_iterations, B, J, D, dtype=wide),
-        anchor.new_empty(2, num_iterations, B, J, dtype=wide) if softmax == "in" else anchor.new_empty(0, dtype=wide),
+        anchor.new_empty(B, J, D, *S),
+        anchor.new_empty(B, I, J, *S) if return_coupling else anchor.new_empty(0),
+        anchor.new_empty(num_iterations, samples, J, D, dtype=wide),
+        anchor.new_empty(normalizers, dtype=wide),
     )
 
 
@@ -95,5 +110,7 @@ def received(
     (dv, dcoupling), (coupling, s, _), anchor = given, saved, tensors[0]
     assert anchor is not None
     if dv is None:
-        dv = s.new_zeros(s.shape[1:], dtype=anchor.dtype)
+        _, samples, J, D = s.shape
+        positions = anchor.shape[4:]  # of votes alone
+        dv = s.new_zeros(samples // max(1, math.prod(positions)), J, D, *positions, dtype=anchor.dtype)
     return dv, None if coupling.dim() == 1 else dcoupling

@@ -24,8 +24,8 @@ _AXES = {
     **dict.fromkeys(("query", "precision", "center", "v", "first", "second"), "BJD"),
     **dict.fromkeys(("prior", "out_mask", "mass"), "BJ"),
     **dict.fromkeys(("activation", "lse", "mask"), "BI"),
-    **dict.fromkeys(("coupling", "weights"), "BIJ"),
-    "s": "rBJD",
+    **dict.fromkeys(("logits", "coupling", "weights"), "BIJ"),
+    "s": "rBJD",  # of votes with positions, B S is one axis, which splits where B does
 }
 
 _pending: list[tuple["Contract", OpOverload, OpOverload]] = []
@@ -91,15 +91,15 @@ class _Call(NamedTuple):
 
     def axes(self, name: str) -> str:
         """A letter for each axis of an argument or a result."""
-        if name == "logits":
-            return "BIJ"[3 - self.tensors["logits"].ndim :]
-        if name == "lse_out":
-            return "BJ" if self.normalize == "in" else "BI"
         if name == "norm":
             return "2BJ" if self.is_pass else "2rBJ"
         if name == "weight" and self.tensors["weight"].shape[0] == 1:
             return "1JDK"
-        return _AXES[name]
+        if name == "logits" and self.tensors["logits"].ndim == 2:
+            return "IJ"
+        axes = ("BJ" if self.normalize == "in" else "BI") if name == "lse_out" else _AXES[name]
+        positions = "votes" in self.tensors and self.tensors["votes"].ndim == 5
+        return f"{axes}S" if positions and axes[0] == "B" else axes
 
 
 def _rules(

@@ -6,13 +6,15 @@ that sums are formed in. s is every iteration's weighted sum, without the bias. 
 the normaliser over the input capsules: a number m that the largest logit exceeds by 8 at most, and
 ``1 / sum_i exp(b - m)``. The backward recomputes votes, coupling and logits; V_t is the sum of the squashed s up to t.
 
+Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``: P poses that share the weight. Then D is P R,
+the numbers of the P votes one after the other.
+
 ``capsfast::dynamic_routing_backward`` returns ``(du, dweight, dlogits, dbias)``, each empty if its need_ flag is false.
 tf32: products of float32 may be rounded to TF32; it has no effect on the CPU.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..backend import select
@@ -22,6 +24,7 @@ from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
 from . import route_votes
 from ._glue import fake_gradients
+from ._product import fake_sizes, poses, width
 from ._register import Contract, define
 from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
 from ._shared_outputs import votes
@@ -47,13 +50,15 @@ def call(
         return route_votes.call(
             x, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
         )
-    cannot = why_not_fused(u.dtype, weight.shape[2], share_batch_logits)
+    cannot = why_not_fused(u.dtype, width(u, weight), share_batch_logits, poses=poses(u, weight))
     chosen = select(
         "capsfast.dynamic_routing",
         u.device,
         backend,
         cannot,
-        lambda: Call("dynamic_routing", u.dtype, *u.shape[:2], *weight.shape[1:]),
+        lambda: Call(
+            "dynamic_routing", u.dtype, u.shape[0], u.shape[1], weight.shape[1], width(u, weight), weight.shape[3]
+        ),
     )
     if chosen == "reference":
         return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)
@@ -63,14 +68,7 @@ def call(
 
 
 def _fake(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    torch._check(u.dim() == 3 and weight.dim() == 4, lambda: "u must be [B, I, K], weight [I, J, D, K]")
-    torch._check(u.dtype == weight.dtype, lambda: "u and weight must have one dtype")
-    B, I, K = u.shape
-    rows, J, D, width = weight.shape
-    torch._check(width == K, lambda: "u and weight must agree in K")
-    if rows != 1:
-        torch._check(rows == I, lambda: "weight must have 1 or I rows")
-    return fake_outputs(u, (B, I, J, D), rest)
+    return fake_outputs(u, fake_sizes(u, weight), rest)
 
 
 def _fake_backward(

@@ -2,7 +2,8 @@
 
 ``capsfast::route_votes`` and ``capsfast::route_votes_backward`` have the contract of ``capsfast::dynamic_routing``,
 with votes instead of u and weight, and ``dvotes`` instead of ``du, dweight``. There are J output capsules; the votes
-``[B, I, J or 1, D]`` may have one entry for all of them, and so has dvotes.
+``[B, I, J or 1, D]`` may have one entry for all of them, and so has dvotes. Votes ``[B, I, J, D, S]`` have S positions.
+Then all that has an axis B ends in an axis S, but for the s and norm that the backward alone reads: there B is B S.
 """
 
 from typing import Any
@@ -32,7 +33,9 @@ def call(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend. The arguments were checked by the caller."""
-    cannot = why_not_fused(votes.dtype, votes.shape[3], share_batch_logits, votes.shape[2] != J)
+    cannot = why_not_fused(
+        votes.dtype, votes.shape[3], share_batch_logits, votes.shape[2] != J, positions=votes.dim() == 5
+    )
     chosen = select(
         "capsfast.route_votes",
         votes.device,
@@ -47,12 +50,12 @@ def call(
 
 
 def _fake(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    torch._check(votes.dim() == 4, lambda: "votes must be [B, I, J or 1, D]")
+    torch._check(votes.dim() in (4, 5), lambda: "votes must be [B, I, J or 1, D] or [B, I, J, D, S]")
     *parameters, J = rest[:5]
-    B, I, given, D = votes.shape
-    if given != 1:
+    B, I, given, D = votes.shape[:4]
+    if given != 1 or votes.dim() == 5:
         torch._check(given == J, lambda: "votes must have 1 or J output capsules")
-    return fake_outputs(votes, (B, I, J, D), (*parameters, *rest[5:]))
+    return fake_outputs(votes, (B, I, J, D), (*parameters, *rest[5:]), votes.shape[4:])
 
 
 def _fake_backward(

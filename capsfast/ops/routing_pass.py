@@ -6,6 +6,8 @@ weights has the dtype of u, all others that in which sums are formed. norm is fo
 is "in": the normaliser over the input capsules ``[2, B, J]``, a number m that the largest logit exceeds by 8 at most
 and ``1 / sum_i exp(logit - m)``.
 
+Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``, see dynamic_routing.py.
+
 ``capsfast::routing_pass_backward`` returns ``(du, dweight, dquery, dprecision, dcenter, dprior, dlogits, dactivation,
 dlse)``, each empty if its need_ flag is false. It recomputes votes, logits and coupling. tf32: products of float32 may
 be rounded to TF32; it has no effect on the CPU.
@@ -13,7 +15,6 @@ be rounded to TF32; it has no effect on the CPU.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..backend import select
@@ -25,6 +26,7 @@ from ..reference.votes_pass import PassParameters
 from . import votes_pass
 from ._glue import fake_gradients
 from ._pass import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
+from ._product import fake_sizes, poses, width
 from ._register import Contract, define
 from ._shared_outputs import votes
 
@@ -49,9 +51,15 @@ def call(
         # All output capsules have the same votes, 1 / J of the others' size.
         x = votes(u, weight, parameters.mask)
         return votes_pass.call(x, parameters, J, options, return_weights, return_lse, backend, NAME)
-    cannot = why_not_fused(u.dtype, weight.shape[2])
+    cannot = why_not_fused(u.dtype, width(u, weight), poses=poses(u, weight))
     chosen = select(
-        NAME, u.device, backend, cannot, lambda: Call("routing_pass", u.dtype, *u.shape[:2], *weight.shape[1:])
+        NAME,
+        u.device,
+        backend,
+        cannot,
+        lambda: Call(
+            "routing_pass", u.dtype, u.shape[0], u.shape[1], weight.shape[1], width(u, weight), weight.shape[3]
+        ),
     )
     if chosen == "reference":
         return run_reference(reference, (u, weight), (parameters, J, options), return_weights, return_lse)
@@ -61,14 +69,7 @@ def call(
 
 
 def _fake(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    torch._check(u.dim() == 3 and weight.dim() == 4, lambda: "u must be [B, I, K], weight [I, J, D, K]")
-    torch._check(u.dtype == weight.dtype, lambda: "u and weight must have one dtype")
-    B, I, K = u.shape
-    rows, J, D, width = weight.shape
-    torch._check(width == K, lambda: "u and weight must agree in K")
-    if rows != 1:
-        torch._check(rows == I, lambda: "weight must have 1 or I rows")
-    return fake_outputs(u, (B, I, J, D), rest)
+    return fake_outputs(u, fake_sizes(u, weight), rest)
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:

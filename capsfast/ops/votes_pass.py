@@ -2,7 +2,8 @@
 
 ``capsfast::votes_pass`` and ``capsfast::votes_pass_backward`` have the contract of ``capsfast::routing_pass``, with
 votes instead of u and weight, and ``dvotes`` instead of ``du, dweight``. There are J output capsules; the votes
-``[B, I, J or 1, D]`` may have one entry for all of them, and so has dvotes.
+``[B, I, J or 1, D]`` may have one entry for all of them, and so has dvotes. Votes ``[B, I, J, D, S]`` have S positions.
+Then all that has an axis B ends in an axis S, but for the norm that the backward alone reads: there B is B S.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ def call(
 
     The arguments were checked by the caller, whose name is ``op``.
     """
-    cannot = why_not_fused(votes.dtype, votes.shape[3])
+    cannot = why_not_fused(votes.dtype, votes.shape[3], positions=votes.dim() == 5)
     chosen = select(
         op,
         votes.device,
@@ -49,12 +50,12 @@ def call(
 
 
 def _fake(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    torch._check(votes.dim() == 4, lambda: "votes must be [B, I, J or 1, D]")
+    torch._check(votes.dim() in (4, 5), lambda: "votes must be [B, I, J or 1, D] or [B, I, J, D, S]")
     parameters, J = rest[:9], rest[9]
-    B, I, given, D = votes.shape
-    if given != 1:
+    B, I, given, D = votes.shape[:4]
+    if given != 1 or votes.dim() == 5:
         torch._check(given == J, lambda: "votes must have 1 or J output capsules")
-    return fake_outputs(votes, (B, I, J, D), (*parameters, *rest[10:]))
+    return fake_outputs(votes, (B, I, J, D), (*parameters, *rest[10:]), votes.shape[4:])
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:

@@ -8,7 +8,11 @@ from .route_votes import route_votes
 
 
 def votes(u: Tensor, weight: Tensor) -> Tensor:
-    """``u [B, I, K]``, ``weight [I or 1, J, D, K]`` to the votes ``[B, I, J, D]``."""
+    """``u [B, I, P K]``, ``weight [I or 1, J, R, K]`` to the votes ``[B, I, J, P R]``; P is 1 but for pose matrices."""
+    K = weight.shape[3]
+    if u.shape[2] != K:
+        weight = weight.expand(u.shape[1], *weight.shape[1:])
+        return torch.einsum("ijrk,bipk->bijpr", weight, u.unflatten(2, (-1, K))).flatten(3)
     if weight.shape[0] == 1:
         return torch.einsum("jdk,bik->bijd", weight[0], u)
     return torch.einsum("ijdk,bik->bijd", weight, u)
@@ -24,7 +28,7 @@ def dynamic_routing(
     options: Options,
     share_batch_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``u [B, I, K]`` to output capsules ``v [B, J, D]`` and the last coupling ``[B, I, J]``."""
+    """``u [B, I, P K]`` to output capsules ``v [B, J, D]`` and the last coupling ``[B, I, J]``."""
     if mask is not None:
         # Before the product: what a masked capsule holds (NaN, say) must not reach dW either.
         u = u.masked_fill(~mask[:, :, None], 0.0)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options
+from ..positions import from_samples, to_samples
 from .coupling import coupling_coefficients, valid_pairs
 from .squash import squash
 
@@ -20,8 +21,16 @@ def route_votes(
 ) -> tuple[Tensor, Tensor]:
     """``votes [B, I, J or 1, D]`` to output capsules ``v [B, J, D]`` and the last coupling ``[B, I, J]``.
 
-    J: how many output capsules there are; default that of the votes.
+    J: how many output capsules there are; default that of the votes. Votes ``[B, I, J, D, S]`` have S positions, and so
+    has all that has an axis B.
     """
+    if votes.dim() == 5:
+        B, S = votes.shape[0], votes.shape[4]
+        if logits is not None and logits.dim() > 2:
+            logits = to_samples(logits)
+        mask, out_mask = (None if given is None else to_samples(given) for given in (mask, out_mask))
+        v, c = route_votes(to_samples(votes), logits, bias, mask, out_mask, options, share_batch_logits, J)
+        return from_samples(v, B, S), from_samples(c, B, S)
     dtype = votes.dtype
     B, I, given, _ = votes.shape
     pairs = (B, I, given if J is None else J)

@@ -10,7 +10,7 @@ from .votes_pass import PassParameters, votes_pass
 def routing_pass(
     u: Tensor, weight: Tensor, parameters: PassParameters, J: int, options: PassOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """``u [B, I, K]``, ``weight [I or 1, J or 1, D, K]`` to the moments, see votes_pass.py."""
+    """``u [B, I, P K]``, ``weight [I or 1, J or 1, R, K]`` to the moments, see votes_pass.py."""
     if parameters.mask is not None:
         # Before the product: what a masked capsule holds (NaN, say) must not reach dW either.
         u = u.masked_fill(~parameters.mask[:, :, None], 0.0)

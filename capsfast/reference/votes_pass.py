@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..options import PassOptions
+from ..positions import from_samples, to_samples
 from ..precision import wide_dtype
 from .coupling import coupling_coefficients, log_sum_exp, valid_pairs
 
@@ -51,8 +52,18 @@ def votes_pass(
     """``votes [B, I, J or 1, D]`` to mass ``[B, J]``, first and second ``[B, J, D]``, weights ``[B, I, J]`` and lse.
 
     lse is that of the softmax, ``[B, I]`` for "out" and ``[B, J]`` for "in", None without one. 16-bit votes are
-    converted to float32 first, and so are all results.
+    converted to float32 first, and so are all results. Votes ``[B, I, J, D, S]`` have S positions, and so has all that
+    has an axis B.
     """
+    if votes.dim() == 5:
+        B, S = votes.shape[0], votes.shape[4]
+        given = {
+            name: value if value is None or (name == "logits" and value.dim() == 2) else to_samples(value)
+            for name, value in parameters._asdict().items()
+        }
+        *moments, found = votes_pass(to_samples(votes), PassParameters(**given), J, options)
+        mass, first, second, r = (value if value.dim() == 1 else from_samples(value, B, S) for value in moments)
+        return mass, first, second, r, None if found is None else from_samples(found, B, S)
     B, I, _, D = votes.shape
     wide = wide_dtype(votes.dtype)
     mask, out_mask = parameters.mask, parameters.out_mask

@@ -12,7 +12,7 @@ from capsfast.options import PassOptions
 from capsfast.reference.votes_pass import PassParameters
 
 from .backends import Shape
-from .problems import Op, Problem
+from .problems import Op, Problem, product
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class PassCase:
     """One combination of the arguments of a pass. The defaults are those of the functions, str() shows the others.
 
     shared: which axes of the weight or of the votes have size 1, such as "I", "J" or "IJ". logits: "", "IJ" or "BIJ".
-    The other fields are the options of the same name, or whether the tensor is given.
+    poses and spatial: as in problems.Case; out_mask and prior have no positions. The other fields are the options of
+    the same name, or whether the tensor is given.
     """
 
     query: bool = False
@@ -37,6 +38,8 @@ class PassCase:
     weights: bool = False
     lse: bool = False
     shared: str = ""
+    poses: int = 0
+    spatial: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         text = []
@@ -126,6 +129,7 @@ def make(
 ) -> Problem:
     """Inputs for which the coupling is neither uniform nor saturated; drawn in float64, then converted."""
     B, I, J, D, K = shape
+    S = case.spatial
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -138,24 +142,23 @@ def make(
     columns = 1 if "J" in case.shared else J
     inputs: dict[str, Tensor] = {}
     if op == "routing_pass":
-        inputs["u"] = normal(B, I, K)
-        inputs["weight"] = normal(1 if "I" in case.shared else I, columns, D, K) * spread / max(K, 1) ** 0.5
+        inputs |= product(normal, shape, case.poses, 1 if "I" in case.shared else I, columns, spread)
     else:
-        inputs["votes"] = normal(B, I, columns, D) * spread
+        inputs["votes"] = normal(B, I, columns, D, *S) * spread
     wanted: dict[str, Any] = {
-        "query": lambda: 0.5 * normal(B, J, D),
-        "precision": lambda: uniform(B, J, D) / max(D, 1) ** 0.5,
-        "center": lambda: 0.3 * normal(B, J, D),
+        "query": lambda: 0.5 * normal(B, J, D, *S),
+        "precision": lambda: uniform(B, J, D, *S) / max(D, 1) ** 0.5,
+        "center": lambda: 0.3 * normal(B, J, D, *S),
         "prior": lambda: normal(B, J),
-        "logits": lambda: normal(*((I, J) if case.logits == "IJ" else (B, I, J))),
-        "activation": lambda: uniform(B, I),
+        "logits": lambda: normal(*((I, J) if case.logits == "IJ" else (B, I, J, *S))),
+        "activation": lambda: uniform(B, I, *S),
     }
     inputs |= {name: value() for name, value in wanted.items() if getattr(case, name)}
     if case.normalize == "lse":
-        inputs["lse"] = 1 + normal(B, I)
+        inputs["lse"] = 1 + normal(B, I, *S)
     masks = {}
     if case.mask:
-        masks["mask"] = torch.rand(B, I, generator=draw) > 0.3
+        masks["mask"] = torch.rand(B, I, *S, generator=draw) > 0.3
         if case.lse and I > 0:
             masks["mask"][:, 0] = True  # a log-sum-exp of nothing is infinite, and no number to compare
     if case.out_mask:
@@ -163,11 +166,11 @@ def make(
         if case.lse and J > 0:
             masks["out_mask"][:, 0] = True
     gradients = {
-        "mass": normal(B, J),
-        "first": normal(B, J, D),
-        "second": normal(B, J, D),
-        "weights": 0.3 * normal(B, I, J),
-        "log_sum": normal(B, J if case.normalize == "in" else I),
+        "mass": normal(B, J, *S),
+        "first": normal(B, J, D, *S),
+        "second": normal(B, J, D, *S),
+        "weights": 0.3 * normal(B, I, J, *S),
+        "log_sum": normal(B, J if case.normalize == "in" else I, *S),
     }
     return Problem(op, case, inputs, masks, gradients).to(dtype, device)
 

@@ -1,6 +1,6 @@
 """Inputs for the routing ops, and one way to run them on any backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -30,7 +30,8 @@ class Case:
     """One combination of options. The defaults are those of the functions, str() shows the others.
 
     logits: "", "IJ" or "BIJ". shared: weight [1, J, D, K]. coupling: ask for the coupling and send a
-    gradient through it. The other fields are the options of the same name, or whether the tensor is given.
+    gradient through it. poses: how many rows pose matrices have. spatial: sizes of the positions of votes, which all
+    but out_mask have too. The other fields are the options of the same name, or whether the tensor is given.
     """
 
     num_iterations: int = 3
@@ -45,6 +46,8 @@ class Case:
     out_mask: bool = False
     shared: bool = False
     coupling: bool = True
+    poses: int = 0
+    spatial: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         text = []
@@ -189,7 +192,7 @@ class Problem:
 
 def reverse(name: str, value: Tensor) -> Tensor:
     """All axes backwards but that of the batch, for a tensor or gradient of this name."""
-    batched = value.dim() == 3 if name.endswith("logits") else not name.endswith(("weight", "bias"))
+    batched = value.dim() > 2 if name.endswith("logits") else not name.endswith(("weight", "bias"))
     return value.flip(tuple(range(int(batched), value.dim())))
 
 
@@ -225,6 +228,7 @@ def make(
     Values are drawn in float64 on the CPU, then converted: every dtype and device gets the same problem.
     """
     B, I, J, D, K = shape
+    S = case.spatial
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -234,21 +238,32 @@ def make(
     spread = min(1.0, (8 / max(D, 1)) ** 0.5)
     inputs: dict[str, Tensor] = {}
     if op == "dynamic_routing":
-        inputs["u"] = normal(B, I, K)
-        inputs["weight"] = normal(1 if case.shared else I, J, D, K) * spread / max(K, 1) ** 0.5
+        inputs |= product(normal, shape, case.poses, 1 if case.shared else I, J, spread)
     else:
-        inputs["votes"] = normal(B, I, J, D) * spread
+        inputs["votes"] = normal(B, I, J, D, *S) * spread
     if case.logits:
-        inputs["logits"] = normal(*((I, J) if case.logits == "IJ" else (B, I, J)))
+        inputs["logits"] = normal(*((I, J) if case.logits == "IJ" else (B, I, J, *S)))
     if case.bias:
         inputs["bias"] = 0.5 * normal(J, D)
     masks = {}
     if case.mask:
-        masks["mask"] = torch.rand(B, I, generator=draw) > 0.3
+        masks["mask"] = torch.rand(B, I, *S, generator=draw) > 0.3
     if case.out_mask:
         masks["out_mask"] = torch.rand(B, J, generator=draw) > 0.3
-    problem = Problem(op, case, inputs, masks, {"v": normal(B, J, D), "c": 0.3 * normal(B, I, J)})
+    problem = Problem(op, case, inputs, masks, {"v": normal(B, J, D, *S), "c": 0.3 * normal(B, I, J, *S)})
     return problem.to(dtype, device)
+
+
+def product(
+    normal: Callable[..., Tensor], shape: Shape | tuple[int, ...], poses: int, rows: int, columns: int, spread: float
+) -> dict[str, Tensor]:
+    """u and weight [rows, columns, D, K]; with ``poses`` pose matrices of as many rows, whose votes have D numbers."""
+    B, I, _, D, K = shape
+    scale = spread / max(K, 1) ** 0.5
+    if not poses:
+        return {"u": normal(B, I, K), "weight": normal(rows, columns, D, K) * scale}
+    assert D % poses == 0, f"votes of {D} numbers do not have {poses} rows"
+    return {"u": normal(B, I, poses, K), "weight": normal(rows, columns, K, D // poses) * scale}
 
 
 @dataclass(frozen=True)

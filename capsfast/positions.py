@@ -1,0 +1,33 @@
+"""Axes of positions, which votes that a convolution made have behind the others: one axis for the ops."""
+
+from torch import Tensor
+
+
+def spread(value: Tensor | None, axes: int, spatial: tuple[int, ...]) -> Tensor | None:
+    """A tensor with ``axes`` axes before those of positions, if it has these, to one axis for all positions.
+
+    What has no axes of positions holds everywhere. Nothing happens if ``spatial`` is empty.
+    """
+    if value is None or not spatial:
+        return value
+    if value.dim() > axes:
+        return value.flatten(axes)
+    count = 1
+    for size in spatial:
+        count *= size
+    return value.unsqueeze(-1).expand(*value.shape, count)
+
+
+def restore(value: Tensor, spatial: tuple[int, ...]) -> Tensor:
+    """The opposite for a result, which ends in one axis for all positions."""
+    return value.reshape(*value.shape[:-1], *spatial) if len(spatial) > 1 else value
+
+
+def to_samples(value: Tensor) -> Tensor:
+    """``[B, ..., S]`` to ``[B S, ...]``: positions as samples."""
+    return value.movedim(-1, 1).flatten(0, 1)
+
+
+def from_samples(value: Tensor, B: int, S: int) -> Tensor:
+    """``[B S, ...]`` to ``[B, ..., S]``."""
+    return value.reshape(B, S, *value.shape[1:]).movedim(1, -1)
