@@ -112,7 +112,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   const int64_t widest = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
   const int64_t lanes = wide == 8 ? driver::kernels_for<double>(p, used).L : driver::kernels_for<float>(p, used).L;
   const Plan whole = make_plan(p, lanes, used, wide);
-  const Slices slices = votes_given || whole.small_batch ? make_slices(p, used, wide, false) : Slices{};
+  const Slices slices = votes_given || whole.small_batch ? make_slices(p, lanes, used, wide, false) : Slices{};
   const int64_t kept_samples = samples_kept(p, wide);
   // If the batch is cut into slices, each task routes slices by itself: a few samples, planned for one thread.
   if (slices.tasks > 0) p.B = slices.samples;

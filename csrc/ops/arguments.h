@@ -9,6 +9,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <vector>
 
 #include "cpu/memory.h"
 #include "routing.h"
@@ -39,9 +40,11 @@ inline Storage storage_of(const Tensor& tensor) {
 
 inline size_t size_of(Storage storage) { return storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2; }
 
-inline View view_of(const Tensor& tensor) {
+inline View view_of(const Tensor& tensor, bool positions = false) {
   View view{tensor.data_ptr(), storage_of(tensor), {0, 0, 0, 0}};
-  for (int64_t axis = 0; axis < tensor.dim(); ++axis) view.stride[axis] = tensor.stride(axis);
+  const int64_t axes = tensor.dim() - (positions ? 1 : 0);
+  for (int64_t axis = 0; axis < axes; ++axis) view.stride[axis] = tensor.stride(axis);
+  if (positions) view.position = tensor.stride(axes);
   return view;
 }
 
@@ -49,74 +52,86 @@ inline ScalarType wide_type(const Tensor& like) {
   return like.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
+// A new tensor of these sizes and, where there are positions, an axis of them.
+inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type, int64_t positions = -1) {
+  std::vector<int64_t> all(sizes);
+  if (positions >= 0) all.push_back(positions);
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(all.data(), all.size()), type);
 }
 
 // A contiguous gradient of the shape of `tensor`, which `view` then describes; [0] if no gradient is wanted.
-// huge_pages: ask for them. Not for dvotes, as large as the votes: where memory was given back to the host of a virtual
+// positions: the tensor ends in an axis of them. huge_pages: ask for them. Not for dvotes, as large as the votes: where memory was given back to the host of a virtual
 // machine, fresh huge pages were found to cost more than small ones.
-inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view, bool huge_pages = true) {
+inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view, bool positions = false,
+                            bool huge_pages = true) {
   if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
   Tensor gradient = torch::stable::new_empty(tensor, tensor.sizes());
   if (huge_pages && gradient.is_cpu())
     advise_huge_pages(gradient.data_ptr(), static_cast<size_t>(gradient.numel()) * size_of(storage_of(gradient)));
   // If any axis is empty, no kernel may run over what remains of the gradient, which then is 0.
   if (empty_problem) torch::stable::zero_(gradient);
-  if (gradient.numel() > 0) *view = view_of(gradient);
+  if (gradient.numel() > 0) *view = view_of(gradient, positions);
   return gradient;
 }
 
 // Engine: see bindings.h.
 template <class Engine>
 struct Arguments {
-  static void expect(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
-    bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
+  static void expect(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes,
+                     int64_t positions = -1) {
+    const int64_t axes = static_cast<int64_t>(sizes.size());
+    bool same = tensor.dim() == axes + (positions < 0 ? 0 : 1);
     int64_t axis = 0;
     for (const int64_t size : sizes) same = same && tensor.size(axis++) == size;
+    same = same && (positions < 0 || tensor.size(axes) == positions);
     STD_TORCH_CHECK(same, "capsfast: ", name, " has a shape that does not fit the other arguments");
     STD_TORCH_CHECK(Engine::holds(tensor), "capsfast: ", name, " must be a ", Engine::device, " tensor");
   }
 
-  static MaskView mask_of(const char* name, const OptionalTensor& mask, int64_t rows, int64_t columns) {
+  static MaskView mask_of(const char* name, const OptionalTensor& mask, const Problem& p, int64_t columns) {
     if (!mask.has_value()) return {};
-    expect(name, *mask, {rows, columns});
+    expect(name, *mask, {p.B, columns}, p.positions);
     STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool, "capsfast: ", name, " must be bool");
-    return {static_cast<const uint8_t*>(mask->data_ptr()), {mask->stride(0), mask->stride(1)}};
+    return {static_cast<const uint8_t*>(mask->data_ptr()),
+            {mask->stride(0), mask->stride(1)},
+            p.positions < 0 ? 0 : mask->stride(2)};
   }
 
   static void add_logits_and_masks(Problem& p, const OptionalTensor& logits, const OptionalTensor& mask,
                                    const OptionalTensor& out_mask) {
     if (logits.has_value()) {
-      const bool per_sample = logits->dim() == 3;
+      const bool per_sample = logits->dim() > 2;
       if (per_sample) {
-        expect("logits", *logits, {p.B, p.I, p.J});
+        expect("logits", *logits, {p.B, p.I, p.J}, p.positions);
       } else {
         expect("logits", *logits, {p.I, p.J});
       }
-      p.logits = view_of(*logits);
+      p.logits = view_of(*logits, per_sample && p.positions >= 0);
       if (!per_sample) {
         p.logits.stride[2] = p.logits.stride[1];
         p.logits.stride[1] = p.logits.stride[0];
         p.logits.stride[0] = 0;
       }
     }
-    p.mask = mask_of("mask", mask, p.B, p.I);
-    p.out_mask = mask_of("out_mask", out_mask, p.B, p.J);
+    p.mask = mask_of("mask", mask, p, p.I);
+    p.out_mask = mask_of("out_mask", out_mask, p, p.J);
   }
 
   static Problem problem_of(const Tensor& u, const Tensor& weight) {
-    STD_TORCH_CHECK(u.dim() == 3 && weight.dim() == 4, "capsfast: u must be [B, I, K], weight [I, J, D, K]");
+    STD_TORCH_CHECK(u.dim() == 3 && weight.dim() == 4, "capsfast: u must be [B, I, P K], weight [I, J, R, K]");
     Problem p;
     p.B = u.size(0);
     p.I = u.size(1);
-    p.K = u.size(2);
     p.J = weight.size(1);
-    p.D = weight.size(2);
+    p.K = weight.size(3);
+    p.P = p.K == 0 ? 1 : u.size(2) / p.K;
+    p.D = p.P * weight.size(2);
     const int64_t rows = weight.size(0);
     STD_TORCH_CHECK(rows == 1 || rows == p.I, "capsfast: weight must have 1 or I rows");
-    expect("weight", weight, {rows, p.J, p.D, p.K});
-    expect("u", u, {p.B, p.I, p.K});
+    STD_TORCH_CHECK(p.P >= 1 && p.P * p.K == u.size(2), "capsfast: u and weight must agree in K");
+    STD_TORCH_CHECK(p.P == 1 || Engine::kPoseMatrices, "capsfast: ", Engine::device, " poses must be vectors");
+    expect("weight", weight, {rows, p.J, p.R(), p.K});
+    expect("u", u, {p.B, p.I, p.pose_size()});
     STD_TORCH_CHECK(u.scalar_type() == weight.scalar_type(), "capsfast: u and weight must have one dtype");
     p.u = view_of(u);
     p.weight = view_of(weight);
@@ -127,7 +142,9 @@ struct Arguments {
   }
 
   static Problem problem_of(const Tensor& votes, int64_t J) {
-    STD_TORCH_CHECK(votes.dim() == 4, "capsfast: votes must be [B, I, J or 1, D]");
+    const bool positions = votes.dim() == 5;
+    STD_TORCH_CHECK(votes.dim() == 4 || positions, "capsfast: votes must be [B, I, J or 1, D] or [B, I, J, D, S]");
+    STD_TORCH_CHECK(!positions || Engine::kPositions, "capsfast: ", Engine::device, " votes must have no positions");
     STD_TORCH_CHECK(Engine::holds(votes), "capsfast: votes must be a ", Engine::device, " tensor");
     Problem p;
     p.B = votes.size(0);
@@ -135,11 +152,13 @@ struct Arguments {
     p.J = J;
     p.D = votes.size(3);
     p.votes_given = true;
+    if (positions) p.positions = votes.size(4);
     p.shared_outputs = votes.size(2) != J;
+    STD_TORCH_CHECK(!positions || !p.shared_outputs, "capsfast: votes with positions must have J outputs");
     STD_TORCH_CHECK(J >= 0 && (!p.shared_outputs || votes.size(2) == 1), "capsfast: votes must have 1 or J outputs");
     STD_TORCH_CHECK(
         !p.shared_outputs || Engine::kSharedOutputs, "capsfast: ", Engine::device, " votes must have J outputs");
-    p.votes = view_of(votes);
+    p.votes = view_of(votes, positions);
     if (p.shared_outputs) p.votes.stride[2] = 0;
     return p;
   }

@@ -42,8 +42,8 @@ class Ops : Arguments<Engine> {
 
  public:
   static std::tuple<Tensor, Tensor, Tensor, Tensor> dynamic_routing(
-      Tensor u,                 // [B, I, K]
-      Tensor weight,            // [I or 1, J, D, K]
+      Tensor u,                 // [B, I, P K]
+      Tensor weight,            // [I or 1, J, R, K]
       OptionalTensor logits,    // [I, J] or [B, I, J]
       OptionalTensor bias,      // [J, D]
       OptionalTensor mask,      // [B, I]
@@ -80,7 +80,7 @@ class Ops : Arguments<Engine> {
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> route_votes(
-      Tensor votes,  // [B, I, J or 1, D]
+      Tensor votes,  // [B, I, J or 1, D], or [B, I, J, D, S]
       OptionalTensor logits, OptionalTensor bias, OptionalTensor mask, OptionalTensor out_mask, int64_t J,
       int64_t num_iterations, std::string softmax, std::string gradient, bool leaky, std::string squash, double eps,
       bool return_coupling) {
@@ -97,10 +97,12 @@ class Ops : Arguments<Engine> {
     Problem p = problem_of(votes, J);
     fill(p, {num_iterations, softmax, gradient, leaky, squash, eps}, logits, bias, mask, out_mask);
     BackwardOutputs out;
-    Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.dweight, false);
-    Tensor dlogits = gradient_like(logits.value_or(votes), need_logits && logits.has_value(), p.empty(), &out.dlogits);
+    const bool positions = p.positions >= 0, per_sample = logits.has_value() && logits->dim() > 2;
+    Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.dweight, positions, false);
+    Tensor dlogits = gradient_like(
+        logits.value_or(votes), need_logits && logits.has_value(), p.empty(), &out.dlogits, positions && per_sample);
     Tensor dbias = gradient_like(bias.value_or(votes), need_bias && bias.has_value(), p.empty(), &out.dbias);
-    out.per_sample_logits = logits.has_value() && logits->dim() == 3;
+    out.per_sample_logits = per_sample;
     backward(p, votes, {dv, dcoupling, coupling, s, norm}, out);
     return {dvotes, dlogits, dbias};
   }
@@ -126,14 +128,16 @@ class Ops : Arguments<Engine> {
   static std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Problem& p, const Tensor& like,
                                                             bool return_coupling) {
     const ScalarType type = like.scalar_type(), wide = wide_type(like);
-    Tensor v = empty(like, {p.B, p.J, p.D}, type);
-    Tensor coupling = return_coupling ? empty(like, {p.B, p.I, p.J}, type) : empty(like, {0}, type);
-    Tensor s = empty(like, {p.iterations, p.B, p.J, p.D}, wide);
-    Tensor norm = p.softmax_in() ? empty(like, {2, p.iterations, p.B, p.J}, wide) : empty(like, {0}, wide);
+    const bool positions = p.positions >= 0;
+    const int64_t samples = p.samples();
+    Tensor v = empty(like, {p.B, p.J, p.D}, type, p.positions);
+    Tensor coupling = return_coupling ? empty(like, {p.B, p.I, p.J}, type, p.positions) : empty(like, {0}, type);
+    Tensor s = empty(like, {p.iterations, samples, p.J, p.D}, wide);
+    Tensor norm = p.softmax_in() ? empty(like, {2, p.iterations, samples, p.J}, wide) : empty(like, {0}, wide);
     ForwardOutputs out;
-    out.batch = p.B;
-    out.v = view_of(v);
-    if (return_coupling && coupling.numel() > 0) out.coupling = view_of(coupling);
+    out.batch = samples;
+    out.v = view_of(v, positions);
+    if (return_coupling && coupling.numel() > 0) out.coupling = view_of(coupling, positions);
     out.s = s.data_ptr();
     out.norm = norm.data_ptr();
     if (wide == ScalarType::Double) {
@@ -145,25 +149,27 @@ class Ops : Arguments<Engine> {
   }
 
   static void backward(const Problem& p, const Tensor& like, const Saved& saved, const BackwardOutputs& out) {
-    expect("dv", saved.dv, {p.B, p.J, p.D});
-    expect("s", saved.s, {p.iterations, p.B, p.J, p.D});
+    const bool positions = p.positions >= 0;
+    const int64_t samples = p.samples();
+    expect("dv", saved.dv, {p.B, p.J, p.D}, p.positions);
+    expect("s", saved.s, {p.iterations, samples, p.J, p.D});
     STD_TORCH_CHECK(saved.s.scalar_type() == wide_type(like), "capsfast: s must have the dtype sums are formed in");
     BackwardInputs in;
-    in.batch = p.B;
-    in.dv = view_of(saved.dv);
+    in.batch = samples;
+    in.dv = view_of(saved.dv, positions);
     const Tensor s = torch::stable::contiguous(saved.s), norm = torch::stable::contiguous(saved.norm);
     in.s = s.data_ptr();
     if (p.softmax_in()) {
-      expect("norm", saved.norm, {2, p.iterations, p.B, p.J});
+      expect("norm", saved.norm, {2, p.iterations, samples, p.J});
       STD_TORCH_CHECK(
           saved.norm.scalar_type() == wide_type(like), "capsfast: norm must have the dtype sums are formed in");
       in.norm = norm.data_ptr();
     }
     if (saved.dcoupling.has_value()) {
-      expect("dcoupling", *saved.dcoupling, {p.B, p.I, p.J});
-      expect("coupling", saved.coupling, {p.B, p.I, p.J});
-      in.dcoupling = view_of(*saved.dcoupling);
-      in.coupling = view_of(saved.coupling);
+      expect("dcoupling", *saved.dcoupling, {p.B, p.I, p.J}, p.positions);
+      expect("coupling", saved.coupling, {p.B, p.I, p.J}, p.positions);
+      in.dcoupling = view_of(*saved.dcoupling, positions);
+      in.coupling = view_of(saved.coupling, positions);
     }
     if (wide_type(like) == ScalarType::Double) {
       Engine::template backward<double>(p, in, out, like);

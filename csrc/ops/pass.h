@@ -20,7 +20,7 @@ struct PassInputs {
 // wanted. norm is written for Normalize::in: a number m that the largest logit exceeds by 8 at most, and
 // 1 / sum_i exp(b - m).
 struct PassOutputs {
-  int64_t batch = 0;     // B of norm; larger than Problem::B if the call works on a part of the batch
+  int64_t batch = 0;     // B of norm: all samples, also where the call works on a part of them
   View mass;             // [B, J]
   View first;            // [B, J, D]
   View second;           // [B, J, D]

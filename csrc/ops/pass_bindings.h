@@ -91,7 +91,7 @@ class PassOps : Arguments<Engine> {
     Problem p = problem_of(votes, J);
     const PassArguments given{query, precision, center, prior, logits, activation, lse, mask, out_mask};
     PassGradients out;
-    Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.common.dweight, false);
+    Tensor dvotes = gradient_like(votes, need_votes, p.empty(), &out.common.dweight, p.positions >= 0, false);
     auto [dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse] =
         backward(p, votes, given, normalize, leaky, second,
                  {dmass, dfirst, dsecond, dweights, dlse_out, mass, first, second_moment, weights, norm},
@@ -100,10 +100,11 @@ class PassOps : Arguments<Engine> {
   }
 
  private:
-  static View matrix(const char* name, const OptionalTensor& tensor, std::initializer_list<int64_t> sizes) {
+  static View matrix(const char* name, const OptionalTensor& tensor, const Problem& p,
+                     std::initializer_list<int64_t> sizes) {
     if (!tensor.has_value()) return {};
-    expect(name, *tensor, sizes);
-    return view_of(*tensor);
+    expect(name, *tensor, sizes, p.positions);
+    return view_of(*tensor, p.positions >= 0);
   }
 
   // Fills in the rest of the problem, whose sizes are set.
@@ -114,12 +115,12 @@ class PassOps : Arguments<Engine> {
     p.leaky = leaky;
     p.quadratic = second || given.precision.has_value() || given.center.has_value();
     add_logits_and_masks(p, given.logits, given.mask, given.out_mask);
-    p.activation = matrix("activation", given.activation, {p.B, p.I});
-    p.lse = matrix("lse", given.lse, {p.B, p.I});
+    p.activation = matrix("activation", given.activation, p, {p.B, p.I});
+    p.lse = matrix("lse", given.lse, p, {p.B, p.I});
     STD_TORCH_CHECK(
         given.lse.has_value() == (p.normalize == Normalize::lse), "capsfast: lse goes with normalize 'lse'");
-    return {matrix("query", given.query, {p.B, p.J, p.D}), matrix("precision", given.precision, {p.B, p.J, p.D}),
-            matrix("center", given.center, {p.B, p.J, p.D}), matrix("prior", given.prior, {p.B, p.J})};
+    return {matrix("query", given.query, p, {p.B, p.J, p.D}), matrix("precision", given.precision, p, {p.B, p.J, p.D}),
+            matrix("center", given.center, p, {p.B, p.J, p.D}), matrix("prior", given.prior, p, {p.B, p.J})};
   }
 
   static Outputs forward(Problem& p, const Tensor& like, const PassArguments& given, const std::string& normalize,
@@ -128,8 +129,8 @@ class PassOps : Arguments<Engine> {
     const ScalarType type = like.scalar_type(), wide = wide_type(like);
     PassOutputs out;
     const auto output = [&](std::initializer_list<int64_t> sizes, bool wanted, ScalarType dtype, View* view) {
-      Tensor tensor = wanted ? empty(like, sizes, dtype) : empty(like, {0}, dtype);
-      if (wanted && tensor.numel() > 0) *view = view_of(tensor);
+      Tensor tensor = wanted ? empty(like, sizes, dtype, p.positions) : empty(like, {0}, dtype);
+      if (wanted && tensor.numel() > 0) *view = view_of(tensor, p.positions >= 0);
       return tensor;
     };
     Tensor mass = output({p.B, p.J}, true, wide, &out.mass);
@@ -137,8 +138,8 @@ class PassOps : Arguments<Engine> {
     Tensor moment = output({p.B, p.J, p.D}, second, wide, &out.second);
     Tensor weights = output({p.B, p.I, p.J}, return_weights, type, &out.weights);
     Tensor lse = output({p.B, p.softmax_in() ? p.J : p.I}, return_lse, wide, &out.lse);
-    Tensor norm = p.softmax_in() ? empty(like, {2, p.B, p.J}, wide) : empty(like, {0}, wide);
-    out.batch = p.B;
+    Tensor norm = p.softmax_in() ? empty(like, {2, p.samples(), p.J}, wide) : empty(like, {0}, wide);
+    out.batch = p.samples();
     out.norm = norm.data_ptr();
     if (wide == ScalarType::Double) {
       Engine::template pass_forward<double>(p, in, out);
@@ -154,16 +155,16 @@ class PassOps : Arguments<Engine> {
     // Without a gradient of the second moment, and without squares in the score, it plays no part.
     const PassInputs in = fill(p, given, normalize, leaky, second && results.dsecond.has_value());
     PassSaved saved;
-    saved.batch = p.B;
-    saved.dmass = matrix("dmass", results.dmass, {p.B, p.J});
-    saved.dfirst = matrix("dfirst", results.dfirst, {p.B, p.J, p.D});
-    saved.dsecond = matrix("dsecond", results.dsecond, {p.B, p.J, p.D});
-    saved.dweights = matrix("dweights", results.dweights, {p.B, p.I, p.J});
-    saved.dlse = matrix("dlse_out", results.dlse, {p.B, p.softmax_in() ? p.J : p.I});
+    saved.batch = p.samples();
+    saved.dmass = matrix("dmass", results.dmass, p, {p.B, p.J});
+    saved.dfirst = matrix("dfirst", results.dfirst, p, {p.B, p.J, p.D});
+    saved.dsecond = matrix("dsecond", results.dsecond, p, {p.B, p.J, p.D});
+    saved.dweights = matrix("dweights", results.dweights, p, {p.B, p.I, p.J});
+    saved.dlse = matrix("dlse_out", results.dlse, p, {p.B, p.softmax_in() ? p.J : p.I});
     const ScalarType wide = wide_type(like);
     const auto moment = [&](const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
-      expect(name, tensor, sizes);
-      return view_of(tensor);
+      expect(name, tensor, sizes, p.positions);
+      return view_of(tensor, p.positions >= 0);
     };
     saved.mass = moment("mass", results.mass, {p.B, p.J});
     saved.first = moment("first", results.first, {p.B, p.J, p.D});
@@ -171,21 +172,22 @@ class PassOps : Arguments<Engine> {
     if (results.dweights.has_value()) saved.weights = moment("weights", results.weights, {p.B, p.I, p.J});
     const Tensor norm = torch::stable::contiguous(results.norm);
     if (p.softmax_in()) {
-      expect("norm", norm, {2, p.B, p.J});
+      expect("norm", norm, {2, p.samples(), p.J});
       STD_TORCH_CHECK(norm.scalar_type() == wide, "capsfast: norm must have the dtype sums are formed in");
       saved.norm = norm.data_ptr();
     }
-    const auto gradient = [&](const OptionalTensor& tensor, bool wanted, View* view) {
-      return gradient_like(tensor.value_or(like), wanted && tensor.has_value(), p.empty(), view);
+    out.common.per_sample_logits = given.logits.has_value() && given.logits->dim() > 2;
+    const auto gradient = [&](const OptionalTensor& tensor, bool wanted, View* view, bool per_sample = true) {
+      const bool positions = per_sample && p.positions >= 0;
+      return gradient_like(tensor.value_or(like), wanted && tensor.has_value(), p.empty(), view, positions);
     };
     Tensor dquery = gradient(given.query, need.query, &out.dquery);
     Tensor dprecision = gradient(given.precision, need.precision, &out.dprecision);
     Tensor dcenter = gradient(given.center, need.center, &out.dcenter);
     Tensor dprior = gradient(given.prior, need.prior, &out.dprior);
-    Tensor dlogits = gradient(given.logits, need.logits, &out.common.dlogits);
+    Tensor dlogits = gradient(given.logits, need.logits, &out.common.dlogits, out.common.per_sample_logits);
     Tensor dactivation = gradient(given.activation, need.activation, &out.dactivation);
     Tensor dlse = gradient(given.lse, need.lse, &out.dlse);
-    out.common.per_sample_logits = given.logits.has_value() && given.logits->dim() == 3;
     if (wide == ScalarType::Double) {
       Engine::template pass_backward<double>(p, in, saved, out);
     } else {

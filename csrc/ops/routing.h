@@ -13,17 +13,20 @@ namespace capsfast {
 
 enum class Storage : int { f32, f64, bf16, f16 };
 
-// A strided tensor; strides in elements. `data` is null if the argument is absent.
+// A strided tensor; strides in elements. `data` is null if the argument is absent. Where votes have positions, the last
+// axis of a tensor with an axis B is theirs, of stride `position`; shapes in these headers leave it out.
 struct View {
   void* data = nullptr;
   Storage storage = Storage::f32;
   int64_t stride[4] = {0, 0, 0, 0};
+  int64_t position = 0;
 };
 
 // A bool matrix. `data` is null if there is no mask: then everything is valid.
 struct MaskView {
   const uint8_t* data = nullptr;
   int64_t stride[2] = {0, 0};
+  int64_t position = 0;
   bool at(int64_t row, int64_t column) const { return data[row * stride[0] + column * stride[1]] != 0; }
 };
 
@@ -33,6 +36,8 @@ enum class Normalize : int { out, in, sigmoid, none, lse };
 
 struct Problem {
   int64_t B = 0, I = 0, J = 0, D = 0, K = 1;
+  int64_t P = 1;           // poses of an input capsule that share its weights (pose matrices); D is P R
+  int64_t positions = -1;  // S of votes [B, I, J, D, S], each of which is routed for itself; negative: no such axis
   int64_t iterations = 1;
   Normalize normalize = Normalize::out;
   bool gradient_last = false;  // gradient="last": the agreement is a constant
@@ -45,8 +50,9 @@ struct Problem {
   bool shared_weight = false;      // one weight for all input capsules: dweight is the sum over them
   bool shared_outputs = false;     // one vote for all output capsules, of stride 0: dvotes is the sum over them
   bool together = false;           // a small batch keeps the votes of all samples at once: gradients sum over it
-  View u;                          // [B, I, K]
-  View weight;                     // [I, J, D, K]; the stride over I is 0 if shared
+  bool side_by_side = false;       // samples are positions: lanes run along them, as where a weight makes votes
+  View u;                          // [B, I, P K]
+  View weight;                     // [I, J, R, K]; the stride over I is 0 if shared
   Storage dweight = Storage::f32;  // of dW: that of the tensor `weight`, which may have been copied
   View votes;                      // [B, I, J, D]; the stride over J is 0 if shared_outputs
   View logits;                     // [B, I, J]; the stride over B is 0 for logits [I, J]
@@ -61,14 +67,18 @@ struct Problem {
   View lse;                // [B, I], for Normalize::lse
 
   bool softmax_in() const { return normalize == Normalize::in; }
-  bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
+  bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0 || positions == 0; }
+  int64_t R() const { return D / P; }                  // numbers of the vote of one pose
+  int64_t weight_size() const { return J * R() * K; }  // numbers of the weight of an input capsule
+  int64_t pose_size() const { return P * K; }          // numbers of an input capsule
+  int64_t samples() const { return positions < 0 ? B : B * positions; }
 };
 
 // Contiguous tensors. v and coupling have the storage of the inputs. s and norm are kept for the backward, in the type
 // that sums are formed in. norm is written for the softmax over the input capsules only: norm[0] is a number m that
 // the largest logit exceeds by 8 at most, norm[1] is 1 / sum_i exp(b - m).
 struct ForwardOutputs {
-  int64_t batch = 0;     // B of s and norm; larger than Problem::B if the call works on a part of the batch
+  int64_t batch = 0;     // B of s and norm: all samples, also where the call works on a part of them
   View v;                // [B, J, D]
   View coupling;         // [B, I, J]; data is null if it is not wanted
   void* s = nullptr;     // [r, B, J, D], without bias
@@ -86,8 +96,8 @@ struct BackwardInputs {
 
 // Contiguous gradients; `data` is null if one is not wanted.
 struct BackwardOutputs {
-  View du;       // [B, I, K]
-  View dweight;  // [I or 1, J, D, K]; for route_votes dvotes [B, I, J or 1, D]
+  View du;       // [B, I, P K]
+  View dweight;  // [I or 1, J, R, K]; for route_votes dvotes [B, I, J or 1, D]
   View dlogits;  // [I, J] or, if per_sample_logits, [B, I, J]
   View dbias;    // [J, D]
   bool per_sample_logits = false;

@@ -98,9 +98,10 @@ struct Context {
     const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
     // Votes are also copied if there is a mask: those of a masked capsule are replaced by zeros.
     plan.gather_rows =
-        p.votes_given ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
-                            p.mask.data != nullptr
-                      : !is_run<T>(p.weight, {p.J, p.D, p.K}, {weight[1], weight[2], weight[3]});
+        p.side_by_side  ? false
+        : p.votes_given ? !is_run<T>(p.votes, {1, p.shared_outputs ? 1 : p.J, p.D}, {0, votes[2], votes[3]}) ||
+                              p.mask.data != nullptr
+                        : !is_run<T>(p.weight, {p.J, p.R(), p.K}, {weight[1], weight[2], weight[3]});
     // Copied rows of the weight take the place of those of dW in the scratch.
     if (plan.gather_rows && plan.weight_in_place) plan.gradient_chunk = (plan.gradient_chunk + 1) / 2;
     if (p.out_mask.data == nullptr) return;
@@ -213,7 +214,7 @@ struct Context {
   // Runs the gradient pass for what `out` wants. dlogits_sum [I, J] is added to, null if it is not wanted.
   void gradient(GradientPass<T> pass, const BackwardOutputs& out, double* dlogits_sum) const {
     const int64_t groups = plan.gradient_groups, splits = plan.gradient_splits, tasks = groups * splits;
-    const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.J * p.D * p.K;
+    const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.weight_size();
     // How many partial sums of dW there are: one for each task if the weight is shared, else one for each group of
     // tiles, and none if there is one group: then every task writes the dW of its input capsules.
     const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;

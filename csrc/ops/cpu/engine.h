@@ -11,6 +11,8 @@ namespace capsfast {
 struct CpuEngine {
   static constexpr const char* device = "CPU";
   static constexpr bool kSharedOutputs = true;
+  static constexpr bool kPoseMatrices = true;
+  static constexpr bool kPositions = true;
   static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
 
   template <class T>

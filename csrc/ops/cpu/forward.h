@@ -134,7 +134,7 @@ class Forward {
     for (int64_t d = 0; d < p.D; ++d) {
       const T v = valid ? f * (s[d] + bias_j[d]) : T(0);
       if (last_of_sample >= 0) {
-        write<T>(out.v, (last_of_sample * p.J + j) * p.D + d, v);
+        write<T>(out.v, last_of_sample * out.v.stride[0] + j * out.v.stride[1] + d * out.v.stride[2], v);
       } else {
         V_t[d * stride] += v;
       }

@@ -94,6 +94,50 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     for (; row < rows; ++row) stored(std::integral_constant<int, 1>{}, row);
   }
 
+  // votes() of pose matrices: u [P][K][L], w [rows][K] for rows (j, r) of a pose's votes, x [rows / R][P][R][L].
+  template <bool Q>
+  static CAPSFAST_INLINE void votes_of_poses(const T* w, const T* u, const T* valid, const T* center, int64_t K,
+                                             int64_t rows, int64_t P, int64_t R_given, T* x) {
+    for (int64_t p = 0; p < P; ++p, u += K * L) {
+      // Where row (j, r) of this pose stands in x, one after the other.
+      int64_t r = 0, at = p * R_given * L;
+      const auto stored = [&](auto count, int64_t row) {
+        constexpr int N = decltype(count)::value;
+        V block[N];
+        votes_block<N, false>(w + row * K, u, nullptr, K, block);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+          if constexpr (Q) block[n] -= load<L>(center + at);
+          keep_valid<1>(valid, block + n);
+          store<L>(x + at, block[n]);
+          const bool last = ++r == R_given;
+          at += last ? ((P - 1) * R_given + 1) * L : L;
+          if (last) r = 0;
+        }
+      };
+      int64_t row = 0;
+      for (; row + R <= rows; row += R) stored(std::integral_constant<int, R>{}, row);
+      for (; row + 4 <= rows; row += 4) stored(std::integral_constant<int, 4>{}, row);
+      for (; row < rows; ++row) stored(std::integral_constant<int, 1>{}, row);
+    }
+  }
+
+  // What each of `sets` forms p[set], q[set] [outputs D][L] (a dot product unless Q) gives the votes x [outputs D][L].
+  template <bool Q>
+  static CAPSFAST_INLINE void score_stored(const T* x, int64_t outputs, int64_t D, int64_t sets, const T* const* p,
+                                           const T* const* q, T* const* out) {
+    for (int64_t set = 0; set < sets; ++set) {
+      for (int64_t j = 0; j < outputs; ++j) {
+        const T *vote = x + j * D * L, *linear = p[set] + j * D * L;
+        if constexpr (Q) {
+          store<L>(out[set] + j * L, form(vote, linear, q[set] + j * D * L, D));
+        } else {
+          store<L>(out[set] + j * L, dot(vote, linear, D));
+        }
+      }
+    }
+  }
+
   // Computes the votes of `outputs` output capsules and, for each of `sets` arrays p[set] [outputs D][L], the dot
   // products out[set][j] = votes[j] . p[set][j]; if Q of votes less the center, plus those of their squares with q[set].
   // If D is a multiple of R these are taken from registers, and votes are stored only if x is not null. Else votes are
@@ -105,17 +149,7 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     if (D % R != 0) {
       T* votes_at = x != nullptr ? x : spare;
       votes<Q>(w, u, valid, center, K, outputs * D, votes_at);
-      for (int64_t set = 0; set < sets; ++set) {
-        for (int64_t j = 0; j < outputs; ++j) {
-          const T *vote = votes_at + j * D * L, *linear = p[set] + j * D * L;
-          if constexpr (Q) {
-            store<L>(out[set] + j * L, form(vote, linear, q[set] + j * D * L, D));
-          } else {
-            store<L>(out[set] + j * L, dot(vote, linear, D));
-          }
-        }
-      }
-      return;
+      return score_stored<Q>(votes_at, outputs, D, sets, p, q, out);
     }
     for (int64_t j = 0; j < outputs; ++j) {
       for (int64_t d = 0; d < D; d += R) {

@@ -4,7 +4,7 @@
 // (plan.out_tile >= J) they are made once, scored and added up. Else a first sweep over tiles of output capsules keeps
 // only the scores [chunk][J], and a second sweep makes the votes again and adds them up.
 // A chunk's sums of one tile of output capsules join those of the pass before the next tile begins, while they are in
-// L1.
+// L1. Votes that are given (side_by_side) stand where poses else do: copied to lanes, less the center.
 
 // Q: a quadratic pass.
 template <class T, int K_, bool Q>
@@ -56,9 +56,38 @@ struct LanesAccumulate {
       q[sets] = tile.gradient.square + (Q ? j0 * D * L : 0);
       out[sets++] = dc + j0 * L;
     }
+    const Problem& problem = *pass.problem;
+    if (K_ == 0 && problem.side_by_side)
+      return B_::template score_stored<Q>(given(pass, at, i, j0), j1 - j0, D, sets, p, q, out);
+    if (K_ == 0 && problem.P > 1) {
+      T* votes = x != nullptr ? x : at.x;
+      make_votes(pass, tile, at, i, j0, j1, votes);
+      return B_::template score_stored<Q>(votes, j1 - j0, D, sets, p, q, out);
+    }
     const T *w = tile.weights + i * tile.pitch + j0 * D * K, *center = Q ? tile.center + j0 * D * L : nullptr;
     B_::template scored_votes<Q>(
         w, at.u + i * K * L, valid(pass, at, i), center, K, j1 - j0, D, x, at.x, sets, p, q, out);
+  }
+
+  // The votes of input capsule i that are given, from output capsule j0 on.
+  static CAPSFAST_INLINE const T* given(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t i,
+                                        int64_t j0) {
+    return at.u + (i * pass.problem->J + j0) * pass.problem->D * L;
+  }
+
+  // Writes the votes of input capsule i for output capsules [j0, j1), less the center if Q, to x.
+  static CAPSFAST_INLINE void make_votes(const AccumulatePass<T>& pass, const Tile& tile,
+                                         const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x) {
+    const Problem& p = *pass.problem;
+    const int64_t K = K_ > 0 ? K_ : p.K;
+    const T* center = Q ? tile.center + j0 * p.D * L : nullptr;
+    if (K_ == 0 && p.P > 1) {
+      const T* w = tile.weights + i * tile.pitch + j0 * p.R() * K;
+      return B_::template votes_of_poses<Q>(
+          w, at.u + i * p.pose_size() * L, valid(pass, at, i), center, K, (j1 - j0) * p.R(), p.P, p.R(), x);
+    }
+    const T* w = tile.weights + i * tile.pitch + j0 * p.D * K;
+    B_::template votes<Q>(w, at.u + i * K * L, valid(pass, at, i), center, K, (j1 - j0) * p.D, x);
   }
 
   // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
@@ -186,7 +215,8 @@ struct LanesAccumulate {
 
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
+    const int64_t J = p.J, D = p.D;
+    const bool given_votes = K_ == 0 && p.side_by_side;
     const bool online_softmax = p.softmax_in() && tile.in_max == nullptr;
     const int64_t held = pass.plan->out_tile;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
@@ -200,7 +230,7 @@ struct LanesAccumulate {
           B_::weigh(row(p.activation, at.activation, i), J, at.scores);
         }
         if (pass.first.high == nullptr) continue;
-        add_votes(pass, at, coefficient, at.x, 0, J);
+        add_votes(pass, at, coefficient, given_votes ? given(pass, at, i, 0) : at.x, 0, J);
         add_mass(pass, at, coefficient);
       }
       if (pass.first.high != nullptr) join_sums(pass, tile, at, 0, J * D);
@@ -227,10 +257,9 @@ struct LanesAccumulate {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       clear_sums(pass, at, (j1 - j0) * D);
       for (int64_t i = 0; i < tile.count; ++i) {
-        const T* w = tile.weights + i * tile.pitch + j0 * D * K;
-        const T* center = Q ? tile.center + j0 * D * L : nullptr;
-        B_::template votes<Q>(w, at.u + i * K * L, valid(pass, at, i), center, K, (j1 - j0) * D, at.x);
-        add_votes(pass, at, coefficient + i * J * L, at.x, j0, j1);
+        if (!given_votes) make_votes(pass, tile, at, i, j0, j1, at.x);
+        const T* x = given_votes ? given(pass, at, i, j0) : at.x;
+        add_votes(pass, at, coefficient + i * J * L, x, j0, j1);
       }
       join_sums(pass, tile, at, j0 * D, (j1 - j0) * D);
     }
@@ -238,19 +267,20 @@ struct LanesAccumulate {
 
   // In the first iteration without logits all coefficients are the same, so the pass is a matrix product. A block of N
   // rows (j, d) stays in registers over the whole chunk.
+  // The poses of two input capsules are `next` elements apart.
   template <int N>
-  static CAPSFAST_INLINE void plain_block(const Tile& tile, const T* u, int64_t K, int64_t row, T* sum) {
+  static CAPSFAST_INLINE void plain_block(const Tile& tile, const T* u, int64_t next, int64_t K, int64_t row, T* sum) {
     V rows[N];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = V{};
     for (int64_t i = 0; i < tile.count; ++i) {
       const T* w = tile.weights + i * tile.pitch + row * K;
       if constexpr (K_ == 0) {
-        B_::template add_products<N, 4>(w, u + i * K * L, 0, K, rows);
+        B_::template add_products<N, 4>(w, u + i * next, 0, K, rows);
         continue;
       }
       for (int64_t k = 0; k < K; ++k) {
-        const V uk = load<L>(u + (i * K + k) * L);
+        const V uk = load<L>(u + i * next + k * L);
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) rows[n] += uk * w[n * K + k];
       }
@@ -259,24 +289,51 @@ struct LanesAccumulate {
     for (int n = 0; n < N; ++n) store<L>(sum + (row + n) * L, rows[n]);
   }
 
-  static void plain_rows(const Tile& tile, const T* u, int64_t K_given, int64_t rows, T* sum) {
+  static void plain_rows(const Tile& tile, const T* u, int64_t next, int64_t K_given, int64_t rows, T* sum) {
     const int64_t K = K_ > 0 ? K_ : K_given;
     constexpr int R = B_::R;
     int64_t row = 0;
-    for (; row + R <= rows; row += R) plain_block<R>(tile, u, K, row, sum);
-    if (row < rows && rows >= R) return plain_block<R>(tile, u, K, rows - R, sum);
-    for (; row < rows; ++row) plain_block<1>(tile, u, K, row, sum);
+    for (; row + R <= rows; row += R) plain_block<R>(tile, u, next, K, row, sum);
+    if (row < rows && rows >= R) return plain_block<R>(tile, u, next, K, rows - R, sum);
+    for (; row < rows; ++row) plain_block<1>(tile, u, next, K, row, sum);
   }
 
   static void plain(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
-    const int64_t K = K_ > 0 ? K_ : pass.problem->K, rows = pass.problem->J * pass.problem->D;
-    const int64_t some = pass.plan->out_tile * pass.problem->D;
+    const Problem& p = *pass.problem;
+    const int64_t K = K_ > 0 ? K_ : p.K, rows = p.J * p.D, some = pass.plan->out_tile * p.D;
     Tile part = tile;
     for (int64_t row = 0; row < rows; row += some) {
       const int64_t count = row + some < rows ? some : rows - row;
-      part.weights = tile.weights + row * K;
-      plain_rows(part, at.u, K, count, at.sum);
+      if (K_ == 0 && p.side_by_side) {
+        plain_given(tile, at.u + row * L, rows, count, at.sum);
+      } else if (K_ == 0 && p.P > 1) {
+        part.weights = tile.weights + row / p.P * K;
+        plain_poses(part, p, at, count, at.sum);
+      } else {
+        part.weights = tile.weights + row * K;
+        plain_rows(part, at.u, K * L, K, count, at.sum);
+      }
       join_sums(pass, tile, at, row, count);
+    }
+  }
+
+  // Sums `rows` rows of the votes [count][all][L] of a chunk.
+  static void plain_given(const Tile& tile, const T* votes, int64_t all, int64_t rows, T* sum) {
+    for (int64_t row = 0; row < rows; ++row) {
+      V total{};
+      for (int64_t i = 0; i < tile.count; ++i) total += load<L>(votes + (i * all + row) * L);
+      store<L>(sum + row * L, total);
+    }
+  }
+
+  // plain_rows() of pose matrices, each pose for itself.
+  static void plain_poses(const Tile& tile, const Problem& p, const LanesAccumulateScratch<T>& at, int64_t rows,
+                          T* sum) {
+    const int64_t R = p.R();
+    for (int64_t pose = 0; pose < p.P; ++pose) {
+      plain_rows(tile, at.u + pose * p.K * L, p.pose_size() * L, p.K, rows / p.P, at.x);
+      for (int64_t row = 0; row < rows / p.P; ++row)
+        store<L>(sum + (row / R * p.D + pose * R + row % R) * L, load<L>(at.x + row * L));
     }
   }
 
@@ -330,7 +387,7 @@ struct LanesAccumulate {
         tile.in_max = from(pass.in_max, scalars);
         tile.in_scale = from(pass.in_scale, scalars);
         tile.c_dc = from(pass.c_dc, scalars);
-        B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.u, at.valid);
+        B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, Q ? tile.center : nullptr, at.buffer, at.u, at.valid);
         if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.logits);
         if (p.moments) {
           B_::pack_numbers(p.activation, p, tile.b0, tile.samples, i0, tile.count, at.activation);

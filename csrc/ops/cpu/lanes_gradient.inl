@@ -1,7 +1,7 @@
 // The gradient pass in the lanes layout, all iterations at once:
 //   dvotes = sum_t [ c_t ds_t + db_t V_t ];  du = W^T dvotes;  dW = sum_b dvotes u^T;  dlogits = sum_t db_t
 // Here t counts from 0 and V_t is what iteration t scored with, so V_0 = 0. A task is alone with its input capsules and
-// samples, so it writes du and dlogits of a sample once. It also writes dW, unless several tasks have the same input
+// samples, so it writes du (or dvotes) and dlogits of a sample once. It also writes dW, unless several tasks have the same input
 // capsules (the batch is split) or the weight is shared: then tasks have partial sums that are added in a fixed order.
 
 // Q: a quadratic pass of one iteration. Its votes, less the center, are kept from the score to dvotes.
@@ -63,7 +63,19 @@ struct LanesGradient {
           out[sets++] = dc;
         }
         T* x = Q ? at.held + (i * J + j0) * D * L : nullptr;
+        if (K_ == 0 && p.side_by_side) {
+          B_::template score_stored<Q>(at.u + (i * J + j0) * D * L, j1 - j0, D, sets, p_set, q_set, out);
+          continue;
+        }
         const T* center = Q ? parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
+        if (K_ == 0 && p.P > 1) {
+          T* votes = Q ? x : at.x;
+          const T* rows = tile.weights + i * tile.pitch + j0 * p.R() * K;
+          B_::template votes_of_poses<Q>(
+              rows, at.u + i * p.pose_size() * L, valid(pass, at, i), center, K, (j1 - j0) * p.R(), p.P, p.R(), votes);
+          B_::template score_stored<Q>(votes, j1 - j0, D, sets, p_set, q_set, out);
+          continue;
+        }
         B_::template scored_votes<Q>(
             w, at.u + i * K * L, valid(pass, at, i), center, K, j1 - j0, D, x, at.x, sets, p_set, q_set, out);
       }
@@ -210,7 +222,7 @@ struct LanesGradient {
 
   static void write_weights(const GradientPass<T>& pass, const LanesGradientScratch<T>& at, int64_t i, const T* dw) {
     const Problem& p = *pass.problem;
-    const int64_t rows = p.J * p.D, size = rows * p.K;
+    const int64_t rows = p.J * p.R(), size = rows * p.K;
     if (pass.dweight_sum != nullptr) {
       B_::weight_rows(dw, p.K, rows, at.row);
       const int64_t to = p.shared_weight ? 0 : i * size;
@@ -243,8 +255,9 @@ struct LanesGradient {
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, held = pass.plan->gradient_out_tile;
     const bool shared = p.shared_weight;
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
-    const int64_t row_blocks = (J * D + L - 1) / L;
-    B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.u, at.valid);
+    const int64_t row_blocks = (J * p.R() + L - 1) / L;
+    const T* center = Q ? parameters(pass.center, pass, 0, tile.t) : nullptr;
+    B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, center, at.buffer, at.u, at.valid);
     if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.logits);
     if (p.moments) {
       B_::pack_numbers(p.activation, p, tile.b0, tile.samples, tile.i0, tile.count, at.activation);
@@ -254,14 +267,25 @@ struct LanesGradient {
     for (int64_t j0 = 0; j0 < J; j0 += held) score(pass, tile, at, j0, j0 + held < J ? j0 + held : J);
     coefficients(pass, tile, at);
     if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) sum_logits(pass, tile, at);
+    if (K_ == 0 && p.side_by_side) {
+      if (pass.dvotes.data != nullptr) write_votes(pass, tile, at);
+      return;
+    }
     if (!want_u && !want_w) return;
-    __builtin_memset(at.du, 0, static_cast<size_t>(tile.count * K * L) * sizeof(T));
+    const int64_t pose = K_ > 0 ? K : p.pose_size();
+    __builtin_memset(at.du, 0, static_cast<size_t>(tile.count * pose * L) * sizeof(T));
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       const int64_t rows = (j1 - j0) * D, padded = (rows + L - 1) / L * L;
       for (int64_t i = 0; i < tile.count; ++i) {
-        T* dw = want_w && pass.plan->weight_in_place ? static_cast<T*>(pass.dweight.data) + (tile.i0 + i) * J * D * K
-                                                     : at.dweight + (shared ? 0 : i) * row_blocks * L * K;
+        T* dw = want_w && pass.plan->weight_in_place
+                    ? static_cast<T*>(pass.dweight.data) + (tile.i0 + i) * p.weight_size()
+                    : at.dweight + (shared ? 0 : i) * row_blocks * L * K;
+        if (K_ == 0 && p.P > 1) {
+          vote_gradients(pass, tile, at, i, j0, j1);
+          products_of_poses(pass, tile, at, i, j0, j1, dw);
+          continue;
+        }
         if (D % L == 0) {
           for (int64_t j = j0; j < j1; ++j) blocks(pass, tile, at, i, j, want_w ? dw : nullptr);
           continue;
@@ -275,12 +299,47 @@ struct LanesGradient {
     }
     if (!want_u) return;
     if (p.mask.data != nullptr) {
-      for (int64_t n = 0; n < tile.count * K; ++n) {
-        const V ok = load<L>(at.valid + n / K * L);
+      for (int64_t n = 0; n < tile.count * pose; ++n) {
+        const V ok = load<L>(at.valid + n / pose * L);
         store<L>(at.du + n * L, ok > V{} ? load<L>(at.du + n * L) : V{});
       }
     }
-    B_::unpack(at.du, tile.b0, tile.samples, tile.i0, tile.count, K, at.buffer, pass.du);
+    B_::unpack(at.du, tile.b0, tile.samples, tile.i0, tile.count, pose, at.buffer, pass.du);
+  }
+
+  // Votes that are given: writes their gradients.
+  static void write_votes(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, D = p.D, held = pass.plan->gradient_out_tile;
+    for (int64_t i = 0; i < tile.count; ++i) {
+      const View to = B_::of_capsule(pass.dvotes, tile.i0 + i);
+      for (int64_t j0 = 0; j0 < J; j0 += held) {
+        const int64_t j1 = j0 + held < J ? j0 + held : J;
+        vote_gradients(pass, tile, at, i, j0, j1);
+        for (int64_t row = 0; row < (j1 - j0) * D && p.mask.data != nullptr; ++row) {
+          V x = load<L>(at.dx + row * L);
+          B_::template keep_valid<1>(valid(pass, at, i), &x);
+          store<L>(at.dx + row * L, x);
+        }
+        B_::unpack(at.dx, tile.b0, tile.samples, j0, j1 - j0, D, at.buffer, to);
+      }
+    }
+  }
+
+  // du and dW of pose matrices, from at.dx [j1 - j0][P][R][L]: each pose for itself, whose rows go to at.x.
+  static void products_of_poses(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
+                                int64_t i, int64_t j0, int64_t j1, T* dw) {
+    const Problem& p = *pass.problem;
+    const int64_t R = p.R(), K = p.K, rows = (j1 - j0) * R, padded = (rows + L - 1) / L * L;
+    const T* w = tile.weights + i * tile.pitch + j0 * R * K;
+    for (int64_t row = rows; row < padded; ++row) store<L>(at.x + row * L, V{});
+    for (int64_t pose = 0; pose < p.P; ++pose) {
+      const int64_t place = (i * p.P + pose) * K * L;
+      for (int64_t j = 0; j < j1 - j0; ++j)
+        __builtin_memcpy(at.x + j * R * L, at.dx + (j * p.P + pose) * R * L, static_cast<size_t>(R * L) * sizeof(T));
+      if (pass.du.data != nullptr) B_::pose_gradient(w, K, at.x, rows, at.du + place);
+      if (pass.dweight.data != nullptr) B_::weight_gradient(at.u + place, K, at.x, padded, dw + j0 * R * K);
+    }
   }
 
   static void run(const GradientPass<T>& pass, const Range& range, T* scratch) {
@@ -288,7 +347,7 @@ struct LanesGradient {
     const bool in_place = pass.plan->weight_in_place;
     const LanesGradientScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
     const bool shared = p.shared_weight;
-    const int64_t chunk = pass.plan->gradient_chunk, row_blocks = (p.J * p.D + L - 1) / L,
+    const int64_t chunk = pass.plan->gradient_chunk, row_blocks = (p.J * p.R() + L - 1) / L,
                   row_size = row_blocks * p.K * L;
     for (int64_t i0 = range.i0; i0 < range.i1; i0 += chunk) {
       Tile tile{};
@@ -311,7 +370,7 @@ struct LanesGradient {
       if (pass.dweight.data != nullptr) {
         for (int64_t i = 0; i < weight_count; ++i) {
           if (in_place) {
-            B_::transpose_weights(p.K, p.J * p.D, at.block, dw + i * row_size);
+            B_::transpose_weights(p.K, p.J * p.R(), at.block, dw + i * row_size);
           } else {
             write_weights(pass, at, i0 + i, dw + i * row_size);
           }

@@ -40,6 +40,7 @@ struct LanesPacking {
   // contiguous and of type T it is first copied to `buffer` [L][n1][n2].
   static CAPSFAST_ONCE void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                  T* buffer, T* to) {
+    if (view.stride[0] == 1 && view.storage == kStorage<T>) return pack_lanes(view, b0, samples, i0, n1, n2, to);
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
     const T* from[L] = {};
     for (int64_t l = 0; l < samples; ++l) {
@@ -57,6 +58,7 @@ struct LanesPacking {
   // The opposite of pack().
   static CAPSFAST_ONCE void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                    T* buffer, const View& view) {
+    if (view.stride[0] == 1 && view.storage == kStorage<T>) return unpack_lanes(from, b0, samples, i0, n1, n2, view);
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
     const bool run = is_run<T>(view, n, s);
     T* to[L] = {};
@@ -71,6 +73,32 @@ struct LanesPacking {
     }
   }
 
+  // pack() and unpack() where samples lie side by side.
+  static CAPSFAST_ONCE void pack_lanes(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1,
+                                       int64_t n2, T* to) {
+    const T* from = static_cast<const T*>(view.data) + b0 + i0 * view.stride[1];
+    for (int64_t n = 0; n < n1; ++n) {
+      for (int64_t m = 0; m < n2; ++m, to += L) {
+        const T* row = from + n * view.stride[1] + m * view.stride[2];
+        store<L>(to, samples == L ? load<L>(row) : load_part<L>(row, samples));
+      }
+    }
+  }
+  static CAPSFAST_ONCE void unpack_lanes(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
+                                         const View& view) {
+    T* to = static_cast<T*>(view.data) + b0 + i0 * view.stride[1];
+    for (int64_t n = 0; n < n1; ++n) {
+      for (int64_t m = 0; m < n2; ++m, from += L) {
+        T* row = to + n * view.stride[1] + m * view.stride[2];
+        if (samples == L) {
+          store<L>(row, load<L>(from));
+        } else {
+          store_part<L>(row, load<L>(from), samples);
+        }
+      }
+    }
+  }
+
   // Samples of a tensor [B, n1, n2] to lanes [n1][n2][L], and back.
   static void load_samples(const View& view, int64_t b0, int64_t samples, int64_t n1, int64_t n2, T* buffer, T* to) {
     pack(view, b0, samples, 0, n1, n2, buffer, to);
@@ -80,20 +108,40 @@ struct LanesPacking {
     unpack(from, b0, samples, 0, n1, n2, buffer, view);
   }
 
-  // Copies the poses of a chunk to u [chunk][K][L], with zeros for masked capsules. If there is a mask it is copied to
-  // valid [chunk][L] as 1 or 0.
+  // Copies the poses of a chunk to u [chunk][P K][L], or its votes less the center, where it is not null, to u
+  // [chunk][J D][L]; with zeros for masked capsules. If there is a mask it is copied to valid [chunk][L] as 1 or 0.
   static CAPSFAST_ONCE void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count,
-                                       T* buffer, T* u, T* valid) {
-    pack(p.u, b0, samples, i0, count, p.K, buffer, u);
+                                       const T* center, T* buffer, T* u, T* valid) {
+    const int64_t size = p.side_by_side ? p.J * p.D : p.pose_size();
+    if (p.side_by_side) {
+      for (int64_t i = 0; i < count; ++i) {
+        T* votes = u + i * size * L;
+        pack(of_capsule(p.votes, i0 + i), b0, samples, 0, p.J, p.D, buffer, votes);
+        for (int64_t n = 0; center != nullptr && n < size * L; n += L)
+          store<L>(votes + n, load<L>(votes + n) - load<L>(center + n));
+      }
+    } else {
+      pack(p.u, b0, samples, i0, count, size, buffer, u);
+    }
     if (p.mask.data == nullptr) return;
     for (int64_t i = 0; i < count; ++i) {
       for (int l = 0; l < L; ++l) valid[i * L + l] = l < samples && p.mask.at(b0 + l, i0 + i) ? T(1) : T(0);
       const V ok = load<L>(valid + i * L);
-      for (int64_t k = 0; k < p.K; ++k) {
-        T* uk = u + (i * p.K + k) * L;
+      for (int64_t k = 0; k < size; ++k) {
+        T* uk = u + (i * size + k) * L;
         store<L>(uk, ok > V{} ? load<L>(uk) : V{});
       }
     }
+  }
+
+  // The votes [B, J, D] of an input capsule in a view [B, I, J, D].
+  static View of_capsule(const View& votes, int64_t i) {
+    View view = votes;
+    const int64_t size = votes.storage == Storage::f64 ? 8 : votes.storage == Storage::f32 ? 4 : 2;
+    view.data = static_cast<char*>(votes.data) + i * votes.stride[1] * size;
+    view.stride[1] = votes.stride[2];
+    view.stride[2] = votes.stride[3];
+    return view;
   }
 
   // Copies the logits of a chunk: to [chunk][J][L] if they differ between samples, else to [chunk][J].
@@ -138,20 +186,20 @@ struct LanesPacking {
     }
   }
 
-  // Copies the weight [J D K] of input capsule i to `out`.
+  // Copies the weight [J R K] of input capsule i to `out`.
   static CAPSFAST_ONCE void copy_weight(const Problem& p, int64_t i, T* out) {
     const View& w = p.weight;
-    const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
+    const int64_t n[3] = {p.J, p.R(), p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
     if (w.storage != kStorage<T> || s[1] != 1 || s[2] == 1) return gather<T>(w, i * w.stride[0], n, s, out);
-    // The components d lie side by side, as in weights that are stored [.., K, D].
+    // The rows r lie side by side, as in weights that are stored [.., K, D].
     for (int64_t j = 0; j < p.J; ++j) {
       const T* from = static_cast<const T*>(w.data) + i * w.stride[0] + j * s[0];
-      for (int64_t d = 0; d < p.D; d += L) {
+      for (int64_t r = 0; r < p.R(); r += L) {
         for (int64_t k = 0; k < p.K; k += L) {
-          transpose_block(from + d + k * s[2], s[2], min(p.D - d, L), min(p.K - k, L), out + d * p.K + k, p.K);
+          transpose_block(from + r + k * s[2], s[2], min(p.R() - r, L), min(p.K - k, L), out + r * p.K + k, p.K);
         }
       }
-      out += p.D * p.K;
+      out += p.R() * p.K;
     }
   }
 
@@ -180,19 +228,20 @@ struct LanesPacking {
   }
 
   static void copy_weights(const Problem& p, int64_t i0, int64_t i1, T* out) {
-    for (int64_t i = i0; i < i1; ++i, out += p.J * p.D * p.K) copy_weight(p, i, out);
+    for (int64_t i = i0; i < i1; ++i, out += p.weight_size()) copy_weight(p, i, out);
   }
 
-  // The weights [J D K] of `count` input capsules, *pitch elements apart (0 if shared): in place if they are contiguous
+  // The weights [J R K] of `count` input capsules, *pitch elements apart (0 if shared): in place if they are contiguous
   // and of type T, else copied to `buffer`.
   static CAPSFAST_ONCE const T* weight_chunk(const Problem& p, int64_t i0, int64_t count, T* buffer, int64_t* pitch) {
     const View& w = p.weight;
-    const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
+    if (p.side_by_side) return nullptr;
+    const int64_t n[3] = {p.J, p.R(), p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
     if (is_run<T>(w, n, s)) {
       *pitch = w.stride[0];
       return static_cast<const T*>(w.data) + i0 * w.stride[0];
     }
-    *pitch = w.stride[0] == 0 ? 0 : p.J * p.D * p.K;
+    *pitch = w.stride[0] == 0 ? 0 : p.weight_size();
     for (int64_t i = 0; i < (*pitch == 0 ? 1 : count); ++i) copy_weight(p, i0 + i, buffer + i * *pitch);
     return buffer;
   }

@@ -63,14 +63,8 @@ struct LanesUpdate {
     for (int64_t l = 0; l < samples(at, tile); ++l) to[l] = at.s + (tile * L + l) * JD;
     B_::deinterleave(s, samples(at, tile), JD, to);
     if (at.v.data == nullptr) return;
-    if (at.v.storage != kStorage<T>) {
-      for (int64_t l = 0; l < samples(at, tile); ++l) {
-        for (int64_t row = 0; row < JD; ++row) write<T>(at.v, (tile * L + l) * JD + row, v[row * L + l]);
-      }
-      return;
-    }
-    for (int64_t l = 0; l < samples(at, tile); ++l) to[l] = static_cast<T*>(at.v.data) + (tile * L + l) * JD;
-    B_::deinterleave(v, samples(at, tile), JD, to);
+    // The sums are used up: those of s are room for numbers of another type.
+    B_::unpack(v, tile * L, samples(at, tile), 0, p.J, D, s, at.v);
   }
 
   // V_{t+1} = V_t + squash(s_t + bias); at.V points to V_t, V_{t+1} stands an iteration behind it.

@@ -11,13 +11,13 @@ template <class T>
 class PackedWeight {
  public:
   explicit PackedWeight(const Problem& problem)
-      : packed_(wanted(problem)), p_(problem), memory_(packed_ ? p_.I * p_.J * p_.D * p_.K : 0) {
+      : packed_(wanted(problem)), p_(problem), memory_(packed_ ? p_.I * p_.weight_size() : 0) {
     if (!packed_) return;
-    const int64_t size = p_.J * p_.D * p_.K;
+    const int64_t size = p_.weight_size();
     parallel(p_.I, 16, [&](int64_t begin, int64_t end) {
       kernels<T>(isa()).copy_weights(problem, begin, end, memory_.get() + begin * size);
     });
-    p_.weight = View{memory_.get(), kStorage<T>, {size, p_.D * p_.K, p_.K, 1}};
+    p_.weight = View{memory_.get(), kStorage<T>, {size, p_.R() * p_.K, p_.K, 1}};
   }
 
   // The problem with the weight as it is now.
@@ -31,8 +31,8 @@ class PackedWeight {
   static bool wanted(const Problem& p) {
     if (p.votes_given || p.shared_weight || p.empty()) return false;
     const int64_t* stride = p.weight.stride;
-    if (is_run<T>(p.weight, {p.J, p.D, p.K}, {stride[1], stride[2], stride[3]})) return false;
-    const double bytes = double(sizeof(T)) * double(p.I) * double(p.J) * double(p.D) * double(p.K);
+    if (is_run<T>(p.weight, {p.J, p.R(), p.K}, {stride[1], stride[2], stride[3]})) return false;
+    const double bytes = double(sizeof(T)) * double(p.I) * double(p.weight_size());
     return bytes <= kMost && make_plan(p, kernels<T>(isa()).L, num_threads(), sizeof(T)).lanes;
   }
 

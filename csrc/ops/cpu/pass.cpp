@@ -15,49 +15,50 @@ namespace {
 
 using namespace driver;
 
-PassInputs slice(const PassInputs& in, int64_t b0) {
-  return {samples(in.query, b0), samples(in.precision, b0), samples(in.center, b0), samples(in.prior, b0)};
+PassInputs slice(const PassInputs& in, const Problem& p, int64_t n) {
+  return {samples(p, in.query, n), samples(p, in.precision, n), samples(p, in.center, n), samples(p, in.prior, n)};
 }
 
 template <class T>
-PassOutputs slice(const PassOutputs& out, int64_t b0, int64_t J) {
+PassOutputs slice(const PassOutputs& out, const Problem& p, int64_t n) {
   PassOutputs part = out;
-  for (View* view : {&part.mass, &part.first, &part.second, &part.weights, &part.lse}) *view = samples(*view, b0);
-  part.norm = static_cast<T*>(out.norm) + b0 * J;
+  for (View* view : {&part.mass, &part.first, &part.second, &part.weights, &part.lse}) *view = samples(p, *view, n);
+  part.norm = static_cast<T*>(out.norm) + (p.softmax_in() ? n * p.J : 0);
   return part;
 }
 
 template <class T>
-PassSaved slice(const PassSaved& saved, int64_t b0, int64_t J) {
+PassSaved slice(const PassSaved& saved, const Problem& p, int64_t n) {
   PassSaved part = saved;
   for (View* view : {&part.dmass, &part.dfirst, &part.dsecond, &part.dweights, &part.dlse, &part.mass, &part.first,
                      &part.second, &part.weights}) {
-    *view = samples(*view, b0);
+    *view = samples(p, *view, n);
   }
-  part.norm = static_cast<const T*>(saved.norm) + b0 * J;
+  part.norm = static_cast<const T*>(saved.norm) + (p.softmax_in() ? n * p.J : 0);
   return part;
 }
 
-PassGradients slice(const PassGradients& out, int64_t b0) {
+PassGradients slice(const PassGradients& out, const Problem& p, int64_t n) {
   PassGradients part = out;
   for (View* view : {&part.dquery, &part.dprecision, &part.dcenter, &part.dprior, &part.dactivation, &part.dlse,
                      &part.common.dweight}) {
-    *view = samples(*view, b0);  // dweight: that of the votes
+    *view = samples(p, *view, n);  // dweight: that of the votes
   }
-  if (out.common.per_sample_logits) part.common.dlogits = samples(out.common.dlogits, b0);
+  if (out.common.per_sample_logits) part.common.dlogits = samples(p, out.common.dlogits, n);
   return part;
 }
 
 template <class T>
 void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
-  const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), false) : Slices{};
+  const Slices slices = slices_of<T>(p, false);
   if (slices.tasks == 0) return PassForward<T>(p, in, out, num_threads()).run();
   parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
-    const int64_t b1 = p.B * end / slices.tasks;
-    for (int64_t b = p.B * begin / slices.tasks; b < b1; b += slices.samples) {
-      const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
-      const PassOutputs part_out = slice<T>(out, b, p.J);
-      PassForward<T>(part, slice(in, b), part_out, 1).run();
+    for (int64_t task = begin; task < end; ++task) {
+      for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+        const Problem part = driver::slice(p, n, count);
+        const PassOutputs part_out = slice<T>(out, p, n);
+        PassForward<T>(part, slice(in, p, n), part_out, 1).run();
+      });
     }
   });
 }
@@ -66,7 +67,7 @@ template <class T>
 void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
   const View& dlogits = out.common.dlogits;
   const int64_t logits = dlogits.data != nullptr && !out.common.per_sample_logits ? p.I * p.J : 0;
-  const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), logits > 0) : Slices{};
+  const Slices slices = slices_of<T>(p, logits > 0);
   const int64_t tasks = std::max<int64_t>(1, slices.tasks);
   const Buffer<double> sums(tasks * logits);
   std::fill_n(sums.get(), tasks * logits, 0.0);
@@ -76,13 +77,12 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
   } else {
     parallel(tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t b1 = p.B * (task + 1) / tasks;
-        for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
-          const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
-          const PassSaved part_saved = slice<T>(saved, b, p.J);
-          const PassGradients part_out = slice(out, b);
-          PassBackward<T>(part, slice(in, b), part_saved, part_out, sum_of(task), 1).run();
-        }
+        for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+          const Problem part = driver::slice(p, n, count);
+          const PassSaved part_saved = slice<T>(saved, p, n);
+          const PassGradients part_out = slice(out, p, n);
+          PassBackward<T>(part, slice(in, p, n), part_saved, part_out, sum_of(task), 1).run();
+        });
       }
     });
   }
@@ -96,7 +96,7 @@ void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out
   if (!is_small_batch<T>(p)) return forward<T>(PackedWeight<T>(p).problem(), in, out);
   for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
-    forward<T>(batch.routed(), slice(in, b), slice<T>(out, b, p.J));
+    forward<T>(batch.routed(), slice(in, p, b), slice<T>(out, p, b));
   });
 }
 
@@ -108,13 +108,13 @@ void pass_backward(const Problem& given, const PassInputs& in, const PassSaved& 
   for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     const Problem routed = batch.routed();
-    PassGradients votes_out = slice(out, b);
+    PassGradients votes_out = slice(out, p, b);
     const bool needed = common.du.data != nullptr || common.dweight.data != nullptr;
     votes_out.common.du = View{};
     votes_out.common.dweight = needed ? routed.votes : View{};
-    backward<T>(routed, slice(in, b), slice<T>(saved, b, p.J), votes_out);
+    backward<T>(routed, slice(in, p, b), slice<T>(saved, p, b), votes_out);
     BackwardOutputs part_out = common;
-    part_out.du = samples(common.du, b);
+    part_out.du = samples(p, common.du, b);
     batch.finish(part_out, b > 0);
   });
 }

@@ -101,7 +101,7 @@ class PassForward {
       scale = norm == 0 ? T(0) : 1 / norm;
       if (out.lse.data != nullptr) {
         const T lse = norm == 0 ? -std::numeric_limits<T>::infinity() : max + std::log(norm);
-        write<T>(out.lse, b * p.J + j, lse);
+        write<T>(out.lse, b * out.lse.stride[0] + j * out.lse.stride[1], lse);
       }
     }
     if (p.softmax_in()) {

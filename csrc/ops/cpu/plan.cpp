@@ -51,11 +51,11 @@ double sample_votes(const Problem& p, int64_t size) { return double(p.I) * doubl
 
 bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
   const double kept = double(samples_kept(p, size)) * sample_votes(p, size);
-  return p.B < smallest_lanes_batch(lanes) && kept <= double(kKeptVotes);
+  return p.P == 1 && p.B < smallest_lanes_batch(lanes) && kept <= double(kKeptVotes);
 }
 
 void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
-  const int64_t L = plan->L, row = p.J * p.D * p.K * size, vote = p.D * L * size;
+  const int64_t L = plan->L, row = p.weight_size() * size, vote = p.D * L * size;
   plan->tiles = divide_up(p.B, L);
 
   // The votes, V and s of the output capsules of a tile are to stay in L1 or close to it.
@@ -63,21 +63,24 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const bool held = plan->out_tile >= p.J;
   plan->chunk = std::clamp<int64_t>(kL2 / std::max<int64_t>(row, 1), 1, 32);
   if (!held) plan->chunk = std::clamp<int64_t>(kScores / (2 * p.J * L * size), 1, 32);
+  // Votes that are positions of a tensor are copied to the lanes of a tile, a chunk at a time.
+  if (p.side_by_side) plan->chunk = std::clamp<int64_t>(kL2 / 2 / (p.J * vote), 1, plan->chunk);
   cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
 
   // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple of
   // L rows (j, d), that is a multiple of `whole` output capsules.
   const int64_t terms = 2 * p.iterations;
-  const int64_t whole = L / std::gcd(p.D, L);
+  const int64_t whole = p.side_by_side ? 1 : L / std::gcd(p.R(), L);
   plan->gradient_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
   plan->gradient_out_tile = std::min(plan->gradient_out_tile, p.J);
   // A task that has a row of dW to itself adds it up where it will stand, and has that room for scores.
   const Storage number = size == 4 ? Storage::f32 : Storage::f64;
-  plan->weight_in_place = !p.shared_weight && p.dweight == number && p.J * p.D % L == 0 && p.I >= threads;
+  plan->weight_in_place = !p.shared_weight && p.dweight == number && p.J * p.R() % L == 0 && p.I >= threads;
   const int64_t scores = plan->weight_in_place ? 2 * kScores : kScores;
   plan->gradient_chunk = std::clamp<int64_t>(scores / (terms * p.J * L * size), 1, 8);
-  // A quadratic pass keeps the votes of a chunk.
-  if (p.quadratic) plan->gradient_chunk = std::clamp<int64_t>(kL2 / (p.J * vote), 1, plan->gradient_chunk);
+  // A quadratic pass keeps the votes of a chunk, and so does one over positions.
+  if (p.quadratic || p.side_by_side)
+    plan->gradient_chunk = std::clamp<int64_t>(kL2 / (p.J * vote), 1, plan->gradient_chunk);
   plan->gradient_chunk = std::min(plan->gradient_chunk, divide_up(p.I, threads));
   const int64_t chunks = divide_up(p.I, plan->gradient_chunk);
   plan->gradient_splits = std::min(chunks, threads);
@@ -98,13 +101,21 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
 
 }  // namespace
 
-Slices make_slices(const Problem& p, int64_t threads, int64_t size, bool shared_logits_gradient) {
+Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t size, bool shared_logits_gradient) {
   Slices slices;
+  const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
+  if (p.positions > 0) {
+    // Whole tiles, but no more than give every thread a slice.
+    const int64_t tiles = divide_up(p.positions, lanes);
+    const int64_t fit = std::max<int64_t>(1, kSliceBytes / (bytes * lanes));
+    slices.samples = lanes * std::min(fit, std::max<int64_t>(1, tiles * p.B / threads));
+    slices.tasks = std::min(threads, p.B * divide_up(p.positions, slices.samples));
+    return slices;
+  }
   if (p.B < threads || p.I == 0) return slices;
   // Each task needs its own sum of dlogits [I, J], in double.
   if (shared_logits_gradient && threads * p.I * p.J * 8 > kSliceLogits) return slices;
   slices.tasks = threads;
-  const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
   slices.samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, divide_up(p.B, threads));
   return slices;
 }
@@ -121,7 +132,7 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   plan.small_batch = !p.votes_given && !p.empty() && is_small_batch(p, lanes, size);
   // If there are no votes there is nothing to tile. At most (D = 0) there is a coupling, which follows from the logits.
   const bool nothing = p.B == 0 || p.I == 0 || p.J == 0 || p.D == 0;
-  plan.lanes = !p.votes_given && !plan.small_batch && !nothing;
+  plan.lanes = (!p.votes_given || p.side_by_side) && !plan.small_batch && !nothing;
   if (plan.lanes) {
     plan_lanes(p, size, threads, &plan);
   } else {

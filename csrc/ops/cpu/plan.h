@@ -17,7 +17,9 @@ struct Slices {
   int64_t samples = 0;  // of a slice
 };
 
-Slices make_slices(const Problem& p, int64_t threads, int64_t bytes_per_number, bool shared_logits_gradient);
+// Votes with positions always are sliced: the positions of a slice lie within one b, and lanes run along them.
+Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number,
+                   bool shared_logits_gradient);
 
 // How many samples of a small batch keep their votes at a time.
 int64_t samples_kept(const Problem& p, int64_t bytes_per_number);

@@ -19,8 +19,8 @@ using namespace driver;
 template <class T>
 ForwardOutputs slice(const ForwardOutputs& out, const Problem& p, int64_t b) {
   ForwardOutputs part = out;
-  part.v = samples(out.v, b);
-  part.coupling = samples(out.coupling, b);
+  part.v = samples(p, out.v, b);
+  part.coupling = samples(p, out.coupling, b);
   part.s = static_cast<T*>(out.s) + b * p.J * p.D;
   part.norm = static_cast<T*>(out.norm) + (p.softmax_in() ? b * p.J : 0);
   return part;
@@ -29,9 +29,9 @@ ForwardOutputs slice(const ForwardOutputs& out, const Problem& p, int64_t b) {
 template <class T>
 BackwardInputs slice(const BackwardInputs& in, const Problem& p, int64_t b) {
   BackwardInputs part = in;
-  part.dv = samples(in.dv, b);
-  part.dcoupling = samples(in.dcoupling, b);
-  part.coupling = samples(in.coupling, b);
+  part.dv = samples(p, in.dv, b);
+  part.dcoupling = samples(p, in.dcoupling, b);
+  part.coupling = samples(p, in.coupling, b);
   part.s = static_cast<const T*>(in.s) + b * p.J * p.D;
   part.norm = static_cast<const T*>(in.norm) + (p.softmax_in() ? b * p.J : 0);
   return part;
@@ -39,13 +39,14 @@ BackwardInputs slice(const BackwardInputs& in, const Problem& p, int64_t b) {
 
 template <class T>
 void passes_forward(const Problem& p, const ForwardOutputs& out) {
-  const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), false) : Slices{};
+  const Slices slices = slices_of<T>(p, false);
   if (slices.tasks == 0) return Forward<T>(p, out, num_threads()).run();
   parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = p.B * begin / slices.tasks; b < p.B * end / slices.tasks; b += slices.samples) {
-      const int64_t samples = std::min(slices.samples, p.B * end / slices.tasks - b);
-      const ForwardOutputs part = slice<T>(out, p, b);
-      Forward<T>(driver::slice(p, b, samples), part, 1).run();
+    for (int64_t task = begin; task < end; ++task) {
+      for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+        const ForwardOutputs part = slice<T>(out, p, n);
+        Forward<T>(driver::slice(p, n, count), part, 1).run();
+      });
     }
   });
 }
@@ -53,7 +54,7 @@ void passes_forward(const Problem& p, const ForwardOutputs& out) {
 template <class T>
 void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out) {
   const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
-  const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), logits > 0) : Slices{};
+  const Slices slices = slices_of<T>(p, logits > 0);
   const int64_t tasks = std::max<int64_t>(1, slices.tasks);
   const int64_t bias = out.dbias.data != nullptr ? p.J * p.D : 0;
   const Buffer<double> dlogits(tasks * logits), dbias(tasks * bias);
@@ -66,15 +67,14 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
   } else {
     parallel(tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t b1 = p.B * (task + 1) / tasks;
-        for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
-          const BackwardInputs part_in = slice<T>(in, p, b);
+        for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+          const BackwardInputs part_in = slice<T>(in, p, n);
           BackwardOutputs part_out = out;
-          part_out.dweight = shifted(out.dweight, b * p.I * (p.shared_outputs ? 1 : p.J) * p.D);
-          if (out.per_sample_logits) part_out.dlogits = shifted(out.dlogits, b * p.I * p.J);
-          const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
+          part_out.dweight = samples(p, out.dweight, n);  // that of the votes
+          if (out.per_sample_logits) part_out.dlogits = samples(p, out.dlogits, n);
+          const Problem part = driver::slice(p, n, count);
           Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
-        }
+        });
       }
     });
   }
@@ -101,10 +101,10 @@ void routing_backward(const Problem& given, const BackwardInputs& in, const Back
     const SmallBatch<T> batch(part);
     const Problem routed = batch.routed();
     BackwardOutputs part_out = out, votes_out = out;
-    part_out.du = samples(out.du, b);
+    part_out.du = samples(p, out.du, b);
     votes_out.du = View{};
     votes_out.dweight = out.du.data == nullptr && out.dweight.data == nullptr ? View{} : routed.votes;
-    if (out.per_sample_logits) votes_out.dlogits = samples(out.dlogits, b);
+    if (out.per_sample_logits) votes_out.dlogits = samples(p, out.dlogits, b);
     passes_backward<T>(routed, slice<T>(in, p, b), votes_out);
     batch.finish(part_out, b > 0);
   });

@@ -15,12 +15,13 @@
 #include "rows_accumulate.inl"
 #include "small_batch.inl"
 
-// Calls Pass<T, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of a quadratic pass (Q).
+// Calls Pass<T, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of a quadratic pass
+// (Q), of pose matrices and of votes that are given.
 template <template <class, int, bool> class Pass, class T, class Arguments>
 void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
   if (pass.problem->quadratic) return Pass<T, 0, true>::run(pass, range, scratch);
   if constexpr (sizeof(T) == 4) {
-    switch (pass.problem->K) {
+    switch (pass.problem->P == 1 ? pass.problem->K : 0) {
       case 4:
         return Pass<T, 4, false>::run(pass, range, scratch);
       case 8:

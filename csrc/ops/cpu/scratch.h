@@ -1,6 +1,8 @@
 // Lays out the scratch memory of a task. If `base` is null only `size`, in elements, is of use.
 #pragma once
 
+#include <algorithm>
+
 #include "passes.h"
 
 namespace capsfast {
@@ -22,8 +24,15 @@ class Carver {
   int64_t used_ = 0;
 };
 
-// weights [chunk][J D K], or [1][J D K] if shared: copies, if gather_rows. buffer [L][chunk][K or J]: copies of poses
-// or logits before they are transposed. u [chunk][K][L], logits [chunk][J][L], valid [chunk][L] (0 if masked). scores
+// How many numbers of a sample are copied before they go to lanes.
+inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
+  const int64_t poses = p.side_by_side ? 0 : chunk * p.pose_size(), votes = p.side_by_side ? p.J * p.D : 0;
+  return std::max({poses, votes, p.logits.data != nullptr ? chunk * p.J : 0});
+}
+
+// weights [chunk][J R K], or [1][J R K] if shared: copies, if gather_rows. buffer [L][chunk][P K or J]: copies of poses
+// or logits before they are transposed. u [chunk][P K][L]; where samples are positions the votes, less the center,
+// [chunk][J D][L], and buffer has room for those of an input capsule. logits [chunk][J][L], valid [chunk][L] (0 if masked). scores
 // and dc [scored][J][L], where scored is 1 if all votes are held and else chunk. x [out_tile D][L]: the votes held.
 // sum [out_tile D][L] and norm [J][L]: the sums of a chunk, those of s for a tile of output capsules at a time.
 template <class T>
@@ -34,10 +43,9 @@ struct LanesAccumulateScratch {
   LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, scored = plan.out_tile >= p.J ? 1 : plan.chunk;
-    const int64_t widest = p.logits.data != nullptr && p.J > p.K ? p.J : p.K;
-    weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.J * p.D * p.K : 0);
-    buffer = carve.take(plan.chunk * widest * L);
-    u = carve.take(plan.chunk * p.K * L);
+    weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.weight_size() : 0);
+    buffer = carve.take(packing_buffer(p, plan.chunk) * L);
+    u = carve.take(plan.chunk * (p.side_by_side ? p.J * p.D : p.pose_size()) * L);
     logits = carve.take(p.logits.data != nullptr ? plan.chunk * p.J * L : 0);
     valid = carve.take(p.mask.data != nullptr ? plan.chunk * L : 0);
     scores = carve.take(scored * p.J * L);
@@ -54,7 +62,7 @@ struct LanesAccumulateScratch {
   }
 };
 
-// weights, buffer, u, logits and valid as above. c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes
+// weights, buffer, u, logits and valid as above, but for rows (j, r) of the weight where it says J D. c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes
 // and their gradients, padded to a multiple of L rows. du [chunk][K][L]. dweight [chunk or 1][ceil(J D / L)][K][L]:
 // blocks of L rows, transposed, and row [J D K], dweight of an input capsule before it is added or converted: both
 // unless dW is added up in place. dlogits [chunk][J][L]. block [K][L]. held [chunk][J D][L]: the votes of a quadratic
@@ -67,25 +75,25 @@ struct LanesGradientScratch {
 
   LanesGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
-    const int64_t L = plan.L, chunk = plan.gradient_chunk, rows = p.J * p.D;
+    const int64_t L = plan.L, chunk = plan.gradient_chunk, rows = p.J * p.R(), votes = p.J * p.D;
     const bool in_place = plan.weight_in_place;
     const int64_t tile_rows = (plan.gradient_out_tile * p.D + L - 1) / L * L;
-    const int64_t widest = p.logits.data != nullptr && p.J > p.K ? p.J : p.K;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : chunk) * rows * p.K : 0);
-    buffer = carve.take(chunk * widest * L);
-    u = carve.take(chunk * p.K * L);
+    buffer = carve.take(packing_buffer(p, chunk) * L);
+    u = carve.take(chunk * (p.side_by_side ? votes : p.pose_size()) * L);
     logits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
     valid = carve.take(p.mask.data != nullptr ? chunk * L : 0);
     c = carve.take(iterations * chunk * p.J * L);
     db = carve.take(iterations * chunk * p.J * L);
     x = carve.take(tile_rows * L);
     dx = carve.take(tile_rows * L);
-    du = carve.take(chunk * p.K * L);
-    dweight = carve.take(in_place ? 0 : (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K * L);
+    du = carve.take(chunk * p.pose_size() * L);
+    dweight =
+        carve.take(in_place || p.side_by_side ? 0 : (p.shared_weight ? 1 : chunk) * ((rows + L - 1) / L) * p.K * L);
     dlogits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
     row = carve.take(in_place ? 0 : rows * p.K);
     block = carve.take(in_place ? p.K * L : 0);
-    held = carve.take(p.quadratic ? chunk * rows * L : 0);
+    held = p.side_by_side ? u : carve.take(p.quadratic ? chunk * votes * L : 0);
     activation = carve.take(p.moments ? chunk * L : 0);
     lse = carve.take(p.moments ? chunk * L : 0);
     dlse = carve.take(p.moments ? chunk * L : 0);

@@ -1,4 +1,5 @@
-// Parts of a call along the batch: arguments that begin at one of its samples, and whether it is a small batch.
+// Parts of a call along its samples: arguments that begin at one of them, and whether it is a small batch. The samples of
+// votes with positions are b S + s; a part of them lies within one b.
 #pragma once
 
 #include <algorithm>
@@ -14,26 +15,62 @@ inline View shifted(View view, int64_t elements) {
   return view;
 }
 
-inline MaskView shifted(MaskView mask, int64_t rows) {
-  if (mask.data != nullptr) mask.data += rows * mask.stride[0];
-  return mask;
+// A view with an axis B from sample n on. Its samples then are those of that axis or, where there are positions, of theirs.
+inline View samples(const Problem& p, const View& view, int64_t n) {
+  if (p.positions < 0) return shifted(view, n * view.stride[0]);
+  View part = shifted(view, n / p.positions * view.stride[0] + n % p.positions * view.position);
+  part.stride[0] = view.position;
+  return part;
 }
 
-inline Problem slice(const Problem& whole, int64_t b0, int64_t samples) {
+inline MaskView samples(const Problem& p, const MaskView& mask, int64_t n) {
+  if (mask.data == nullptr) return mask;
+  MaskView part = mask;
+  if (p.positions < 0) {
+    part.data += n * mask.stride[0];
+  } else {
+    part.data += n / p.positions * mask.stride[0] + n % p.positions * mask.position;
+    part.stride[0] = mask.position;
+  }
+  return part;
+}
+
+inline Problem slice(const Problem& whole, int64_t n, int64_t count) {
   Problem p = whole;
-  p.B = samples;
-  p.u = shifted(whole.u, b0 * whole.u.stride[0]);
-  p.votes = shifted(whole.votes, b0 * whole.votes.stride[0]);
-  p.logits = shifted(whole.logits, b0 * whole.logits.stride[0]);
-  p.activation = shifted(whole.activation, b0 * whole.activation.stride[0]);
-  p.lse = shifted(whole.lse, b0 * whole.lse.stride[0]);
-  p.mask = shifted(whole.mask, b0);
-  p.out_mask = shifted(whole.out_mask, b0);
+  p.B = count;
+  p.positions = -1;
+  p.side_by_side = whole.positions >= 0;
+  p.u = samples(whole, whole.u, n);
+  p.votes = samples(whole, whole.votes, n);
+  p.logits = samples(whole, whole.logits, n);
+  p.activation = samples(whole, whole.activation, n);
+  p.lse = samples(whole, whole.lse, n);
+  p.mask = samples(whole, whole.mask, n);
+  p.out_mask = samples(whole, whole.out_mask, n);
   return p;
 }
 
-// A view [B, ...] from sample b0 on.
-inline View samples(const View& view, int64_t b0) { return shifted(view, b0 * view.stride[0]); }
+template <class T>
+Slices slices_of(const Problem& p, bool shared_logits_gradient) {
+  if (!p.votes_given) return {};
+  return make_slices(p, kernels<T>(isa()).L, num_threads(), sizeof(T), shared_logits_gradient);
+}
+
+// Calls part(n, count) for the slices of a task: samples [n, n + count).
+template <class F>
+void for_slices(const Problem& p, const Slices& slices, int64_t task, const F& part) {
+  if (p.positions < 0) {
+    const int64_t end = p.B * (task + 1) / slices.tasks;
+    for (int64_t n = p.B * task / slices.tasks; n < end; n += slices.samples)
+      part(n, std::min(slices.samples, end - n));
+    return;
+  }
+  const int64_t pieces = (p.positions + slices.samples - 1) / slices.samples;
+  for (int64_t piece = p.B * pieces * task / slices.tasks; piece < p.B * pieces * (task + 1) / slices.tasks; ++piece) {
+    const int64_t s = piece % pieces * slices.samples;
+    part(piece / pieces * p.positions + s, std::min(slices.samples, p.positions - s));
+  }
+}
 
 template <class T>
 bool is_small_batch(const Problem& p) {

@@ -10,6 +10,8 @@ namespace capsfast::cuda {
 struct Engine {
   static constexpr const char* device = "CUDA";
   static constexpr bool kSharedOutputs = false;
+  static constexpr bool kPoseMatrices = false;
+  static constexpr bool kPositions = false;
   static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cuda(); }
 
   template <class T>
