@@ -122,6 +122,20 @@ def passes(normalize: str, op: str, axis: str, sums: str | None = None, **option
     check(call, tensors, axis, outputs, sums)
 
 
+def positions(softmax: str, axis: str, sums: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        "votes": ("BIJDS", torch.randn(B, I, J, D, 6, generator=draw, dtype=torch.float64)),
+        "logits": ("IJ", torch.randn(I, J, generator=draw, dtype=torch.float64)),
+        "mask": ("BIS", torch.rand(B, I, 6, generator=draw) > 0.3),
+    }
+
+    def call(**inputs: Tensor) -> tuple[Tensor, ...]:
+        return capsfast.route_votes(**inputs, softmax=softmax, return_coupling=True, backend="cpp")
+
+    check(call, tensors, axis, {"v": "BJDS", "c": "BIJS"}, sums)
+
+
 def every_rule(rank: int) -> None:
     # One after the other with one op: a rule that was remembered for other options would be seen.
     routing(LOADED_OUT, "dynamic_routing", "B", "weight logits bias")
@@ -148,6 +162,8 @@ def every_rule(rank: int) -> None:
     passes("out", "votes_pass", "B", "logits")
     passes("none", "votes_pass", "I", summed)
     passes("sigmoid", "votes_pass", "J")
+    for axis in "BS":
+        positions("in", axis, "logits")
 
 
 def test_dtensors_on_two_ranks(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What both routing ops share: fakes, the call of the reference, and which backend serves a call."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,13 +92,12 @@ def fake_outputs(
             torch._check(given.shape[0] == B, lambda: "masks must have B rows")
             torch._check(given.shape[1] == size, lambda: "mask must be [B, I], out_mask [B, J]")
     wide = wide_dtype(anchor.dtype)
-    samples = B * math.prod(S)
-    normalizers = (2, num_iterations, samples, J) if softmax == "in" else (0,)
+    kept = len(S) == 0
     return (
         anchor.new_empty(B, J, D, *S),
         anchor.new_empty(B, I, J, *S) if return_coupling else anchor.new_empty(0),
-        anchor.new_empty(num_iterations, samples, J, D, dtype=wide),
-        anchor.new_empty(normalizers, dtype=wide),
+        anchor.new_empty((num_iterations, B, J, D) if kept else (0,), dtype=wide),
+        anchor.new_empty((2, num_iterations, B, J) if kept and softmax == "in" else (0,), dtype=wide),
     )
 
 
@@ -110,7 +108,7 @@ def received(
     (dv, dcoupling), (coupling, s, _), anchor = given, saved, tensors[0]
     assert anchor is not None
     if dv is None:
-        _, samples, J, D = s.shape
-        positions = anchor.shape[4:]  # of votes alone
-        dv = s.new_zeros(samples // max(1, math.prod(positions)), J, D, *positions, dtype=anchor.dtype)
+        # Votes with positions, for which s is not kept, have all J output capsules.
+        shape = s.shape[1:] if s.dim() == 4 else (anchor.shape[0], *anchor.shape[2:])
+        dv = anchor.new_zeros(shape)
     return dv, None if coupling.dim() == 1 else dcoupling

@@ -1,6 +1,6 @@
 """How the ops split over a device mesh: sharding rules for DTensor, made from the contracts.
 
-An op splits along an axis (B, J or I) as its tensors do that have the axis. Of a result without it, every rank then
+An op splits along an axis (B, J, I or that of positions, S) as its tensors do that have the axis. Of a result without it, every rank then
 has its part of a sum. Nothing here imports torch.distributed.tensor before a DTensor is met.
 """
 
@@ -25,7 +25,7 @@ _AXES = {
     **dict.fromkeys(("prior", "out_mask", "mass"), "BJ"),
     **dict.fromkeys(("activation", "lse", "mask"), "BI"),
     **dict.fromkeys(("logits", "coupling", "weights"), "BIJ"),
-    "s": "rBJD",  # of votes with positions, B S is one axis, which splits where B does
+    "s": "rBJD",
 }
 
 _pending: list[tuple["Contract", OpOverload, OpOverload]] = []
@@ -87,7 +87,14 @@ class _Call(NamedTuple):
         # What follows a sum over the input capsules needs it whole: dynamic routing, and a softmax over them.
         if self.is_pass and self.normalize != "in":
             splits += "I"
+        # The norm of a pass has one axis for B and S.
+        if self.positions and not (self.is_pass and self.normalize == "in"):
+            splits += "S"
         return splits
+
+    @property
+    def positions(self) -> bool:
+        return "votes" in self.tensors and self.tensors["votes"].ndim == 5
 
     def axes(self, name: str) -> str:
         """A letter for each axis of an argument or a result."""
@@ -98,8 +105,7 @@ class _Call(NamedTuple):
         if name == "logits" and self.tensors["logits"].ndim == 2:
             return "IJ"
         axes = ("BJ" if self.normalize == "in" else "BI") if name == "lse_out" else _AXES[name]
-        positions = "votes" in self.tensors and self.tensors["votes"].ndim == 5
-        return f"{axes}S" if positions and axes[0] == "B" else axes
+        return f"{axes}S" if self.positions and axes[0] == "B" else axes
 
 
 def _rules(
@@ -138,8 +144,10 @@ def _forward_rule(contract: "Contract", call: _Call, axis: str) -> tuple[list[An
     # What was not asked for is empty.
     empty = {name for name in contract.outputs if not call.options.get(f"with_{name}", True)}
     empty |= {name for name in contract.outputs if not call.options.get(f"return_{name.removesuffix('_out')}", True)}
-    if call.normalize != "in":
+    if call.normalize != "in" or (call.positions and not call.is_pass):
         empty.add("norm")
+    if call.positions:
+        empty.add("s")
     outputs = [Replicate() if name in empty else _as_sum(name, call, axis) for name in contract.outputs]
     return outputs, {name: _as_input(name, call, axis) for name in call.tensors}
 

@@ -3,7 +3,8 @@
 ``capsfast::route_votes`` and ``capsfast::route_votes_backward`` have the contract of ``capsfast::dynamic_routing``,
 with votes instead of u and weight, and ``dvotes`` instead of ``du, dweight``. There are J output capsules; the votes
 ``[B, I, J or 1, D]`` may have one entry for all of them, and so has dvotes. Votes ``[B, I, J, D, S]`` have S positions.
-Then all that has an axis B ends in an axis S, but for the s and norm that the backward alone reads: there B is B S.
+Then all that has an axis B ends in an axis S, and s and norm are empty: they would be r / I of votes that have few
+input capsules. The backward computes them again, a part of the positions at a time.
 """
 
 from typing import Any

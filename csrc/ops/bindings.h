@@ -129,13 +129,14 @@ class Ops : Arguments<Engine> {
                                                             bool return_coupling) {
     const ScalarType type = like.scalar_type(), wide = wide_type(like);
     const bool positions = p.positions >= 0;
-    const int64_t samples = p.samples();
     Tensor v = empty(like, {p.B, p.J, p.D}, type, p.positions);
     Tensor coupling = return_coupling ? empty(like, {p.B, p.I, p.J}, type, p.positions) : empty(like, {0}, type);
-    Tensor s = empty(like, {p.iterations, samples, p.J, p.D}, wide);
-    Tensor norm = p.softmax_in() ? empty(like, {2, p.iterations, samples, p.J}, wide) : empty(like, {0}, wide);
+    // Neither is kept where there are positions.
+    Tensor s = positions ? empty(like, {0}, wide) : empty(like, {p.iterations, p.B, p.J, p.D}, wide);
+    Tensor norm =
+        p.softmax_in() && !positions ? empty(like, {2, p.iterations, p.B, p.J}, wide) : empty(like, {0}, wide);
     ForwardOutputs out;
-    out.batch = samples;
+    out.batch = p.B;
     out.v = view_of(v, positions);
     if (return_coupling && coupling.numel() > 0) out.coupling = view_of(coupling, positions);
     out.s = s.data_ptr();
@@ -150,17 +151,16 @@ class Ops : Arguments<Engine> {
 
   static void backward(const Problem& p, const Tensor& like, const Saved& saved, const BackwardOutputs& out) {
     const bool positions = p.positions >= 0;
-    const int64_t samples = p.samples();
     expect("dv", saved.dv, {p.B, p.J, p.D}, p.positions);
-    expect("s", saved.s, {p.iterations, samples, p.J, p.D});
+    if (!positions) expect("s", saved.s, {p.iterations, p.B, p.J, p.D});
     STD_TORCH_CHECK(saved.s.scalar_type() == wide_type(like), "capsfast: s must have the dtype sums are formed in");
     BackwardInputs in;
-    in.batch = samples;
+    in.batch = p.B;
     in.dv = view_of(saved.dv, positions);
     const Tensor s = torch::stable::contiguous(saved.s), norm = torch::stable::contiguous(saved.norm);
     in.s = s.data_ptr();
-    if (p.softmax_in()) {
-      expect("norm", saved.norm, {2, p.iterations, samples, p.J});
+    if (p.softmax_in() && !positions) {
+      expect("norm", saved.norm, {2, p.iterations, p.B, p.J});
       STD_TORCH_CHECK(
           saved.norm.scalar_type() == wide_type(like), "capsfast: norm must have the dtype sums are formed in");
       in.norm = norm.data_ptr();

@@ -76,7 +76,7 @@ struct Problem {
 
 // Contiguous tensors. v and coupling have the storage of the inputs. s and norm are kept for the backward, in the type
 // that sums are formed in. norm is written for the softmax over the input capsules only: norm[0] is a number m that
-// the largest logit exceeds by 8 at most, norm[1] is 1 / sum_i exp(b - m).
+// the largest logit exceeds by 8 at most, norm[1] is 1 / sum_i exp(b - m). Where votes have positions neither is kept.
 struct ForwardOutputs {
   int64_t batch = 0;     // B of s and norm: all samples, also where the call works on a part of them
   View v;                // [B, J, D]

@@ -21,6 +21,7 @@ ForwardOutputs slice(const ForwardOutputs& out, const Problem& p, int64_t b) {
   ForwardOutputs part = out;
   part.v = samples(p, out.v, b);
   part.coupling = samples(p, out.coupling, b);
+  if (p.positions >= 0) return part;
   part.s = static_cast<T*>(out.s) + b * p.J * p.D;
   part.norm = static_cast<T*>(out.norm) + (p.softmax_in() ? b * p.J : 0);
   return part;
@@ -32,10 +33,34 @@ BackwardInputs slice(const BackwardInputs& in, const Problem& p, int64_t b) {
   part.dv = samples(p, in.dv, b);
   part.dcoupling = samples(p, in.dcoupling, b);
   part.coupling = samples(p, in.coupling, b);
+  if (p.positions >= 0) return part;
   part.s = static_cast<const T*>(in.s) + b * p.J * p.D;
   part.norm = static_cast<const T*>(in.norm) + (p.softmax_in() ? b * p.J : 0);
   return part;
 }
+
+// What the forward leaves for the backward, of a slice of positions. It is not kept from one to the other: it would be
+// r / I of the votes, which have few input capsules, and the backward routes a slice again while its votes are in the cache.
+template <class T>
+class Intermediate {
+ public:
+  explicit Intermediate(const Problem& p)
+      : batch_(p.B), s_(p.iterations * p.B * p.J * p.D), norm_(p.softmax_in() ? 2 * p.iterations * p.B * p.J : 0) {}
+  void of(ForwardOutputs* out) const {
+    out->batch = batch_;
+    out->s = s_.get();
+    out->norm = norm_.get();
+  }
+  void of(BackwardInputs* in) const {
+    in->batch = batch_;
+    in->s = s_.get();
+    in->norm = norm_.get();
+  }
+
+ private:
+  int64_t batch_;
+  Buffer<T> s_, norm_;
+};
 
 template <class T>
 void passes_forward(const Problem& p, const ForwardOutputs& out) {
@@ -44,8 +69,11 @@ void passes_forward(const Problem& p, const ForwardOutputs& out) {
   parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-        const ForwardOutputs part = slice<T>(out, p, n);
-        Forward<T>(driver::slice(p, n, count), part, 1).run();
+        const Problem part = driver::slice(p, n, count);
+        ForwardOutputs part_out = slice<T>(out, p, n);
+        const Intermediate<T> kept(part.side_by_side ? part : Problem{});
+        if (part.side_by_side) kept.of(&part_out);
+        Forward<T>(part, part_out, 1).run();
       });
     }
   });
@@ -68,11 +96,20 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
     parallel(tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-          const BackwardInputs part_in = slice<T>(in, p, n);
+          const Problem part = driver::slice(p, n, count);
+          BackwardInputs part_in = slice<T>(in, p, n);
+          const Intermediate<T> kept(part.side_by_side ? part : Problem{});
+          if (part.side_by_side) {
+            const Buffer<T> v(count * p.J * p.D);
+            ForwardOutputs again;
+            again.v = View{v.get(), kStorage<T>, {p.J * p.D, p.D, 1}};
+            kept.of(&again);
+            Forward<T>(part, again, 1).run();
+            kept.of(&part_in);
+          }
           BackwardOutputs part_out = out;
           part_out.dweight = samples(p, out.dweight, n);  // that of the votes
           if (out.per_sample_logits) part_out.dlogits = samples(p, out.dlogits, n);
-          const Problem part = driver::slice(p, n, count);
           Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
         });
       }
