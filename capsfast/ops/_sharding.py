@@ -1,7 +1,7 @@
 """How the ops split over a device mesh: sharding rules for DTensor, made from the contracts.
 
-An op splits along an axis (B, J, I or that of positions, S) as its tensors do that have the axis. Of a result without it, every rank then
-has its part of a sum. Nothing here imports torch.distributed.tensor before a DTensor is met.
+An op splits along an axis (B, J, I, or S of positions) as its tensors do that have the axis. Of a result without it,
+every rank then has its part of a sum. Nothing here imports torch.distributed.tensor before a DTensor is met.
 """
 
 import sys

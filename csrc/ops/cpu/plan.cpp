@@ -105,9 +105,10 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
   Slices slices;
   const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
   if (p.positions > 0) {
-    // Whole tiles, but no more than give every thread a slice.
-    const int64_t tiles = divide_up(p.positions, lanes);
-    const int64_t fit = std::max<int64_t>(1, kSliceBytes / (bytes * lanes));
+    // Whole tiles, but no more than give every thread a slice. Beside the votes of a few input capsules, what a slice keeps
+    // of the output capsules counts: V and s of every iteration, and sums.
+    const int64_t tiles = divide_up(p.positions, lanes), outputs = 2 * p.iterations + 4;
+    const int64_t fit = std::max<int64_t>(1, kSliceBytes / ((bytes + outputs * p.J * p.D * size) * lanes));
     slices.samples = lanes * std::min(fit, std::max<int64_t>(1, tiles * p.B / threads));
     slices.tasks = std::min(threads, p.B * divide_up(p.positions, slices.samples));
     return slices;
