@@ -62,6 +62,11 @@ def machine_name(found: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+def name(found: dict[str, Any], op: str) -> str:
+    """Of a record: that of its machine. One of route_votes alone is a record beside the other."""
+    return machine_name(found) + ("-route-votes" if op == "route_votes" else "")
+
+
 def _triton() -> str | None:
     # Its import takes a second and is not needed for the version.
     from importlib.metadata import PackageNotFoundError, version

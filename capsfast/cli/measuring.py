@@ -44,7 +44,7 @@ def bench(
     ] = True,
     baselines: Annotated[bool, typer.Option(help="Measure others than capsfast too.")] = True,
     keep: Annotated[
-        bool, typer.Option("--record", help="Write benchmarks/results/<machine>.json of this checkout.")
+        bool, typer.Option("--record", help="Write benchmarks/results/<machine>.json, or <machine>-route-votes.json.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with that record after an interruption.")] = False,
@@ -68,7 +68,7 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     surroundings = record.environment(where)
-    path = _results() / f"{record.machine_name(surroundings['machine'])}.json" if keep else json
+    path = _results() / f"{record.name(surroundings['machine'], op)}.json" if keep else json
 
     rows: list[Row] = []
     total = len(cases)
