@@ -128,7 +128,7 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
                                            const T* const* q, T* const* out) {
     for (int64_t set = 0; set < sets; ++set) {
       for (int64_t j = 0; j < outputs; ++j) {
-        const T *vote = x + j * D * L, *linear = p[set] + j * D * L;
+        const T *vote = x + j * D * L, *linear = p[set] == nullptr ? nullptr : p[set] + j * D * L;
         if constexpr (Q) {
           store<L>(out[set] + j * L, form(vote, linear, q[set] + j * D * L, D));
         } else {
@@ -139,7 +139,8 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
   }
 
   // Computes the votes of `outputs` output capsules and, for each of `sets` arrays p[set] [outputs D][L], the dot
-  // products out[set][j] = votes[j] . p[set][j]; if Q of votes less the center, plus those of their squares with q[set].
+  // products out[set][j] = votes[j] . p[set][j]; if Q of votes less the center, plus those of their squares with q[set],
+  // which are all if p[set] is null.
   // If D is a multiple of R these are taken from registers, and votes are stored only if x is not null. Else votes are
   // stored to x or, if x is null, to `spare`; both are [outputs D][L].
   template <bool Q>
@@ -158,8 +159,17 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
         votes_block<R, Q>(w + row * K, u, center + (Q ? row * L : 0), K, rows);
         keep_valid<R>(valid, rows);
         for (int64_t set = 0; set < sets; ++set) {
-          const T *linear = p[set] + row * L, *square = Q ? q[set] + row * L : nullptr;
+          const T *linear = p[set] == nullptr ? nullptr : p[set] + row * L, *square = Q ? q[set] + row * L : nullptr;
           V even = d == 0 ? V{} : load<L>(out[set] + j * L), odd = V{};
+          if (Q && linear == nullptr) {
+#pragma GCC unroll 16
+            for (int n = 0; n < R; n += 2) {
+              even += rows[n] * rows[n] * load<L>(square + n * L);
+              odd += rows[n + 1] * rows[n + 1] * load<L>(square + (n + 1) * L);
+            }
+            store<L>(out[set] + j * L, even + odd);
+            continue;
+          }
 #pragma GCC unroll 16
           for (int n = 0; n < R; n += 2) {
             if constexpr (Q) {
@@ -191,10 +201,18 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     return (a[0] + a[1]) + (a[2] + a[3]);
   }
 
-  // The sum of x[d] p[d] + x[d]^2 q[d] over d < n.
+  // The sum of x[d] p[d] + x[d]^2 q[d] over d < n; p null: of its second half.
   static CAPSFAST_INLINE V form(const T* x, const T* p, const T* q, int64_t n) {
     V a[4] = {V{}, V{}, V{}, V{}};
     int64_t d = 0;
+    if (p == nullptr) {
+#pragma GCC unroll 4
+      for (; d < n; ++d) {
+        const V v = load<L>(x + d * L);
+        a[0] += v * v * load<L>(q + d * L);
+      }
+      return a[0];
+    }
     for (; d + 4 <= n; d += 4) {
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c) {
@@ -216,6 +234,16 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
       const V v = load<L>(x + d * L), cv = c * v;
       store<L>(y + d * L, load<L>(y + d * L) + cv);
       store<L>(z + d * L, load<L>(z + d * L) + cv * v);
+    }
+  }
+
+  // The same for two votes: what is read and written once for both is half of what a vote takes.
+  static CAPSFAST_INLINE void add_scaled_squares(V c, const T* x, V c2, const T* x2, int64_t n, T* y, T* z) {
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < n; ++d) {
+      const V v = load<L>(x + d * L), v2 = load<L>(x2 + d * L), cv = c * v, cv2 = c2 * v2;
+      store<L>(y + d * L, load<L>(y + d * L) + cv + cv2);
+      store<L>(z + d * L, load<L>(z + d * L) + cv * v + cv2 * v2);
     }
   }
 

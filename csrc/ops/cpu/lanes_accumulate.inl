@@ -45,7 +45,7 @@ struct LanesAccumulate {
     T* out[2];
     int64_t sets = 0;
     if (tile.score.linear != nullptr) {
-      p[sets] = tile.score.linear + j0 * D * L;
+      p[sets] = Q && tile.score.squares ? nullptr : tile.score.linear + j0 * D * L;
       q[sets] = tile.score.square + (Q ? j0 * D * L : 0);
       out[sets++] = b + j0 * L;
     } else {
@@ -213,6 +213,27 @@ struct LanesAccumulate {
     if (pass.mass.high != nullptr) B_::add(e, pass.problem->J, at.mass);
   }
 
+  // Input capsules i and i + 1 of a quadratic pass at once. Its arrays by output capsule are five, more than L1 holds: each
+  // is read once for both.
+  static CAPSFAST_INLINE void pair(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
+                                   int64_t i) {
+    const int64_t J = pass.problem->J, D = pass.problem->D, step = J < 4 ? J : 4;
+    T *const x[2] = {at.x, at.x + J * D * L}, *const b[2] = {at.scores, at.scores + J * L};
+    T* const dc[2] = {at.dc, at.dc + J * L};
+    for (int64_t j0 = 0; j0 < J; j0 += step) {
+      const int64_t j1 = j0 + step < J ? j0 + step : J;
+      for (int c = 0; c < 2; ++c) score(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
+    }
+    for (int c = 0; c < 2; ++c) coefficients(pass, tile, at, i + c, b[c], dc[c]);
+    const T* const* e = tile.gradient.linear != nullptr ? dc : b;
+    for (int64_t j = 0; j < J; ++j) {
+      const int64_t vote = j * D * L;
+      B_::add_scaled_squares(
+          load<L>(e[0] + j * L), x[0] + vote, load<L>(e[1] + j * L), x[1] + vote, D, at.sum + vote, at.second + vote);
+    }
+    for (int c = 0; c < 2; ++c) add_mass(pass, at, e[c]);
+  }
+
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D;
@@ -222,7 +243,11 @@ struct LanesAccumulate {
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
     if (held >= J) {
       clear_sums(pass, at, J * D);
-      for (int64_t i = 0; i < tile.count; ++i) {
+      int64_t i = 0;
+      if (Q && pass.second.high != nullptr && !online_softmax && !given_votes) {
+        for (; i + 2 <= tile.count; i += 2) pair(pass, tile, at, i);
+      }
+      for (; i < tile.count; ++i) {
         score(pass, tile, at, i, 0, J, at.x, at.scores, at.dc);
         coefficients(pass, tile, at, i, at.scores, at.dc);
         if (online_softmax) {
@@ -379,10 +404,10 @@ struct LanesAccumulate {
         tile.samples = tile.b0 + L < p.B ? L : p.B - tile.b0;
         const int64_t vectors = t * JD * L, scalars = t * J * L;
         tile.center = from(pass.center, vectors);
-        tile.score = {
-            from(pass.score.linear, vectors), from(pass.score.square, vectors), from(pass.score.constant, scalars)};
+        tile.score = {from(pass.score.linear, vectors), from(pass.score.square, vectors),
+                      from(pass.score.constant, scalars), pass.score.squares};
         tile.gradient = {from(pass.gradient.linear, vectors), from(pass.gradient.square, vectors),
-                         from(pass.gradient.constant, scalars)};
+                         from(pass.gradient.constant, scalars), false};
         tile.valid_out = from(pass.valid_out, scalars);
         tile.in_max = from(pass.in_max, scalars);
         tile.in_scale = from(pass.in_scale, scalars);
@@ -390,9 +415,9 @@ struct LanesAccumulate {
         B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, Q ? tile.center : nullptr, at.buffer, at.u, at.valid);
         if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.logits);
         if (p.moments) {
-          B_::pack_numbers(p.activation, p, tile.b0, tile.samples, i0, tile.count, at.activation);
-          B_::pack_numbers(p.lse, p, tile.b0, tile.samples, i0, tile.count, at.lse);
-          B_::pack_numbers(pass.dlse, p, tile.b0, tile.samples, i0, tile.count, at.dlse);
+          B_::pack_numbers(p.activation, p, tile.b0, tile.samples, i0, tile.count, at.valid, at.buffer, at.activation);
+          B_::pack_numbers(p.lse, p, tile.b0, tile.samples, i0, tile.count, at.valid, at.buffer, at.lse);
+          B_::pack_numbers(pass.dlse, p, tile.b0, tile.samples, i0, tile.count, at.valid, at.buffer, at.dlse);
         }
         if (pass.unweighted) {
           plain(pass, tile, at);

@@ -53,7 +53,8 @@ struct LanesGradient {
           if (t < pass.scored) {
             __builtin_memset(c, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
           } else {
-            p_set[sets] = parameters(pass.score.linear, pass, t, tile.t) + j0 * D * L;
+            p_set[sets] =
+                Q && pass.score.squares ? nullptr : parameters(pass.score.linear, pass, t, tile.t) + j0 * D * L;
             if (Q) q_set[sets] = parameters(pass.score.square, pass, t, tile.t) + j0 * D * L;
             out[sets++] = c;
           }
@@ -177,7 +178,7 @@ struct LanesGradient {
   // The first iteration's form of a tile.
   static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile) {
     if (all.linear == nullptr) return {};
-    return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t), nullptr};
+    return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t), nullptr, all.squares};
   }
 
   // Writes dvotes of input capsule i for output capsules [j0, j1) to at.dx [(j1 - j0) D][L].
@@ -260,9 +261,9 @@ struct LanesGradient {
     B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, center, at.buffer, at.u, at.valid);
     if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.logits);
     if (p.moments) {
-      B_::pack_numbers(p.activation, p, tile.b0, tile.samples, tile.i0, tile.count, at.activation);
-      B_::pack_numbers(p.lse, p, tile.b0, tile.samples, tile.i0, tile.count, at.lse);
-      B_::pack_numbers(pass.dlse, p, tile.b0, tile.samples, tile.i0, tile.count, at.dlse);
+      B_::pack_numbers(p.activation, p, tile.b0, tile.samples, tile.i0, tile.count, at.valid, at.buffer, at.activation);
+      B_::pack_numbers(p.lse, p, tile.b0, tile.samples, tile.i0, tile.count, at.valid, at.buffer, at.lse);
+      B_::pack_numbers(pass.dlse, p, tile.b0, tile.samples, tile.i0, tile.count, at.valid, at.buffer, at.dlse);
     }
     for (int64_t j0 = 0; j0 < J; j0 += held) score(pass, tile, at, j0, j0 + held < J ? j0 + held : J);
     coefficients(pass, tile, at);

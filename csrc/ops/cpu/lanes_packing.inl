@@ -154,16 +154,14 @@ struct LanesPacking {
     gather<T>(p.logits, i0 * p.logits.stride[1], {1, count, p.J}, {0, p.logits.stride[1], p.logits.stride[2]}, to);
   }
 
-  // Copies numbers [B, I] of a chunk to lanes, `to` [chunk][L], 0 for masked capsules. Nothing if there are none.
+  // Copies numbers [B, I] of a chunk to lanes, `to` [chunk][L], 0 for masked capsules. Nothing if there are none. valid and
+  // buffer as in pack_poses(), which has filled valid.
   static CAPSFAST_ONCE void pack_numbers(const View& view, const Problem& p, int64_t b0, int64_t samples, int64_t i0,
-                                         int64_t count, T* to) {
+                                         int64_t count, const T* valid, T* buffer, T* to) {
     if (view.data == nullptr) return;
-    for (int64_t l = 0; l < L; ++l) {
-      for (int64_t i = 0; i < count; ++i) {
-        const bool valid = l < samples && (p.mask.data == nullptr || p.mask.at(b0 + l, i0 + i));
-        to[i * L + l] = valid ? read<T>(view, (b0 + l) * view.stride[0] + (i0 + i) * view.stride[1]) : T(0);
-      }
-    }
+    pack(view, b0, samples, i0, count, 1, buffer, to);
+    if (p.mask.data == nullptr) return;
+    for (int64_t n = 0; n < count * L; n += L) store<L>(to + n, load<L>(valid + n) > V{} ? load<L>(to + n) : V{});
   }
 
   // Writes the number of each sample of input capsule i to `view` [B, I].

@@ -14,6 +14,7 @@ class FormArrays {
       : size_(context.layout.vectors()),
         quadratic_(context.p.quadratic),
         constant_(constant.data != nullptr),
+        squares_(linear.data == nullptr),
         memory_((quadratic_ ? 2 : 1) * size_ + (constant_ ? context.layout.scalars() : 0)) {
     const Problem& p = context.p;
     context.load(linear, p.J, p.D, T(1), memory_.get());
@@ -22,12 +23,13 @@ class FormArrays {
   }
   Form<T> form() const {
     const T* linear = memory_.get();
-    return {linear, quadratic_ ? linear + size_ : nullptr, constant_ ? linear + (quadratic_ ? 2 : 1) * size_ : nullptr};
+    return {linear, quadratic_ ? linear + size_ : nullptr, constant_ ? linear + (quadratic_ ? 2 : 1) * size_ : nullptr,
+            squares_};
   }
 
  private:
   int64_t size_;
-  bool quadratic_, constant_;
+  bool quadratic_, constant_, squares_;
   Buffer<T> memory_;
 };
 

@@ -44,6 +44,7 @@ struct Form {
   const T* linear = nullptr;    // [tiles][J D][L]
   const T* square = nullptr;    // [tiles][J D][L]
   const T* constant = nullptr;  // [tiles][J][L]
+  bool squares = false;         // linear holds zeros
 };
 
 // An accumulate pass: sum_i e, sum_i e x and sum_i e x^2 over the votes x, less center if there is one. Forward: e is the

@@ -42,7 +42,7 @@ struct LanesAccumulateScratch {
 
   LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
-    const int64_t L = plan.L, scored = plan.out_tile >= p.J ? 1 : plan.chunk;
+    const int64_t L = plan.L, pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J ? pair : plan.chunk;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.weight_size() : 0);
     buffer = carve.take(packing_buffer(p, plan.chunk) * L);
     u = carve.take(plan.chunk * (p.side_by_side ? p.J * p.D : p.pose_size()) * L);
@@ -50,7 +50,7 @@ struct LanesAccumulateScratch {
     valid = carve.take(p.mask.data != nullptr ? plan.chunk * L : 0);
     scores = carve.take(scored * p.J * L);
     dc = carve.take(scored * p.J * L);
-    x = carve.take(plan.out_tile * p.D * L);
+    x = carve.take(pair * plan.out_tile * p.D * L);
     sum = carve.take(plan.out_tile * p.D * L);
     norm = carve.take(p.J * L);
     second = carve.take(p.moments ? plan.out_tile * p.D * L : 0);
