@@ -34,7 +34,10 @@ STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
 }
 
 #if CAPSFAST_CUDA
-STABLE_TORCH_LIBRARY_IMPL(capsfast, CUDA, m) { capsfast::register_ops<capsfast::cuda::Engine>(m); }
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CUDA, m) {
+  capsfast::register_ops<capsfast::cuda::Engine>(m);
+  capsfast::register_pass_ops<capsfast::cuda::Engine>(m);
+}
 #endif
 
 namespace {

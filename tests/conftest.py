@@ -35,7 +35,7 @@ from capsfast.bench.checkout import PACKAGE, has_extension
 
 from .support import interpreter
 from .support.backends import EMULATED, Backend, available
-from .support.passes import PASS_OPS
+from .support.passes import PASS_OPS, PassCase
 from .support.problems import OPS, Op
 
 interpreter.prepare()
@@ -66,6 +66,7 @@ MARKERS = (
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
     "kernels: of what kernels compute, also for those that only the tests can run",
     "passes: of the ops that are a routing pass; op is one of these",
+    "linear: of passes with values of case that are linear passes, also for backends that serve no others",
     "emulated(**values): an emulated backend runs these values of parameters alone; route_votes={...}, for that op",
 )
 
@@ -126,8 +127,10 @@ def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> b
         return False
     if backend == EMULATED and not item.get_closest_marker("kernels"):
         return False
-    if item.get_closest_marker("passes") and not backend.passes:
-        return False
+    if item.get_closest_marker("passes") and backend.linear:
+        case = parameters.get("case")
+        if not item.get_closest_marker("linear") or (isinstance(case, PassCase) and not case.linear):
+            return False
     needed = {parameters["dtype"]} if "dtype" in parameters else set()
     for marker in item.iter_markers("needs"):
         needed |= set(marker.args)

@@ -23,6 +23,7 @@ from .support.passes import (
     CASES,
     EVERYTHING,
     LINEAR,
+    LOADED,
     QUADRATIC,
     WAYS,
     PassCase,
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.passes
 
 SMALL = Shape(3, 7, 4, 5, 6)
 EACH_WAY = tuple(normalized(EVERYTHING, how) for how in WAYS)
+LINEAR_WAYS = (LOADED, normalized(LOADED, "in"))
 SHARED = PassCase(query=True, precision=True, shared="J", second=True, weights=True)
 SHAPES = (
     (1, 1, 1, 1, 1),
@@ -57,6 +59,8 @@ SHAPES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usual(triton={"case": [QUADRATIC, SHARED, *CASES[-5:]]})
 @pytest.mark.against_reference
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_every_case(backend: Backend, op: PassOp, case: PassCase, dtype: torch.dtype) -> None:
     # Few samples and many: kernels have a way for each.
     both = (Shape(3, 11, 4, 6, 3), Shape(19, 9, 3, 16, 8))
@@ -68,6 +72,8 @@ def test_every_case(backend: Backend, op: PassOp, case: PassCase, dtype: torch.d
 @pytest.mark.parametrize("case", [LINEAR, *EACH_WAY[:2]], ids=str)
 @pytest.mark.usual(triton={"case": EACH_WAY[:1]})
 @pytest.mark.against_reference
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_every_shape(backend: Backend, op: PassOp, shape: Shape, case: PassCase) -> None:
     check(op.make(shape, case, torch.float32, backend.device), backend)
 
@@ -120,6 +126,8 @@ def test_sixteen_bits_beside_float32_parameters(backend: Backend, op: PassOp) ->
 
 @pytest.mark.parametrize("case", [LINEAR, EVERYTHING, SHARED], ids=str)
 @pytest.mark.usual(triton={"case": [EVERYTHING]})
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_the_backend_that_was_asked_for_ran(backend: Backend, op: PassOp, case: PassCase) -> None:
     problem = op.make(SMALL, case, backend.widest, backend.device)
     with recorded_ops() as ops:
@@ -133,6 +141,7 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend, op: PassOp, case: 
 
 @pytest.mark.parametrize("case", [LINEAR, SHARED, *EACH_WAY], ids=str)
 @pytest.mark.needs(torch.float64)
+@pytest.mark.linear
 def test_gradients_are_the_finite_differences(backend: Backend, op: PassOp, case: PassCase) -> None:
     problem = op.make(Shape(2, 3, 3, 2, 2), case, torch.float64, backend.device)
     names = list(problem.inputs)
@@ -147,8 +156,10 @@ def test_gradients_are_the_finite_differences(backend: Backend, op: PassOp, case
 
 
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
-@pytest.mark.parametrize("case", [EVERYTHING, SHARED], ids=str)
+@pytest.mark.parametrize("case", [EVERYTHING, LOADED, SHARED], ids=str)
 @pytest.mark.usual(triton={"case": [EVERYTHING], "layout": ["transposed"]})
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_strides_do_not_matter(backend: Backend, op: PassOp, case: PassCase, layout: str) -> None:
     for B in (3,) if backend.emulated else (3, 18):
         problem = op.make(SMALL._replace(B=B), case, backend.widest, backend.device)
@@ -157,8 +168,12 @@ def test_strides_do_not_matter(backend: Backend, op: PassOp, case: PassCase, lay
             assert_close(value, wanted[name])
 
 
-@pytest.mark.parametrize("case", [EVERYTHING, normalized(EVERYTHING, "in"), normalized(EVERYTHING, "lse")], ids=str)
+@pytest.mark.parametrize(
+    "case", [EVERYTHING, normalized(EVERYTHING, "in"), normalized(EVERYTHING, "lse"), LOADED], ids=str
+)
 @pytest.mark.usual(triton={"backend": []})
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_only_some_gradients_are_needed(backend: Backend, op: PassOp, case: PassCase) -> None:
     problem = op.make(SMALL, case, backend.widest, backend.device)
     wanted = run(problem, backend.name)
@@ -167,10 +182,14 @@ def test_only_some_gradients_are_needed(backend: Backend, op: PassOp, case: Pass
         assert_close(got[f"d{name}"], wanted[f"d{name}"])
 
 
-@pytest.mark.parametrize("case", [EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
+@pytest.mark.parametrize("case", [EVERYTHING, normalized(EVERYTHING, "in"), *LINEAR_WAYS], ids=str)
 @pytest.mark.parametrize("used", ["mass", "first", "second", "weights", "log_sum"])
 @pytest.mark.usual(triton={"case": [EVERYTHING], "used": ["log_sum"]})
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_only_one_output_is_used(backend: Backend, op: PassOp, case: PassCase, used: str) -> None:
+    if used == "second" and not case.second:
+        return
     problem = op.make(SMALL, case, backend.widest, backend.device)
     alone = {name: value if name == used else torch.zeros_like(value) for name, value in problem.gradients.items()}
     wanted = run(replace(problem, gradients=alone), "reference")
@@ -205,11 +224,13 @@ def test_nan_stays_in_its_sample(backend: Backend, op: PassOp, how: str) -> None
             torch.testing.assert_close(value[keep], wanted[name][keep])
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.usual(triton={"how": ["in", "none"]})
-def test_masked_capsules_may_hold_anything(backend: Backend, op: PassOp, how: str) -> None:
+@pytest.mark.parametrize("case", [*EACH_WAY, *LINEAR_WAYS], ids=str)
+@pytest.mark.usual(triton={"case": [EACH_WAY[1], EACH_WAY[3]]})
+@pytest.mark.linear
+@pytest.mark.kernels
+def test_masked_capsules_may_hold_anything(backend: Backend, op: PassOp, case: PassCase) -> None:
     for B in (3,) if backend.emulated else (3, 18):
-        problem = op.make(SMALL._replace(B=B), normalized(EVERYTHING, how), backend.widest, backend.device)
+        problem = op.make(SMALL._replace(B=B), case, backend.widest, backend.device)
         wanted = run(problem, backend.name)
         inward, outward = ~problem.masks["mask"], ~problem.masks["out_mask"]
         bad = {name: value.clone() for name, value in problem.inputs.items()}
@@ -217,7 +238,8 @@ def test_masked_capsules_may_hold_anything(backend: Backend, op: PassOp, how: st
             if name in bad:
                 bad[name][inward] = math.nan
         for name in ("query", "precision", "center", "prior"):
-            bad[name][outward] = math.inf if name == "precision" else math.nan
+            if name in bad:
+                bad[name][outward] = math.inf if name == "precision" else math.nan
         got = run(replace(problem, inputs=bad), backend.name)
         for name, value in got.items():
             assert_close(value, wanted[name])
@@ -228,8 +250,10 @@ def test_masked_capsules_may_hold_anything(backend: Backend, op: PassOp, how: st
 
 
 @pytest.mark.parametrize("empty", Shape._fields)
-@pytest.mark.parametrize("case", [LINEAR, EVERYTHING, normalized(EVERYTHING, "in"), SHARED], ids=str)
+@pytest.mark.parametrize("case", [LINEAR, EVERYTHING, normalized(EVERYTHING, "in"), SHARED, *LINEAR_WAYS], ids=str)
 @pytest.mark.usual(triton={"case": [EVERYTHING]})
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_empty_sizes(backend: Backend, op: PassOp, empty: str, case: PassCase) -> None:
     problem = op.make(SMALL._replace(**{empty: 0}), case, backend.widest, backend.device)
     if empty == "J" and case is SHARED:
@@ -241,9 +265,12 @@ def test_empty_sizes(backend: Backend, op: PassOp, empty: str, case: PassCase) -
 
 
 @pytest.mark.parametrize("leaky", [False, True])
-@pytest.mark.parametrize("how", ["out", "in"])
-def test_masks_that_leave_nothing(backend: Backend, op: PassOp, how: str, leaky: bool) -> None:
-    case = replace(normalized(EVERYTHING, how), leaky=leaky)
+@pytest.mark.parametrize("case", [*EACH_WAY[:2], *LINEAR_WAYS], ids=str)
+@pytest.mark.usual(triton={"case": EACH_WAY[:2]})
+@pytest.mark.linear
+@pytest.mark.kernels
+def test_masks_that_leave_nothing(backend: Backend, op: PassOp, case: PassCase, leaky: bool) -> None:
+    case = replace(case, leaky=leaky)
     for B in (2,) if backend.emulated else (2, 17):
         problem = op.make(SMALL._replace(B=B), case, backend.widest, backend.device)
         nothing = {name: torch.zeros_like(mask) for name, mask in problem.masks.items()}
@@ -334,6 +361,8 @@ def loops(given: dict[str, Any], how: str, leaky: bool) -> dict[str, Any]:
 
 @pytest.mark.usual(triton={"case": [LINEAR]})
 @pytest.mark.parametrize("case", [LINEAR, EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_repeats_are_bitwise_equal(backend: Backend, op: PassOp, case: PassCase) -> None:
     shape = SMALL if backend.emulated else Shape(19, 70, 5, 9, 7)
     problem = op.make(shape, case, backend.widest, backend.device)
@@ -343,6 +372,8 @@ def test_repeats_are_bitwise_equal(backend: Backend, op: PassOp, case: PassCase)
 
 
 @pytest.mark.parametrize("softmax", ["out", "in"])
+@pytest.mark.linear
+@pytest.mark.kernels
 def test_a_loop_of_passes_is_dynamic_routing(backend: Backend, softmax: str) -> None:
     shape = (2, 3, 4, 5, 3) if backend.emulated else (19, 30, 5, 16, 8)
     problem = passes.make(shape, PassCase(), "routing_pass", backend.widest, backend.device)
@@ -397,6 +428,7 @@ def test_votes_that_output_capsules_share(backend: Backend, function: str, case:
 @pytest.mark.parametrize("case", [LINEAR, SHARED, *EACH_WAY[:3]], ids=str)
 @pytest.mark.fused
 @pytest.mark.usual(triton={"case": [EVERYTHING], "grad": [True]})
+@pytest.mark.linear
 def test_opcheck_forward(backend: Backend, op: PassOp, case: PassCase, grad: bool) -> None:
     if op.name == "routing_pass" and case is SHARED:
         return  # the function makes the votes and calls the other op
@@ -408,6 +440,7 @@ def test_opcheck_forward(backend: Backend, op: PassOp, case: PassCase, grad: boo
 @pytest.mark.parametrize("case", [LINEAR, *EACH_WAY], ids=str)
 @pytest.mark.fused
 @pytest.mark.usual(triton={"backend": []})
+@pytest.mark.linear
 def test_opcheck_backward(backend: Backend, op: PassOp, case: PassCase) -> None:
     problem = op.make(SMALL, case, torch.float32, backend.device)
     outputs = backend.op(op.name)(*registered(problem))
@@ -459,6 +492,7 @@ def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: PassOp, cas
 
 @pytest.mark.fused
 @pytest.mark.usual(triton={"backend": []})
+@pytest.mark.linear
 def test_export_with_any_batch_size(backend: Backend) -> None:
     class Routing(torch.nn.Module):
         def forward(self, u: Tensor, weight: Tensor) -> Tensor:
@@ -513,6 +547,7 @@ def test_autocast(backend: Backend, shared: str) -> None:
 
 
 @pytest.mark.fused
+@pytest.mark.linear
 def test_second_derivatives_are_refused(backend: Backend, op: PassOp) -> None:
     problem = op.make(SMALL, LINEAR, torch.float32, backend.device)
     leaves = {name: value.requires_grad_() for name, value in problem.inputs.items()}

@@ -11,6 +11,7 @@ from .. import toolchain
 from ..options import PassOptions
 from ..precision import wide_dtype
 from ..reference.votes_pass import PassParameters
+from ._routing import why_not_in_cuda
 
 # The option has another name than the moment, which the backward gets too.
 OPTIONS = "str normalize, bool leaky, bool with_second"
@@ -27,9 +28,18 @@ SHARED: dict[str, Any] = {
 
 
 def why_not_fused(
-    dtype: torch.dtype, D: int, poses: int = 1, positions: bool = False
+    dtype: torch.dtype,
+    D: int,
+    parameters: PassParameters,
+    options: PassOptions,
+    shared_outputs: bool = False,
+    poses: int = 1,
+    positions: bool = False,
 ) -> Mapping[str, Callable[[], str]]:
-    """For each fused backend a function that says why it cannot serve a pass, or returns "" if it can."""
+    """For each fused backend a function that says why it cannot serve a pass, or returns "" if it can.
+
+    shared_outputs, poses and positions: as in _routing.why_not_fused.
+    """
 
     def triton() -> str:
         if dtype == torch.float64:
@@ -38,7 +48,16 @@ def why_not_fused(
             return f"it serves output capsules of dimension D up to {toolchain.LARGEST_D}, got {D}"
         return ""
 
-    return {"triton": triton, "cuda": lambda: "it has kernels for dynamic_routing and route_votes, none for a pass"}
+    def cuda() -> str:
+        lacking = [name for name in ("precision", "center", "activation") if getattr(parameters, name) is not None]
+        lacking += ["second"] * options.second
+        if lacking:
+            return f"it serves linear passes, those without {', '.join(lacking)}"
+        if options.normalize not in ("out", "in"):
+            return f"it serves normalize 'out' and 'in', got {options.normalize!r}"
+        return why_not_in_cuda(shared_outputs, poses, positions)
+
+    return {"triton": triton, "cuda": cuda}
 
 
 def run_reference(

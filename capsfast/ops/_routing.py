@@ -23,6 +23,15 @@ SHARED: dict[str, Any] = {
 }
 
 
+def why_not_in_cuda(shared_outputs: bool, poses: int, positions: bool) -> str:
+    """Why the CUDA kernels take no such votes, "" if they do. The arguments are those of why_not_fused."""
+    if shared_outputs:
+        return "it does not serve votes that all output capsules share"
+    if positions or poses != 1:
+        return "it does not serve pose matrices, nor votes with axes of positions"
+    return ""
+
+
 def why_not_fused(
     dtype: torch.dtype,
     D: int,
@@ -47,11 +56,7 @@ def why_not_fused(
         return cpp()
 
     def cuda() -> str:
-        if shared_outputs:
-            return "it does not serve votes that all output capsules share"
-        if positions or poses != 1:
-            return "it does not serve pose matrices, nor votes with axes of positions"
-        return cpp()
+        return why_not_in_cuda(shared_outputs, poses, positions) or cpp()
 
     return {"cpp": cpp, "triton": triton, "cuda": cuda}
 

@@ -51,7 +51,7 @@ def call(
         # All output capsules have the same votes, 1 / J of the others' size.
         x = votes(u, weight, parameters.mask)
         return votes_pass.call(x, parameters, J, options, return_weights, return_lse, backend, NAME)
-    cannot = why_not_fused(u.dtype, width(u, weight), poses=poses(u, weight))
+    cannot = why_not_fused(u.dtype, width(u, weight), parameters, options, poses=poses(u, weight))
     chosen = select(
         NAME,
         u.device,

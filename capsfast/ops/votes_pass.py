@@ -35,7 +35,14 @@ def call(
 
     The arguments were checked by the caller, whose name is ``op``.
     """
-    cannot = why_not_fused(votes.dtype, votes.shape[3], positions=votes.dim() == 5)
+    cannot = why_not_fused(
+        votes.dtype,
+        votes.shape[3],
+        parameters,
+        options,
+        shared_outputs=votes.shape[2] != J,
+        positions=votes.dim() == 5,
+    )
     chosen = select(
         op,
         votes.device,

@@ -142,9 +142,9 @@ class PassOps : Arguments<Engine> {
     out.batch = p.samples();
     out.norm = norm.data_ptr();
     if (wide == ScalarType::Double) {
-      Engine::template pass_forward<double>(p, in, out);
+      Engine::template pass_forward<double>(p, in, out, like);
     } else {
-      Engine::template pass_forward<float>(p, in, out);
+      Engine::template pass_forward<float>(p, in, out, like);
     }
     return {mass, first, moment, weights, lse, norm};
   }
@@ -189,9 +189,9 @@ class PassOps : Arguments<Engine> {
     Tensor dactivation = gradient(given.activation, need.activation, &out.dactivation);
     Tensor dlse = gradient(given.lse, need.lse, &out.dlse);
     if (wide == ScalarType::Double) {
-      Engine::template pass_backward<double>(p, in, saved, out);
+      Engine::template pass_backward<double>(p, in, saved, out, like);
     } else {
-      Engine::template pass_backward<float>(p, in, saved, out);
+      Engine::template pass_backward<float>(p, in, saved, out, like);
     }
     return {dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse};
   }
@@ -199,13 +199,14 @@ class PassOps : Arguments<Engine> {
 
 }  // namespace bindings
 
-// Registers the ops under the names of the schemas in capsfast/ops/_register.py.
+// Registers the ops under the names of the schemas in capsfast/ops/_register.py, each preceded by `prefix`.
 template <class Engine, class Library>
-void register_pass_ops(Library& library) {
-  library.impl("routing_pass", TORCH_BOX(&bindings::PassOps<Engine>::routing_pass));
-  library.impl("routing_pass_backward", TORCH_BOX(&bindings::PassOps<Engine>::routing_pass_backward));
-  library.impl("votes_pass", TORCH_BOX(&bindings::PassOps<Engine>::votes_pass));
-  library.impl("votes_pass_backward", TORCH_BOX(&bindings::PassOps<Engine>::votes_pass_backward));
+void register_pass_ops(Library& library, const std::string& prefix = "") {
+  library.impl((prefix + "routing_pass").c_str(), TORCH_BOX(&bindings::PassOps<Engine>::routing_pass));
+  library.impl(
+      (prefix + "routing_pass_backward").c_str(), TORCH_BOX(&bindings::PassOps<Engine>::routing_pass_backward));
+  library.impl((prefix + "votes_pass").c_str(), TORCH_BOX(&bindings::PassOps<Engine>::votes_pass));
+  library.impl((prefix + "votes_pass_backward").c_str(), TORCH_BOX(&bindings::PassOps<Engine>::votes_pass_backward));
 }
 
 }  // namespace capsfast

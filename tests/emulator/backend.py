@@ -9,17 +9,23 @@ from typing import Any
 import torch
 
 from capsfast import backend
-from capsfast.ops import _register, _routing, dynamic_routing, route_votes
+from capsfast.ops import _register, dynamic_routing, route_votes, routing_pass, votes_pass
 
 from .build import library
 
 NAME, PREFIX = "emulated", "emulated_"
-OPS = (dynamic_routing, route_votes)
+OPS = (dynamic_routing, route_votes, routing_pass, votes_pass)
 
 
-def _why_not_fused(*call: Any) -> Mapping[str, Callable[[], str]]:
-    known = _routing.why_not_fused(*call)
-    return {**known, NAME: known["cuda"]}  # they are the same kernels
+Reasons = Callable[..., Mapping[str, Callable[[], str]]]
+
+
+def _with_emulated(reasons: Reasons) -> Reasons:
+    def why_not_fused(*call: Any, **more: Any) -> Mapping[str, Callable[[], str]]:
+        known = reasons(*call, **more)
+        return {**known, NAME: known["cuda"]}  # they are the same kernels
+
+    return why_not_fused
 
 
 def _accepting(checked: Callable[[str | None, str], str | None]) -> Callable[[str | None, str], str | None]:
@@ -40,7 +46,7 @@ def install() -> None:
     for op in OPS:
         module: Any = op
         module._ops[NAME] = _register._define(op.CONTRACT, NAME)
-        module.why_not_fused = _why_not_fused
+        module.why_not_fused = _with_emulated(module.why_not_fused)
     torch.ops.load_library(str(path))
 
 

@@ -1,6 +1,7 @@
-// Registers capsfast::emulated_<op>: the routing ops on CPU tensors, with the CUDA kernels run by the emulator.
+// Registers capsfast::emulated_<op>: the routing and the pass ops on CPU tensors, with the CUDA kernels run by the emulator.
 #include "../../csrc/ops/bindings.h"
 #include "../../csrc/ops/cuda/engine.h"
+#include "../../csrc/ops/pass_bindings.h"
 
 namespace capsfast {
 
@@ -12,4 +13,7 @@ struct EmulatedEngine : cuda::Engine {
 
 }  // namespace capsfast
 
-STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) { capsfast::register_ops<capsfast::EmulatedEngine>(m, "emulated_"); }
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
+  capsfast::register_ops<capsfast::EmulatedEngine>(m, "emulated_");
+  capsfast::register_pass_ops<capsfast::EmulatedEngine>(m, "emulated_");
+}

@@ -35,7 +35,8 @@ class Shape(NamedTuple):
 class Backend:
     """name: as in capsfast.backends(). device: where its inputs live. dtypes: what it serves.
 
-    fused: it runs the ops of torch.ops.capsfast, whose names have this prefix. passes: it serves the pass ops.
+    fused: it runs the ops of torch.ops.capsfast, whose names have this prefix. linear: of the pass ops it serves linear
+    passes alone, those of passes.PassCase.linear.
     max_work: the largest Shape.work the tests give it, so that an emulated backend runs the same tests on their smaller
     shapes.
     """
@@ -46,7 +47,7 @@ class Backend:
     fused: bool
     max_work: int = 10**9
     prefix: str = ""
-    passes: bool = True
+    linear: bool = False
 
     @property
     def emulated(self) -> bool:
@@ -73,10 +74,10 @@ TABLE = (
     Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=15_000, prefix="triton_")
     if toolchain.interpreting()
     else Backend("triton", "cuda", TRITON_DTYPES, fused=True, prefix="triton_"),
-    Backend("cuda", "cuda", ALL_DTYPES, fused=True, passes=False),
+    Backend("cuda", "cuda", ALL_DTYPES, fused=True, linear=True),
 )
 # The CUDA kernels run by the emulator: nobody's backend but the tests'.
-EMULATED = Backend("emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_", passes=False)
+EMULATED = Backend("emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_", linear=True)
 
 
 def named(name: str) -> Backend:

@@ -50,6 +50,12 @@ class PassCase:
         return ",".join(text) or "plain"
 
     @property
+    def linear(self) -> bool:
+        """Whether the CUDA kernels serve it: a softmax of scores linear in the votes, each of which is one pair's."""
+        more = self.precision or self.center or self.activation or self.second or self.poses or self.spatial
+        return not more and self.normalize in ("out", "in") and "J" not in self.shared
+
+    @property
     def options(self) -> PassOptions:
         return PassOptions(self.normalize, self.leaky, self.second)
 
@@ -81,6 +87,10 @@ EVERYTHING = PassCase(
     weights=True,
     lse=True,
 )
+# All that a linear pass has.
+LOADED = PassCase(
+    query=True, prior=True, logits="BIJ", mask=True, out_mask=True, leaky=True, weights=True, lse=True, shared="I"
+)
 WAYS = ("out", "in", "sigmoid", "none", "lse")
 
 
@@ -108,6 +118,8 @@ CASES = (
     PassCase(query=True, precision=True, center=True, logits="BIJ", mask=True, out_mask=True, shared="J", second=True),
     QUADRATIC,
     replace(QUADRATIC, shared="I"),
+    LOADED,
+    normalized(LOADED, "in"),
     *(normalized(LINEAR, how) for how in WAYS[1:]),
     *(normalized(QUADRATIC, how) for how in WAYS[1:]),
     *(normalized(EVERYTHING, how) for how in WAYS),

@@ -25,11 +25,13 @@ struct CpuEngine {
     routing_backward<T>(p, in, out);
   }
   template <class T>
-  static void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
+  static void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out,
+                           const torch::stable::Tensor&) {
     capsfast::pass_forward<T>(p, in, out);
   }
   template <class T>
-  static void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
+  static void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out,
+                            const torch::stable::Tensor&) {
     capsfast::pass_backward<T>(p, in, saved, out);
   }
 };

@@ -1,6 +1,7 @@
 // The backward: a reducing pass for each iteration from the last to the second, then one last pass for all iterations.
 #include "call.h"
 #include "given_call.h"
+#include "last_pass.h"
 #include "steps.h"
 
 namespace capsfast::cuda {
@@ -39,7 +40,7 @@ class Backward {
   void run() {
     if (!call.template run_together<true>(steps)) run_apart();
     if (out.dbias.data != nullptr) sum_bias();
-    if (p.I > 0 && (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr)) last_pass();
+    if (wants_last_pass(p, out)) last();
   }
 
  private:
@@ -74,23 +75,23 @@ class Backward {
         steps.ds.from(steps.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
   }
 
-  void last_pass() {
+  void last() {
     if constexpr (std::is_same_v<T, float>) {
       if (call.tile_final_fits(p.iterations - steps.first)) {
         const TilePlan& plan = call.tiles;
         TileFinalArgs tiles{};
+        describe(&tiles);
         tiles.in_runs = poses_in_runs(p);
         tiles.tf32 = p.tf32;
         if (p.softmax_in()) tiles.norm = steps.columns;
-        return finish(
-            tiles, plan.final_parts, plan.final_splits, [&](const TileFinalArgs& args) { call.tile_final(args); });
+        return last_pass(call, out, tiles, plan.final_parts, plan.final_splits,
+                         [&](const TileFinalArgs& args) { call.tile_final(args); });
       }
     }
     const GeneralPlan& plan = call.plan;
-    FinalArgs<T> general{};
-    general.outputs = FinalTile<T>::outputs_for(p.J, p.D);
-    general.components = FinalTile<T>::components_for(p.D);
-    if (p.votes_given) general.dvotes = operand(out.dweight, {p.B, p.I, p.J, p.D});
+    FinalArgs<T> general = final_args<T>(p, out);
+    describe(&general);
+    general.scored = 1;
     if (p.softmax_in()) general.norm = steps.columns;
     if (plan.final_rows_apart) {
       for (int64_t t = steps.first; t < p.iterations; ++t) {
@@ -102,38 +103,23 @@ class Backward {
     if constexpr (std::is_same_v<T, float>) {
       if (call.given) {
         const StreamPlan& stream = call.given->plan;
-        return finish(general, stream.final_rows, stream.final_splits,
-                      [&](const FinalArgs<float>& args) { call.given->final(args); });
+        return last_pass(call, out, general, stream.final_rows, stream.final_splits,
+                         [&](const FinalArgs<float>& args) { call.given->final(args); });
       }
     }
-    finish(general, plan.final_splits, plan.final_blocks, [&](const FinalArgs<T>& args) {
-      call.kernels().final(args, {{plan.final_blocks, plan.final_splits, 1}, call.context.stream()});
-    });
+    general_last_pass(call, out, general);
   }
 
-  // Runs the last pass and adds up its partial sums. The samples are cut into `parts`, each with its own sum of dweight
-  // and dlogits. The input capsules are cut into `blocks`; if the weight is shared each has its own sum of dweight.
-  template <class Args, class Pass>
-  void finish(Args args, int64_t parts, int64_t blocks, const Pass& pass) {
-    args.in = call.in;
-    args.first = steps.first;
-    args.iterations = p.iterations;
-    args.gradient_last = p.gradient_last;
-    args.V = steps.V;
-    args.ds = steps.ds;
-    args.dcoupling = steps.dcoupling;
-    args.shared_weight = p.shared_weight;
-    if (!p.votes_given) args.du = operand(out.du, {p.B, p.I, p.K});
-    using Sum = std::remove_reference_t<decltype(args.dweight[0])>;
-    const int64_t weights = p.votes_given || out.dweight.data == nullptr ? 0 : out.weight_rows * p.J * p.D * p.K;
-    const int64_t weight_parts = parts * (p.shared_weight ? blocks : 1);
-    if (weights > 0) args.dweight = call.template scratch<Sum>(weight_parts * weights);
-    const int64_t logits = wants_logits() && !out.per_sample_logits ? p.I * p.J : 0;
-    if (logits > 0) args.dlogits = call.template scratch<double>(parts * logits);
-    if (out.per_sample_logits) args.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
-    pass(args);
-    if (weights > 0) call.join(args.dweight, weight_parts, weights, out.dweight);
-    if (logits > 0) call.join(args.dlogits, parts, logits, out.dlogits);
+  // Sets what the kernels of all last passes are told alike.
+  template <class Args>
+  void describe(Args* args) const {
+    args->in = call.in;
+    args->first = steps.first;
+    args->iterations = p.iterations;
+    args->gradient_last = p.gradient_last;
+    args->V = steps.V;
+    args->ds = steps.ds;
+    args->dcoupling = steps.dcoupling;
   }
 
   Call<T> call;

@@ -26,7 +26,7 @@ struct Squashing {
 template <class T>
 struct Parts {
   int64_t splits;
-  Global<double> sum;      // [splits, B, J, D], of the general kernels
+  Global<double> sum;      // [splits, B, J, D or, with mass, D + 1], of the general kernels
   Global<float> sum_tile;  // the same of the other kernels, whose sums are short enough for float
   Global<T> max;           // [splits, B, J]
   Global<double> total;    // [splits, B, J]
@@ -83,16 +83,16 @@ struct ColumnNorm {
 };
 
 // sum = components [d, d + kWidth) of the sum over the splits, in the lanes of slice 0. If `follows`, each split has
-// its own maximum, and its part is rescaled to the common one, `max`.
+// its own maximum, and its part is rescaled to the common one, `max`. elements: of a sum, D or D + 1.
 template <int kWidth, class T>
-CAPSFAST_DEVICE void add_parts(const Inputs& in, const Parts<T>& parts, const Place& at, int64_t d, bool follows, T max,
-                               double (&sum)[kWidth]) {
+CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T>& parts, const Place& at, int64_t d,
+                               bool follows, T max, double (&sum)[kWidth]) {
   const int64_t rows = in.B * in.J;
 #pragma unroll
   for (int n = 0; n < kWidth; ++n) sum[n] = 0;
 #pragma unroll 8
-  for (int64_t split = at.slice; split < parts.splits && d < in.D; split += at.slices) {
-    const int64_t row = split * rows + at.row, from = row * in.D + d;
+  for (int64_t split = at.slice; split < parts.splits && d < elements; split += at.slices) {
+    const int64_t row = split * rows + at.row, from = row * elements + d;
     const double factor = follows ? static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max)) : 1.0;
     if constexpr (kWidth > 1) {
       const auto run = parts.sum_tile.template vector<Run<float, kWidth>>(from);
@@ -133,6 +133,15 @@ CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
   return valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
 }
 
+// What the sums of a reducing pass are still to be multiplied with, and the maximum that they are relative to.
+// unweighted, follows: the pass took every coefficient as 1, or as exp(b - max).
+template <class T>
+CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& parts, const Place& at, bool valid,
+                                           bool unweighted, bool follows) {
+  if (follows) return ColumnNorm<T>::of(in, parts, at.row);
+  return {T(0), unweighted ? uniform<T>(in, at.b, valid) : T(1)};
+}
+
 // The step that computes s_t, its normaliser, v_t and V_t from the sums of pass t.
 template <class T>
 struct OutputArgs {
@@ -150,9 +159,7 @@ template <class T, int kWidth>
 CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
   const Inputs& in = a.in;
   const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = in.softmax_in && !a.unweighted;
-  ColumnNorm<T> norm{T(0), T(1)};
-  if (a.unweighted) norm.scale = uniform<T>(in, at.b, valid);
-  if (follows) norm = ColumnNorm<T>::of(in, a.parts, at.row);
+  const ColumnNorm<T> norm = norm_of_sums<T>(in, a.parts, at, valid, a.unweighted, follows);
   if (first && at.lane == 0 && in.softmax_in) {
     a.max[at.row] = norm.max;
     a.scale[at.row] = norm.scale;
@@ -161,7 +168,7 @@ CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
   for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
     const int64_t d = d0 + at.lane * kWidth;
     double sum[kWidth];
-    add_parts<kWidth, T>(in, a.parts, at, d, follows, norm.max, sum);
+    add_parts<kWidth, T>(in, in.D, a.parts, at, d, follows, norm.max, sum);
     if (!first || d >= in.D) continue;
 #pragma unroll
     for (int m = 0; m < kWidth; ++m) {
@@ -238,6 +245,19 @@ restore_kernel(RestoreArgs<T> a) {
   restore(a);
 }
 
+// `mean` and this lane's terms of sum_i coupling dcoupling.
+template <class T>
+CAPSFAST_DEVICE T add_coupling(const Inputs& in, const Place& at, const Operand& coupling, const Operand& dcoupling,
+                               T mean) {
+  if (!dcoupling.data) return mean;
+  const int64_t *c = coupling.stride, *dc = dcoupling.stride;
+  for (int64_t i = gpu::thread() % 32; i < in.I; i += 32) {
+    mean += coupling.template read<T>(at.b * c[0] + i * c[1] + at.j * c[2]) *
+            dcoupling.template read<T>(at.b * dc[0] + i * dc[1] + at.j * dc[2]);
+  }
+  return mean;
+}
+
 // The step that computes ds_t from dv_t: the gradient of the output in the last iteration, else the sum G of the
 // reducing passes so far.
 template <class T>
@@ -262,7 +282,7 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
   for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
     const int64_t d = d0 + at.lane * kWidth;
     double sum[kWidth] = {};
-    if (!a.dv.data) add_parts<kWidth, T>(in, a.parts, at, d, false, T(0), sum);
+    if (!a.dv.data) add_parts<kWidth, T>(in, in.D, a.parts, at, d, false, T(0), sum);
     if (!first || d >= in.D) continue;
 #pragma unroll
     for (int m = 0; m < kWidth; ++m) {
@@ -296,14 +316,7 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
   }
   if (!in.softmax_in) return;
   // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
-  if (a.dcoupling.data) {
-    const int64_t *c = a.coupling.stride, *dc = a.dcoupling.stride;
-    for (int64_t i = gpu::thread() % 32; i < in.I; i += 32) {
-      mean += a.coupling.template read<T>(at.b * c[0] + i * c[1] + at.j * c[2]) *
-              a.dcoupling.template read<T>(at.b * dc[0] + i * dc[1] + at.j * dc[2]);
-    }
-  }
-  mean = lane_sum(mean, 32);
+  mean = lane_sum(add_coupling<T>(in, at, a.coupling, a.dcoupling, mean), 32);
   if (first && at.lane == 0) a.mean[at.row] = mean;
 }
 

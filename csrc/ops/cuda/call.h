@@ -50,7 +50,7 @@ inline Mask mask(const MaskView& view, int64_t rows, int64_t columns) {
 }
 
 inline Inputs inputs_of(const Problem& p) {
-  Inputs in{p.B, p.I, p.J, p.D, p.K, p.softmax_in(), p.leaky, {}, {}, {}, {}, {}};
+  Inputs in{p.B, p.I, p.J, p.D, p.K, p.softmax_in(), p.leaky, {}, {}, {}, {}, {}, {}};
   if (p.votes_given) {
     in.matrix = operand(p.votes, {p.B, p.I, p.J, p.D});
   } else {
@@ -114,7 +114,7 @@ class Call {
     if (given || tiled) {
       to.sum_tile = scratch<float>(to.splits * vectors());
     } else {
-      to.sum = scratch<double>(to.splits * vectors());
+      to.sum = scratch<double>(to.splits * (vectors() + (p.moments ? scalars() : 0)));
     }
     if (with_columns) {
       to.max = scratch<T>(to.splits * scalars());
@@ -148,6 +148,11 @@ class Call {
     }
     ReduceArgs<T> pass = steps.pass(n);
     if (rows != nullptr) pass.norm = *rows;
+    general_reduce(pass);
+  }
+
+  // By the general kernel. There are input capsules.
+  void general_reduce(const ReduceArgs<T>& pass) const {
     kernels().reduce(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
   }
 
@@ -220,6 +225,7 @@ class Call {
   // Launches a kernel in which a warp has one output capsule of a sample at a time.
   template <class Args>
   void per_output(void (*kernel)(Args), const Args& args) const {
+    if (scalars() == 0) return;
     // A warp may take several in turn, so the size of the grid can be limited.
     const int64_t blocks = std::min<int64_t>(divide_up(scalars(), kThreads / 32), 1 << 20);
     gpu::launch(kernel, {blocks, 1, 1}, kThreads, 0, context.stream(), args);

@@ -31,11 +31,12 @@ CAPSFAST_DEVICE T larger(T a, T b) {
 
 // What iteration t scores votes with. V [B, J, D] is the sum of the outputs before t, absent in the first iteration.
 // ds [B, J, D] is the gradient of s_t, absent in the forward. dcoupling [B, I, J] is added to dc, absent but in the
-// last iteration of a backward.
+// last iteration of a backward. A pass is one iteration: V is its query and ds the gradient of its first moment. dmass
+// [B, J], that of its mass, is added to dc. dlse [B, I] is that of the log-sum-exp over the output capsules.
 template <class T>
 struct Scoring {
   Global<const T> V, ds;
-  Operand dcoupling;
+  Operand dcoupling, dmass, dlse;
 };
 
 // The normaliser of c = exp(b - max) scale, and mean = sum c dc. For the softmax over the output capsules there is one
@@ -100,12 +101,16 @@ CAPSFAST_DEVICE void score(const Inputs& in, const Tile& tile, const Scoring<T>&
       if (counts && in.logits.data)
         b[n] += in.logits.template read<T>(
             sample * in.logits.stride[0] + i * in.logits.stride[1] + j * in.logits.stride[2]);
+      if (counts && in.prior.data)
+        b[n] += in.prior.template read<T>(sample * in.prior.stride[0] + j * in.prior.stride[1]);
       to.logits[to.at(input, n, out)] = counts ? b[n] : -Extreme<T>::infinity;
       if (!with.ds) continue;
       if (counts && with.dcoupling.data) {
         dc[n] += with.dcoupling.template read<T>(
             sample * with.dcoupling.stride[0] + i * with.dcoupling.stride[1] + j * with.dcoupling.stride[2]);
       }
+      if (counts && with.dmass.data)
+        dc[n] += with.dmass.template read<T>(sample * with.dmass.stride[0] + j * with.dmass.stride[1]);
       to.dc[to.at(input, n, out)] = counts ? dc[n] : T(0);
     }
   }
@@ -161,6 +166,12 @@ CAPSFAST_DEVICE T inverse(T sum) {
   return sum == T(0) ? T(0) : T(1) / sum;
 }
 
+// The log-sum-exp of what has this maximum and scale.
+template <class T>
+CAPSFAST_DEVICE T log_sum(T max, T scale) {
+  return scale == T(0) ? -Extreme<T>::infinity : max - std::log(scale);
+}
+
 // Turns rows [pair][3] into maximum, scale and mean.
 template <class T>
 CAPSFAST_DEVICE void end_rows(int pairs, Shared<T> rows) {
@@ -171,11 +182,12 @@ CAPSFAST_DEVICE void end_rows(int pairs, Shared<T> rows) {
   }
 }
 
-// Replaces logits by c and, if with_dc, dc by db = c (dc - mean). If `all.max` is null, `rows` [pair][3] holds max,
-// scale and mean.
+// Replaces logits by c and, if there is ds, dc by db = c (dc - mean + dlse). If `all.max` is null, `rows` [pair][3] holds
+// max, scale and mean.
 template <class T, int kSamples>
-CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Normaliser<T>& all, Shared<T> rows,
-                               bool with_dc, const Scores<T, kSamples>& scores) {
+CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Scoring<T>& with, const Normaliser<T>& all,
+                               Shared<T> rows, const Scores<T, kSamples>& scores) {
+  const bool with_dc = static_cast<bool>(with.ds);
   const int count = tile.inputs * kSamples * tile.outputs;
   for (int n = gpu::thread(); n < count; n += gpu::threads()) {
     const int out = n % tile.outputs, pair = n / tile.outputs, sample = pair % kSamples;
@@ -192,6 +204,9 @@ CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Normali
       scale = rows[pair * 3 + 1];
       mean = rows[pair * 3 + 2];
     }
+    if (with.dlse.data)
+      mean -= with.dlse.template read<T>(
+          (tile.b0 + sample) * with.dlse.stride[0] + (tile.i0 + pair / kSamples) * with.dlse.stride[1]);
     const int at = pair * scores.pitch + out;
     const T c = std::exp(scores.logits[at] - max) * scale;
     scores.logits[at] = c;
@@ -214,7 +229,7 @@ CAPSFAST_DEVICE void couple(const Inputs& in, const Tile& tile, const Scoring<T>
     end_rows(pairs, rows);
     gpu::barrier();
   }
-  normalise(in, tile, all, rows, with_dc, to);
+  normalise(in, tile, with, all, rows, to);
   gpu::barrier();
 }
 

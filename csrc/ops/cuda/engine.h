@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include "pass.h"
 #include "routing.h"
 
 namespace capsfast::cuda {
@@ -22,6 +23,16 @@ struct Engine {
   static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
                        const torch::stable::Tensor& like) {
     cuda::backward<T>(p, in, out, like);
+  }
+  template <class T>
+  static void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out,
+                           const torch::stable::Tensor& like) {
+    cuda::pass_forward<T>(p, in, out, like);
+  }
+  template <class T>
+  static void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out,
+                            const torch::stable::Tensor& like) {
+    cuda::pass_backward<T>(p, in, saved, out, like);
   }
 };
 

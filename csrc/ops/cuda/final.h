@@ -14,11 +14,12 @@ template <class T>
 struct FinalArgs {
   Inputs in;
   int64_t first, iterations;  // iterations [first, iterations) have gradients
+  int64_t scored;             // the first one that scores with a V, for the general kernel
   bool gradient_last;
-  int64_t outputs, components;  // of a tile
-  Global<const T> V, ds;        // [r, B, J, D]; V[t] is what iteration t scored with, V[0] = 0
-  Normaliser<T> norm;           // columns [r, B, J], or rows [r, B, I], absent if a tile has all output capsules
-  Operand dcoupling;
+  int64_t outputs, components;     // of a tile
+  Global<const T> V, ds;           // [r, B, J, D]; V[t] is what iteration t scored with
+  Normaliser<T> norm;              // columns [r, B, J], or rows [r, B, I], absent if a tile has all output capsules
+  Operand dcoupling, dmass, dlse;  // as in Scoring
   bool shared_weight;
   Operand du;              // [B, I, K]
   Operand dvotes;          // [B, I, J, D]
@@ -191,9 +192,13 @@ CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc
   const int64_t vectors = in.B * in.J * in.D, scalars = in.softmax_in ? in.B * in.J : in.B * in.I;
   *scoring = {};
   *norm = {};
-  if (t > 0) scoring->V = a.V.from(t * vectors, vectors);
+  if (t >= a.scored) scoring->V = a.V.from(t * vectors, vectors);
   if (with_dc) scoring->ds = a.ds.from(t * vectors, vectors);
-  if (with_dc && t + 1 == a.iterations) scoring->dcoupling = a.dcoupling;
+  if (with_dc && t + 1 == a.iterations) {
+    scoring->dcoupling = a.dcoupling;
+    scoring->dmass = a.dmass;
+    scoring->dlse = a.dlse;
+  }
   if (!a.norm.max) return;
   norm->max = a.norm.max.from(t * scalars, scalars);
   norm->scale = a.norm.scale.from(t * scalars, scalars);
@@ -215,7 +220,7 @@ CAPSFAST_DEVICE void finish_piece(const FinalArgs<T>& a, const Tile& tile, const
                   du = gpu::shared<T>(Memory::du_at, Size::pairs * Size::columns);
   const bool logits = (a.dlogits || a.dlogits_sample.data) && piece.d0 == 0 && piece.k0 == 0;
   for (int64_t t = a.first; t < a.iterations; ++t) {
-    const bool with_db = !a.gradient_last && t > 0, with_dc = with_db || logits;
+    const bool with_db = !a.gradient_last && t >= a.scored, with_dc = with_db || logits;
     Scoring<T> scoring;
     Normaliser<T> norm;
     at_iteration(a, t, with_dc, &scoring, &norm);

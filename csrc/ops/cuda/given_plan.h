@@ -92,6 +92,7 @@ inline int64_t lanes_of(const Problem& p, int64_t numbers) { return power_of_two
 // Null if these kernels serve the call, else the reason why not.
 inline const char* why_not_given(const Problem& p) {
   if (!p.votes_given) return "votes are made";
+  if (p.moments) return "it is a pass of its own, with mass";
   if (p.votes.storage == Storage::f64) return "sums are formed in float32";
   if (p.empty()) return "there are no votes";
   if (p.D % GivenSize::few != 0 || p.D > GivenSize::components) return "D is not a multiple of 4, or too large";

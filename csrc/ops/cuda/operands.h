@@ -101,6 +101,7 @@ struct Inputs {
   bool softmax_in, leaky;
   Operand u, matrix;    // u [B, I, K], absent for route_votes
   Operand logits;       // [B, I, J]
+  Operand prior;        // [B, J], added to the logits; of a pass alone
   Mask mask, out_mask;  // [B, I], [B, J]
 };
 

@@ -1,4 +1,5 @@
-// The general reducing pass: sum_i c votes (forward) or sum_i db votes (backward).
+// The general reducing pass: sum_i c votes (forward) or sum_i db votes (backward), and for the pass ops sum_i c or
+// sum_i db beside them.
 //
 // A block has a tile of samples, a tile of output capsules and a split of the input capsules, over which it walks. It
 // reads a weight once for the samples of the tile. A thread has rows (j, d) of the sum, so that no two threads add to
@@ -16,11 +17,13 @@ struct ReduceArgs {
   Scoring<T> scoring;
   Normaliser<T> norm;
   bool unweighted;         // every coefficient is 1: the first iteration without logits
-  Global<double> sum;      // [splits, B, J, D]; absent if only the coupling is wanted
+  bool mass;               // a sum has one more element than D, that of the coefficients
+  Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
   Global<float> sum_tile;  // the same for all kernels but the general ones
   Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules of unknown normaliser
   Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
   Operand coupling;        // [B, I, J], written
+  Operand lse;             // [B, I], written: the log-sum-exp over the output capsules
 };
 
 template <class T>
@@ -63,11 +66,11 @@ CAPSFAST_DEVICE void add_votes(const ReduceArgs<T>& a, const Tile& tile, int64_t
                                Shared<T> factor, const Scores<T, ReduceTile<T>::samples>& scores) {
   constexpr int kSamples = ReduceTile<T>::samples;
   const Inputs& in = a.in;
-  const int64_t rows = tile.outputs * in.D;
+  const int64_t elements = in.D + a.mass, rows = tile.outputs * elements;
   const bool backward = static_cast<bool>(a.scoring.ds);
   for (int64_t row = gpu::thread(); row < rows; row += gpu::threads()) {
-    const int out = static_cast<int>(row / in.D);
-    const int64_t j = tile.j0 + out, d = row % in.D;
+    const int out = static_cast<int>(row / elements);
+    const int64_t j = tile.j0 + out, d = row % elements;
     T sum[kSamples];
 #pragma unroll
     for (int n = 0; n < kSamples; ++n) sum[n] = T(0);
@@ -75,7 +78,12 @@ CAPSFAST_DEVICE void add_votes(const ReduceArgs<T>& a, const Tile& tile, int64_t
       const int64_t i = tile.i0 + input;
       const unsigned valid = valid_samples(in, tile, i);
       T votes[kSamples];
-      Votes<T, E, kVotes>::make(in, tile, valid, i, j, d, votes);
+      if (d < in.D) {
+        Votes<T, E, kVotes>::make(in, tile, valid, i, j, d, votes);
+      } else {
+#pragma unroll
+        for (int n = 0; n < kSamples; ++n) votes[n] = T(1);
+      }
 #pragma unroll
       for (int n = 0; n < kSamples; ++n) {
         if (!(valid >> n & 1)) continue;
@@ -86,7 +94,7 @@ CAPSFAST_DEVICE void add_votes(const ReduceArgs<T>& a, const Tile& tile, int64_t
 #pragma unroll
     for (int n = 0; n < kSamples; ++n) {
       if (n >= tile.samples) continue;
-      double& to = a.sum[((split * in.B + tile.b0 + n) * in.J + j) * in.D + d];
+      double& to = a.sum[((split * in.B + tile.b0 + n) * in.J + j) * elements + d];
       const double before = first ? 0.0 : rescale ? to * static_cast<double>(factor[n * scores.pitch + out]) : to;
       to = before + static_cast<double>(sum[n]);
     }
@@ -103,6 +111,19 @@ CAPSFAST_DEVICE void write_coupling(const ReduceArgs<T>& a, const Tile& tile,
     const int64_t b = tile.b0 + sample, i = tile.i0 + pair / kSamples, j = tile.j0 + out;
     a.coupling.template write<T>(b * a.coupling.stride[0] + i * a.coupling.stride[1] + j * a.coupling.stride[2],
                                  scores.logits[pair * scores.pitch + out]);
+  }
+}
+
+// max - log scale, where `norm` or else `rows` has them, as for normalise().
+template <class T>
+CAPSFAST_DEVICE void write_lse(const ReduceArgs<T>& a, const Tile& tile, Shared<T> rows) {
+  constexpr int kSamples = ReduceTile<T>::samples;
+  for (int pair = gpu::thread(); pair < tile.inputs * kSamples; pair += gpu::threads()) {
+    if (pair % kSamples >= tile.samples) continue;
+    const int64_t b = tile.b0 + pair % kSamples, i = tile.i0 + pair / kSamples, at = b * a.in.I + i;
+    const T max = a.norm.max ? a.norm.max[at] : rows[pair * 3];
+    const T scale = a.norm.max ? a.norm.scale[at] : rows[pair * 3 + 1];
+    a.lse.template write<T>(b * a.lse.stride[0] + i * a.lse.stride[1], log_sum(max, scale));
   }
 }
 
@@ -142,6 +163,7 @@ reduce_kernel(ReduceArgs<T> a) {
       } else if (!a.unweighted) {
         couple<T, E, kVotes>(in, tile, a.scoring, a.norm, rows, scores);
         if (a.coupling.data) write_coupling(a, tile, scores);
+        if (a.lse.data && tile.j0 == 0) write_lse(a, tile, rows);
       }
       if (a.sum) add_votes<T, E, kVotes>(a, tile, split, tile.i0 == i_begin, follow, factor, scores);
       gpu::barrier();

@@ -48,6 +48,7 @@ CAPSFAST_HOST_DEVICE constexpr int tile_bytes(int warps, int samples, int J, int
 // Null if the tile kernels serve the call, else the reason why not.
 inline const char* why_no_tiles(const Problem& p) {
   if (p.votes_given) return "votes are given";
+  if (p.moments) return "it is a pass of its own, with mass";
   if (p.u.storage == Storage::f64) return "tensor cores multiply in 32 bits at most";
   if (p.K != 4 && p.K != 8 && p.K != 16) return "K is not 4, 8 or 16";
   if (p.D != 8 && p.D != 16 && p.D != 32) return "D is not 8, 16 or 32";

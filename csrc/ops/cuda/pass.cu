@@ -1,0 +1,174 @@
+// A linear pass is one iteration of routing with a given V, the query, and without a squash: the general reducing pass,
+// whose sums are the moments. In the backward its sums are dquery and dprior, and the last pass has the rest.
+#include "pass.h"
+
+#include <torch/headeronly/util/Exception.h>
+
+#include "last_pass.h"
+#include "pass_steps.h"
+
+namespace capsfast::cuda {
+
+namespace {
+
+// Null if the kernels serve the pass, else what they lack.
+const char* why_no_pass(const Problem& p) {
+  if (p.quadratic) return "precision, center or second moments";
+  if (p.activation.data != nullptr) return "an activation";
+  if (p.normalize != Normalize::out && p.normalize != Normalize::in) return "normalize 'sigmoid', 'none' or 'lse'";
+  return nullptr;
+}
+
+// What forward and backward share.
+template <class T>
+struct Pass {
+  Pass(const Problem& problem, const PassInputs& inputs, const Tensor& like, bool backward)
+      : call(problem, like, backward), p(problem), in(call.in) {
+    in.prior = operand(inputs.prior, {p.B, p.J});
+    if (inputs.query.data == nullptr) return;
+    const Global<T> V = call.template scratch<T>(call.vectors());
+    call.per_output(query_kernel<T>, QueryArgs<T>{in, operand(inputs.query, {p.B, p.J, p.D}), V});
+    scoring.V = V;
+  }
+
+  // The normaliser of the softmax over the output capsules from a sweep of its own.
+  Normaliser<T> rows() {
+    const int64_t count = p.B * p.I;
+    const Global<T> max = call.template scratch<T>(count), scale = call.template scratch<T>(count),
+                    mean = call.template scratch<T>(count);
+    if (p.I > 0) call.rows({in, scoring, max, scale, mean});
+    return {max, scale, mean};
+  }
+
+  ReduceArgs<T> reducing(const Parts<T>& parts) const {
+    ReduceArgs<T> args{};
+    args.in = in;
+    args.scoring = scoring;
+    args.mass = true;
+    args.sum = parts.sum;
+    return args;
+  }
+
+  void reduce(const ReduceArgs<T>& args) const {
+    if (p.I > 0) call.general_reduce(args);
+  }
+
+  Call<T> call;
+  const Problem& p;
+  Inputs in;
+  Scoring<T> scoring{};
+};
+
+void check(const Problem& p) {
+  const char* lacking = why_no_pass(p);
+  STD_TORCH_CHECK(lacking == nullptr, "capsfast: the CUDA kernels of a pass do not serve ", lacking);
+}
+
+}  // namespace
+
+template <class T>
+void pass_forward(const Problem& p, const PassInputs& inputs, const PassOutputs& out, const Tensor& like) {
+  check(p);
+  if (p.B == 0) return;
+  Pass<T> pass(p, inputs, like, false);
+  Call<T>& call = pass.call;
+  const Operand weights = operand(out.weights, {p.B, p.I, p.J}),
+                lse = operand(out.lse, {p.B, p.softmax_in() ? p.J : p.I});
+  MomentArgs<T> moments{};
+  moments.in = pass.in;
+  moments.parts = call.parts(p.softmax_in());
+  moments.unweighted = !pass.scoring.V && !pass.in.prior.data && !pass.in.logits.data && !weights.data && !lse.data &&
+                       !(p.softmax_in() && pass.in.mask.data);
+  moments.first = operand(out.first, {p.B, p.J, p.D});
+  moments.mass = operand(out.mass, {p.B, p.J});
+  ReduceArgs<T> reduce = pass.reducing(moments.parts);
+  reduce.unweighted = moments.unweighted;
+  if (p.softmax_in()) {
+    const Global<T> norm(static_cast<T*>(out.norm), 2 * call.scalars());
+    moments.max = norm.from(0, call.scalars());
+    moments.scale = norm.from(call.scalars(), call.scalars());
+    moments.lse = lse;
+    if (!reduce.unweighted) {
+      reduce.max = moments.parts.max;
+      reduce.total = moments.parts.total;
+    }
+  } else {
+    reduce.coupling = weights;
+    reduce.lse = lse;
+    if (call.plan.rows_apart && !reduce.unweighted) reduce.norm = pass.rows();
+  }
+  pass.reduce(reduce);
+  call.per_output(moment_kernel<T>, moments);
+  if (!p.softmax_in() || !weights.data) return;
+  // The coupling takes one more pass, whose normaliser is known now, and which adds nothing up.
+  ReduceArgs<T> write = pass.reducing({});
+  write.norm = {moments.max, moments.scale, {}};
+  write.coupling = weights;
+  pass.reduce(write);
+}
+
+template <class T>
+void pass_backward(const Problem& p, const PassInputs& inputs, const PassSaved& saved, const PassGradients& out,
+                   const Tensor& like) {
+  check(p);
+  if (p.B == 0 || p.J == 0) return;
+  Pass<T> pass(p, inputs, like, true);
+  Call<T>& call = pass.call;
+  MomentGradientArgs<T> gradients{};
+  gradients.in = pass.in;
+  gradients.dfirst = operand(saved.dfirst, {p.B, p.J, p.D});
+  gradients.first = operand(saved.first, {p.B, p.J, p.D});
+  gradients.dmass = operand(saved.dmass, {p.B, p.J});
+  gradients.mass = operand(saved.mass, {p.B, p.J});
+  gradients.dweights = operand(saved.dweights, {p.B, p.I, p.J});
+  gradients.weights = operand(saved.weights, {p.B, p.I, p.J});
+  gradients.ds = call.template scratch<T>(call.vectors());
+  Normaliser<T> norm;
+  const Operand dlse = operand(saved.dlse, {p.B, p.softmax_in() ? p.J : p.I});
+  if (p.softmax_in()) {
+    gradients.dlse = dlse;
+    gradients.mean = call.template scratch<T>(call.scalars());
+    const Global<const T> columns(static_cast<const T*>(saved.norm), 2 * call.scalars());
+    norm = {columns.from(0, call.scalars()), columns.from(call.scalars(), call.scalars()), gradients.mean};
+  } else {
+    pass.scoring.dlse = dlse;
+  }
+  call.per_output(moment_gradient_kernel<T>, gradients);
+  pass.scoring.ds = gradients.ds;
+  pass.scoring.dmass = gradients.dmass;
+  pass.scoring.dcoupling = gradients.dweights;
+  if (call.plan.rows_apart || call.plan.final_rows_apart) norm = pass.rows();
+
+  if (out.dquery.data != nullptr || out.dprior.data != nullptr) {
+    MomentArgs<T> sums{};
+    sums.in = pass.in;
+    sums.parts = call.parts(false);
+    sums.first = operand(out.dquery, {p.B, p.J, p.D});
+    sums.mass = operand(out.dprior, {p.B, p.J});
+    ReduceArgs<T> reduce = pass.reducing(sums.parts);
+    reduce.norm = norm;
+    pass.reduce(reduce);
+    call.per_output(moment_kernel<T>, sums);
+  }
+  if (!wants_last_pass(p, out.common)) return;
+  FinalArgs<T> last = final_args<T>(p, out.common);
+  last.in = pass.in;
+  last.iterations = 1;
+  last.scored = pass.scoring.V ? 0 : 1;
+  last.V = pass.scoring.V;
+  last.ds = pass.scoring.ds;
+  last.dcoupling = pass.scoring.dcoupling;
+  last.dmass = pass.scoring.dmass;
+  last.dlse = pass.scoring.dlse;
+  last.norm = norm;
+  general_last_pass(call, out.common, last);
+}
+
+template void pass_forward<float>(const Problem&, const PassInputs&, const PassOutputs&, const Tensor&);
+template void pass_forward<double>(const Problem&, const PassInputs&, const PassOutputs&, const Tensor&);
+template void pass_backward<float>(const Problem&, const PassInputs&, const PassSaved&, const PassGradients&,
+                                   const Tensor&);
+template void pass_backward<double>(const Problem&, const PassInputs&, const PassSaved&, const PassGradients&,
+                                    const Tensor&);
+
+}  // namespace capsfast::cuda

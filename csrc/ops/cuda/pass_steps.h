@@ -1,0 +1,109 @@
+// The steps before and after the reducing pass of a pass op, on arrays [.., B, J, D]. As those of between.h they give a
+// warp one output capsule of a sample at a time.
+#pragma once
+
+#include "between.h"
+
+namespace capsfast::cuda {
+
+// A lane's components of `to` [B, J, D], 0 where `from` is absent or the output capsule is masked, whatever it holds.
+template <class T>
+CAPSFAST_DEVICE void load_output(const Inputs& in, const Place& at, const Operand& from, const Global<T>& to) {
+  const bool counts = from.data && in.out_mask.at(at.b, at.j);
+  const int64_t* stride = from.stride;
+  for (int64_t d = gpu::thread() % 32; d < in.D; d += 32) {
+    to[at.row * in.D + d] = counts ? from.template read<T>(at.b * stride[0] + at.j * stride[1] + d * stride[2]) : T(0);
+  }
+}
+
+// The step that makes V of the query.
+template <class T>
+struct QueryArgs {
+  Inputs in;
+  Operand query;  // [B, J, D]
+  Global<T> V;    // [B, J, D], written
+};
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+query_kernel(QueryArgs<T> a) {
+  for_outputs(a.in, 1, [&](const Place& at) { load_output(a.in, at, a.query, a.V); });
+}
+
+// The step that makes ds of the gradient of the first moment and, for the softmax over the input capsules, sums up
+// c dc of every output capsule. As dc = dmass + votes . ds + dweights, and the moments are the sums of c and c votes,
+// this takes no pass. dlse is subtracted, because it is added to every dc - mean.
+template <class T>
+struct MomentGradientArgs {
+  Inputs in;
+  Operand dfirst, first;      // [B, J, D]
+  Operand dmass, mass, dlse;  // [B, J]
+  Operand dweights, weights;  // [B, I, J]
+  Global<T> ds;               // [B, J, D], written
+  Global<T> mean;             // [B, J], written; absent for the softmax over the output capsules
+};
+
+template <class T>
+CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const Place& at) {
+  const Inputs& in = a.in;
+  const int lane = gpu::thread() % 32;
+  load_output(in, at, a.dfirst, a.ds);
+  if (!a.mean) return;
+  const auto scalar = [&](const Operand& x) { return x.template read<T>(at.b * x.stride[0] + at.j * x.stride[1]); };
+  T mean = T(0);
+  if (lane == 0 && a.dmass.data) mean += scalar(a.dmass) * scalar(a.mass);
+  if (lane == 0 && a.dlse.data) mean -= scalar(a.dlse);
+  const int64_t* stride = a.first.stride;
+  for (int64_t d = lane; d < in.D; d += 32)
+    mean += a.ds[at.row * in.D + d] * a.first.template read<T>(at.b * stride[0] + at.j * stride[1] + d * stride[2]);
+  mean = lane_sum(add_coupling<T>(in, at, a.weights, a.dweights, mean), 32);
+  if (lane == 0) a.mean[at.row] = mean;
+}
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+moment_gradient_kernel(MomentGradientArgs<T> a) {
+  for_outputs(a.in, 1, [&](const Place& at) { differentiate_moments(a, at); });
+}
+
+// The step that adds up the sums of a reducing pass with mass: the moments, or dquery and dprior.
+template <class T>
+struct MomentArgs {
+  Inputs in;
+  Parts<T> parts;
+  bool unweighted;       // as in OutputArgs
+  Operand first, mass;   // [B, J, D], [B, J], written
+  Global<T> max, scale;  // [B, J], written: in the forward with softmax over the input capsules
+  Operand lse;           // [B, J], written as well
+};
+
+template <class T>
+CAPSFAST_DEVICE void add_moments(const MomentArgs<T>& a, const Place& at) {
+  const Inputs& in = a.in;
+  const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = a.max && !a.unweighted;
+  const ColumnNorm<T> norm = norm_of_sums<T>(in, a.parts, at, valid, a.unweighted, follows);
+  if (first && at.lane == 0 && a.max) {
+    a.max[at.row] = norm.max;
+    a.scale[at.row] = norm.scale;
+    if (a.lse.data)
+      a.lse.template write<T>(at.b * a.lse.stride[0] + at.j * a.lse.stride[1], log_sum(norm.max, norm.scale));
+  }
+  for (int64_t d0 = 0; d0 <= in.D; d0 += at.lanes) {
+    const int64_t d = d0 + at.lane;
+    double sum[1];
+    add_parts<1, T>(in, in.D + 1, a.parts, at, d, follows, norm.max, sum);
+    const T value = static_cast<T>(sum[0] * static_cast<double>(norm.scale));
+    const int64_t *vector = a.first.stride, *scalar = a.mass.stride;
+    if (first && d < in.D && a.first.data)
+      a.first.template write<T>(at.b * vector[0] + at.j * vector[1] + d * vector[2], value);
+    if (first && d == in.D && a.mass.data) a.mass.template write<T>(at.b * scalar[0] + at.j * scalar[1], value);
+  }
+}
+
+template <class T>
+CAPSFAST_KERNEL(kThreads, 4)
+moment_kernel(MomentArgs<T> a) {
+  for_outputs(a.in, 1, [&](const Place& at) { add_moments(a, at); });
+}
+
+}  // namespace capsfast::cuda

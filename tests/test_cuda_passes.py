@@ -1,0 +1,143 @@
+"""The CUDA kernels of a pass through the emulator: what they refuse, and the sides of their tiles.
+
+What every backend must do is tested in test_passes.py.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from .emulator import backend as emulator
+from .support.accuracy import check
+from .support.backends import EMULATED, Shape
+from .support.passes import EVERYTHING, LINEAR, LOADED, PASS_OPS, PassCase, PassOp, make, normalized, registered
+from .support.problems import run
+
+SMALL = Shape(3, 7, 4, 5, 6)
+LINEAR_WAYS = (LOADED, normalized(LOADED, "in"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    emulator.install()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", [*LINEAR_WAYS, PassCase(query=True, logits="IJ", prior=True)], ids=str)
+@pytest.mark.parametrize("op", PASS_OPS, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    # More output capsules than a tile of either kernel has, or of the last pass alone; vectors and poses longer
+    # than a tile; several tiles of samples.
+    [
+        Shape(2, 3, 70, 2, 2),
+        Shape(2, 9, 20, 14, 1),
+        Shape(1, 2, 2, 300, 1),
+        Shape(2, 3, 2, 3, 130),
+        Shape(19, 5, 33, 3, 2),
+    ],
+    ids=str,
+)
+def test_more_than_a_tile(shape: Shape, op: PassOp, case: PassCase, dtype: torch.dtype) -> None:
+    check(op.make(shape, case, dtype), EMULATED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", PASS_OPS, ids=str)
+def test_sixteen_bits(op: PassOp, dtype: torch.dtype) -> None:
+    for case in LINEAR_WAYS:
+        found = check(op.make(Shape(17, 4, 4, 8, 4), case, dtype), EMULATED)
+        assert found["mass"].dtype == found["first"].dtype == torch.float32
+        assert found["dquery"].dtype == found["dprior"].dtype == dtype
+
+
+@pytest.mark.parametrize("case", [PassCase(), PassCase(leaky=True, mask=True, out_mask=True), *LINEAR_WAYS], ids=str)
+@pytest.mark.parametrize("op", PASS_OPS, ids=str)
+def test_splits_longer_than_a_tile(op: PassOp, case: PassCase) -> None:
+    with emulator.device(multiprocessors=1):
+        for how in ("out", "in"):
+            check(op.make(Shape(20, 40, 3, 4, 2), normalized(case, how), torch.float32), EMULATED)
+
+
+@pytest.mark.parametrize("leaky", [False, True])
+def test_a_maximum_that_rises_along_the_input_capsules(leaky: bool) -> None:
+    # Farther apart than exp() can hold, up or down in one split: sums, masses and totals are rescaled many times.
+    case = PassCase(query=True, logits="BIJ", normalize="in", leaky=leaky, lse=True)
+    problem = make((20, 40, 4, 5, 2), case, dtype=torch.float32)
+    problem.inputs["logits"] += torch.linspace(-55, 55, 40)[None, :, None] * torch.tensor([1.0, -1.0]).repeat(2)
+    problem.inputs["logits"][0, :7] = -torch.inf
+    with emulator.device(multiprocessors=1):
+        found = check(problem, EMULATED, slack=4)
+    assert all(value.isfinite().all() for value in found.values())
+
+
+def test_a_pass_is_one_pass() -> None:
+    def launched(case: PassCase, *need: str) -> dict[str, int]:
+        emulator.take_launches()
+        run(make((3, 5, 4, 16, 8), case, dtype=torch.float32), emulator.NAME, need)
+        return emulator.take_launches()
+
+    forward = {"ReduceArgs": 1, "MomentArgs": 1}
+    assert launched(PassCase()) == forward
+    assert launched(LINEAR) == {**forward, "QueryArgs": 1}
+    # The weights of a softmax over the input capsules are written when its normaliser is known.
+    assert launched(normalized(LOADED, "in")) == {"ReduceArgs": 2, "MomentArgs": 1, "QueryArgs": 1}
+    backward = {"ReduceArgs": 1, "MomentArgs": 1, "QueryArgs": 2, "MomentGradientArgs": 1}
+    assert launched(LINEAR, "u") == {**backward, "FinalArgs": 1}
+    assert launched(LINEAR, "query") == {**backward, "ReduceArgs": 2, "MomentArgs": 2}
+    assert launched(LINEAR, "weight", "query") == {
+        **backward,
+        "ReduceArgs": 2,
+        "MomentArgs": 2,
+        "FinalArgs": 1,
+        "JoinArgs": 1,
+    }
+
+
+@pytest.mark.parametrize("op", PASS_OPS, ids=str)
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"precision": True}, "it serves linear passes, those without precision"),
+        ({"center": True}, "it serves linear passes, those without center"),
+        ({"activation": True}, "it serves linear passes, those without activation"),
+        ({"second": True}, "it serves linear passes, those without second"),
+        ({"precision": True, "center": True, "second": True}, "those without precision, center, second"),
+        ({"normalize": "sigmoid"}, "it serves normalize 'out' and 'in', got 'sigmoid'"),
+        ({"normalize": "none"}, "it serves normalize 'out' and 'in', got 'none'"),
+        ({"normalize": "lse"}, "it serves normalize 'out' and 'in', got 'lse'"),
+        ({"shared": "J"}, "it does not serve votes that all output capsules share"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_named(op: PassOp, asked: dict[str, Any], named: str) -> None:
+    problem = make(op.fit(SMALL), replace(LINEAR, **asked), op.name, torch.float32)
+    with pytest.raises(
+        RuntimeError, match=rf"capsfast.{op.name}: backend 'emulated' cannot serve this call: .*{named}"
+    ):
+        run(problem, emulator.NAME)
+
+
+@pytest.mark.parametrize(("op", "more"), [(PASS_OPS[0], {"poses": 2}), (PASS_OPS[1], {"spatial": (2, 3)})], ids=str)
+def test_pose_matrices_and_positions_are_named(op: PassOp, more: dict[str, Any]) -> None:
+    problem = make(op.fit(Shape(2, 3, 4, 6, 5)), replace(LINEAR, **more), op.name, torch.float32)
+    with pytest.raises(RuntimeError, match="it does not serve pose matrices, nor votes with axes of positions"):
+        run(problem, emulator.NAME)
+
+
+@pytest.mark.parametrize("op", PASS_OPS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (EVERYTHING, "precision, center or second moments"),
+        (replace(LINEAR, activation=True), "an activation"),
+        (normalized(LINEAR, "sigmoid"), "normalize 'sigmoid', 'none' or 'lse'"),
+    ],
+    ids=str,
+)
+def test_the_op_itself_refuses(op: PassOp, case: PassCase, named: str) -> None:
+    problem = make(op.fit(SMALL), case, op.name, torch.float32)
+    with pytest.raises(RuntimeError, match=f"capsfast: the CUDA kernels of a pass do not serve {named}"):
+        EMULATED.op(op.name)(*registered(problem))
