@@ -341,8 +341,11 @@ def test_the_interpreter_serves_only_who_asks() -> None:
     assert choice.select("capsfast.dynamic_routing", torch.device("cpu"), None) in ("cpp", "reference")
 
 
-def test_too_many_components_are_refused() -> None:
+def test_too_large_capsules_are_refused() -> None:
     votes = torch.zeros(1, 1, 1, 513)
     with pytest.raises(RuntimeError, match=r"'triton' cannot serve this call: .* D up to 512, got 513"):
         capsfast.route_votes(votes, backend="triton")
     capsfast.route_votes(votes)
+    u, weight = torch.zeros(1, 1, 33, 1), torch.zeros(1, 1, 1, 1)
+    with pytest.raises(RuntimeError, match=r"'triton' cannot serve this call: .* up to 32 rows, got 33"):
+        capsfast.dynamic_routing(u, weight, backend="triton")

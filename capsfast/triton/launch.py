@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops._product import poses, width
 from ..options import SOFTMAX, Options, PassOptions
 from . import config
-from .config import Choice, Layer, Tiles
+from .config import Choice, Layer, Tiles, power_of_two
 
 
 @functools.cache
@@ -54,7 +55,8 @@ class Plan(NamedTuple):
 
 @dataclass
 class Call:
-    """A call. x: u [B, I, K], or without a weight votes [B, I, J or 1, D]. Tensors may have any strides. tf32: allowed.
+    """A call. x: u [B, I, P K], or without a weight [I or 1, J, D / P, K] votes [B, I, J or 1, D]. Tensors may have any
+    strides. tf32: allowed.
 
     outputs: J, if x does not say it. scores: None for the routing ops, which score with V.
     """
@@ -70,6 +72,7 @@ class Call:
     outputs: int | None = None
     scores: Scores | None = None
     sizes: tuple[int, int, int, int, int] = field(init=False)  # B, I, J, D, K
+    poses: int = field(init=False, default=1)  # P
     _plans: dict[str, Plan] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,8 +80,9 @@ class Call:
             B, I, J, D = self.x.shape
             self.sizes = (B, I, J if self.outputs is None else self.outputs, D, 1)
         else:
-            B, I, K = self.x.shape
-            self.sizes = (B, I, self.weight.shape[1], self.weight.shape[2], K)
+            B, I, _ = self.x.shape
+            self.poses = poses(self.x, self.weight)
+            self.sizes = (B, I, self.weight.shape[1], width(self.x, self.weight), self.weight.shape[3])
         self.mask, self.out_mask = _as_bytes(self.mask), _as_bytes(self.out_mask)
         if self.bias is not None:
             self.bias = self.bias.contiguous()
@@ -158,7 +162,7 @@ class Call:
         """WIDE: whether offsets within 16 samples, all outputs and all K may need 64 bits."""
         B, I, J, D, K = self.sizes
         # The gradients of inputs, and V and ds of all iterations.
-        reach = [config.ROWS * I * max(J * D, K, J), config.ROWS * 2 * self.iterations * J * D]
+        reach = [config.ROWS * I * max(J * D, self.poses * K, J), config.ROWS * 2 * self.iterations * J * D]
         for tensor in (self.x, self.logits, self.mask, self.out_mask):
             if tensor is not None:
                 # Logits [I, J] have no axis of samples.
@@ -178,7 +182,8 @@ class Call:
     @functools.cached_property
     def layer(self) -> Layer:
         B, I, J, D, K = self.sizes
-        return Layer(J, D, 0 if self.votes_given else K, self.x.element_size(), self.shared)
+        K = 0 if self.votes_given else K
+        return Layer(J, D // self.poses, K, self.x.element_size(), self.shared, self.poses)
 
     def choice(self, kernel: str) -> Choice:
         name = f"{kernel} quadratic" if self.quadratic else kernel
@@ -205,7 +210,10 @@ class Call:
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
         inner = dict(zip(("x_j", "x_d", "w_j", "w_d", "w_k"), (*x, *w), strict=True))
         cut = {"BB": tiles.BB, "JT": tiles.JT, "DP": tiles.DP, "KP": tiles.KP, "NT": tiles.NT}
-        return {"J": J, "D": D, "K": K, **cut, **inner}
+        return {"J": J, "D": D, "K": K, "P": self.poses, "PP": power_of_two(self.poses), **cut, **inner}
+
+    def batch_tiles(self, tiles: Tiles) -> int:
+        return cdiv(self.sizes[0], tiles.BB // power_of_two(self.poses))
 
     def wanted_programs(self, kernel: str) -> int:
         if not self.x.is_cuda:
@@ -216,7 +224,7 @@ class Call:
         """(splits, input capsules of a split): with the tiles of batch and outputs, they fill the device."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
-        others = cdiv(B, tiles.BB) * (1 if kernel == "row_norm" else tiles.groups)
+        others = self.batch_tiles(tiles) * (1 if kernel == "row_norm" else tiles.groups)
         chunk = cdiv(max(I, 1), min(cdiv(self.wanted_programs(kernel), others), max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
@@ -228,7 +236,7 @@ class Call:
         # A shared weight has a partial dW per program, so no more programs are made than fill the device.
         chunk = fair if self.shared else min(self.choice("gradient").chunk, fair)
         chunks = cdiv(max(I, 1), chunk)
-        batch = cdiv(B, self.tiles("gradient").BB)
+        batch = self.batch_tiles(self.tiles("gradient"))
         each = cdiv(batch, min(cdiv(wanted, chunks), batch))
         return chunks, chunk, cdiv(batch, each), each
 

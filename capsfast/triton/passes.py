@@ -57,7 +57,7 @@ def row_norm(
     """Fills rows [3, B, I]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
     tiles, splits, chunk, constants = call.plan("row_norm")
     B, I, *_ = call.sizes
-    row_norm_kernel[(cdiv(B, tiles.BB), splits)](
+    row_norm_kernel[(call.batch_tiles(tiles), splits)](
         *call.tensors, dcoupling, *given, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk,
         tiles.groups,
         **constants, WITH_DS=with_ds, R=call.iterations,
@@ -71,7 +71,7 @@ def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool)
     kind = "uniform" if uniform else mode(call, "accumulate")
     partial = call.new(splits, B, J, D)
     online = call.new(2, splits, B, J) if kind == "in" else None
-    accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+    accumulate_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
         *call.tensors, V, rows, partial, online, None, None, None, None, *call.strides, B, I, chunk,
         **constants, MODE=kind,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def accumulate_moments(
     second = isinstance(call.options, PassOptions) and call.options.second
     sums = _partial_sums(call, splits, True, second)
     online = call.new(2, splits, B, J) if kind == "in" else None
-    accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+    accumulate_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
         *call.tensors, call.scores.query, rows, sums.first, online, sums.mass, sums.second,
         None if kind == "in" else coupling, lse if kind == "out" else None, *call.strides, B, I, chunk,
         **constants, MODE=kind,
@@ -125,7 +125,7 @@ def accumulate_gradient(
     tiles, splits, chunk, constants = call.plan("accumulate_gradient")
     B, I, *_ = call.sizes
     sums = _partial_sums(call, splits, *wanted)
-    accumulate_gradient_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+    accumulate_gradient_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
         *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *pair_strides(dcoupling), B, I,
         chunk,
         **constants, MODE=mode(call, "accumulate_gradient"), R=call.iterations,
@@ -136,7 +136,7 @@ def accumulate_gradient(
 def coupling(call: Call, V: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
     tiles, splits, chunk, constants = call.plan("coupling")
     B, I, *_ = call.sizes
-    coupling_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+    coupling_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
         *call.tensors, V, rows, *norm, out, *call.strides, B, I, chunk,
         **constants, MODE=mode(call, "coupling"),
     )  # fmt: skip
@@ -255,7 +255,9 @@ def gradient(
         dx = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
     if need_weight:
         # Partial sums, one per split of the batch, or for a shared weight one per program.
-        dw = call.new(chunks * splits, J, D, K) if call.shared else call.new(splits, I, J, D, K)
+        assert call.weight is not None
+        sums = (chunks * splits,) if call.shared else (splits, I)
+        dw = call.new(*sums, *call.weight.shape[1:])
     sum_logits = call.logits is not None and call.logits.dim() == 2
     if need_logits:
         assert call.logits is not None
