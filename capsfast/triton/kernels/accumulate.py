@@ -17,6 +17,7 @@ from .tiles import (
     input_capsules,
     load_numbers,
     load_vectors,
+    of_batch,
     per_input,
     routing_logits,
     spread,
@@ -43,6 +44,7 @@ def accumulate_kernel(
     coupling_ptr,  # [B, I, J], out, or None; not for MODE "in" and "uniform"
     lse_ptr,  # [B, I] float32, out for MODE "out": log-sum-exp, or None
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
+    positions, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -54,12 +56,15 @@ def accumulate_kernel(
 
     QUADRATIC: something beyond the score with V and the first moment is given or asked for. activation multiplies c.
     """
-    rows = batch_rows(tl.program_id(0), BB, PP, WIDE)
+    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
     split = tl.program_id(1)
     first = tl.program_id(2) * NT
-    inside, once = valid_rows(rows, B, P)
+    inside, once = valid_rows(rows, B, positions, P)
     C: tl.constexpr = D // P
-    xs = (x_b, x_i, x_j, x_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    x_ptr = of_batch(x_ptr, rows, positions, x_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
     mass = ()
@@ -163,7 +168,7 @@ def accumulate_kernel(
                     if second_ptr is not None:
                         seconds = seconds + (second[n] + weighted * x[n],)
                     if coupling_ptr is not None:
-                        store_pairs(coupling_ptr, c[n], rows, once, i, first + n, I, J, JT, WIDE)
+                        store_pairs(coupling_ptr, c[n], rows, once, i, first + n, I, positions, J, JT, WIDE)
         acc = sums
         if mass_ptr is not None:
             mass = masses
@@ -200,6 +205,7 @@ def accumulate_gradient_kernel(
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -208,12 +214,17 @@ def accumulate_gradient_kernel(
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
     """Partial sums of sum_i db votes, which one iteration adds to G, and those that a pass needs beside it."""
-    rows = batch_rows(tl.program_id(0), BB, PP, WIDE)
+    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
     split = tl.program_id(1)
     first = tl.program_id(2) * NT
-    inside, once = valid_rows(rows, B, P)
+    inside, once = valid_rows(rows, B, positions, P)
     C: tl.constexpr = D // P
-    xs = (x_b, x_i, x_j, x_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    x_ptr = of_batch(x_ptr, rows, positions, x_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    if dcoupling_ptr is not None:
+        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
     mass = ()

@@ -28,6 +28,7 @@ from .tiles import (
     input_capsules,
     load_numbers,
     load_vectors,
+    of_batch,
     outputs,
     per_input,
     pose_rows,
@@ -79,12 +80,17 @@ def add_input_gradient(
 
 @triton.jit
 def store_votes_gradient(
-    dx_ptr, value, rows, inside, i, n, I,
+    dx_ptr, value, rows, inside, i, n, I, positions,
     J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Stores tile n of dvotes of input capsule i for the samples, in [B, I, J, D]."""
     j, d = columns(n, JT, DP, WIDE)
-    at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
+    if positions is None:
+        at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
+    else:
+        batch = rows[0] // positions
+        at = dx_ptr + rows[0] + ((batch * I + i) * (J * D) - batch) * positions
+        at = at + rows[1][:, None] + ((j * D + d) * positions)[None, :]
     tl.store(at, value, mask=inside[:, None] & ((j < J) & (d < D))[None, :])
 
 
@@ -106,7 +112,7 @@ def add_inputs_gradient(ptr, value, rows, inside, i, I, stored):
 
 @triton.jit
 def store_logits_gradient(
-    dl_ptr, value, rows, inside, i, n, I, split, stored,
+    dl_ptr, value, rows, inside, i, n, I, positions, split, stored,
     J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
 ):
     """Stores tile n of dlogits of input capsule i: per sample in [B, I, J] or, if SUM, summed in [splits, I, J]."""
@@ -114,7 +120,7 @@ def store_logits_gradient(
     if SUM:
         add_to(dl_ptr + (tl.cast(split, tl.int64) * I + i) * J + j, tl.sum(value, 0), j < J, stored)
     else:
-        store_pairs(dl_ptr, value, rows, inside, i, n, I, J, JT, WIDE)
+        store_pairs(dl_ptr, value, rows, inside, i, n, I, positions, J, JT, WIDE)
 
 
 @triton.jit(
@@ -134,6 +140,7 @@ def gradient_kernel(
     dl_ptr,  # out: [B, I, J] or, if SUM_LOGITS, [splits, I, J], or None
     dactivation_ptr, drow_ptr,  # out, of a pass: [B, I] float32, or None. drow: of a log-sum-exp that is given
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk, tiles, groups, factor,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -150,16 +157,23 @@ def gradient_kernel(
     split = tl.program_id(1)
     lo = tl.program_id(0) * chunk
     hi = tl.minimum(lo + chunk, I)
-    xs = (x_b, x_i, x_j, x_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     ws = (w_i, w_j, w_d, w_k)
     plane = tl.cast(B, tl.int64) * J
     first_tile = split * tiles
-    last_tile = tl.minimum(first_tile + tiles, batch_tiles(B, BB, PP))
+    last_tile = tl.minimum(first_tile + tiles, batch_tiles(B, positions, BB, PP))
     C: tl.constexpr = D // P
     keep_dw: tl.constexpr = SHARED and K <= KP
     for tile in range(first_tile, last_tile):
-        rows = batch_rows(tile, BB, PP, WIDE)
-        inside, once = valid_rows(rows, B, P)
+        rows = batch_rows(tile, positions, BB, PP, WIDE)
+        inside, once = valid_rows(rows, B, positions, P)
+        x_at = of_batch(x_ptr, rows, positions, x_jump)
+        logits_at = logits_ptr
+        if logits_ptr is not None:
+            logits_at = of_batch(logits_ptr, rows, positions, l_jump)
+        dcoupling_at = dcoupling_ptr
+        if dcoupling_ptr is not None:
+            dcoupling_at = of_batch(dcoupling_ptr, rows, positions, d_jump)
         if factor_ptr is not None:
             each = tl.load(factor_ptr + rows[0] + rows[1], mask=inside, other=0.0)
         else:
@@ -175,12 +189,12 @@ def gradient_kernel(
             for i32 in range(lo, hi):
                 i = tl.cast(i32, tl.int64)
                 ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
-                u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
+                u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_at, rows, ok, i, 0, xs, K, KP, WIDE)
                 x = ()
                 valid = ()
                 for n in tl.static_range(NT):
                     votes = votes_tile(
-                        u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
+                        u, x_at, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
                         BB, JT, DP, KP, VOTES, DOT, WIDE
                     )
                     pairs = known[n] & ok[:, None]
@@ -208,12 +222,12 @@ def gradient_kernel(
                             V = load_vectors(state_ptr + 2 * t * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R)
                         ds = load_vectors(state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R)
                         b = b + (routing_logits(
-                            x[n], V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n,
+                            x[n], V, logits_at, precision_ptr, prior_ptr, rows, inside, i, first + n,
                             (l_b, l_i, l_j), valid[n], J, D, P, BB, JT, DP, WIDE,
                             0.0 if MODE == "none" else float("-inf")
                         ),)
                         dc = dc + (coupling_gradient(
-                            x[n], ds, dcoupling_ptr if t == R - 1 else None, dmass_ptr, dsecond_ptr, rows, inside, i,
+                            x[n], ds, dcoupling_at if t == R - 1 else None, dmass_ptr, dsecond_ptr, rows, inside, i,
                             first + n, (d_b, d_i, d_j), valid[n], J, D, P, BB, JT, DP, WIDE
                         ),)
                         if MODE == "in":
@@ -281,16 +295,16 @@ def gradient_kernel(
                         if P > 1:
                             dl = tl.where(once[:, None], dl, 0.0)
                         store_logits_gradient(
-                            dl_ptr, dl, rows, once, i, first + n, I, split, tile - first_tile, J, JT, WIDE,
-                            SUM_LOGITS
+                            dl_ptr, dl, rows, once, i, first + n, I, positions, split, tile - first_tile, J, JT,
+                            WIDE, SUM_LOGITS
                         )
                     if VOTES:
                         if COMMON:
                             dvotes += tl.sum(tl.reshape(dx, [BB, JT, DP]), 1)
                         elif dx_ptr is not None:
                             store_votes_gradient(
-                                dx_ptr, tl.where(ok[:, None], dx, 0.0), rows, inside, i, first + n, I, J, D, JT, DP,
-                                WIDE
+                                dx_ptr, tl.where(ok[:, None], dx, 0.0), rows, inside, i, first + n, I, positions, J, D,
+                                JT, DP, WIDE
                             )
                     else:
                         if dx_ptr is not None and K <= KP:
@@ -322,7 +336,7 @@ def gradient_kernel(
                                 owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
                                 stored += i32 - lo
                             for k0 in range(0, K, KP):
-                                u_part = input_capsules(x_ptr, rows, ok, i, k0, xs, K, KP, WIDE).to(tl.float32)
+                                u_part = input_capsules(x_at, rows, ok, i, k0, xs, K, KP, WIDE).to(tl.float32)
                                 u_parts = tl.broadcast_to(u_part[None, :, :], [WARPS, BB, KP])
                                 dx_parts = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
                                 no_dw = tl.zeros([WARPS, JT * DP // WARPS, KP], tl.float32)

@@ -11,6 +11,7 @@ from .tiles import (
     input_capsules,
     load_numbers,
     load_vectors,
+    of_batch,
     per_input,
     routing_logits,
     store_pairs,
@@ -30,6 +31,7 @@ def row_norm_kernel(
     state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
     rows_ptr,  # [3, B, I] float32, out
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk, groups,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -41,10 +43,15 @@ def row_norm_kernel(
 
     Program (batch tile, split) has BB samples and a slice of the input capsules.
     """
-    rows = batch_rows(tl.program_id(0), BB, PP, WIDE)
-    inside, once = valid_rows(rows, B, P)
+    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
+    inside, once = valid_rows(rows, B, positions, P)
     C: tl.constexpr = D // P
-    xs = (x_b, x_i, x_j, x_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    x_ptr = of_batch(x_ptr, rows, positions, x_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    if dcoupling_ptr is not None:
+        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
     S: tl.constexpr = 2 * R if WITH_DS else 1
     plane = tl.cast(B, tl.int64) * I
@@ -106,6 +113,7 @@ def coupling_kernel(
     norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
     coupling_ptr,  # [B, I, J], out
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
+    positions, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -114,11 +122,14 @@ def coupling_kernel(
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
 ):
     """Writes the coupling of one iteration. Programs are cut as in accumulate.py."""
-    rows = batch_rows(tl.program_id(0), BB, PP, WIDE)
+    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
     first = tl.program_id(2) * NT
-    inside, once = valid_rows(rows, B, P)
+    inside, once = valid_rows(rows, B, positions, P)
     C: tl.constexpr = D // P
-    xs = (x_b, x_i, x_j, x_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    x_ptr = of_batch(x_ptr, rows, positions, x_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
     maximum = ()
     inverses = ()
@@ -150,4 +161,4 @@ def coupling_kernel(
         if activation_ptr is not None:
             c = scaled(c, per_input(activation_ptr, rows, ok, i, I), NT)
         for n in tl.static_range(NT):
-            store_pairs(coupling_ptr, c[n], rows, once, i, first + n, I, J, JT, WIDE)
+            store_pairs(coupling_ptr, c[n], rows, once, i, first + n, I, positions, J, JT, WIDE)

@@ -8,6 +8,10 @@ within it are 32-bit, which takes half the registers, unless they may be too lar
 Pose matrices are P rows of a tile for every sample, padded to PP. They share the weight as samples do, so their product
 is that of vectors, with D / P components. What a sample has once, such as its logits and coupling, is the same in all
 its rows, and the first of them stores it.
+
+Votes with positions, [B, I, J, D, S], have B S samples, and a tile has those of one b. x_b, l_b and d_b then are
+strides over positions, and x_jump, l_jump and d_jump are added for every b before. Tensors [B, I, J] and [B, I, J, D]
+have the positions behind; all others, such as [B, J, D] and [B, I], have a row for each sample.
 """
 
 import triton
@@ -15,19 +19,27 @@ import triton.language as tl
 
 
 @triton.jit
-def batch_rows(tile, BB: tl.constexpr, PP: tl.constexpr, WIDE: tl.constexpr):
+def batch_rows(tile, positions, BB: tl.constexpr, PP: tl.constexpr, WIDE: tl.constexpr):
     local = tl.arange(0, BB)
     if WIDE:
         local = local.to(tl.int64)
     if PP > 1:
         local = local // PP
-    return tl.cast(tile, tl.int64) * (BB // PP), local, tl.arange(0, PP)
+    if positions is None:
+        first = tl.cast(tile, tl.int64) * (BB // PP)
+    else:
+        tiles = (positions + BB - 1) // BB
+        first = tl.cast(tile // tiles, tl.int64) * positions + (tile % tiles) * BB
+    return first, local, tl.arange(0, PP)
 
 
 @triton.jit
-def valid_rows(rows, B, P: tl.constexpr):
+def valid_rows(rows, B, positions, P: tl.constexpr):
     """Which rows exist, and of these the first of every sample: [BB] each."""
-    inside = rows[0] + rows[1] < B
+    end = B
+    if positions is not None:
+        end = (rows[0] // positions + 1) * positions
+    inside = rows[0] + rows[1] < end
     once = inside
     if P > 1:
         pose = pose_rows(rows, 1)
@@ -37,9 +49,21 @@ def valid_rows(rows, B, P: tl.constexpr):
 
 
 @triton.jit
-def batch_tiles(B, BB: tl.constexpr, PP: tl.constexpr):
+def batch_tiles(B, positions, BB: tl.constexpr, PP: tl.constexpr):
     """How many tiles have all samples."""
-    return (B + BB // PP - 1) // (BB // PP)
+    if positions is None:
+        tiles = (B + BB // PP - 1) // (BB // PP)
+    else:
+        tiles = B // positions * ((positions + BB - 1) // BB)
+    return tiles
+
+
+@triton.jit
+def of_batch(ptr, rows, positions, jump):
+    """The pointer from which the strides over positions lead to the samples."""
+    if positions is not None:
+        ptr += rows[0] // positions * jump
+    return ptr
 
 
 @triton.jit
@@ -299,10 +323,14 @@ def per_pair(ptr, rows, i, n, strides, valid, JT: tl.constexpr, WIDE: tl.constex
 
 
 @triton.jit
-def store_pairs(ptr, value, rows, inside, i, n, I, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
+def store_pairs(ptr, value, rows, inside, i, n, I, positions, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
     """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
     j = outputs(n, JT, WIDE)
-    at = ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
+    if positions is None:
+        at = ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
+    else:
+        batch = rows[0] // positions
+        at = ptr + rows[0] + ((batch * I + i) * J - batch) * positions + rows[1][:, None] + (j * positions)[None, :]
     tl.store(at, value, mask=inside[:, None] & (j < J)[None, :])
 
 
