@@ -15,7 +15,8 @@ import torch
 import triton
 
 # Rows of a tile: the M of one mma instruction. They are samples, or the rows of pose matrices. Smaller batches are
-# padded.
+# padded. Of votes with positions, 16 are whole sectors of memory; with 32 the outputs would sooner need row_norm,
+# which reads all votes again.
 ROWS = 16
 # The smallest K of tl.dot, by bytes of an element. Triton up to 3.8 requires 16 for all dtypes, later ones 32 bytes.
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
@@ -94,32 +95,19 @@ class Layer(NamedTuple):
     poses: int = 1
 
 
-def rows_of_positions(positions: int, itemsize: int) -> int:
-    """Rows of a tile of votes with positions: 64 bytes of memory, which DRAM delivers at once, in a column.
-
-    Not more than ROWS where more than an eighth of the rows would be padding for that.
-    """
-    rows = 64 // itemsize
-    return rows if 8 * _padded(positions, rows) <= 9 * _padded(positions, ROWS) else ROWS
-
-
-def _padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
 @functools.cache
-def tiles(kernel: str, layer: Layer, choice: Choice, rows: int = ROWS) -> Tiles:
+def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     """The fewest warps whose registers hold all outputs. If even the most warps cannot, groups of outputs.
 
     A tile has 16 columns per warp (more if D is larger), so that a warp has whole outputs: sums over d stay within the
     warp, and only a maximum and a sum per row cross warps. With fewer warps fewer columns are padding.
     """
     J, D, K, itemsize, _, poses = layer
-    rows = max(rows, power_of_two(poses))
+    rows = max(ROWS, power_of_two(poses))
     # What a warp may hold is counted in rows of one mma.
     held = choice.columns * ROWS // rows
     DP = power_of_two(D)

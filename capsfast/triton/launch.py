@@ -186,7 +186,7 @@ class Call:
     def wide(self) -> bool:
         """WIDE: whether offsets within the samples of a tile, all outputs and all K may need 64 bits."""
         B, I, J, D, K = self.sizes
-        samples, positions = self.tiles("gradient").BB, self.positions
+        samples, positions = config.ROWS, self.positions
         # The gradients of inputs, numbers [B, I], and V and ds of all iterations.
         inputs = samples * I * max(J * D, self.poses * K, J) if positions is None else samples + J * D * positions
         reach = [inputs, samples * I, samples * 2 * self.iterations * J * D]
@@ -217,10 +217,7 @@ class Call:
         return config.choice(name if name in config.TABLE else kernel, self.layer, self.x.device)
 
     def tiles(self, kernel: str) -> Tiles:
-        rows = config.ROWS
-        if self.positions is not None:
-            rows = config.rows_of_positions(self.positions, self.x.element_size())
-        return config.tiles(kernel, self.layer, self.choice(kernel), rows)
+        return config.tiles(kernel, self.layer, self.choice(kernel))
 
     def plan(self, kernel: str) -> Plan:
         """The plan of a kernel. Made once, as the passes of a call launch it several times."""
