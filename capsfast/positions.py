@@ -28,6 +28,19 @@ def to_samples(value: Tensor) -> Tensor:
     return value.movedim(-1, 1).flatten(0, 1)
 
 
+def as_samples(value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
+    """to_samples() where there are positions: ``spatial``, of one size or none.
+
+    An empty tensor of one axis, for what was not asked for, stays.
+    """
+    return value if value is None or not spatial or value.dim() == 1 else to_samples(value)
+
+
 def from_samples(value: Tensor, B: int, S: int) -> Tensor:
     """``[B S, ...]`` to ``[B, ..., S]``."""
     return value.reshape(B, S, *value.shape[1:]).movedim(1, -1)
+
+
+def as_positions(value: Tensor, B: int, spatial: tuple[int, ...]) -> Tensor:
+    """The opposite of as_samples(), contiguous."""
+    return value if not spatial or value.dim() == 1 else from_samples(value, B, spatial[0]).contiguous()

@@ -17,6 +17,8 @@ MINIMUM_TRITON = (3, 6)
 MINIMUM_CAPABILITY = (8, 0)
 # A tile holds whole output capsules of 16 samples: longer ones don't fit the shared memory of all these GPUs.
 LARGEST_D = 512
+# All rows of a pose matrix lie in one tile. One of 64 rows would be multiplied by four warps together (wgmma).
+LARGEST_P = 32
 
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -73,4 +75,13 @@ def _too_old(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < MINIMUM_CAPABILITY:
         return f"it needs a GPU of compute capability 8.0 or newer, {device} has {major}.{minor}"
+    return ""
+
+
+def too_large_for_triton(D: int, poses: int) -> str:
+    """Why tiles can't hold the capsules, "" if they can."""
+    if D > LARGEST_D:
+        return f"it serves output capsules of dimension D up to {LARGEST_D}, got {D}"
+    if poses > LARGEST_P:
+        return f"it serves pose matrices of up to {LARGEST_P} rows, got {poses}"
     return ""

@@ -79,7 +79,8 @@ def test_sixteen_bits(backend: Backend, dtype: torch.dtype) -> None:
 @pytest.mark.usual(triton={"case": [LOADED]})
 def test_every_position_is_a_sample(backend: Backend, case: Case | PassCase) -> None:
     """The same numbers without positions, from a batch that has them as samples."""
-    problem = make((2, 4, 3, 6, 1), (3, 7), case, backend.widest, backend.device)
+    shape = (2, 2, 2, 3, 1) if backend.emulated else (2, 4, 3, 6, 1)
+    problem = make(shape, (3, 7), case, backend.widest, backend.device)
     B, S, device = 2, 21, backend.device
 
     def samples(name: str, value: Tensor) -> Tensor:
@@ -106,7 +107,8 @@ def test_every_position_is_a_sample(backend: Backend, case: Case | PassCase) -> 
 @pytest.mark.parametrize("layout", ["sliced", "transposed", "channels last"])
 @pytest.mark.usual(triton={"layout": ["channels last"]})
 def test_strides_do_not_matter(backend: Backend, layout: str) -> None:
-    problem = make((2, 4, 3, 6, 1), (3, 7), EVERYTHING, backend.widest, backend.device)
+    shape = (2, 2, 2, 3, 1) if backend.emulated else (2, 4, 3, 6, 1)
+    problem = make(shape, (3, 7), EVERYTHING, backend.widest, backend.device)
     if layout == "channels last":
         votes = problem.inputs["votes"]
         other = votes.flatten(1, 3).contiguous(memory_format=torch.channels_last).unflatten(1, votes.shape[1:4])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,30 @@ def test_votes_of_all_outputs_in_groups(op: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("D", "what"), [(12, {"poses": 2}), (4, {"spatial": (5,)})], ids=str)
+def test_outputs_in_groups(D: int, what: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pose matrices, and votes with positions, of more outputs than a program holds."""
+    op = "routing_pass" if "poses" in what else "votes_pass"
+    problem = support_passes.make((2, 2, 6, D, 2), replace(EVERYTHING, **what), op, torch.float32)
+    wanted = run(problem.to(torch.float64), "reference")
+    for kernel in ("accumulate", "accumulate_gradient", "gradient"):
+        monkeypatch.setitem(config.TABLE, f"{kernel} quadratic", Choice(16, 1, chunk=1))
+    assert "row_norm_kernel" in launches(problem, monkeypatch)
+    for name, value in run(problem, "triton").items():
+        torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_offsets_beyond_32_bits_with_positions() -> None:
+    case = replace(EVERYTHING, spatial=(3,))
+    problem = support_passes.make((2, 2, 2, 3, 1), case, "votes_pass", torch.float32)
+    wanted, votes = run(problem, "triton"), problem.inputs["votes"]
+    for axis in (0, 2):
+        stride = (*votes.stride()[:axis], 2**31 + 16, *votes.stride()[axis + 1 :])
+        problem.inputs["votes"] = far_apart(votes.shape, stride, votes)
+        for key, value in run(problem, "triton").items():
+            assert torch.equal(value, wanted[key]), (axis, key)
+
+
 def test_offsets_beyond_32_bits_within_a_weight() -> None:
     problem = make((2, 2, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
     wanted, weight = run(problem, "triton"), problem.inputs["weight"]
@@ -341,8 +366,11 @@ def test_the_interpreter_serves_only_who_asks() -> None:
     assert choice.select("capsfast.dynamic_routing", torch.device("cpu"), None) in ("cpp", "reference")
 
 
-def test_too_many_components_are_refused() -> None:
+def test_too_large_capsules_are_refused() -> None:
     votes = torch.zeros(1, 1, 1, 513)
     with pytest.raises(RuntimeError, match=r"'triton' cannot serve this call: .* D up to 512, got 513"):
         capsfast.route_votes(votes, backend="triton")
     capsfast.route_votes(votes)
+    u, weight = torch.zeros(1, 1, 33, 1), torch.zeros(1, 1, 1, 1)
+    with pytest.raises(RuntimeError, match=r"'triton' cannot serve this call: .* up to 32 rows, got 33"):
+        capsfast.dynamic_routing(u, weight, backend="triton")

@@ -37,6 +37,18 @@ MORE_CALLS: dict[str, Row] = {
     "J=1000": {"shape": [16, 32, 1000, 16, 8], "dtype": "float32"},
     "softmax in": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"softmax": "in", **ALL}},
     "all options": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {**ALL, "logits": "IJ"}},
+    "pose matrices": {
+        "shape": [32, 64, 10, 16, 4],
+        "dtype": "float32",
+        "op": "routing_pass",
+        "case": {**EM, "poses": 4},
+    },
+    "positions": {
+        "shape": [2, 64, 10, 16, 1],
+        "dtype": "float32",
+        "op": "votes_pass",
+        "case": {"query": True, "spatial": [16, 16]},
+    },
 }
 # With --exhaustive: what differs from the above in one constant.
 MOST_CALLS: dict[str, Row] = {
@@ -123,6 +135,13 @@ def test_votes_are_made_by_tensor_cores(rows: list[Row]) -> None:
         operands = {"bfloat16": "bf16.bf16", "float16": "f16.f16"}.get(row["dtype"], "tf32.tf32")
         shape = "m16n8k8" if operands.startswith("tf32") else "m16n8k16"
         assert f"mma.sync.aligned.{shape}.row.col.f32.{operands}.f32" in row["mma"], text(row)
+
+
+def test_positions_are_read_four_at_a_time(rows: list[Row]) -> None:
+    """They lie side by side in memory, so that a load of 16 bytes has the same number of four of them."""
+    for row in rows:
+        if row["name"] == "positions" and row["kernel"] == "accumulate_kernel":
+            assert not row["narrow_loads"], text(row)
 
 
 def test_only_small_matrix_instructions(rows: list[Row]) -> None:

@@ -44,9 +44,7 @@ def why_not_fused(
     def triton() -> str:
         if dtype == torch.float64:
             return "it serves float32, bfloat16 and float16, got float64"
-        if D > toolchain.LARGEST_D:
-            return f"it serves output capsules of dimension D up to {toolchain.LARGEST_D}, got {D}"
-        return ""
+        return toolchain.too_large_for_triton(D, poses)
 
     def cuda() -> str:
         lacking = [name for name in ("precision", "center", "activation") if getattr(parameters, name) is not None]

@@ -51,9 +51,7 @@ def why_not_fused(
     def triton() -> str:
         if dtype == torch.float64:
             return "it serves float32, bfloat16 and float16, got float64"
-        if D > toolchain.LARGEST_D:
-            return f"it serves output capsules of dimension D up to {toolchain.LARGEST_D}, got {D}"
-        return cpp()
+        return toolchain.too_large_for_triton(D, poses) or cpp()
 
     def cuda() -> str:
         return why_not_in_cuda(shared_outputs, poses, positions) or cpp()

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-# Samples of a tile: the M of one mma instruction. Smaller batches are padded.
+# Rows of a tile: the M of one mma instruction. They are samples, or the rows of pose matrices. Smaller batches are
+# padded. Of votes with positions, 16 are whole sectors of memory; with 32 the outputs would sooner need row_norm,
+# which reads all votes again.
 ROWS = 16
 # The smallest K of tl.dot, by bytes of an element. Triton up to 3.8 requires 16 for all dtypes, later ones 32 bytes.
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
@@ -80,13 +82,17 @@ class Tiles(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The layer that a row of the table is for. K is 0 for route_votes. shared: one weight for all input capsules."""
+    """The layer that a row of the table is for. K is 0 for route_votes. shared: one weight for all input capsules.
+
+    poses: P of pose matrices. D is that of one of their rows.
+    """
 
     J: int
     D: int
     K: int
     itemsize: int
     shared: bool = False
+    poses: int = 1
 
 
 def power_of_two(n: int) -> int:
@@ -100,7 +106,10 @@ def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     A tile has 16 columns per warp (more if D is larger), so that a warp has whole outputs: sums over d stay within the
     warp, and only a maximum and a sum per row cross warps. With fewer warps fewer columns are padding.
     """
-    J, D, K, itemsize, _ = layer
+    J, D, K, itemsize, _, poses = layer
+    rows = max(ROWS, power_of_two(poses))
+    # What a warp may hold is counted in rows of one mma.
+    held = choice.columns * ROWS // rows
     DP = power_of_two(D)
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
     warps = 1
@@ -108,19 +117,19 @@ def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
         columns = max(16 * warps, DP)
         JT = columns // DP
         NT = -(-J // JT)
-        if NT * columns <= choice.columns * warps or warps == choice.warps:
+        if NT * columns <= held * warps or warps == choice.warps:
             break
         warps *= 2
     # row_norm takes one tile after the other.
-    fit = 1 if kernel == "row_norm" else max(1, choice.columns * warps // columns)
+    fit = 1 if kernel == "row_norm" else max(1, held * warps // columns)
     groups = -(-NT // fit)
     NT = -(-NT // groups)
     # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
     steps = min(2, -(-K // KP))
-    pipeline = 2 * (NT * columns + ROWS) * KP * steps * itemsize
+    pipeline = 2 * (NT * columns + rows) * KP * steps * itemsize
     # Not in the gradient pass: Triton would also pipeline V and ds of every iteration, 330 KiB at J=10, D=16.
     pipelined = pipeline <= SHARED and kernel != "gradient"
-    return Tiles(ROWS, JT, DP, KP, NT, groups, warps, 3 if pipelined else 1)
+    return Tiles(rows, JT, DP, KP, NT, groups, warps, 3 if pipelined else 1)
 
 
 def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:

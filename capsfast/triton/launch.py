@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..ops._product import poses, width
 from ..options import SOFTMAX, Options, PassOptions
+from ..positions import to_samples
 from . import config
-from .config import Choice, Layer, Tiles
+from .config import Choice, Layer, Tiles, power_of_two
 
 
 @functools.cache
@@ -54,9 +57,11 @@ class Plan(NamedTuple):
 
 @dataclass
 class Call:
-    """A call. x: u [B, I, K], or without a weight votes [B, I, J or 1, D]. Tensors may have any strides. tf32: allowed.
+    """A call. x: u [B, I, P K], or without a weight [I or 1, J, D / P, K] votes [B, I, J or 1, D]. Tensors may have any
+    strides. tf32: allowed.
 
-    outputs: J, if x does not say it. scores: None for the routing ops, which score with V.
+    outputs: J, if x does not say it. scores: None for the routing ops, which score with V. With votes [B, I, J, D, S]
+    every position is a sample, of which the masks and scores have a row each. Logits [B, I, J, S] stay as they are.
     """
 
     x: Tensor
@@ -69,19 +74,27 @@ class Call:
     tf32: bool = False
     outputs: int | None = None
     scores: Scores | None = None
-    sizes: tuple[int, int, int, int, int] = field(init=False)  # B, I, J, D, K
+    sizes: tuple[int, int, int, int, int] = field(init=False)  # B or B S, I, J, D, K
+    poses: int = field(init=False, default=1)  # P
     _plans: dict[str, Plan] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.weight is None:
-            B, I, J, D = self.x.shape
+            B, I, J, D, *positions = self.x.shape
+            B *= math.prod(positions)
             self.sizes = (B, I, J if self.outputs is None else self.outputs, D, 1)
         else:
-            B, I, K = self.x.shape
-            self.sizes = (B, I, self.weight.shape[1], self.weight.shape[2], K)
+            B, I, _ = self.x.shape
+            self.poses = poses(self.x, self.weight)
+            self.sizes = (B, I, self.weight.shape[1], width(self.x, self.weight), self.weight.shape[3])
         self.mask, self.out_mask = _as_bytes(self.mask), _as_bytes(self.out_mask)
         if self.bias is not None:
             self.bias = self.bias.contiguous()
+
+    @property
+    def positions(self) -> int | None:
+        """S, or None for votes that have no axis of positions."""
+        return self.x.shape[4] if self.x.dim() == 5 else None
 
     @property
     def votes_given(self) -> bool:
@@ -133,10 +146,26 @@ class Call:
 
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
-        """The strides over b and i, and those of logits and masks. shape() has the others."""
+        """The strides over samples and i, and those of logits and masks. shape() has the others."""
         w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
         pairs, mask = pair_strides(self.logits), matrix_strides(self.mask)
-        return (*self.x.stride()[:2], w_i, *pairs, *mask, *self.out_strides)
+        return (_sample_stride(self.x, 4), self.x.stride(1), w_i, *pairs, *mask, *self.out_strides)
+
+    @functools.cached_property
+    def position_strides(self) -> tuple[int | None, ...]:
+        """What positions need beside the strides: how many there are, strides over j and d, and jump() of x and logits.
+
+        They are arguments of a launch, so that other positions are no other kernel.
+        """
+        if self.positions is None:
+            return (None,) * 5
+        return (self.positions, *self.x.stride()[2:4], self.jump(self.x), self.jump(self.logits))
+
+    def jump(self, tensor: Tensor | None) -> int | None:
+        """What an address gains from the last position of b to the first of b + 1, beyond a stride over positions."""
+        if self.positions is None or tensor is None:
+            return None
+        return 0 if tensor.dim() == 2 else tensor.stride(0) - self.positions * tensor.stride(-1)
 
     @property
     def out_strides(self) -> tuple[int, ...]:
@@ -155,15 +184,17 @@ class Call:
 
     @functools.cached_property
     def wide(self) -> bool:
-        """WIDE: whether offsets within 16 samples, all outputs and all K may need 64 bits."""
+        """WIDE: whether offsets within the samples of a tile, all outputs and all K may need 64 bits."""
         B, I, J, D, K = self.sizes
-        # The gradients of inputs, and V and ds of all iterations.
-        reach = [config.ROWS * I * max(J * D, K, J), config.ROWS * 2 * self.iterations * J * D]
-        for tensor in (self.x, self.logits, self.mask, self.out_mask):
+        samples, positions = config.ROWS, self.positions
+        # The gradients of inputs, numbers [B, I], and V and ds of all iterations.
+        inputs = samples * I * max(J * D, self.poses * K, J) if positions is None else samples + J * D * positions
+        reach = [inputs, samples * I, samples * 2 * self.iterations * J * D]
+        for tensor, axes in ((self.x, 4), (self.logits, 3), (self.mask, 2), (self.out_mask, 2)):
             if tensor is not None:
                 # Logits [I, J] have no axis of samples.
-                batch = 0 if tensor is self.logits and tensor.dim() == 2 else config.ROWS * tensor.stride(0)
-                reach.append(batch + sum((n - 1) * stride for n, stride in _inner(tensor)))
+                batch = 0 if tensor is self.logits and tensor.dim() == 2 else _sample_stride(tensor, axes)
+                reach.append(samples * batch + sum((n - 1) * stride for n, stride in _inner(tensor, axes)))
         if self.weight is not None:
             j_d_k = zip(self.weight.shape[1:], self.weight.stride()[1:], strict=True)
             reach.append(sum((n - 1) * stride for n, stride in j_d_k))
@@ -178,7 +209,8 @@ class Call:
     @functools.cached_property
     def layer(self) -> Layer:
         B, I, J, D, K = self.sizes
-        return Layer(J, D, 0 if self.votes_given else K, self.x.element_size(), self.shared)
+        K = 0 if self.votes_given else K
+        return Layer(J, D // self.poses, K, self.x.element_size(), self.shared, self.poses)
 
     def choice(self, kernel: str) -> Choice:
         name = f"{kernel} quadratic" if self.quadratic else kernel
@@ -202,10 +234,17 @@ class Call:
         x = self.x.stride()[2:] if self.weight is None else (0, self.x.stride(2))
         if self.common:
             x = (0, x[1])
+        if self.positions is not None:
+            x = (0, 0)  # arguments of the launch, see position_strides
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
         inner = dict(zip(("x_j", "x_d", "w_j", "w_d", "w_k"), (*x, *w), strict=True))
         cut = {"BB": tiles.BB, "JT": tiles.JT, "DP": tiles.DP, "KP": tiles.KP, "NT": tiles.NT}
-        return {"J": J, "D": D, "K": K, **cut, **inner}
+        return {"J": J, "D": D, "K": K, "P": self.poses, "PP": power_of_two(self.poses), **cut, **inner}
+
+    def batch_tiles(self, tiles: Tiles) -> int:
+        if self.positions is not None:
+            return self.x.shape[0] * cdiv(self.positions, tiles.BB)
+        return cdiv(self.sizes[0], tiles.BB // power_of_two(self.poses))
 
     def wanted_programs(self, kernel: str) -> int:
         if not self.x.is_cuda:
@@ -216,7 +255,7 @@ class Call:
         """(splits, input capsules of a split): with the tiles of batch and outputs, they fill the device."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
-        others = cdiv(B, tiles.BB) * (1 if kernel == "row_norm" else tiles.groups)
+        others = self.batch_tiles(tiles) * (1 if kernel == "row_norm" else tiles.groups)
         chunk = cdiv(max(I, 1), min(cdiv(self.wanted_programs(kernel), others), max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
@@ -228,7 +267,7 @@ class Call:
         # A shared weight has a partial dW per program, so no more programs are made than fill the device.
         chunk = fair if self.shared else min(self.choice("gradient").chunk, fair)
         chunks = cdiv(max(I, 1), chunk)
-        batch = cdiv(B, self.tiles("gradient").BB)
+        batch = self.batch_tiles(self.tiles("gradient"))
         each = cdiv(batch, min(cdiv(wanted, chunks), batch))
         return chunks, chunk, cdiv(batch, each), each
 
@@ -239,21 +278,36 @@ class Call:
     def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.x.device)
 
+    def new_pairs(self, dtype: torch.dtype) -> Tensor:
+        """[B, I, J] or [B, I, J, S]"""
+        positions = () if self.positions is None else (self.positions,)
+        return self.new(self.x.shape[0], self.x.shape[1], self.sizes[2], *positions, dtype=dtype)
+
+    def over_inputs(self, pairs: Tensor) -> Tensor:
+        """The sums over i of [B, I, J] or [B, I, J, S]: a row for each sample."""
+        found = pairs.sum(1)
+        return found if self.positions is None else to_samples(found)
+
     def zeros(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.float32, device=self.x.device)
 
 
-def _inner(tensor: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides of the axes after b and i, or after the first of two axes."""
+def _inner(tensor: Tensor, axes: int) -> list[tuple[int, int]]:
+    """Sizes and strides of the axes after b and i, or after the first of two axes, without that of positions."""
     behind = 2 if tensor.dim() > 2 else 1
-    return list(zip(tensor.shape[behind:], tensor.stride()[behind:], strict=True))
+    return list(zip(tensor.shape[behind:axes], tensor.stride()[behind:axes], strict=True))
+
+
+def _sample_stride(tensor: Tensor, axes: int) -> int:
+    """From a sample to the next: along the batch, or along the positions that a tensor has behind these axes."""
+    return tensor.stride(axes if tensor.dim() > axes else 0)
 
 
 def pair_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """The strides over (b, i, j) of a tensor [B, I, J] or [I, J]."""
+    """The strides over samples, i and j of a tensor [B, I, J], [B, I, J, S] or [I, J]."""
     if tensor is None:
         return (0, 0, 0)
-    return tensor.stride() if tensor.dim() == 3 else (0, *tensor.stride())
+    return (0, *tensor.stride()) if tensor.dim() == 2 else (_sample_stride(tensor, 3), *tensor.stride()[1:3])
 
 
 def matrix_strides(tensor: Tensor | None) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def call(
     tf32: bool = False,
     outputs: int | None = None,
 ) -> Call:
-    """x: u [B, I, K], or without a weight votes [B, I, J or 1, D]. outputs: J, if there is no weight."""
+    """As in launch.py, with a row of every sample in the parameters but logits. outputs: J, if there is no weight."""
     given, hidden = parameters, _hidden(parameters.out_mask)
     scores = Scores(
         query=_plain(given.query, hidden),
@@ -98,7 +98,7 @@ def _forward(
     B, I, J, D, _ = call.sizes
     assert isinstance(call.options, PassOptions) and call.scores is not None
     inward, empty = call.normalize == "in", call.new(0)
-    weights = call.new(B, I, J, dtype=call.x.dtype) if return_weights else None
+    weights = call.new_pairs(call.x.dtype) if return_weights else None
     norm = call.new(2, B, J) if inward else None
     log_sum = call.new(B, I) if return_lse and not inward else None
     if B == 0 or J == 0:
@@ -219,7 +219,7 @@ def _inward_total(
     if given.second is not None:
         total += (given.second * second).sum(2)
     if dcoupling is not None:
-        total += (dcoupling.float() * weights).sum(1)
+        total += call.over_inputs(dcoupling.float() * weights)
     return total if given.lse is None else total - given.lse
 
 

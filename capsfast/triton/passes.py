@@ -57,9 +57,9 @@ def row_norm(
     """Fills rows [3, B, I]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
     tiles, splits, chunk, constants = call.plan("row_norm")
     B, I, *_ = call.sizes
-    row_norm_kernel[(cdiv(B, tiles.BB), splits)](
-        *call.tensors, dcoupling, *given, state, rows, *call.strides, *pair_strides(dcoupling), B, I, chunk,
-        tiles.groups,
+    row_norm_kernel[(call.batch_tiles(tiles), splits)](
+        *call.tensors, dcoupling, *given, state, rows, *call.strides, *pair_strides(dcoupling),
+        *call.position_strides, call.jump(dcoupling), B, I, chunk, tiles.groups,
         **constants, WITH_DS=with_ds, R=call.iterations,
     )  # fmt: skip
 
@@ -71,8 +71,9 @@ def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool)
     kind = "uniform" if uniform else mode(call, "accumulate")
     partial = call.new(splits, B, J, D)
     online = call.new(2, splits, B, J) if kind == "in" else None
-    accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
-        *call.tensors, V, rows, partial, online, None, None, None, None, *call.strides, B, I, chunk,
+    accumulate_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
+        *call.tensors, V, rows, partial, online, None, None, None, None, *call.strides,
+        *call.position_strides, B, I, chunk,
         **constants, MODE=kind,
     )  # fmt: skip
     return partial, online
@@ -92,9 +93,10 @@ def accumulate_moments(
     second = isinstance(call.options, PassOptions) and call.options.second
     sums = _partial_sums(call, splits, True, second)
     online = call.new(2, splits, B, J) if kind == "in" else None
-    accumulate_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
+    accumulate_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
         *call.tensors, call.scores.query, rows, sums.first, online, sums.mass, sums.second,
-        None if kind == "in" else coupling, lse if kind == "out" else None, *call.strides, B, I, chunk,
+        None if kind == "in" else coupling, lse if kind == "out" else None, *call.strides,
+        *call.position_strides, B, I, chunk,
         **constants, MODE=kind,
     )  # fmt: skip
     return sums, online
@@ -125,9 +127,9 @@ def accumulate_gradient(
     tiles, splits, chunk, constants = call.plan("accumulate_gradient")
     B, I, *_ = call.sizes
     sums = _partial_sums(call, splits, *wanted)
-    accumulate_gradient_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
-        *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *pair_strides(dcoupling), B, I,
-        chunk,
+    accumulate_gradient_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
+        *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *pair_strides(dcoupling),
+        *call.position_strides, call.jump(dcoupling), B, I, chunk,
         **constants, MODE=mode(call, "accumulate_gradient"), R=call.iterations,
     )  # fmt: skip
     return sums
@@ -136,8 +138,9 @@ def accumulate_gradient(
 def coupling(call: Call, V: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
     tiles, splits, chunk, constants = call.plan("coupling")
     B, I, *_ = call.sizes
-    coupling_kernel[(cdiv(B, tiles.BB), splits, tiles.groups)](
-        *call.tensors, V, rows, *norm, out, *call.strides, B, I, chunk,
+    coupling_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
+        *call.tensors, V, rows, *norm, out, *call.strides,
+        *call.position_strides, B, I, chunk,
         **constants, MODE=mode(call, "coupling"),
     )  # fmt: skip
 
@@ -255,15 +258,18 @@ def gradient(
         dx = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
     if need_weight:
         # Partial sums, one per split of the batch, or for a shared weight one per program.
-        dw = call.new(chunks * splits, J, D, K) if call.shared else call.new(splits, I, J, D, K)
+        assert call.weight is not None
+        sums = (chunks * splits,) if call.shared else (splits, I)
+        dw = call.new(*sums, *call.weight.shape[1:])
     sum_logits = call.logits is not None and call.logits.dim() == 2
     if need_logits:
         assert call.logits is not None
-        dl = call.new(splits, I, J) if sum_logits else call.new(B, I, J, dtype=call.logits.dtype)
+        dl = call.new(splits, I, J) if sum_logits else call.new_pairs(call.logits.dtype)
     factor = uniform_factor(call) if uniform else (None, 0.0)
     gradient_kernel[(chunks, splits)](
         *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, dl, dactivation, drow, *call.strides,
-        *pair_strides(dcoupling), B, I, chunk, batch_tiles, tiles.groups, factor[1],
+        *pair_strides(dcoupling), *call.position_strides, call.jump(dcoupling), B, I, chunk, batch_tiles, tiles.groups,
+        factor[1],
         **constants, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
         START=start + uniform, R=call.iterations, UNIFORM=uniform, AGREEMENT=call.agreement, SHARED=call.shared,
         COMMON=call.common, SUM_LOGITS=sum_logits, WARPS=tiles.warps,

@@ -5,21 +5,29 @@ from typing import Any
 from torch import Tensor
 
 from ..options import Options
+from ..positions import as_positions, as_samples, to_samples
 from . import routing
 from .launch import Call
 
 
+def _call(votes: Tensor, logits: Tensor | None, bias: Tensor | None, *rest: Any) -> Call:
+    mask, out_mask, J, *options = rest
+    mask, out_mask = (as_samples(given, votes.shape[4:]) for given in (mask, out_mask))
+    return Call(votes, None, logits, bias, mask, out_mask, Options(*options), outputs=J)
+
+
 def forward(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits, bias, mask, out_mask, J, *options, return_coupling = rest
-    call = Call(votes, None, logits, bias, mask, out_mask, Options(*options), outputs=J)
-    return routing.forward(call, return_coupling)
+    *given, return_coupling = rest
+    v, coupling, s, norm = routing.forward(_call(votes, *given), return_coupling)
+    return as_positions(v, votes.shape[0], votes.shape[4:]), coupling, s, norm
 
 
 def backward(dv: Tensor, dcoupling: Tensor | None, votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    logits, bias, mask, out_mask, coupling, s, norm, J, *options = rest[:-3]
-    call = Call(votes, None, logits, bias, mask, out_mask, Options(*options), outputs=J)
+    # Four parameters, three saved outputs, J and the options, three needs.
+    given, (coupling, s, norm), options = rest[:4], rest[4:7], rest[7:-3]
     need_votes, need_logits, need_bias = rest[-3:]
+    dv = dv if votes.dim() == 4 else to_samples(dv)
     dvotes, _, dlogits, dbias = routing.backward(
-        call, dv, dcoupling, coupling, s, norm, (need_votes, False, need_logits, need_bias)
+        _call(votes, *given, *options), dv, dcoupling, coupling, s, norm, (need_votes, False, need_logits, need_bias)
     )
     return dvotes, dlogits, dbias

@@ -22,7 +22,7 @@ def _forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor,
     B, I, J, D, _ = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     v = call.new(B, J, D, dtype=call.x.dtype)
-    coupling = call.new(B, I, J, dtype=call.x.dtype) if return_coupling else call.new(0, dtype=call.x.dtype)
+    coupling = call.new_pairs(call.x.dtype) if return_coupling else call.new(0, dtype=call.x.dtype)
     s = call.new(r, B, J, D)
     norm = call.new(2, r, B, J) if inward else call.new(0)
     if B == 0 or J == 0:
@@ -87,7 +87,7 @@ def _backward(
     delta = call.new(r, B, J) if inward else None
     passes.update_gradient(call, None, dv.contiguous(), s[-1], state[:, :, -1, 1], None if delta is None else delta[-1])
     if delta is not None and dcoupling is not None:
-        delta[-1] += (coupling.float() * dcoupling).sum(1)
+        delta[-1] += call.over_inputs(coupling.float() * dcoupling)
 
     def norm_of(t: int | slice) -> tuple[Tensor | None, ...]:
         return Nothing if delta is None else (norm[0, t], norm[1, t], delta[t])

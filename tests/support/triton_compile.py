@@ -123,6 +123,7 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
         "warps": options.get("num_warps", 4),
         "shared": compiled.metadata.shared,
         "mma": sorted(set(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma)\.sync[\w.]*|tcgen05\.mma[\w.]*", ptx))),
+        "narrow_loads": len(re.findall(r"\bld\.global(?!\S*\.v4\.b32)", ptx)),
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
         **resources(compiled.asm["cubin"]),
     }

@@ -17,6 +17,7 @@ from .tiles import (
     input_capsules,
     load_numbers,
     load_vectors,
+    of_batch,
     per_input,
     routing_logits,
     spread,
@@ -25,6 +26,7 @@ from .tiles import (
     store_vectors,
     valid_inputs,
     valid_outputs,
+    valid_rows,
     votes_tile,
 )
 
@@ -42,9 +44,10 @@ def accumulate_kernel(
     coupling_ptr,  # [B, I, J], out, or None; not for MODE "in" and "uniform"
     lse_ptr,  # [B, I] float32, out for MODE "out": log-sum-exp, or None
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
+    positions, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
@@ -53,11 +56,15 @@ def accumulate_kernel(
 
     QUADRATIC: something beyond the score with V and the first moment is given or asked for. activation multiplies c.
     """
-    rows = batch_rows(tl.program_id(0), BB, WIDE)
+    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
     split = tl.program_id(1)
     first = tl.program_id(2) * NT
-    inside = rows[0] + rows[1] < B
-    xs = (x_b, x_i, x_j, x_d)
+    inside, once = valid_rows(rows, B, positions, P)
+    C: tl.constexpr = D // P
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    x_ptr = of_batch(x_ptr, rows, positions, x_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
     mass = ()
@@ -74,7 +81,7 @@ def accumulate_kernel(
             second = second + (tl.zeros([BB, JT * DP], tl.float32),)
         if MODE != "uniform":
             if QUERY:
-                V = V + (load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP),)
+                V = V + (load_vectors(V_ptr, rows, inside, first + n, J, D, P, JT, DP),)
             known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
         if MODE == "in":
             maximum = maximum + (tl.full([BB, JT], float("-inf"), tl.float32),)
@@ -93,13 +100,13 @@ def accumulate_kernel(
                 a = per_input(activation_ptr, rows, ok, i, I)
             for n in tl.static_range(NT):
                 votes = votes_tile(
-                    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
                     BB, JT, DP, KP, VOTES, DOT, WIDE
                 )
                 if QUADRATIC:
                     valid = tl.broadcast_to(ok[:, None], [BB, JT])
                     votes = centered(
-                        votes, center_ptr, mask_ptr, None, valid, rows, inside, first + n, J, D, BB, JT, DP
+                        votes, center_ptr, mask_ptr, None, valid, rows, inside, first + n, J, D, P, BB, JT, DP
                     )
                 weighted = votes * a[:, None] if activation_ptr is not None else votes
                 sums = sums + (acc[n] + weighted,)
@@ -113,17 +120,17 @@ def accumulate_kernel(
             b = ()
             for n in tl.static_range(NT):
                 votes = votes_tile(
-                    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
                     BB, JT, DP, KP, VOTES, DOT, WIDE
                 )
                 valid = known[n] & ok[:, None]
                 if QUADRATIC:
                     votes = centered(
-                        votes, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, BB, JT, DP
+                        votes, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, P, BB, JT, DP
                     )
                 b = b + (routing_logits(
                     votes, V[n] if QUERY else None, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n,
-                    (l_b, l_i, l_j), valid, J, D, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
+                    (l_b, l_i, l_j), valid, J, D, P, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
             if MODE == "in":
@@ -150,7 +157,7 @@ def accumulate_kernel(
             else:
                 c, log_sum = couple(b, rows_ptr, (), rows, ok, i, B, I, NT, LEAKY, MODE)
                 if lse_ptr is not None:
-                    tl.store(lse_ptr + (rows[0] * I + i) + rows[1] * I, log_sum, mask=inside)
+                    tl.store(lse_ptr + (rows[0] * I + i) + rows[1] * I, log_sum, mask=once)
                 if activation_ptr is not None:
                     c = scaled(c, per_input(activation_ptr, rows, ok, i, I), NT)
                 for n in tl.static_range(NT):
@@ -161,7 +168,7 @@ def accumulate_kernel(
                     if second_ptr is not None:
                         seconds = seconds + (second[n] + weighted * x[n],)
                     if coupling_ptr is not None:
-                        store_pairs(coupling_ptr, c[n], rows, inside, i, first + n, I, J, JT, WIDE)
+                        store_pairs(coupling_ptr, c[n], rows, once, i, first + n, I, positions, J, JT, WIDE)
         acc = sums
         if mass_ptr is not None:
             mass = masses
@@ -170,15 +177,15 @@ def accumulate_kernel(
 
     plane = tl.cast(split, tl.int64) * B * J
     for n in tl.static_range(NT):
-        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, JT, DP)
+        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, P, JT, DP)
         if mass_ptr is not None:
-            store_numbers(mass_ptr + plane, mass[n], rows, inside, first + n, J, JT)
+            store_numbers(mass_ptr + plane, mass[n], rows, once, first + n, J, JT)
         if second_ptr is not None:
-            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, JT, DP)
+            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, P, JT, DP)
         if MODE == "in":
-            store_numbers(online_ptr + plane, maximum[n], rows, inside, first + n, J, JT)
+            store_numbers(online_ptr + plane, maximum[n], rows, once, first + n, J, JT)
             totals_ptr = online_ptr + plane + tl.cast(tl.num_programs(1), tl.int64) * B * J
-            store_numbers(totals_ptr, total[n], rows, inside, first + n, J, JT)
+            store_numbers(totals_ptr, total[n], rows, once, first + n, J, JT)
 
 
 # These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
@@ -198,19 +205,26 @@ def accumulate_gradient_kernel(
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
     """Partial sums of sum_i db votes, which one iteration adds to G, and those that a pass needs beside it."""
-    rows = batch_rows(tl.program_id(0), BB, WIDE)
+    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
     split = tl.program_id(1)
     first = tl.program_id(2) * NT
-    inside = rows[0] + rows[1] < B
-    xs = (x_b, x_i, x_j, x_d)
+    inside, once = valid_rows(rows, B, positions, P)
+    C: tl.constexpr = D // P
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    x_ptr = of_batch(x_ptr, rows, positions, x_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    if dcoupling_ptr is not None:
+        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
     mass = ()
@@ -243,22 +257,22 @@ def accumulate_gradient_kernel(
         valid = ()
         for n in tl.static_range(NT):
             votes = votes_tile(
-                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K, BB, JT, DP, KP, VOTES, DOT, WIDE
+                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K, BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             here = known[n] & ok[:, None]
             if QUADRATIC:
                 votes = centered(
-                    votes, center_ptr, mask_ptr, out_mask_ptr, here, rows, inside, first + n, J, D, BB, JT, DP
+                    votes, center_ptr, mask_ptr, out_mask_ptr, here, rows, inside, first + n, J, D, P, BB, JT, DP
                 )
-            V = load_vectors(state_ptr, rows, inside, first + n, J, D, JT, DP, 2 * R) if QUERY else None
+            V = load_vectors(state_ptr, rows, inside, first + n, J, D, P, JT, DP, 2 * R) if QUERY else None
             b = b + (routing_logits(
                 votes, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n, (l_b, l_i, l_j), here,
-                J, D, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
+                J, D, P, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
             ),)
-            ds = load_vectors(state_ptr + D, rows, inside, first + n, J, D, JT, DP, 2 * R)
+            ds = load_vectors(state_ptr + D, rows, inside, first + n, J, D, P, JT, DP, 2 * R)
             dc = dc + (coupling_gradient(
                 votes, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, inside, i, first + n, (d_b, d_i, d_j), here,
-                J, D, BB, JT, DP, WIDE
+                J, D, P, BB, JT, DP, WIDE
             ),)
             x = x + (votes,)
             valid = valid + (here,)
@@ -284,8 +298,8 @@ def accumulate_gradient_kernel(
 
     plane = tl.cast(split, tl.int64) * B * J
     for n in tl.static_range(NT):
-        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, JT, DP)
+        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, P, JT, DP)
         if mass_ptr is not None:
-            store_numbers(mass_ptr + plane, mass[n], rows, inside, first + n, J, JT)
+            store_numbers(mass_ptr + plane, mass[n], rows, once, first + n, J, JT)
         if second_ptr is not None:
-            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, JT, DP)
+            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, P, JT, DP)

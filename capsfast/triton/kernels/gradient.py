@@ -19,6 +19,7 @@ import triton.language as tl
 from .softmax import agreement_gradient, couple, scaled
 from .tiles import (
     batch_rows,
+    batch_tiles,
     by_warp,
     centered,
     columns,
@@ -27,8 +28,10 @@ from .tiles import (
     input_capsules,
     load_numbers,
     load_vectors,
+    of_batch,
     outputs,
     per_input,
+    pose_rows,
     product,
     routing_logits,
     slope,
@@ -36,6 +39,7 @@ from .tiles import (
     store_pairs,
     valid_inputs,
     valid_outputs,
+    valid_rows,
     votes_tile,
     weight_tile,
 )
@@ -63,22 +67,30 @@ def add_weight_gradient(
 
 @triton.jit
 def add_input_gradient(
-    dx_ptr, value, rows, inside, i, k0, I, stored, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr
+    dx_ptr, value, rows, inside, i, k0, I, stored, K: tl.constexpr, P: tl.constexpr, KP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Stores du of input capsule i for the samples, in [B, I, K], components k from k0 on."""
+    """Stores du of input capsule i for the rows, in [B, I, P K], components k from k0 on."""
     k = components(k0, KP, WIDE)
-    at = dx_ptr + (rows[0] * I + i) * K + (rows[1] * I * K)[:, None] + k[None, :]
+    at = dx_ptr + (rows[0] * I + i) * (P * K) + (rows[1] * I * (P * K))[:, None] + k[None, :]
+    if P > 1:
+        at += pose_rows(rows, K)[:, None]
     add_to(at, value, inside[:, None] & (k < K)[None, :], stored)
 
 
 @triton.jit
 def store_votes_gradient(
-    dx_ptr, value, rows, inside, i, n, I,
+    dx_ptr, value, rows, inside, i, n, I, positions,
     J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Stores tile n of dvotes of input capsule i for the samples, in [B, I, J, D]."""
     j, d = columns(n, JT, DP, WIDE)
-    at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
+    if positions is None:
+        at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
+    else:
+        batch = rows[0] // positions
+        at = dx_ptr + rows[0] + ((batch * I + i) * (J * D) - batch) * positions
+        at = at + rows[1][:, None] + ((j * D + d) * positions)[None, :]
     tl.store(at, value, mask=inside[:, None] & ((j < J) & (d < D))[None, :])
 
 
@@ -100,7 +112,7 @@ def add_inputs_gradient(ptr, value, rows, inside, i, I, stored):
 
 @triton.jit
 def store_logits_gradient(
-    dl_ptr, value, rows, inside, i, n, I, split, stored,
+    dl_ptr, value, rows, inside, i, n, I, positions, split, stored,
     J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
 ):
     """Stores tile n of dlogits of input capsule i: per sample in [B, I, J] or, if SUM, summed in [splits, I, J]."""
@@ -108,7 +120,7 @@ def store_logits_gradient(
     if SUM:
         add_to(dl_ptr + (tl.cast(split, tl.int64) * I + i) * J + j, tl.sum(value, 0), j < J, stored)
     else:
-        store_pairs(dl_ptr, value, rows, inside, i, n, I, J, JT, WIDE)
+        store_pairs(dl_ptr, value, rows, inside, i, n, I, positions, J, JT, WIDE)
 
 
 @triton.jit(
@@ -123,14 +135,15 @@ def gradient_kernel(
     rows_ptr,  # [R, 3, B, I] float32, MODE "row_norm"
     norm_ptr, inverse_ptr, delta_ptr,  # [R, B, J] float32, MODE "in"
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
-    dx_ptr,  # out: du [B, I, K] or dvotes [B, I, J, D], [B, I, 1, D] if COMMON, or None
-    dw_ptr,  # out: [splits, I, J, D, K] or, if SHARED, [programs, J, D, K], or None
+    dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], [B, I, 1, D] if COMMON, or None
+    dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
     dl_ptr,  # out: [B, I, J] or, if SUM_LOGITS, [splits, I, J], or None
     dactivation_ptr, drow_ptr,  # out, of a pass: [B, I] float32, or None. drow: of a log-sum-exp that is given
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk, tiles, groups, factor,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, BACK_DOT: tl.constexpr,
     LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
@@ -144,15 +157,23 @@ def gradient_kernel(
     split = tl.program_id(1)
     lo = tl.program_id(0) * chunk
     hi = tl.minimum(lo + chunk, I)
-    xs = (x_b, x_i, x_j, x_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     ws = (w_i, w_j, w_d, w_k)
     plane = tl.cast(B, tl.int64) * J
     first_tile = split * tiles
-    last_tile = tl.minimum(first_tile + tiles, (B + BB - 1) // BB)
+    last_tile = tl.minimum(first_tile + tiles, batch_tiles(B, positions, BB, PP))
+    C: tl.constexpr = D // P
     keep_dw: tl.constexpr = SHARED and K <= KP
     for tile in range(first_tile, last_tile):
-        rows = batch_rows(tile, BB, WIDE)
-        inside = rows[0] + rows[1] < B
+        rows = batch_rows(tile, positions, BB, PP, WIDE)
+        inside, once = valid_rows(rows, B, positions, P)
+        x_at = of_batch(x_ptr, rows, positions, x_jump)
+        logits_at = logits_ptr
+        if logits_ptr is not None:
+            logits_at = of_batch(logits_ptr, rows, positions, l_jump)
+        dcoupling_at = dcoupling_ptr
+        if dcoupling_ptr is not None:
+            dcoupling_at = of_batch(dcoupling_ptr, rows, positions, d_jump)
         if factor_ptr is not None:
             each = tl.load(factor_ptr + rows[0] + rows[1], mask=inside, other=0.0)
         else:
@@ -168,19 +189,19 @@ def gradient_kernel(
             for i32 in range(lo, hi):
                 i = tl.cast(i32, tl.int64)
                 ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
-                u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
+                u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_at, rows, ok, i, 0, xs, K, KP, WIDE)
                 x = ()
                 valid = ()
                 for n in tl.static_range(NT):
                     votes = votes_tile(
-                        u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                        u, x_at, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
                         BB, JT, DP, KP, VOTES, DOT, WIDE
                     )
                     pairs = known[n] & ok[:, None]
                     if QUADRATIC:
                         votes = centered(
                             votes, center_ptr, mask_ptr, out_mask_ptr, pairs, rows, inside, first + n,
-                            J, D, BB, JT, DP
+                            J, D, P, BB, JT, DP
                         )
                     x = x + (votes,)
                     valid = valid + (pairs,)
@@ -198,16 +219,16 @@ def gradient_kernel(
                     for n in tl.static_range(NT):
                         V = None
                         if QUERY:
-                            V = load_vectors(state_ptr + 2 * t * D, rows, inside, first + n, J, D, JT, DP, 2 * R)
-                        ds = load_vectors(state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R)
+                            V = load_vectors(state_ptr + 2 * t * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R)
+                        ds = load_vectors(state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R)
                         b = b + (routing_logits(
-                            x[n], V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n,
-                            (l_b, l_i, l_j), valid[n], J, D, BB, JT, DP, WIDE,
+                            x[n], V, logits_at, precision_ptr, prior_ptr, rows, inside, i, first + n,
+                            (l_b, l_i, l_j), valid[n], J, D, P, BB, JT, DP, WIDE,
                             0.0 if MODE == "none" else float("-inf")
                         ),)
                         dc = dc + (coupling_gradient(
-                            x[n], ds, dcoupling_ptr if t == R - 1 else None, dmass_ptr, dsecond_ptr, rows, inside, i,
-                            first + n, (d_b, d_i, d_j), valid[n], J, D, BB, JT, DP, WIDE
+                            x[n], ds, dcoupling_at if t == R - 1 else None, dmass_ptr, dsecond_ptr, rows, inside, i,
+                            first + n, (d_b, d_i, d_j), valid[n], J, D, P, BB, JT, DP, WIDE
                         ),)
                         if MODE == "in":
                             maximum = maximum + (load_numbers(norm_ptr + at, rows, known[n], first + n, J, JT),)
@@ -221,7 +242,7 @@ def gradient_kernel(
                         da = tl.sum(tl.where(valid[0], c[0] * dc[0], 0.0), 1)
                         for n in tl.static_range(1, NT):
                             da += tl.sum(tl.where(valid[n], c[n] * dc[n], 0.0), 1)
-                        add_inputs_gradient(dactivation_ptr, da, rows, inside, i, I, group)
+                        add_inputs_gradient(dactivation_ptr, da, rows, once, i, I, group)
                     if activation_ptr is not None:
                         dc = scaled(dc, a, NT)
                     db = agreement_gradient(c, dc, valid, row_at, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
@@ -229,7 +250,7 @@ def gradient_kernel(
                         drow = -tl.sum(db[0], 1)
                         for n in tl.static_range(1, NT):
                             drow -= tl.sum(db[n], 1)
-                        add_inputs_gradient(drow_ptr, drow, rows, inside, i, I, group)
+                        add_inputs_gradient(drow_ptr, drow, rows, once, i, I, group)
                     if activation_ptr is not None:
                         c = scaled(c, a, NT)
                     weights = weights + ((c, db),)
@@ -248,57 +269,59 @@ def gradient_kernel(
                         if activation_ptr is not None:
                             c0 *= a[:, None]
                         ds_0 = load_vectors(
-                            state_ptr + (2 * START - 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R
+                            state_ptr + (2 * START - 1) * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R
                         )
                         dx += spread(c0, BB, JT, DP) * slope(
-                            ds_0, x[n], dsecond_ptr, 2.0, rows, inside, first + n, J, D, JT, DP
+                            ds_0, x[n], dsecond_ptr, 2.0, rows, inside, first + n, J, D, P, JT, DP
                         )
                     for t in tl.static_range(START, R):
                         ds_t = load_vectors(
-                            state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, JT, DP, 2 * R, True
+                            state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R, True
                         )
                         dx += spread(weights[t - START][0][n], BB, JT, DP) * slope(
-                            ds_t, x[n], dsecond_ptr, 2.0, rows, inside, first + n, J, D, JT, DP, True
+                            ds_t, x[n], dsecond_ptr, 2.0, rows, inside, first + n, J, D, P, JT, DP, True
                         )
                         if AGREEMENT:
                             V_t = None
                             if QUERY:
                                 V_t = load_vectors(
-                                    state_ptr + 2 * t * D, rows, inside, first + n, J, D, JT, DP, 2 * R, True
+                                    state_ptr + 2 * t * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R, True
                                 )
                             dx += spread(weights[t - START][1][n], BB, JT, DP) * slope(
-                                V_t, x[n], precision_ptr, -1.0, rows, inside, first + n, J, D, JT, DP, True
+                                V_t, x[n], precision_ptr, -1.0, rows, inside, first + n, J, D, P, JT, DP, True
                             )
                         dl += weights[t - START][1][n]
                     if dl_ptr is not None:
+                        if P > 1:
+                            dl = tl.where(once[:, None], dl, 0.0)
                         store_logits_gradient(
-                            dl_ptr, dl, rows, inside, i, first + n, I, split, tile - first_tile, J, JT, WIDE,
-                            SUM_LOGITS
+                            dl_ptr, dl, rows, once, i, first + n, I, positions, split, tile - first_tile, J, JT,
+                            WIDE, SUM_LOGITS
                         )
                     if VOTES:
                         if COMMON:
                             dvotes += tl.sum(tl.reshape(dx, [BB, JT, DP]), 1)
                         elif dx_ptr is not None:
                             store_votes_gradient(
-                                dx_ptr, tl.where(ok[:, None], dx, 0.0), rows, inside, i, first + n, I, J, D, JT, DP,
-                                WIDE
+                                dx_ptr, tl.where(ok[:, None], dx, 0.0), rows, inside, i, first + n, I, positions, J, D,
+                                JT, DP, WIDE
                             )
                     else:
                         if dx_ptr is not None and K <= KP:
-                            w = weight_tile(w_ptr, i, first + n, 0, ws, J, D, K, JT, DP, KP, WIDE).to(tl.float32)
+                            w = weight_tile(w_ptr, i, first + n, 0, ws, J, C, K, JT, DP, KP, WIDE).to(tl.float32)
                             w_each = tl.reshape(w, [WARPS, JT * DP // WARPS, KP])
                             du = product(by_warp(dx, BB, JT * DP, WARPS), w_each, du, BACK_DOT)
                         if dx_ptr is not None and K > KP:
                             for k0 in range(0, K, KP):
                                 w_part = weight_tile(
-                                    w_ptr, i, first + n, k0, ws, J, D, K, JT, DP, KP, WIDE
+                                    w_ptr, i, first + n, k0, ws, J, C, K, JT, DP, KP, WIDE
                                 ).to(tl.float32)
                                 w_parts = tl.reshape(w_part, [WARPS, JT * DP // WARPS, KP])
                                 no_du = tl.zeros([WARPS, BB, KP], tl.float32)
                                 du_part = tl.sum(product(by_warp(dx, BB, JT * DP, WARPS), w_parts, no_du, BACK_DOT), 0)
                                 add_input_gradient(
                                     dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, inside, i, k0, I, first + n, K,
-                                    KP, WIDE
+                                    P, KP, WIDE
                                 )
                             # The next tile adds to what was stored here, which other threads may have done.
                             tl.debug_barrier()
@@ -313,14 +336,14 @@ def gradient_kernel(
                                 owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
                                 stored += i32 - lo
                             for k0 in range(0, K, KP):
-                                u_part = input_capsules(x_ptr, rows, ok, i, k0, xs, K, KP, WIDE).to(tl.float32)
+                                u_part = input_capsules(x_at, rows, ok, i, k0, xs, K, KP, WIDE).to(tl.float32)
                                 u_parts = tl.broadcast_to(u_part[None, :, :], [WARPS, BB, KP])
                                 dx_parts = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
                                 no_dw = tl.zeros([WARPS, JT * DP // WARPS, KP], tl.float32)
                                 dw_part = product(dx_parts, u_parts, no_dw, BACK_DOT)
                                 add_weight_gradient(
-                                    dw_ptr + owner * (J * D * K), tl.reshape(dw_part, [JT * DP, KP]), first + n, k0,
-                                    stored, J, D, K, JT, DP, KP
+                                    dw_ptr + owner * (J * C * K), tl.reshape(dw_part, [JT * DP, KP]), first + n, k0,
+                                    stored, J, C, K, JT, DP, KP
                                 )
                 if dw_ptr is not None and keep_dw:
                     dw = more_dw
@@ -331,8 +354,8 @@ def gradient_kernel(
                 if not VOTES and K <= KP:
                     if dx_ptr is not None:
                         add_input_gradient(
-                            dx_ptr, tl.where(ok[:, None], tl.sum(du, 0), 0.0), rows, inside, i, 0, I, group, K, KP,
-                            WIDE
+                            dx_ptr, tl.where(ok[:, None], tl.sum(du, 0), 0.0), rows, inside, i, 0, I, group, K, P,
+                            KP, WIDE
                         )
                 if SHARED and not keep_dw:
                     # The next input capsule adds to this dW, which other threads may have stored.
@@ -343,7 +366,7 @@ def gradient_kernel(
                 owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
                 for n in tl.static_range(NT):
                     add_weight_gradient(
-                        dw_ptr + owner * (J * D * K), tl.reshape(dw[n], [JT * DP, KP]), first + n, 0,
-                        tile - first_tile, J, D, K, JT, DP, KP
+                        dw_ptr + owner * (J * C * K), tl.reshape(dw[n], [JT * DP, KP]), first + n, 0,
+                        tile - first_tile, J, C, K, JT, DP, KP
                     )
                 tl.debug_barrier()

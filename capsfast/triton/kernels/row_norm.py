@@ -11,11 +11,13 @@ from .tiles import (
     input_capsules,
     load_numbers,
     load_vectors,
+    of_batch,
     per_input,
     routing_logits,
     store_pairs,
     valid_inputs,
     valid_outputs,
+    valid_rows,
     votes_tile,
 )
 
@@ -29,9 +31,10 @@ def row_norm_kernel(
     state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
     rows_ptr,  # [3, B, I] float32, out
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk, groups,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
@@ -40,9 +43,15 @@ def row_norm_kernel(
 
     Program (batch tile, split) has BB samples and a slice of the input capsules.
     """
-    rows = batch_rows(tl.program_id(0), BB, WIDE)
-    inside = rows[0] + rows[1] < B
-    xs = (x_b, x_i, x_j, x_d)
+    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
+    inside, once = valid_rows(rows, B, positions, P)
+    C: tl.constexpr = D // P
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    x_ptr = of_batch(x_ptr, rows, positions, x_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    if dcoupling_ptr is not None:
+        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
     S: tl.constexpr = 2 * R if WITH_DS else 1
     plane = tl.cast(B, tl.int64) * I
@@ -57,16 +66,16 @@ def row_norm_kernel(
         inner = tl.zeros([BB], tl.float32)
         for n in range(groups * NT):
             x = votes_tile(
-                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws, J, D, K,
+                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws, J, C, K,
                 BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             valid = valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J, JT, WIDE)
             if QUADRATIC:
-                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, n, J, D, BB, JT, DP)
-            V = load_vectors(state_ptr, rows, inside, n, J, D, JT, DP, S) if QUERY else None
+                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, n, J, D, P, BB, JT, DP)
+            V = load_vectors(state_ptr, rows, inside, n, J, D, P, JT, DP, S) if QUERY else None
             b = routing_logits(
                 x, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, n, (l_b, l_i, l_j), valid,
-                J, D, BB, JT, DP, WIDE
+                J, D, P, BB, JT, DP, WIDE
             )
             grown = tl.maximum(m, tl.max(b, 1))
             least = finite_or_zero(grown)
@@ -74,23 +83,23 @@ def row_norm_kernel(
             e = tl.exp(b - least[:, None])
             total = total * scale + tl.sum(e, 1)
             if WITH_DS:
-                ds = load_vectors(state_ptr + D, rows, inside, n, J, D, JT, DP, S)
+                ds = load_vectors(state_ptr + D, rows, inside, n, J, D, P, JT, DP, S)
                 dc = coupling_gradient(
                     x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, inside, i, n, (d_b, d_i, d_j), valid,
-                    J, D, BB, JT, DP, WIDE
+                    J, D, P, BB, JT, DP, WIDE
                 )
                 inner = inner * scale + tl.sum(tl.where(valid, e * dc, 0.0), 1)
             m = grown
         at = rows_ptr + (rows[0] * I + i) + rows[1] * I
         scale = inverse(total)
-        tl.store(at, finite_or_zero(m), mask=inside)
-        tl.store(at + plane, scale, mask=inside)
+        tl.store(at, finite_or_zero(m), mask=once)
+        tl.store(at + plane, scale, mask=once)
         if WITH_DS:
             if activation_ptr is not None:
                 inner *= per_input(activation_ptr, rows, ok, i, I)
             if dlse_ptr is not None:
                 inner -= per_input(dlse_ptr, rows, ok, i, I) * total
-            tl.store(at + 2 * plane, inner * scale, mask=inside)
+            tl.store(at + 2 * plane, inner * scale, mask=once)
 
 
 @triton.jit(
@@ -104,18 +113,23 @@ def coupling_kernel(
     norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
     coupling_ptr,  # [B, I, J], out
     x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
+    positions, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
 ):
     """Writes the coupling of one iteration. Programs are cut as in accumulate.py."""
-    rows = batch_rows(tl.program_id(0), BB, WIDE)
+    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
     first = tl.program_id(2) * NT
-    inside = rows[0] + rows[1] < B
-    xs = (x_b, x_i, x_j, x_d)
+    inside, once = valid_rows(rows, B, positions, P)
+    C: tl.constexpr = D // P
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    x_ptr = of_batch(x_ptr, rows, positions, x_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
     maximum = ()
     inverses = ()
@@ -132,19 +146,19 @@ def coupling_kernel(
         b = ()
         for n in tl.static_range(NT):
             x = votes_tile(
-                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, D, K,
+                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
                 BB, JT, DP, KP, VOTES, DOT, WIDE
             )
             valid = valid_outputs(out_mask_ptr, rows, ok, first + n, o_b, o_j, J, JT, WIDE)
             if QUADRATIC:
-                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, BB, JT, DP)
-            V = load_vectors(V_ptr, rows, inside, first + n, J, D, JT, DP) if QUERY else None
+                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, P, BB, JT, DP)
+            V = load_vectors(V_ptr, rows, inside, first + n, J, D, P, JT, DP) if QUERY else None
             b = b + (routing_logits(
                 x, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n, (l_b, l_i, l_j), valid,
-                J, D, BB, JT, DP, WIDE
+                J, D, P, BB, JT, DP, WIDE
             ),)
         c, _ = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
         if activation_ptr is not None:
             c = scaled(c, per_input(activation_ptr, rows, ok, i, I), NT)
         for n in tl.static_range(NT):
-            store_pairs(coupling_ptr, c[n], rows, inside, i, first + n, I, J, JT, WIDE)
+            store_pairs(coupling_ptr, c[n], rows, once, i, first + n, I, positions, J, JT, WIDE)

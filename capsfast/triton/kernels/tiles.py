@@ -1,9 +1,17 @@
 """What every kernel does with a tile [BB, N]: BB samples, N columns. A column is one component d of one output j.
 
 A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. rows is
-(number of the first sample, 0 ... BB-1). Strides are tuples: xs of u (b, i, -, k) or votes (b, i, j, d), ws of the
-weight (i, j, d, k). The address of a tile is 64-bit. Offsets within it are 32-bit, which takes half the registers,
-unless they may be too large (WIDE, see launch.py).
+(number of the first sample, the sample of every row from there on [BB], the rows of a pose [PP]). Strides are tuples:
+xs of u (b, i, -, k) or votes (b, i, j, d), ws of the weight (i, j, d, k). The address of a tile is 64-bit. Offsets
+within it are 32-bit, which takes half the registers, unless they may be too large (WIDE, see launch.py).
+
+Pose matrices are P rows of a tile for every sample, padded to PP. They share the weight as samples do, so their product
+is that of vectors, with D / P components. What a sample has once, such as its logits and coupling, is the same in all
+its rows, and the first of them stores it.
+
+Votes with positions, [B, I, J, D, S], have B S samples, and a tile has those of one b. x_b, l_b and d_b then are
+strides over positions, and x_jump, l_jump and d_jump are added for every b before. Tensors [B, I, J] and [B, I, J, D]
+have the positions behind; all others, such as [B, J, D] and [B, I], have a row for each sample.
 """
 
 import triton
@@ -11,11 +19,59 @@ import triton.language as tl
 
 
 @triton.jit
-def batch_rows(tile, BB: tl.constexpr, WIDE: tl.constexpr):
+def batch_rows(tile, positions, BB: tl.constexpr, PP: tl.constexpr, WIDE: tl.constexpr):
     local = tl.arange(0, BB)
     if WIDE:
         local = local.to(tl.int64)
-    return tl.cast(tile, tl.int64) * BB, local
+    if PP > 1:
+        local = local // PP
+    if positions is None:
+        first = tl.cast(tile, tl.int64) * (BB // PP)
+    else:
+        tiles = (positions + BB - 1) // BB
+        first = tl.cast(tile // tiles, tl.int64) * positions + (tile % tiles) * BB
+    return first, local, tl.arange(0, PP)
+
+
+@triton.jit
+def valid_rows(rows, B, positions, P: tl.constexpr):
+    """Which rows exist, and of these the first of every sample: [BB] each."""
+    end = B
+    if positions is not None:
+        end = (rows[0] // positions + 1) * positions
+    inside = rows[0] + rows[1] < end
+    once = inside
+    if P > 1:
+        pose = pose_rows(rows, 1)
+        inside = inside & (pose < P)
+        once = once & (pose == 0)
+    return inside, once
+
+
+@triton.jit
+def batch_tiles(B, positions, BB: tl.constexpr, PP: tl.constexpr):
+    """How many tiles have all samples."""
+    if positions is None:
+        tiles = (B + BB // PP - 1) // (BB // PP)
+    else:
+        tiles = B // positions * ((positions + BB - 1) // BB)
+    return tiles
+
+
+@triton.jit
+def of_batch(ptr, rows, positions, jump):
+    """The pointer from which the strides over positions lead to the samples."""
+    if positions is not None:
+        ptr += rows[0] // positions * jump
+    return ptr
+
+
+@triton.jit
+def pose_rows(rows, OFFSET: tl.constexpr):
+    """OFFSET times every row's number in its pose: [BB]."""
+    BB: tl.constexpr = rows[1].shape[0]
+    PP: tl.constexpr = rows[2].shape[0]
+    return (tl.arange(0, BB) % PP).to(rows[1].dtype) * OFFSET
 
 
 @triton.jit
@@ -46,7 +102,7 @@ def components(k0, KP: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def load_vectors(
-    ptr, rows, ok, n, J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
+    ptr, rows, ok, n, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     S: tl.constexpr = 1, AGAIN: tl.constexpr = False,
 ):
     """Tile n of float32 vectors [B, J, D], 0 outside. With S > 1 they are one of the S vectors in [B, J, S, D], to
@@ -56,8 +112,10 @@ def load_vectors(
     L1 again instead of keeping the tile in registers in between.
     """
     j, d = columns(n, JT, DP, False)
-    inside = ok[:, None] & ((j < J) & (d < D))[None, :]
+    inside = ok[:, None] & ((j < J) & (d < D // P))[None, :]
     at = ptr + rows[0] * (J * S * D) + (rows[1] * (J * S * D))[:, None] + (j * (S * D) + d)[None, :]
+    if P > 1:
+        at += pose_rows(rows, D // P)[:, None]
     if AGAIN:
         tile = tl.load(at, mask=inside, other=0.0, cache_modifier=".ca")
     else:
@@ -66,10 +124,14 @@ def load_vectors(
 
 
 @triton.jit
-def store_vectors(ptr, value, rows, ok, n, J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
+def store_vectors(
+    ptr, value, rows, ok, n, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr
+):
     j, d = columns(n, JT, DP, False)
-    inside = ok[:, None] & ((j < J) & (d < D))[None, :]
+    inside = ok[:, None] & ((j < J) & (d < D // P))[None, :]
     at = ptr + rows[0] * (J * D) + (rows[1] * (J * D))[:, None] + (j * D + d)[None, :]
+    if P > 1:
+        at += pose_rows(rows, D // P)[:, None]
     tl.store(at, value, mask=inside)
 
 
@@ -94,9 +156,14 @@ def per_input(ptr, rows, ok, i, I):
 
 
 @triton.jit
-def score(x, p, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
-    """Dot products over d of two tiles [BB, N]: [BB, JT]."""
-    return tl.sum(tl.reshape(x * p, [BB, JT, DP]), 2)
+def score(x, p, rows, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
+    """Dot products over d of two tiles [BB, N]: [BB, JT]. All rows of a pose have their sum."""
+    found = tl.sum(tl.reshape(x * p, [BB, JT, DP]), 2)
+    PP: tl.constexpr = rows[2].shape[0]
+    if PP > 1:
+        found = tl.sum(tl.reshape(found, [BB // PP, PP, JT]), 1)
+        found = tl.reshape(tl.broadcast_to(found[:, None, :], [BB // PP, PP, JT]), [BB, JT])
+    return found
 
 
 @triton.jit
@@ -108,13 +175,13 @@ def spread(c, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def slope(
     linear, x, curvature_ptr, FACTOR: tl.constexpr, rows, ok, n,
-    J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, AGAIN: tl.constexpr = False,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, AGAIN: tl.constexpr = False,
 ):
     """linear + FACTOR curvature x for tile n. linear: a tile or None; curvature: float32 [B, J, D] or None."""
     if curvature_ptr is None:
         tile = linear
     else:
-        tile = FACTOR * load_vectors(curvature_ptr, rows, ok, n, J, D, JT, DP, 1, AGAIN) * x
+        tile = FACTOR * load_vectors(curvature_ptr, rows, ok, n, J, D, P, JT, DP, 1, AGAIN) * x
         if linear is not None:
             tile += linear
     return tile
@@ -123,12 +190,12 @@ def slope(
 @triton.jit
 def centered(
     votes, center_ptr, mask_ptr, out_mask_ptr, valid, rows, ok, n,
-    J: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
 ):
     """Tile n of x, the votes about the center, and 0 for masked pairs: the votes of a masked output capsule may be NaN,
     and a coupling of 0 does not hide that where it multiplies x."""
     if center_ptr is not None:
-        votes -= load_vectors(center_ptr, rows, ok, n, J, D, JT, DP)
+        votes -= load_vectors(center_ptr, rows, ok, n, J, D, P, JT, DP)
     if mask_ptr is not None or out_mask_ptr is not None:
         votes = tl.where(spread(valid, BB, JT, DP), votes, 0.0)
     return votes
@@ -175,9 +242,11 @@ def by_warp(tile, BB: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def input_capsules(x_ptr, rows, ok, i, k0, xs, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr):
-    """u of input capsule i for the samples, components k from k0 on: [BB, KP], 0 outside."""
+    """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside."""
     k = components(k0, KP, WIDE)
     at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (k * xs[3])[None, :]
+    if rows[2].shape[0] > 1:
+        at += (pose_rows(rows, K) * xs[3])[:, None]
     return tl.load(at, mask=ok[:, None] & (k < K)[None, :], other=0.0)
 
 
@@ -201,8 +270,8 @@ def votes_tile(
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Tile n of the votes of input capsule i: if VOTES they are read, else computed as W_ij u_i. u: the first KP
-    components of the pose.
+    """Tile n of the votes of input capsule i: if VOTES they are read, else computed as W_ij u_i, with D components a
+    row. u: the first KP components of the pose.
 
     tl.dot does not sum over i: tensor cores round sums towards zero, an error that would grow with I.
     """
@@ -254,24 +323,29 @@ def per_pair(ptr, rows, i, n, strides, valid, JT: tl.constexpr, WIDE: tl.constex
 
 
 @triton.jit
-def store_pairs(ptr, value, rows, inside, i, n, I, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
+def store_pairs(ptr, value, rows, inside, i, n, I, positions, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
     """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
     j = outputs(n, JT, WIDE)
-    at = ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
+    if positions is None:
+        at = ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
+    else:
+        batch = rows[0] // positions
+        at = ptr + rows[0] + ((batch * I + i) * J - batch) * positions + rows[1][:, None] + (j * positions)[None, :]
     tl.store(at, value, mask=inside[:, None] & (j < J)[None, :])
 
 
 @triton.jit
 def routing_logits(
     x, V, logits_ptr, precision_ptr, prior_ptr, rows, ok, i, n, ls, valid,
-    J: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
+    WIDE: tl.constexpr,
     NOTHING: tl.constexpr = float("-inf"),
 ):
     """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING where not valid. V: a tile or None."""
     if V is None and precision_ptr is None:
         b = tl.zeros([BB, JT], tl.float32)
     else:
-        b = score(x, slope(V, x, precision_ptr, -0.5, rows, ok, n, J, D, JT, DP), BB, JT, DP)
+        b = score(x, slope(V, x, precision_ptr, -0.5, rows, ok, n, J, D, P, JT, DP), rows, BB, JT, DP)
     if prior_ptr is not None:
         b += load_numbers(prior_ptr, rows, valid, n, J, JT)
     if logits_ptr is not None:
@@ -282,10 +356,11 @@ def routing_logits(
 @triton.jit
 def coupling_gradient(
     x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, ok, i, n, strides, valid,
-    J: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n."""
-    dc = score(x, slope(ds, x, dsecond_ptr, 1.0, rows, ok, n, J, D, JT, DP), BB, JT, DP)
+    dc = score(x, slope(ds, x, dsecond_ptr, 1.0, rows, ok, n, J, D, P, JT, DP), rows, BB, JT, DP)
     if dmass_ptr is not None:
         dc += load_numbers(dmass_ptr, rows, valid, n, J, JT)
     if dcoupling_ptr is not None:
