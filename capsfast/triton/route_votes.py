@@ -19,6 +19,8 @@ def _call(votes: Tensor, logits: Tensor | None, bias: Tensor | None, *rest: Any)
 def forward(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *given, return_coupling = rest
     v, coupling, s, norm = routing.forward(_call(votes, *given), return_coupling)
+    if votes.dim() == 5:
+        s, norm = s.new_empty(0), norm.new_empty(0)
     return as_positions(v, votes.shape[0], votes.shape[4:]), coupling, s, norm
 
 
@@ -26,8 +28,11 @@ def backward(dv: Tensor, dcoupling: Tensor | None, votes: Tensor, *rest: Any) ->
     # Four parameters, three saved outputs, J and the options, three needs.
     given, (coupling, s, norm), options = rest[:4], rest[4:7], rest[7:-3]
     need_votes, need_logits, need_bias = rest[-3:]
-    dv = dv if votes.dim() == 4 else to_samples(dv)
-    dvotes, _, dlogits, dbias = routing.backward(
-        _call(votes, *given, *options), dv, dcoupling, coupling, s, norm, (need_votes, False, need_logits, need_bias)
-    )
+    call = _call(votes, *given, *options)
+    if votes.dim() == 5:
+        # Not kept from the forward.
+        _, _, s, norm = routing.forward(call, False)
+        dv = to_samples(dv)
+    needed = (need_votes, False, need_logits, need_bias)
+    dvotes, _, dlogits, dbias = routing.backward(call, dv, dcoupling, coupling, s, norm, needed)
     return dvotes, dlogits, dbias
