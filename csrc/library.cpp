@@ -83,7 +83,7 @@ double peak_flops() {
   const int64_t threads = num_threads();
   std::vector<float> results(static_cast<size_t>(threads));  // kept, or the loops would be optimised away
   const auto run = [&] {
-    parallel(threads, 1, [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) results[static_cast<size_t>(n)] = table.multiply_adds(kRounds);
     });
   };

@@ -52,9 +52,9 @@ template <class T>
 void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
   const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), false) : Slices{};
   if (slices.tasks == 0) return PassForward<T>(p, in, out, num_threads()).run();
-  parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
-    const int64_t b1 = p.B * end / slices.tasks;
-    for (int64_t b = p.B * begin / slices.tasks; b < b1; b += slices.samples) {
+  for_tasks(slices.tasks, [&](int64_t task, int64_t) {
+    const int64_t b1 = p.B * (task + 1) / slices.tasks;
+    for (int64_t b = p.B * task / slices.tasks; b < b1; b += slices.samples) {
       const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
       const PassOutputs part_out = slice<T>(out, b, p.J);
       PassForward<T>(part, slice(in, b), part_out, 1).run();
@@ -74,15 +74,13 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
   if (slices.tasks == 0) {
     PassBackward<T>(p, in, saved, out, sum_of(0), num_threads()).run();
   } else {
-    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t b1 = p.B * (task + 1) / tasks;
-        for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
-          const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
-          const PassSaved part_saved = slice<T>(saved, b, p.J);
-          const PassGradients part_out = slice(out, b);
-          PassBackward<T>(part, slice(in, b), part_saved, part_out, sum_of(task), 1).run();
-        }
+    for_tasks(tasks, [&](int64_t task, int64_t) {
+      const int64_t b1 = p.B * (task + 1) / tasks;
+      for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
+        const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
+        const PassSaved part_saved = slice<T>(saved, b, p.J);
+        const PassGradients part_out = slice(out, b);
+        PassBackward<T>(part, slice(in, b), part_saved, part_out, sum_of(task), 1).run();
       }
     });
   }

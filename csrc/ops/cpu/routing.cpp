@@ -41,9 +41,10 @@ template <class T>
 void passes_forward(const Problem& p, const ForwardOutputs& out) {
   const Slices slices = p.votes_given ? make_slices(p, num_threads(), sizeof(T), false) : Slices{};
   if (slices.tasks == 0) return Forward<T>(p, out, num_threads()).run();
-  parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = p.B * begin / slices.tasks; b < p.B * end / slices.tasks; b += slices.samples) {
-      const int64_t samples = std::min(slices.samples, p.B * end / slices.tasks - b);
+  for_tasks(slices.tasks, [&](int64_t task, int64_t) {
+    const int64_t b1 = p.B * (task + 1) / slices.tasks;
+    for (int64_t b = p.B * task / slices.tasks; b < b1; b += slices.samples) {
+      const int64_t samples = std::min(slices.samples, b1 - b);
       const ForwardOutputs part = slice<T>(out, p, b);
       Forward<T>(driver::slice(p, b, samples), part, 1).run();
     }
@@ -64,17 +65,15 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
   if (slices.tasks == 0) {
     Backward<T>(p, in, out, logits_of(0), bias_of(0), num_threads()).run();
   } else {
-    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t b1 = p.B * (task + 1) / tasks;
-        for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
-          const BackwardInputs part_in = slice<T>(in, p, b);
-          BackwardOutputs part_out = out;
-          part_out.dweight = shifted(out.dweight, b * p.I * (p.shared_outputs ? 1 : p.J) * p.D);
-          if (out.per_sample_logits) part_out.dlogits = shifted(out.dlogits, b * p.I * p.J);
-          const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
-          Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
-        }
+    for_tasks(tasks, [&](int64_t task, int64_t) {
+      const int64_t b1 = p.B * (task + 1) / tasks;
+      for (int64_t b = p.B * task / tasks; b < b1; b += slices.samples) {
+        const BackwardInputs part_in = slice<T>(in, p, b);
+        BackwardOutputs part_out = out;
+        part_out.dweight = shifted(out.dweight, b * p.I * (p.shared_outputs ? 1 : p.J) * p.D);
+        if (out.per_sample_logits) part_out.dlogits = shifted(out.dlogits, b * p.I * p.J);
+        const Problem part = driver::slice(p, b, std::min(slices.samples, b1 - b));
+        Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
       }
     });
   }
