@@ -1,5 +1,6 @@
 #include "parallel.h"
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 
@@ -9,11 +10,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread that waits looks for what it waits for before it sleeps. What follows within a call comes sooner.
-// A thread that waits longer waits for one that the system does not run, and gives it its core.
-constexpr std::chrono::microseconds kLook{100};
-// How long a call waits for its helpers to leave. The parallel region waits after that, but does not sleep.
-constexpr std::chrono::milliseconds kLeave{20};
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -23,6 +20,19 @@ inline void pause() {
 #endif
 }
 
+// Within a call what a thread waits for comes within microseconds. Where it does not, there are more threads than cores
+// for them, and one that waits gives way.
+template <class Ready>
+void wait_for(const Ready& ready) {
+  for (int n = 0; !ready(); ++n) {
+    if (n < 4096) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
 class Enter {
  public:
   explicit Enter(Team* team) : before_(standing()) { standing() = {true, team}; }
@@ -30,6 +40,32 @@ class Enter {
 
  private:
   Standing before_;
+};
+
+// Whether help pays, of the calls of one thread: not where they wait for it longer than they work, as they do where
+// something else keeps a core. Both are sums that fade, so that one interruption is not taken for that. Without help
+// nothing tells when it would pay again, so it is tried after some calls, after more if it did not.
+class Help {
+ public:
+  bool wanted() { return without_ == 0 || --without_ == 0; }
+  void record(double waited, double total) {
+    waited_ = kFade * waited_ + waited;
+    total_ = kFade * total_ + total;
+    const bool pays = waited_ <= total_ / 2;
+    if (pays) {
+      pause_ = kFewest;
+      return;
+    }
+    without_ = pause_;
+    pause_ = std::min(2 * pause_, kMost);
+    waited_ = total_ = 0;
+  }
+
+ private:
+  static constexpr double kFade = 0.7;
+  static constexpr int kFewest = 8, kMost = 64;
+  double waited_ = 0, total_ = 0;
+  int without_ = 0, pause_ = kFewest;
 };
 
 }  // namespace
@@ -44,8 +80,8 @@ int64_t num_threads() {
   return team != nullptr ? team->members() : static_cast<int64_t>(torch::stable::get_num_threads());
 }
 
-// A part that is claimed belongs to the loop that runs: the next begins when all parts are done, this one too. So the
-// loop is read after that, not before.
+// A part that is claimed belongs to the loop that runs: the next begins when all parts are done, this one too. So what
+// to do is read after that, not before.
 int64_t Team::claim() {
   int64_t parts = open_.load(std::memory_order_relaxed);
   while (parts > 0) {
@@ -60,36 +96,10 @@ void Team::execute(int64_t index, int64_t member) {
   try {
     part_(loop_, index, member);
   } catch (...) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(failing_);
     if (error_ == nullptr) error_ = std::current_exception();
   }
-  if (unfinished_.fetch_sub(1) == 1 && member != 0) wake();
-}
-
-// Whoever sleeps has said so before it looked a last time, and what it waits for is stored before this.
-void Team::wake() {
-  if (sleepers_.load() == 0) return;
-  { const std::lock_guard<std::mutex> lock(mutex_); }
-  changed_.notify_all();
-}
-
-template <class Ready>
-void Team::wait(const Ready& ready, bool forever) {
-  const Clock::time_point start = Clock::now();
-  do {
-    for (int n = 0; n < 64; ++n) {
-      if (ready()) return;
-      pause();
-    }
-  } while (Clock::now() - start < kLook);
-  std::unique_lock<std::mutex> lock(mutex_);
-  sleepers_.fetch_add(1);
-  if (forever) {
-    changed_.wait(lock, ready);
-  } else {
-    changed_.wait_for(lock, kLeave, ready);
-  }
-  sleepers_.fetch_sub(1);
+  unfinished_.fetch_sub(1, std::memory_order_release);
 }
 
 void Team::share(int64_t count, Part part, const void* loop) {
@@ -97,13 +107,14 @@ void Team::share(int64_t count, Part part, const void* loop) {
   part_ = part;
   loop_ = loop;
   unfinished_.store(count, std::memory_order_relaxed);
-  open_.store(count);
-  wake();
+  open_.store(count, std::memory_order_release);
   {
     const Enter enter(nullptr);
     for (int64_t index; (index = claim()) >= 0;) execute(index, 0);
   }
-  wait([&] { return unfinished_.load() == 0; }, true);
+  const Clock::time_point start = Clock::now();
+  wait_for([&] { return unfinished_.load(std::memory_order_acquire) == 0; });
+  waited_ += seconds_since(start);
   if (error_ == nullptr) return;
   std::exception_ptr error;
   error.swap(error_);
@@ -111,43 +122,40 @@ void Team::share(int64_t count, Part part, const void* loop) {
 }
 
 void Team::help(int64_t member) {
-  // A thread pool without enough threads may run this on the caller's own, which would wait for itself.
+  // A thread pool might run this on the caller's own thread, which would wait for itself.
   if (std::this_thread::get_id() == caller_) return;
   const Enter enter(nullptr);
-  while (true) {
+  while (open_.load(std::memory_order_relaxed) != kClosed) {
     for (int64_t index; (index = claim()) >= 0;) execute(index, member);
-    if (open_.load() == kClosed) break;
-    wait([&] { return open_.load() != 0; }, true);
+    wait_for([&] { return open_.load(std::memory_order_relaxed) != 0; });
   }
-  left_.fetch_add(1);
-  wake();
-}
-
-void Team::close(int64_t helpers) {
-  open_.store(kClosed);
-  wake();
-  wait([&] { return left_.load() >= helpers; }, false);
 }
 
 void run_call(bool shared, void (*call)(const void*), const void* context) {
   if (standing().inside) return call(context);
+  thread_local Help help;
   const int64_t threads = shared ? num_threads() : 1;
-  if (threads <= 1) {
+  if (threads <= 1 || !help.wanted()) {
     const Enter enter(nullptr);
     return call(context);
   }
   Team team(threads);
   std::exception_ptr error;
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  const Clock::time_point start = Clock::now();
+  double called = 0, returned = 0;
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
+    // Threads may be fewer than asked for: within another parallel region there is but the caller.
     if (begin > 0) return team.help(begin);
+    called = seconds_since(start);
     try {
       const Enter enter(&team);
       call(context);
     } catch (...) { error = std::current_exception(); }
-    // Threads may be fewer than asked for: then each has several of the numbers. Within another parallel region there is
-    // but the caller.
-    team.close((threads - 1) / end);
+    team.close();
+    returned = seconds_since(start);
   });
+  const double total = seconds_since(start);
+  help.record(called + team.waited() + total - returned, total);
   if (error != nullptr) std::rethrow_exception(error);
 }
 

@@ -1,16 +1,16 @@
 // How a call shares its work among threads.
 //
 // Uses torch's own thread pool through the stable ABI, so that torch.set_num_threads holds here too. A call opens one
-// parallel region: the thread that came with the call runs it, the others help with the loops it comes to. Nobody waits
-// for a thread that does nothing: a thread that the system does not run, as others are busy on its core, would hold up
-// all at the end of every loop.
+// parallel region: the thread that came with the call runs it, the others help with the loops it comes to. A loop waits
+// for those that took a part of it and for no one else: a thread that the system does not run, as something else is busy
+// on its core, would hold up all at the end of every loop. Only beginning and end of the region wait for all. A thread
+// whose calls spend their time with waiting does without help for a while.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <mutex>
@@ -32,17 +32,16 @@ class Team {
   void share(int64_t count, Part part, const void* loop);
   // A helper: does parts of loops until the team closes.
   void help(int64_t member);
-  // Member 0: no more loops. Waits a while for `helpers` to leave.
-  void close(int64_t helpers);
+  // Member 0: no more loops.
+  void close() { open_.store(kClosed, std::memory_order_release); }
+  // How long member 0 has waited for others, in seconds.
+  double waited() const { return waited_; }
 
  private:
   static constexpr int64_t kClosed = -1;
 
   int64_t claim();
   void execute(int64_t index, int64_t member);
-  void wake();
-  template <class Ready>
-  void wait(const Ready& ready, bool forever);
 
   const int64_t members_;
   const std::thread::id caller_;
@@ -50,13 +49,11 @@ class Team {
   int64_t count_ = 0;
   Part part_ = nullptr;
   const void* loop_ = nullptr;
-  std::exception_ptr error_;                  // under mutex_ while a loop runs
+  double waited_ = 0;
+  std::mutex failing_;
+  std::exception_ptr error_;                  // of the loop; failing_ guards it while parts run
   alignas(64) std::atomic<int64_t> open_{0};  // parts that are not claimed yet; kClosed at the end
   alignas(64) std::atomic<int64_t> unfinished_{0};
-  std::atomic<int64_t> left_{0};  // helpers that are gone
-  std::atomic<int64_t> sleepers_{0};
-  std::mutex mutex_;
-  std::condition_variable changed_;
 };
 
 // Where a thread stands: in a call that it runs, with its team, or within a part of a loop, or in a call that is not
