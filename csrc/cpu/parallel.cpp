@@ -1,5 +1,9 @@
 #include "parallel.h"
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
 #include <algorithm>
 #include <chrono>
 #include <exception>
@@ -68,6 +72,17 @@ class Help {
   int without_ = 0, pause_ = kFewest;
 };
 
+// A process that is forked has the memory of its parent, but of its threads only one. OpenMP's region would wait for the
+// others for ever, so such a process, if its parent had opened one before, does without.
+std::atomic<bool> forked{false};
+
+void note_forks() {
+#if defined(__unix__) || defined(__APPLE__)
+  static const int noted = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  (void)noted;
+#endif
+}
+
 }  // namespace
 
 Standing& standing() {
@@ -135,10 +150,11 @@ void run_call(bool shared, void (*call)(const void*), const void* context) {
   if (standing().inside) return call(context);
   thread_local Help help;
   const int64_t threads = shared ? num_threads() : 1;
-  if (threads <= 1 || !help.wanted()) {
+  if (threads <= 1 || forked || !help.wanted()) {
     const Enter enter(nullptr);
     return call(context);
   }
+  note_forks();
   Team team(threads);
   std::exception_ptr error;
   const Clock::time_point start = Clock::now();

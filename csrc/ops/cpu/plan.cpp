@@ -23,8 +23,9 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Tasks of a pass for every thread: a thread that other work holds up leaves its tasks to the others.
 constexpr int64_t kTasks = 4;
-// The fewest multiply-adds for each number of a partial sum: clearing it and adding it up take about four.
-constexpr int64_t kPerSum = 512;
+// The fewest multiply-adds for each number of a partial sum: then clearing it and adding it up is about a hundredth of
+// the work.
+constexpr int64_t kPerSum = 4096;
 
 // Chooses groups x splits tasks, at most `threads`, so that the largest task is as small as possible. Splits along the
 // input capsules cost partial sums, so among equals the fewest splits win.
