@@ -86,7 +86,7 @@ double peak_flops() {
   const int64_t threads = num_threads();
   std::vector<float> results(static_cast<size_t>(threads));  // kept, or the loops would be optimised away
   const auto run = [&] {
-    parallel(threads, 1, [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) results[static_cast<size_t>(n)] = table.multiply_adds(kRounds);
     });
   };
@@ -122,7 +122,9 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   Plan plan = slices.tasks > 0 ? make_plan(p, lanes, 1, wide) : whole;
   plan.small_batch = whole.small_batch;
   plan.gather_rows = itemsize < wide && plan.lanes;
-  const int64_t together = std::max<int64_t>(1, slices.tasks);
+  // Scratch is a thread's, and so is what a slice takes.
+  const int64_t tasks = std::max<int64_t>(1, slices.tasks), together = std::min(tasks, used);
+  const int64_t scratches = slices.tasks > 0 ? 1 : used;
   const int64_t accumulate = plan.lanes ? LanesAccumulateScratch<float>(p, plan, nullptr).size
                                         : RowsAccumulateScratch<float>(p, plan, nullptr).size;
   const int64_t gradient = plan.lanes ? LanesGradientScratch<float>(p, plan, num_iterations, nullptr).size
@@ -138,19 +140,17 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   d["tiles"] = plan.tiles;
   d["chunk"] = plan.chunk;
   d["out_tile"] = plan.out_tile;
-  d["tasks"] = together * plan.tile_groups * plan.splits;
+  d["tasks"] = tasks * plan.tile_groups * plan.splits;
   d["splits"] = plan.splits;
   d["gradient_chunk"] = plan.gradient_chunk;
   d["gradient_out_tile"] = plan.gradient_out_tile;
   d["weight_in_place"] = plan.lanes && plan.weight_in_place;
-  d["gradient_tasks"] = together * plan.gradient_groups * plan.gradient_splits;
-  d["forward_scratch_bytes"] =
-      wide * (together * (plan.tile_groups * plan.splits * accumulate + (1 + 2 * plan.splits) * vectors) + kept);
+  d["gradient_tasks"] = tasks * plan.gradient_groups * plan.gradient_splits;
+  d["forward_scratch_bytes"] = wide * (together * (scratches * accumulate + (1 + 2 * plan.splits) * vectors) + kept);
   d["backward_scratch_bytes"] =
-      wide * (together * (std::max(plan.tile_groups * plan.splits * accumulate,
-                                   plan.gradient_groups * plan.gradient_splits * gradient) +
-                          (2 * num_iterations + 2 * plan.splits) * vectors) +
-              kept);
+      wide *
+      (together * (scratches * std::max(accumulate, gradient) + (2 * num_iterations + 2 * plan.splits) * vectors) +
+       kept);
   p.B = B;
   d["forward_flops"] = forward_flops(p, whole);
   d["backward_flops"] = backward_flops(p, whole);

@@ -139,21 +139,19 @@ struct Context {
     const int64_t tasks = plan.tile_groups * plan.splits;
     const int64_t size =
         plan.lanes ? LanesAccumulateScratch<T>(p, plan, nullptr).size : RowsAccumulateScratch<T>(p, plan, nullptr).size;
-    const Buffer<T> scratch(tasks * size);
-    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        AccumulatePass<T> mine = pass;
-        const int64_t split = task % plan.splits;
-        move(&mine.first, split * layout.vectors());
-        move(&mine.second, split * layout.vectors());
-        move(&mine.mass, split * layout.scalars());
-        move(&mine.norm, split * layout.scalars());
-        if (mine.max != nullptr) mine.max += split * layout.scalars();
-        const Range range = share(p, plan, task, plan.tile_groups, plan.splits);
-        T* memory = scratch.get() + task * size;
-        plan.lanes ? kernel_table.lanes_accumulate(mine, range, memory)
-                   : kernel_table.rows_accumulate(mine, range, memory);
-      }
+    const Buffer<T> scratch(members() * size);
+    for_tasks(tasks, [&](int64_t task, int64_t member) {
+      AccumulatePass<T> mine = pass;
+      const int64_t split = task % plan.splits;
+      move(&mine.first, split * layout.vectors());
+      move(&mine.second, split * layout.vectors());
+      move(&mine.mass, split * layout.scalars());
+      move(&mine.norm, split * layout.scalars());
+      if (mine.max != nullptr) mine.max += split * layout.scalars();
+      const Range range = share(p, plan, task, plan.tile_groups, plan.splits);
+      T* memory = scratch.get() + member * size;
+      plan.lanes ? kernel_table.lanes_accumulate(mine, range, memory)
+                 : kernel_table.rows_accumulate(mine, range, memory);
     });
   }
 
@@ -238,20 +236,18 @@ struct Context {
     const int64_t terms = p.iterations - pass.first;
     const int64_t size = plan.lanes ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
                                     : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
-    const Buffer<T> scratch(tasks * size);
-    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        GradientPass<T> mine = pass;
-        if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
-        if (adders > 0) {
-          const int64_t adder = p.shared_weight ? task : task / splits;
-          mine.dweight_sum = dweight.high() + adder * weights;
-          mine.dweight_low = dweight.low() + adder * weights;
-        }
-        const Range range = share(p, plan, task, groups, splits);
-        T* memory = scratch.get() + task * size;
-        plan.lanes ? kernel_table.lanes_gradient(mine, range, memory) : kernel_table.rows_gradient(mine, range, memory);
+    const Buffer<T> scratch(members() * size);
+    for_tasks(tasks, [&](int64_t task, int64_t member) {
+      GradientPass<T> mine = pass;
+      if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
+      if (adders > 0) {
+        const int64_t adder = p.shared_weight ? task : task / splits;
+        mine.dweight_sum = dweight.high() + adder * weights;
+        mine.dweight_low = dweight.low() + adder * weights;
       }
+      const Range range = share(p, plan, task, groups, splits);
+      T* memory = scratch.get() + member * size;
+      plan.lanes ? kernel_table.lanes_gradient(mine, range, memory) : kernel_table.rows_gradient(mine, range, memory);
     });
     dweight.join();
     add_up<T>(dweight.high(), adders, weights, out.dweight);

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include "../../cpu/parallel.h"
 #include "pass.h"
 #include "routing.h"
 
@@ -13,26 +14,34 @@ struct CpuEngine {
   static constexpr bool kSharedOutputs = true;
   static constexpr bool kPoseMatrices = true;
   static constexpr bool kPositions = true;
+  // The fewest multiply-adds a call is shared for: with fewer, waking another thread takes longer than they do.
+  static constexpr double kShared = 64 * 1024;
+
+  static bool worth_sharing(const Problem& p) {
+    return double(p.samples()) * double(p.I) * double(p.J) * double(p.D) * double(p.K) * double(p.iterations) >=
+           kShared;
+  }
+
   static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
 
   template <class T>
   static void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor&) {
-    routing_forward<T>(p, out);
+    with_team(worth_sharing(p), [&] { routing_forward<T>(p, out); });
   }
   template <class T>
   static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
                        const torch::stable::Tensor&) {
-    routing_backward<T>(p, in, out);
+    with_team(worth_sharing(p), [&] { routing_backward<T>(p, in, out); });
   }
   template <class T>
   static void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out,
                            const torch::stable::Tensor&) {
-    capsfast::pass_forward<T>(p, in, out);
+    with_team(worth_sharing(p), [&] { capsfast::pass_forward<T>(p, in, out); });
   }
   template <class T>
   static void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out,
                             const torch::stable::Tensor&) {
-    capsfast::pass_backward<T>(p, in, saved, out);
+    with_team(worth_sharing(p), [&] { capsfast::pass_backward<T>(p, in, saved, out); });
   }
 };
 

@@ -52,14 +52,12 @@ template <class T>
 void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
   const Slices slices = slices_of<T>(p, false);
   if (slices.tasks == 0) return PassForward<T>(p, in, out, num_threads()).run();
-  parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-        const Problem part = driver::slice(p, n, count);
-        const PassOutputs part_out = slice<T>(out, p, n);
-        PassForward<T>(part, slice(in, p, n), part_out, 1).run();
-      });
-    }
+  for_tasks(slices.tasks, [&](int64_t task, int64_t) {
+    for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+      const Problem part = driver::slice(p, n, count);
+      const PassOutputs part_out = slice<T>(out, p, n);
+      PassForward<T>(part, slice(in, p, n), part_out, 1).run();
+    });
   });
 }
 
@@ -75,15 +73,13 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
   if (slices.tasks == 0) {
     PassBackward<T>(p, in, saved, out, sum_of(0), num_threads()).run();
   } else {
-    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-          const Problem part = driver::slice(p, n, count);
-          const PassSaved part_saved = slice<T>(saved, p, n);
-          const PassGradients part_out = slice(out, p, n);
-          PassBackward<T>(part, slice(in, p, n), part_saved, part_out, sum_of(task), 1).run();
-        });
-      }
+    for_tasks(tasks, [&](int64_t task, int64_t) {
+      for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+        const Problem part = driver::slice(p, n, count);
+        const PassSaved part_saved = slice<T>(saved, p, n);
+        const PassGradients part_out = slice(out, p, n);
+        PassBackward<T>(part, slice(in, p, n), part_saved, part_out, sum_of(task), 1).run();
+      });
     });
   }
   add_up<double>(sums.get(), logits == 0 ? 0 : tasks, logits, dlogits);
@@ -93,6 +89,7 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
 
 template <class T>
 void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
+  if (p.positions == 0) return;
   if (!is_small_batch<T>(p)) return forward<T>(PackedWeight<T>(p).problem(), in, out);
   for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
@@ -102,6 +99,7 @@ void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out
 
 template <class T>
 void pass_backward(const Problem& given, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
+  if (given.positions == 0) return;
   const Problem p = of_backward<T>(given, out.common);
   if (!is_small_batch<T>(p)) return backward<T>(PackedWeight<T>(p).problem(), in, saved, out);
   const BackwardOutputs& common = out.common;

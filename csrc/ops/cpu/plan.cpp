@@ -21,6 +21,12 @@ constexpr int64_t kSliceLogits = 16 * 1024 * 1024;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Tasks of a pass for every thread: a thread that other work holds up leaves its tasks to the others.
+constexpr int64_t kTasks = 4;
+// The fewest multiply-adds for each number of a partial sum: then clearing it and adding it up is about a hundredth of
+// the work.
+constexpr int64_t kPerSum = 4096;
+
 // Chooses groups x splits tasks, at most `threads`, so that the largest task is as small as possible. Splits along the
 // input capsules cost partial sums, so among equals the fewest splits win.
 void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_t* splits) {
@@ -54,6 +60,9 @@ bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
   return p.P == 1 && p.B < smallest_lanes_batch(lanes) && kept <= double(kKeptVotes);
 }
 
+// `count` parts cut into kTasks each, as far as there are `most`.
+int64_t finer(int64_t count, int64_t most) { return std::max(count, std::min(kTasks * count, most)); }
+
 void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t L = plan->L, row = p.weight_size() * size, vote = p.D * L * size;
   plan->tiles = divide_up(p.B, L);
@@ -66,6 +75,8 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   // Votes that are positions of a tensor are copied to the lanes of a tile, a chunk at a time.
   if (p.side_by_side) plan->chunk = std::clamp<int64_t>(kL2 / 2 / (p.J * vote), 1, plan->chunk);
   cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
+  // Finer along the input capsules, where a task reads as much of the weight as it uses.
+  if (threads > 1) plan->splits = finer(plan->splits, std::min(divide_up(p.I, plan->chunk), p.I * p.K / kPerSum));
 
   // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple of
   // L rows (j, d), that is a multiple of `whole` output capsules.
@@ -85,6 +96,7 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t chunks = divide_up(p.I, plan->gradient_chunk);
   plan->gradient_splits = std::min(chunks, threads);
   plan->gradient_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->gradient_splits));
+  if (threads > 1 && !p.shared_weight) plan->gradient_splits = finer(plan->gradient_splits, chunks);
   plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
 
@@ -94,9 +106,11 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   plan->tiles = p.B;
   plan->chunk = 64;
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
+  if (threads > 1) plan->tile_groups = finer(plan->tile_groups, p.B);
   // The gradient pass writes gradients of input capsules. Cut along these it needs no partial sums.
   plan->gradient_splits = std::clamp<int64_t>(divide_up(p.I, 16), 1, threads);
   plan->gradient_groups = std::clamp<int64_t>(threads / plan->gradient_splits, 1, std::max<int64_t>(1, p.B));
+  if (threads > 1) plan->gradient_splits = finer(plan->gradient_splits, divide_up(p.I, 16));
 }
 
 }  // namespace
@@ -110,14 +124,18 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
     const int64_t tiles = divide_up(p.positions, lanes), outputs = 2 * p.iterations + 4;
     const int64_t fit = std::max<int64_t>(1, kSliceBytes / ((bytes + outputs * p.J * p.D * size) * lanes));
     slices.samples = lanes * std::min(fit, std::max<int64_t>(1, tiles * p.B / threads));
-    slices.tasks = std::min(threads, p.B * divide_up(p.positions, slices.samples));
+    const int64_t pieces = p.B * divide_up(p.positions, slices.samples);
+    slices.tasks = std::min(threads, pieces);
+    if (threads > 1 && !shared_logits_gradient) slices.tasks = std::min(finer(threads, pieces), pieces);
     return slices;
   }
   if (p.B < threads || p.I == 0) return slices;
   // Each task needs its own sum of dlogits [I, J], in double.
   if (shared_logits_gradient && threads * p.I * p.J * 8 > kSliceLogits) return slices;
-  slices.tasks = threads;
   slices.samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, divide_up(p.B, threads));
+  // Where there is no such sum a task takes few slices.
+  slices.tasks = threads;
+  if (threads > 1 && !shared_logits_gradient) slices.tasks = finer(threads, divide_up(p.B, slices.samples));
   return slices;
 }
 

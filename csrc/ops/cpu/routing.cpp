@@ -66,16 +66,14 @@ template <class T>
 void passes_forward(const Problem& p, const ForwardOutputs& out) {
   const Slices slices = slices_of<T>(p, false);
   if (slices.tasks == 0) return Forward<T>(p, out, num_threads()).run();
-  parallel(slices.tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-        const Problem part = driver::slice(p, n, count);
-        ForwardOutputs part_out = slice<T>(out, p, n);
-        const Intermediate<T> kept(part.side_by_side ? part : Problem{});
-        if (part.side_by_side) kept.of(&part_out);
-        Forward<T>(part, part_out, 1).run();
-      });
-    }
+  for_tasks(slices.tasks, [&](int64_t task, int64_t) {
+    for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+      const Problem part = driver::slice(p, n, count);
+      ForwardOutputs part_out = slice<T>(out, p, n);
+      const Intermediate<T> kept(part.side_by_side ? part : Problem{});
+      if (part.side_by_side) kept.of(&part_out);
+      Forward<T>(part, part_out, 1).run();
+    });
   });
 }
 
@@ -93,26 +91,24 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
   if (slices.tasks == 0) {
     Backward<T>(p, in, out, logits_of(0), bias_of(0), num_threads()).run();
   } else {
-    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
-        for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-          const Problem part = driver::slice(p, n, count);
-          BackwardInputs part_in = slice<T>(in, p, n);
-          const Intermediate<T> kept(part.side_by_side ? part : Problem{});
-          if (part.side_by_side) {
-            const Buffer<T> v(count * p.J * p.D);
-            ForwardOutputs again;
-            again.v = View{v.get(), kStorage<T>, {p.J * p.D, p.D, 1}};
-            kept.of(&again);
-            Forward<T>(part, again, 1).run();
-            kept.of(&part_in);
-          }
-          BackwardOutputs part_out = out;
-          part_out.dweight = samples(p, out.dweight, n);  // that of the votes
-          if (out.per_sample_logits) part_out.dlogits = samples(p, out.dlogits, n);
-          Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
-        });
-      }
+    for_tasks(tasks, [&](int64_t task, int64_t) {
+      for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+        const Problem part = driver::slice(p, n, count);
+        BackwardInputs part_in = slice<T>(in, p, n);
+        const Intermediate<T> kept(part.side_by_side ? part : Problem{});
+        if (part.side_by_side) {
+          const Buffer<T> v(count * p.J * p.D);
+          ForwardOutputs again;
+          again.v = View{v.get(), kStorage<T>, {p.J * p.D, p.D, 1}};
+          kept.of(&again);
+          Forward<T>(part, again, 1).run();
+          kept.of(&part_in);
+        }
+        BackwardOutputs part_out = out;
+        part_out.dweight = samples(p, out.dweight, n);  // that of the votes
+        if (out.per_sample_logits) part_out.dlogits = samples(p, out.dlogits, n);
+        Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
+      });
     });
   }
   add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
@@ -123,6 +119,7 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
 
 template <class T>
 void routing_forward(const Problem& p, const ForwardOutputs& out) {
+  if (p.positions == 0) return;
   if (!is_small_batch<T>(p)) return passes_forward<T>(PackedWeight<T>(p).problem(), out);
   for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
@@ -132,6 +129,7 @@ void routing_forward(const Problem& p, const ForwardOutputs& out) {
 
 template <class T>
 void routing_backward(const Problem& given, const BackwardInputs& in, const BackwardOutputs& out) {
+  if (given.positions == 0) return;
   const Problem p = of_backward<T>(given, out);
   if (!is_small_batch<T>(p)) return passes_backward<T>(PackedWeight<T>(p).problem(), in, out);
   for_kept<T>(p, [&](const Problem& part, int64_t b) {

@@ -54,9 +54,7 @@ class SmallBatch {
   template <class F>
   void over_capsules(const F& f) const {
     const int64_t tasks = num_threads();
-    parallel(tasks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) f(task, p.I * task / tasks, p.I * (task + 1) / tasks);
-    });
+    for_tasks(tasks, [&](int64_t task, int64_t) { f(task, p.I * task / tasks, p.I * (task + 1) / tasks); });
   }
 
   const Problem& p;

@@ -1,0 +1,178 @@
+#include "parallel.h"
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+
+namespace capsfast {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Within a call what a thread waits for comes within microseconds. Where it does not, there are more threads than cores
+// for them, and one that waits gives way.
+template <class Ready>
+void wait_for(const Ready& ready) {
+  for (int n = 0; !ready(); ++n) {
+    if (n < 4096) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+class Enter {
+ public:
+  explicit Enter(Team* team) : before_(standing()) { standing() = {true, team}; }
+  ~Enter() { standing() = before_; }
+
+ private:
+  Standing before_;
+};
+
+// Whether help pays, of the calls of one thread: not where they wait for it longer than they work, as they do where
+// something else keeps a core. Both are sums that fade, so that one interruption is not taken for that. Without help
+// nothing tells when it would pay again, so it is tried after some calls, after more if it did not.
+class Help {
+ public:
+  bool wanted() { return without_ == 0 || --without_ == 0; }
+  void record(double waited, double total) {
+    waited_ = kFade * waited_ + waited;
+    total_ = kFade * total_ + total;
+    const bool pays = waited_ <= total_ / 2;
+    if (pays) {
+      pause_ = kFewest;
+      return;
+    }
+    without_ = pause_;
+    pause_ = std::min(2 * pause_, kMost);
+    waited_ = total_ = 0;
+  }
+
+ private:
+  static constexpr double kFade = 0.7;
+  static constexpr int kFewest = 8, kMost = 64;
+  double waited_ = 0, total_ = 0;
+  int without_ = 0, pause_ = kFewest;
+};
+
+// A process that is forked has the memory of its parent, but of its threads only one. OpenMP's region would wait for the
+// others for ever, so such a process, if its parent had opened one before, does without.
+std::atomic<bool> forked{false};
+
+void note_forks() {
+#if defined(__unix__) || defined(__APPLE__)
+  static const int noted = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  (void)noted;
+#endif
+}
+
+}  // namespace
+
+Standing& standing() {
+  thread_local Standing here;
+  return here;
+}
+
+int64_t num_threads() {
+  const Team* team = standing().team;
+  return team != nullptr ? team->members() : static_cast<int64_t>(torch::stable::get_num_threads());
+}
+
+// A part that is claimed belongs to the loop that runs: the next begins when all parts are done, this one too. So what
+// to do is read after that, not before.
+int64_t Team::claim() {
+  int64_t parts = open_.load(std::memory_order_relaxed);
+  while (parts > 0) {
+    if (open_.compare_exchange_weak(parts, parts - 1, std::memory_order_acquire, std::memory_order_relaxed)) {
+      return count_ - parts;
+    }
+  }
+  return -1;
+}
+
+void Team::execute(int64_t index, int64_t member) {
+  try {
+    part_(loop_, index, member);
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(failing_);
+    if (error_ == nullptr) error_ = std::current_exception();
+  }
+  unfinished_.fetch_sub(1, std::memory_order_release);
+}
+
+void Team::share(int64_t count, Part part, const void* loop) {
+  count_ = count;
+  part_ = part;
+  loop_ = loop;
+  unfinished_.store(count, std::memory_order_relaxed);
+  open_.store(count, std::memory_order_release);
+  {
+    const Enter enter(nullptr);
+    for (int64_t index; (index = claim()) >= 0;) execute(index, 0);
+  }
+  const Clock::time_point start = Clock::now();
+  wait_for([&] { return unfinished_.load(std::memory_order_acquire) == 0; });
+  waited_ += seconds_since(start);
+  if (error_ == nullptr) return;
+  std::exception_ptr error;
+  error.swap(error_);
+  std::rethrow_exception(error);
+}
+
+void Team::help(int64_t member) {
+  // A thread pool might run this on the caller's own thread, which would wait for itself.
+  if (std::this_thread::get_id() == caller_) return;
+  const Enter enter(nullptr);
+  while (open_.load(std::memory_order_relaxed) != kClosed) {
+    for (int64_t index; (index = claim()) >= 0;) execute(index, member);
+    wait_for([&] { return open_.load(std::memory_order_relaxed) != 0; });
+  }
+}
+
+void run_call(bool shared, void (*call)(const void*), const void* context) {
+  if (standing().inside) return call(context);
+  thread_local Help help;
+  const int64_t threads = shared ? num_threads() : 1;
+  if (threads <= 1 || forked || !help.wanted()) {
+    const Enter enter(nullptr);
+    return call(context);
+  }
+  note_forks();
+  Team team(threads);
+  std::exception_ptr error;
+  const Clock::time_point start = Clock::now();
+  double called = 0, returned = 0;
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
+    // Threads may be fewer than asked for: within another parallel region there is but the caller.
+    if (begin > 0) return team.help(begin);
+    called = seconds_since(start);
+    try {
+      const Enter enter(&team);
+      call(context);
+    } catch (...) { error = std::current_exception(); }
+    team.close();
+    returned = seconds_since(start);
+  });
+  const double total = seconds_since(start);
+  help.record(called + team.waited() + total - returned, total);
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+}  // namespace capsfast

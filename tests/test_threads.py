@@ -1,0 +1,97 @@
+"""Calls that share their work among threads: what another process, thread or a fork beside them may not change."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from capsfast import dynamic_routing, native, route_votes
+
+Values = tuple[torch.Tensor, ...]
+
+pytestmark = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def values() -> Values:
+    """Results and gradients of a layer of two tiles, of a small batch and of given votes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).requires_grad_()
+
+    def found(v: torch.Tensor, *inputs: torch.Tensor) -> Values:
+        return v.detach(), *torch.autograd.grad(v.square().sum(), inputs)
+
+    weight, votes = tensor(400, 10, 16, 8), tensor(9, 100, 10, 16)
+    tiles, few = tensor(32, 400, 8), tensor(2, 400, 8)
+    return (
+        *found(dynamic_routing(tiles, weight, backend="cpp"), tiles, weight),
+        *found(dynamic_routing(few, weight, backend="cpp"), few, weight),
+        *found(route_votes(votes, backend="cpp"), votes),
+    )
+
+
+def same(a: Values, b: Values) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+# Four threads are more than most test machines have cores for.
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_busy_machine_changes_no_result(threads: int) -> None:
+    torch.set_num_threads(threads)
+    wanted = values()
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        assert all(same(values(), wanted) for _ in range(10))
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+def test_calls_of_several_threads_at_once() -> None:
+    torch.set_num_threads(2)
+    wanted = values()
+
+    def calls(_: int) -> bool:
+        torch.set_num_threads(2)
+        return all(same(values(), wanted) for _ in range(5))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(calls, range(3)))
+
+
+def _routed(
+    results: "multiprocessing.SimpleQueue[bool]", u: torch.Tensor, weight: torch.Tensor, v: list[float]
+) -> None:
+    results.put(dynamic_routing(u, weight, backend="cpp").flatten().tolist() == v)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_after_a_call_routes_too() -> None:
+    torch.set_num_threads(2)
+    u, weight = torch.randn(32, 64, 8), torch.randn(64, 10, 16, 8)
+    for _ in range(3):
+        v = dynamic_routing(u, weight, backend="cpp")
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=_routed, args=(results, u, weight, v.flatten().tolist()))
+    child.start()
+    child.join(30)
+    hangs = child.is_alive()
+    child.kill()
+    assert not hangs
+    assert results.get()
