@@ -46,7 +46,7 @@ class Enter {
   Standing before_;
 };
 
-// Whether help pays, of the calls of one thread: not where they wait for it longer than they work, as they do where
+// Whether help pays, of the calls of one thread: not where a third of their time goes into waiting for it, as where
 // something else keeps a core. Both are sums that fade, so that one interruption is not taken for that. Without help
 // nothing tells when it would pay again, so it is tried after some calls, after more if it did not.
 class Help {
@@ -55,7 +55,7 @@ class Help {
   void record(double waited, double total) {
     waited_ = kFade * waited_ + waited;
     total_ = kFade * total_ + total;
-    const bool pays = waited_ <= total_ / 2;
+    const bool pays = waited_ <= total_ / 3;
     if (pays) {
       pause_ = kFewest;
       return;

@@ -79,7 +79,7 @@ void with_team(bool shared, const F& f) {
   run_call(shared, [](const void* context) { (*static_cast<const F*>(context))(); }, &f);
 }
 
-// Calls f(task, member) for tasks [0, count), each on one of the threads: members of [0, members()), one task at a time.
+// Calls f(task, member) for tasks [0, count), on members of [0, members()), each of which has one task at a time.
 template <class F>
 void for_tasks(int64_t count, const F& f) {
   if (count <= 0) return;
