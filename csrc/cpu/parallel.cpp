@@ -47,13 +47,14 @@ class Enter {
 };
 
 // Whether help pays, of the calls of one thread: not where a third of their time goes into waiting for it, as where
-// something else keeps a core. Both are sums that fade, so that one interruption is not taken for that. Without help
-// nothing tells when it would pay again, so it is tried after some calls, after more if it did not.
+// something else keeps a core. Both are sums that fade, so that one interruption is not taken for that. A thread that has
+// a core wakes and ends within kWakes, which in a short call is much of the time and no such sign. Without help nothing
+// tells when it would pay again, so it is tried after some calls, after more if it did not.
 class Help {
  public:
   bool wanted() { return without_ == 0 || --without_ == 0; }
   void record(double waited, double total) {
-    waited_ = kFade * waited_ + waited;
+    waited_ = kFade * waited_ + std::max(0.0, waited - kWakes);
     total_ = kFade * total_ + total;
     const bool pays = waited_ <= total_ / 3;
     if (pays) {
@@ -66,7 +67,7 @@ class Help {
   }
 
  private:
-  static constexpr double kFade = 0.7;
+  static constexpr double kFade = 0.7, kWakes = 200e-6;
   static constexpr int kFewest = 8, kMost = 64;
   double waited_ = 0, total_ = 0;
   int without_ = 0, pause_ = kFewest;

@@ -96,6 +96,8 @@ void for_tasks(int64_t count, const F& f) {
 // Calls f(begin, end) on parts of [0, count) of at least `grain` elements, but for the last.
 template <class F>
 void parallel(int64_t count, int64_t grain, const F& f) {
+  if (count <= 0) return;
+  if (standing().inside && standing().team == nullptr) return f(int64_t{0}, count);
   // More parts than threads, so that one that is late leaves them to others.
   const int64_t parts = std::min((count + grain - 1) / grain, 4 * num_threads());
   for_tasks(parts, [&](int64_t part, int64_t) { f(count * part / parts, count * (part + 1) / parts); });

@@ -51,6 +51,12 @@ inline Range share(const Problem& p, const Plan& plan, int64_t task, int64_t gro
       plan.tiles * group / groups, plan.tiles * (group + 1) / groups, p.I * split / splits, p.I * (split + 1) / splits};
 }
 
+// The task that is taken as the n-th. Threads take them one after the other: with neighbours they would both ask for the
+// first bytes of one page of dW, which then is cleared twice.
+inline int64_t apart(int64_t n, int64_t tasks, int64_t threads) {
+  return tasks % threads == 0 ? n % threads * (tasks / threads) + n / threads : n;
+}
+
 inline int64_t valid_count(const MaskView& mask, int64_t b, int64_t size) {
   if (mask.data == nullptr) return size;
   int64_t count = 0;
@@ -140,7 +146,9 @@ struct Context {
     const int64_t size =
         plan.lanes ? LanesAccumulateScratch<T>(p, plan, nullptr).size : RowsAccumulateScratch<T>(p, plan, nullptr).size;
     const Buffer<T> scratch(members() * size);
-    for_tasks(tasks, [&](int64_t task, int64_t member) {
+    const int64_t threads = num_threads();
+    for_tasks(tasks, [&](int64_t n, int64_t member) {
+      const int64_t task = apart(n, tasks, threads);
       AccumulatePass<T> mine = pass;
       const int64_t split = task % plan.splits;
       move(&mine.first, split * layout.vectors());
@@ -237,7 +245,9 @@ struct Context {
     const int64_t size = plan.lanes ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
                                     : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
     const Buffer<T> scratch(members() * size);
-    for_tasks(tasks, [&](int64_t task, int64_t member) {
+    const int64_t threads = num_threads();
+    for_tasks(tasks, [&](int64_t n, int64_t member) {
+      const int64_t task = apart(n, tasks, threads);
       GradientPass<T> mine = pass;
       if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
       if (adders > 0) {
