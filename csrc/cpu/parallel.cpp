@@ -46,31 +46,32 @@ class Enter {
   Standing before_;
 };
 
-// Whether help pays, of the calls of one thread: not where a third of their time goes into waiting for it, as where
-// something else keeps a core. Both are sums that fade, so that one interruption is not taken for that. A thread that has
-// a core wakes and ends within kWakes, which in a short call is much of the time and no such sign. Without help nothing
-// tells when it would pay again, so it is tried after some calls, after more if it did not.
+// Whether help pays, of the calls of one thread: not where they wait for it longer than it works, as where something else
+// keeps a core. Both are sums that fade, and a few calls decide, so that one interruption is not taken for that. Without
+// help nothing tells when it would pay again, so it is tried after some calls, after more if it did not.
 class Help {
  public:
   bool wanted() { return without_ == 0 || --without_ == 0; }
-  void record(double waited, double total) {
-    waited_ = kFade * waited_ + std::max(0.0, waited - kWakes);
-    total_ = kFade * total_ + total;
-    const bool pays = waited_ <= total_ / 3;
-    if (pays) {
+  void record(double waited, double helped) {
+    waited_ = kFade * waited_ + waited;
+    helped_ = kFade * helped_ + helped;
+    ++calls_;
+    if (waited_ <= helped_) {
       pause_ = kFewest;
       return;
     }
+    if (calls_ < kTried) return;
     without_ = pause_;
     pause_ = std::min(2 * pause_, kMost);
-    waited_ = total_ = 0;
+    waited_ = helped_ = 0;
+    calls_ = 0;
   }
 
  private:
-  static constexpr double kFade = 0.7, kWakes = 200e-6;
-  static constexpr int kFewest = 8, kMost = 64;
-  double waited_ = 0, total_ = 0;
-  int without_ = 0, pause_ = kFewest;
+  static constexpr double kFade = 0.7;
+  static constexpr int kTried = 3, kFewest = 8, kMost = 64;
+  double waited_ = 0, helped_ = 0;
+  int calls_ = 0, without_ = 0, pause_ = kFewest;
 };
 
 // A process that is forked has the memory of its parent, but of its threads only one. OpenMP's region would wait for the
@@ -142,7 +143,13 @@ void Team::help(int64_t member) {
   if (std::this_thread::get_id() == caller_) return;
   const Enter enter(nullptr);
   while (open_.load(std::memory_order_relaxed) != kClosed) {
-    for (int64_t index; (index = claim()) >= 0;) execute(index, member);
+    int64_t index = claim();
+    if (index >= 0) {
+      const Clock::time_point start = Clock::now();
+      for (; index >= 0; index = claim()) execute(index, member);
+      const auto worked = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start);
+      helped_.fetch_add(worked.count(), std::memory_order_relaxed);
+    }
     wait_for([&] { return open_.load(std::memory_order_relaxed) != 0; });
   }
 }
@@ -172,7 +179,7 @@ void run_call(bool shared, void (*call)(const void*), const void* context) {
     returned = seconds_since(start);
   });
   const double total = seconds_since(start);
-  help.record(called + team.waited() + total - returned, total);
+  help.record(called + team.waited() + total - returned, team.helped());
   if (error != nullptr) std::rethrow_exception(error);
 }
 

@@ -36,6 +36,8 @@ class Team {
   void close() { open_.store(kClosed, std::memory_order_release); }
   // How long member 0 has waited for others, in seconds.
   double waited() const { return waited_; }
+  // How long helpers have worked, in seconds.
+  double helped() const { return 1e-9 * double(helped_.load(std::memory_order_relaxed)); }
 
  private:
   static constexpr int64_t kClosed = -1;
@@ -54,6 +56,7 @@ class Team {
   std::exception_ptr error_;                  // of the loop; failing_ guards it while parts run
   alignas(64) std::atomic<int64_t> open_{0};  // parts that are not claimed yet; kClosed at the end
   alignas(64) std::atomic<int64_t> unfinished_{0};
+  alignas(64) std::atomic<int64_t> helped_{0};  // nanoseconds
 };
 
 // Where a thread stands: in a call that it runs, with its team, or within a part of a loop, or in a call that is not
