@@ -263,7 +263,12 @@ def _parameters(
             continue
         axes = axes_of(name, value)
         own = spatial if axes[0] == "B" and isinstance(value, Tensor) and value.dim() > len(axes) else ()
-        tensor(op, name, value, f"[{', '.join((*axes, *map(str, own)))}]")
+        if own and value.dim() != len(axes) + len(own):
+            spelled = ", ".join((*axes, *map(str, own)))
+            raise ValueError(f"{op}: {name} must have shape [{spelled}], got {shape_of(value)}")
+        if not own:
+            tensor(op, name, value, f"[{', '.join(axes)}]")
+        dense(op, name, value)
         if name.endswith("mask") and value.dtype != torch.bool:
             raise TypeError(
                 f"{op}: {name} must be bool (True = use), got {dtype_of(value)}; convert it with {name}.bool()"

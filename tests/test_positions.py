@@ -175,7 +175,7 @@ def test_compiled(backend: Backend, case: Case | PassCase) -> None:
     def first(inputs: dict[str, Tensor]) -> Tensor:
         return problems.call(problem, inputs, backend.name)[0]
 
-    call = torch.compile(first, fullgraph=True, backend="aot_eager")
+    call = torch.compile(first, fullgraph=True, dynamic=True, backend="aot_eager")
     inputs = {name: value.clone().requires_grad_() for name, value in problem.inputs.items()}
     got, wanted = call(inputs), first(problem.inputs)
     assert_close(got, wanted)
