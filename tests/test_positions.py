@@ -1,13 +1,18 @@
 """Votes with axes of positions, [B, I, J, D, *spatial], as a convolution leaves them."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import capsfast
+from capsfast import native
+from capsfast.bench import memory
 
 from .support import passes, problems
 from .support.accuracy import assert_close, check
@@ -214,3 +219,33 @@ def test_what_does_not_fit_is_named() -> None:
         capsfast.votes_pass(votes, query=torch.zeros(2, 4, 5, 7, 6))
     with pytest.raises(ValueError, match="share_batch_logits needs"):
         capsfast.route_votes(votes, share_batch_logits=True)
+
+
+GROWTH = """
+import torch, capsfast
+from capsfast.bench.memory import _reset_peak, _resident
+
+def call(votes):
+    v = capsfast.route_votes(votes)
+    return torch.autograd.grad(v, votes, torch.ones_like(v))[0]
+
+def make(*spatial):
+    return torch.ones(2, 8, 8, 16, *spatial, requires_grad=True)
+
+call(make(4, 4))
+votes = make(64, 64)
+_reset_peak()
+before = _resident()["VmRSS"]
+dvotes = call(votes)
+v = 2 * 4 * votes.numel() // 8  # v and its gradient
+print((_resident()["VmHWM"] - before - 4 * dvotes.numel() - v) / (4 * votes.numel()))
+"""
+
+
+@pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+def test_memory_grows_by_less_than_a_twentieth_of_the_votes() -> None:
+    root = Path(capsfast.__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=root)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 0.05
