@@ -113,6 +113,7 @@ both = pytest.mark.parametrize("device", [resident, streaming], ids=lambda devic
 @both
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shape", [*IN_WARPS, *IN_BLOCKS], ids=str)
+@pytest.mark.usual(case=CASES[1:4])
 def test_shapes(shape: Shape, case: Case, device: Callable[[Problem], Device]) -> None:
     check_on(device, long_enough(shape, device, case))
 

@@ -117,6 +117,7 @@ def test_tiles_over_the_input_capsules(shape: Shape, case: Case) -> None:
 )
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(num_iterations=1), Case(gradient="last")], ids=str)
 @pytest.mark.parametrize("shape", [Shape(33, 130, 3, 16, 8), Shape(2, 200, 10, 8, 4)], ids=str)
+@pytest.mark.usual(case=[LOADED, Case(gradient="last")])
 def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -> None:
     """Where the blocks of a pass cannot all run at the same time every step is a launch of its own."""
     problem = make(shape, case, dtype=torch.float32)

@@ -118,7 +118,7 @@ def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) ->
         pytest.skip(f"this machine has no {name}")
     names = ("native", "routing", "dynamic_routing", "route_votes", "passes", "pose_matrices", "positions")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
-    chosen_tests = "reach_every_part or every_shape or sixteen_bits or strides or huge or nan or masked"
+    chosen_tests = "reach_every_part or every_shape or sixteen_bits or strides"
     chosen_tests = f"({chosen_tests}) and not test_passes and not 100000 or every_case or permuted"
     if request.config.getoption("--exhaustive"):
         chosen_tests += " or every_option"

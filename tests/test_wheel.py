@@ -199,7 +199,8 @@ def test_a_line_for_each_file_and_whole_commands_where_one_fails(small: Path) ->
     assert re.fullmatch(
         r"capsfast: compiling 2 files, 2 at a time: about \d+ seconds\n"
         r"\[1/2\] csrc/(good|other)\.cpp\n\[2/2\] csrc/(good|other)\.cpp\n",
-        said,
+        # torch may say something of a CUDA toolkit without a GPU.
+        "".join(line for line in said.splitlines(keepends=True) if "cpp_extension" not in line),
     )
     (built,) = (small / "capsfast").glob("_C*.so")
     before = built.read_bytes()
@@ -236,10 +237,8 @@ def test_two_builds_at_once(small: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         process = start(small)
         assert process.stdout is not None
-        assert (
-            process.stdout.readline()
-            == f"capsfast: another build works in {lock.parent.relative_to(small)}; waiting for it\n"
-        )
+        first = next(line for line in process.stdout if "cpp_extension" not in line)
+        assert first == f"capsfast: another build works in {lock.parent.relative_to(small)}; waiting for it\n"
     assert "no work to do" in process.communicate(timeout=120)[0]
     assert process.returncode == 0
 
