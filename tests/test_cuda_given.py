@@ -230,6 +230,7 @@ def padded(votes: Tensor, axis: int, by: int) -> Tensor:
         *(f"expanded{axis}" for axis in range(4)),
     ],
 )
+@pytest.mark.usual(dtype=[torch.bfloat16])
 def test_alignment(
     lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Callable[[Problem], Device]
 ) -> None:
