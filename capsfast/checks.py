@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .axes import axes_of
 from .options import GRADIENT, NORMALIZE, SOFTMAX, SQUASH, Options, PassOptions
 
 # Its power -3/2, which the derivative of a squash holds, is still a float32.
@@ -163,22 +164,6 @@ def _shapes(weight: Tensor, u: Tensor) -> str:
     return f"(weight {shape_of(weight)}, u {shape_of(u)})"
 
 
-# The axes of the arguments beside u and weight or votes.
-AXES = {
-    **dict.fromkeys(("query", "precision", "center"), "BJD"),
-    **dict.fromkeys(("prior", "out_mask"), "BJ"),
-    **dict.fromkeys(("activation", "lse", "mask"), "BI"),
-    "logits": "BIJ",
-    "bias": "JD",
-}
-
-
-def axes_of(name: str, value: object) -> str:
-    """The axes of an argument, without those of positions."""
-    per_sample = isinstance(value, Tensor) and value.dim() > 2
-    return "IJ" if name == "logits" and not per_sample else AXES[name]
-
-
 def outputs(op: str, anchor: str, value: Tensor, axis: int, saying: Mapping[str, object], needed: bool = True) -> int:
     """J: the size of ``axis`` of the anchor or, where that is 1, what the first of ``saying`` that is given says.
 
@@ -208,7 +193,7 @@ def pass_options(op: str, given: PassOptions) -> None:
         )
 
 
-def pass_parameters(
+def parameters(
     op: str,
     anchor: str,
     anchor_value: Tensor,
@@ -216,59 +201,23 @@ def pass_parameters(
     given: Mapping[str, Tensor | None],
     spatial: tuple[int, ...] = (),
 ) -> None:
-    """What a pass scores against, by name, and the masks, against ``sizes`` = (B, I, J, D) of the anchor tensor."""
-    _parameters(op, anchor, anchor_value, sizes, given, spatial)
-    precision = given["precision"]
-    if precision is not None and _can_be_looked_at(precision) and bool((precision < 0).any()):
-        raise ValueError(
-            f"{op}: precision, an inverse variance, must not be negative, got {float(precision.min()):.3g}; "
-            f"clamp it with precision.clamp_min(0)"
-        )
+    """The arguments beside the anchor tensor, by name, against its ``sizes`` = (B, I, J, D): shapes, dtypes, devices.
 
-
-def _can_be_looked_at(value: Tensor) -> bool:
-    """Whether its numbers are there: a look would make a GPU wait, and is none while tracing or inside torch.func."""
-    known = value.device.type == "cpu" and not torch.compiler.is_compiling()
-    return known and type(value) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
-
-
-def routing_parameters(
-    op: str,
-    anchor: str,
-    anchor_value: Tensor,
-    sizes: tuple[int, int, int, int],
-    logits: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    out_mask: Tensor | None,
-    spatial: tuple[int, ...] = (),
-) -> None:
-    """logits, bias and masks against ``sizes`` = (B, I, J, D) of the anchor tensor."""
-    given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
-    _parameters(op, anchor, anchor_value, sizes, given, spatial)
-
-
-def _parameters(
-    op: str,
-    anchor: str,
-    anchor_value: Tensor,
-    sizes: tuple[int, int, int, int],
-    given: Mapping[str, Tensor | None],
-    spatial: tuple[int, ...],
-) -> None:
-    """Shapes, dtypes and devices of arguments by name. Those with an axis B may end in the sizes of ``spatial``."""
+    Those with an axis B may end in the sizes of ``spatial``.
+    """
     symbols = dict(zip("BIJD", sizes, strict=True))
     for name, value in given.items():
         if value is None:
             continue
         axes = axes_of(name, value)
         own = spatial if axes[0] == "B" and isinstance(value, Tensor) and value.dim() > len(axes) else ()
-        if own and value.dim() != len(axes) + len(own):
-            spelled = ", ".join((*axes, *map(str, own)))
-            raise ValueError(f"{op}: {name} must have shape [{spelled}], got {shape_of(value)}")
         if not own:
             tensor(op, name, value, f"[{', '.join(axes)}]")
-        dense(op, name, value)
+        elif value.dim() != len(axes) + len(own):
+            spelled = ", ".join((*axes, *map(str, own)))
+            raise ValueError(f"{op}: {name} must have shape [{spelled}], got {shape_of(value)}")
+        else:
+            dense(op, name, value)
         if name.endswith("mask") and value.dtype != torch.bool:
             raise TypeError(
                 f"{op}: {name} must be bool (True = use), got {dtype_of(value)}; convert it with {name}.bool()"
@@ -285,3 +234,15 @@ def _parameters(
         if not name.endswith("mask"):
             parameter_dtype(op, name, value, anchor, anchor_value)
         same_device(op, anchor, anchor_value, name, value)
+    precision = given.get("precision")
+    if precision is not None and _can_be_looked_at(precision) and bool((precision < 0).any()):
+        raise ValueError(
+            f"{op}: precision, an inverse variance, must not be negative, got {float(precision.min()):.3g}; "
+            f"clamp it with precision.clamp_min(0)"
+        )
+
+
+def _can_be_looked_at(value: Tensor) -> bool:
+    """Whether its numbers are there: a look would make a GPU wait, and is none while tracing or inside torch.func."""
+    known = value.device.type == "cpu" and not torch.compiler.is_compiling()
+    return known and type(value) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()

@@ -101,7 +101,8 @@ def dynamic_routing(
     B, I, _ = u.shape
     D = weight.shape[2]
     J = checks.outputs(op, "weight", weight, 1, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
-    checks.routing_parameters(op, "u", u, (B, I, J, D), logits, bias, mask, out_mask)
+    given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
+    checks.parameters(op, "u", u, (B, I, J, D), given)
     wide = wide_dtype(u.dtype)
     # Says what J is where the weight does not.
     prior = u.new_zeros(B, J) if weight.shape[1] != J else None

@@ -120,7 +120,8 @@ def dynamic_routing(
     u, weight = checks.product(op, u, weight)
     B, I, _ = u.shape
     J = checks.outputs(op, "weight", weight, 1, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
-    checks.routing_parameters(op, "u", u, (B, I, J, width(u, weight)), logits, bias, mask, out_mask)
+    given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
+    checks.parameters(op, "u", u, (B, I, J, width(u, weight)), given)
     v, c = _dynamic_routing.call(
         u, weight, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
     )
@@ -166,13 +167,12 @@ def route_votes(
         raise ValueError(f"{op}: share_batch_logits needs votes [B, I, J, D], got axes of positions {list(spatial)}")
     B, I, _, D = votes.shape[:4]
     J = checks.outputs(op, "votes", votes, 2, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
-    checks.routing_parameters(op, "votes", votes, (B, I, J, D), logits, bias, mask, out_mask, spatial)
+    given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
+    checks.parameters(op, "votes", votes, (B, I, J, D), given, spatial)
     if spatial:
         # Votes that output capsules share are read with stride 0.
         votes = votes.expand(-1, -1, J, -1, -1)
-        if logits is not None and logits.dim() > 2:
-            logits = positions.spread(logits, 3, spatial)
-        mask, out_mask = (positions.spread(value, 2, spatial) for value in (mask, out_mask))
+        logits, bias, mask, out_mask = (positions.spread(name, given[name], spatial) for name in given)
     v, c = _route_votes.call(
         votes, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
     )

@@ -99,7 +99,7 @@ def routing_pass(
     parameters = PassParameters(query, precision, center, prior, logits, activation, lse, mask, out_mask)
     B, I, _ = u.shape
     J = checks.outputs(op, "weight", weight, 1, {name: getattr(parameters, name) for name in _SAY_J})
-    checks.pass_parameters(op, "u", u, (B, I, J, width(u, weight)), parameters._asdict())
+    checks.parameters(op, "u", u, (B, I, J, width(u, weight)), parameters._asdict())
     found = _routing_pass.call(u, weight, parameters, J, options, return_weights, return_lse, backend)
     return _moments(found, options, return_weights, return_lse)
 
@@ -139,26 +139,18 @@ def votes_pass(
     parameters = PassParameters(query, precision, center, prior, logits, activation, lse, mask, out_mask)
     B, I, _, D = votes.shape[:4]
     J = checks.outputs(op, "votes", votes, 2, {name: getattr(parameters, name) for name in _SAY_J})
-    checks.pass_parameters(op, "votes", votes, (B, I, J, D), parameters._asdict(), spatial)
+    checks.parameters(op, "votes", votes, (B, I, J, D), parameters._asdict(), spatial)
     if spatial:
         # Votes that output capsules share are read with stride 0.
         votes = votes.expand(-1, -1, J, -1, -1)
-        parameters = PassParameters(
-            **{name: _everywhere(name, value, spatial) for name, value in parameters._asdict().items()}
-        )
+        given = parameters._asdict()
+        parameters = PassParameters(**{name: positions.spread(name, given[name], spatial) for name in given})
     found = _votes_pass.call(votes, parameters, J, options, return_weights, return_lse, backend)
     moments = _moments(found, options, return_weights, return_lse)
     restored = {
         name: positions.restore(value, spatial) for name, value in moments._asdict().items() if value is not None
     }
     return moments._replace(**restored)
-
-
-def _everywhere(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
-    """An argument with an axis B: with one axis for all positions."""
-    if value is None or checks.axes_of(name, value)[0] != "B":
-        return value
-    return positions.spread(value, len(checks.AXES[name]), spatial)
 
 
 _SAY_J = ("query", "precision", "center", "prior", "logits", "out_mask")

@@ -2,16 +2,21 @@
 
 from torch import Tensor
 
+from .axes import axes_of
 
-def spread(value: Tensor | None, axes: int, spatial: tuple[int, ...]) -> Tensor | None:
-    """A tensor with ``axes`` axes before those of positions, if it has these, to one axis for all positions.
+
+def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
+    """An argument with an axis B: to one axis for all positions.
 
     What has no axes of positions holds everywhere. Nothing happens if ``spatial`` is empty.
     """
     if value is None or not spatial:
         return value
-    if value.dim() > axes:
-        return value.flatten(axes)
+    axes = axes_of(name, value)
+    if axes[0] != "B":
+        return value
+    if value.dim() > len(axes):
+        return value.flatten(len(axes))
     count = 1
     for size in spatial:
         count *= size

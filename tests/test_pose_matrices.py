@@ -9,10 +9,10 @@ from torch import Tensor
 
 import capsfast
 
-from .support import passes, problems
+from .support import problems
 from .support.accuracy import assert_close, check
-from .support.backends import Backend, Shape, assert_path, recorded_ops
-from .support.passes import EVERYTHING, LINEAR, QUADRATIC, PassCase, normalized
+from .support.backends import Backend, assert_path, recorded_ops
+from .support.passes import EVERYTHING, LINEAR, QUADRATIC, PassCase, make_either, normalized
 from .support.problems import LOADED, PLAIN, Case, Problem, run
 
 pytestmark = pytest.mark.passes  # of what the CUDA kernels do not serve
@@ -43,15 +43,9 @@ SHAPES = (
 
 
 def make(
-    shape: tuple[int, ...],
-    poses: int,
-    case: Case | PassCase,
-    dtype: torch.dtype = torch.float64,
-    device: str = "cpu",
+    shape: tuple[int, ...], poses: int, case: Case | PassCase, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> Problem:
-    if isinstance(case, PassCase):
-        return passes.make(Shape._make(shape), replace(case, poses=poses), "routing_pass", dtype, device)
-    return problems.make(shape, replace(case, poses=poses), "dynamic_routing", dtype, device)
+    return make_either(shape, replace(case, poses=poses), dtype, device)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

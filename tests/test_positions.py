@@ -14,10 +14,10 @@ import capsfast
 from capsfast import native
 from capsfast.bench import memory
 
-from .support import passes, problems
+from .support import problems
 from .support.accuracy import assert_close, check
-from .support.backends import Backend, Shape, assert_path, recorded_ops
-from .support.passes import EVERYTHING, LINEAR, QUADRATIC, PassCase, normalized
+from .support.backends import Backend, assert_path, recorded_ops
+from .support.passes import EVERYTHING, LINEAR, QUADRATIC, PassCase, make_either, normalized
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, run
 
 pytestmark = pytest.mark.passes  # of what the CUDA kernels do not serve
@@ -53,9 +53,7 @@ def make(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Problem:
-    if isinstance(case, PassCase):
-        return passes.make(Shape._make(shape), replace(case, spatial=spatial), "votes_pass", dtype, device)
-    return problems.make(shape, replace(case, spatial=spatial), "route_votes", dtype, device)
+    return make_either(shape, replace(case, spatial=spatial), dtype, device)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -176,8 +176,8 @@ class DynamicRouting(RoutingLayer):
         op, group_caps = self._op, self.out_caps // self.groups
         _arguments.floats(op, "u", u, "[B, I, K]")
         B, I, D = u.shape[0], self.in_caps, self.out_dim
-        checks.routing_parameters(op, "u", u, (B, I, group_caps, D), logits, None, mask, None)
-        checks.routing_parameters(op, "u", u, (B, I, self.out_caps, D), None, None, None, out_mask)
+        checks.parameters(op, "u", u, (B, I, group_caps, D), {"logits": logits, "mask": mask})
+        checks.parameters(op, "u", u, (B, I, self.out_caps, D), {"out_mask": out_mask})
 
         def runs(tensor: Tensor | None, dim: int) -> tuple[Tensor | None, ...]:
             return (None,) * self.groups if tensor is None else tensor.chunk(self.groups, dim)

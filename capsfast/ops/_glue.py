@@ -1,12 +1,28 @@
-"""What all ops share: the fake of gradients, and the autograd glue."""
+"""What all ops share: shapes of arguments, the fake of gradients, and the autograd glue."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+
+from ..axes import axes_of
 
 if TYPE_CHECKING:
     from ._register import Contract
+
+
+def check_shapes(given: Mapping[str, Tensor | None], sizes: tuple[int, int, int, int], S: Sequence[int]) -> None:
+    """For fakes: the arguments beside the first, by name, against (B, I, J, D) and S, the positions."""
+    symbols = dict(zip("BIJD", sizes, strict=True))
+    for name, value in given.items():
+        if value is None:
+            continue
+        axes = axes_of(name, value)
+        shape = [*(symbols[axis] for axis in axes), *(S if axes[0] == "B" else ())]
+        torch._check(value.dim() == len(shape), lambda name=name: f"{name} has the wrong rank")
+        for size, wanted in zip(value.shape, shape, strict=True):
+            torch._check(size == wanted, lambda name=name: f"{name} has a shape that does not fit")
 
 
 def fake_gradients(tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> tuple[Tensor, ...]:

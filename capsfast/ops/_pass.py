@@ -11,6 +11,7 @@ from .. import toolchain
 from ..options import PassOptions
 from ..precision import wide_dtype
 from ..reference.votes_pass import PassParameters
+from ._glue import check_shapes
 from ._routing import why_not_in_cuda
 
 # The option has another name than the moment, which the backward gets too.
@@ -92,21 +93,7 @@ def fake_outputs(
     parameters, options = PassParameters(*rest[:9]), PassOptions(*rest[9:12])
     weights, lse = rest[-2:]
     wide = wide_dtype(anchor.dtype)
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("query", "precision", "center"), (B, J, D)),
-        **dict.fromkeys(("prior", "out_mask"), (B, J)),
-        **dict.fromkeys(("activation", "lse", "mask"), (B, I)),
-        "logits": (B, I, J),
-    }
-    shapes = {name: (*shape, *S) for name, shape in shapes.items()}
-    if parameters.logits is not None and parameters.logits.dim() == 2:
-        shapes["logits"] = (I, J)
-    for name, value in parameters._asdict().items():
-        if value is None:
-            continue
-        torch._check(value.dim() == len(shapes[name]), lambda name=name: f"{name} has the wrong rank")
-        for size, wanted in zip(value.shape, shapes[name], strict=True):
-            torch._check(size == wanted, lambda name=name: f"{name} has a shape that does not fit")
+    check_shapes(parameters._asdict(), sizes, S)
     inward = options.normalize == "in"
 
     def new(*size: int, wanted: bool = True, dtype: torch.dtype = wide) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import toolchain
 from ..options import Options
 from ..precision import wide_dtype
+from ._glue import check_shapes
 
 OPTIONS = "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps"
 # The parts of a contract in which dynamic_routing and route_votes agree.
@@ -83,17 +84,7 @@ def fake_outputs(
     """Fake outputs. anchor: u or votes. sizes: (B, I, J, D). rest: the arguments from logits on. S: positions."""
     B, I, J, D = sizes
     logits, bias, mask, out_mask, num_iterations, softmax, *_, return_coupling = rest
-    if logits is not None:
-        first = 0 if logits.dim() == 2 else 1
-        torch._check(logits.shape[first] == I, lambda: "logits must be [I, J] or [B, I, J]")
-        torch._check(logits.shape[first + 1] == J, lambda: "logits must be [I, J] or [B, I, J]")
-    if bias is not None:
-        torch._check(bias.shape[0] == J, lambda: "bias must be [J, D]")
-        torch._check(bias.shape[1] == D, lambda: "bias must be [J, D]")
-    for given, size in ((mask, I), (out_mask, J)):
-        if given is not None:
-            torch._check(given.shape[0] == B, lambda: "masks must have B rows")
-            torch._check(given.shape[1] == size, lambda: "mask must be [B, I], out_mask [B, J]")
+    check_shapes({"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}, sizes, S)
     wide = wide_dtype(anchor.dtype)
     kept = len(S) == 0
     return (

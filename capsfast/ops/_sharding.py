@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._ops import OpOverload
 
+from ..axes import AXES
 from ..toolchain import constant_while_tracing
 
 if TYPE_CHECKING:
@@ -17,14 +18,13 @@ if TYPE_CHECKING:
 
 # Of the tensors whose axes do not depend on the call.
 _AXES = {
+    **AXES,
     "u": "BIK",
     "weight": "IJDK",
     "votes": "BIJD",
-    "bias": "JD",
-    **dict.fromkeys(("query", "precision", "center", "v", "first", "second"), "BJD"),
-    **dict.fromkeys(("prior", "out_mask", "mass"), "BJ"),
-    **dict.fromkeys(("activation", "lse", "mask"), "BI"),
-    **dict.fromkeys(("logits", "coupling", "weights"), "BIJ"),
+    **dict.fromkeys(("v", "first", "second"), "BJD"),
+    "mass": "BJ",
+    **dict.fromkeys(("coupling", "weights"), "BIJ"),
     "s": "rBJD",
 }
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..axes import axes_of
 from ..options import PassOptions
 from ..positions import from_samples, to_samples
 from ..precision import wide_dtype
@@ -58,7 +59,7 @@ def votes_pass(
     if votes.dim() == 5:
         B, S = votes.shape[0], votes.shape[4]
         given = {
-            name: value if value is None or (name == "logits" and value.dim() == 2) else to_samples(value)
+            name: value if value is None or axes_of(name, value)[0] != "B" else to_samples(value)
             for name, value in parameters._asdict().items()
         }
         *moments, found = votes_pass(to_samples(votes), PassParameters(**given), J, options)

@@ -85,8 +85,6 @@ void with_team(bool shared, const F& f) {
 // Calls f(task, member) for tasks [0, count), on members of [0, members()), each of which has one task at a time.
 template <class F>
 void for_tasks(int64_t count, const F& f) {
-  if (count <= 0) return;
-  if (!standing().inside) return with_team(count > 1, [&] { for_tasks(count, f); });
   if (standing().team != nullptr && count > 1) {
     const Team::Part part = [](const void* loop, int64_t index, int64_t member) {
       (*static_cast<const F*>(loop))(index, member);
@@ -100,7 +98,7 @@ void for_tasks(int64_t count, const F& f) {
 template <class F>
 void parallel(int64_t count, int64_t grain, const F& f) {
   if (count <= 0) return;
-  if (standing().inside && standing().team == nullptr) return f(int64_t{0}, count);
+  if (standing().team == nullptr) return f(int64_t{0}, count);
   // More parts than threads, so that one that is late leaves them to others.
   const int64_t parts = std::min((count + grain - 1) / grain, 4 * num_threads());
   for_tasks(parts, [&](int64_t part, int64_t) { f(count * part / parts, count * (part + 1) / parts); });

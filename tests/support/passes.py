@@ -11,8 +11,9 @@ import capsfast
 from capsfast.options import PassOptions
 from capsfast.reference.votes_pass import PassParameters
 
+from . import problems
 from .backends import Shape
-from .problems import Op, Problem, product
+from .problems import Case, Op, Problem, product
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,15 @@ def make(
         "log_sum": normal(B, J if case.normalize == "in" else I, *S),
     }
     return Problem(op, case, inputs, masks, gradients).to(dtype, device)
+
+
+def make_either(
+    shape: Shape | tuple[int, ...], case: Case | PassCase, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> Problem:
+    """A problem of the family of ops that has such cases; of the op on votes where they have positions."""
+    if isinstance(case, PassCase):
+        return make(shape, case, "votes_pass" if case.spatial else "routing_pass", dtype, device)
+    return problems.make(shape, case, "route_votes" if case.spatial else "dynamic_routing", dtype, device)
 
 
 class PassOp(Op):

@@ -63,8 +63,7 @@ def accumulate_kernel(
     C: tl.constexpr = D // P
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    if logits_ptr is not None:
-        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
     mass = ()
@@ -221,10 +220,8 @@ def accumulate_gradient_kernel(
     C: tl.constexpr = D // P
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    if logits_ptr is not None:
-        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
-    if dcoupling_ptr is not None:
-        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
+    logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
     mass = ()

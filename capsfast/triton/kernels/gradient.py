@@ -168,12 +168,8 @@ def gradient_kernel(
         rows = batch_rows(tile, positions, BB, PP, WIDE)
         inside, once = valid_rows(rows, B, positions, P)
         x_at = of_batch(x_ptr, rows, positions, x_jump)
-        logits_at = logits_ptr
-        if logits_ptr is not None:
-            logits_at = of_batch(logits_ptr, rows, positions, l_jump)
-        dcoupling_at = dcoupling_ptr
-        if dcoupling_ptr is not None:
-            dcoupling_at = of_batch(dcoupling_ptr, rows, positions, d_jump)
+        logits_at = of_batch(logits_ptr, rows, positions, l_jump)
+        dcoupling_at = of_batch(dcoupling_ptr, rows, positions, d_jump)
         if factor_ptr is not None:
             each = tl.load(factor_ptr + rows[0] + rows[1], mask=inside, other=0.0)
         else:

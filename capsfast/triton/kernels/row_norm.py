@@ -48,10 +48,8 @@ def row_norm_kernel(
     C: tl.constexpr = D // P
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    if logits_ptr is not None:
-        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
-    if dcoupling_ptr is not None:
-        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
+    logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
     S: tl.constexpr = 2 * R if WITH_DS else 1
     plane = tl.cast(B, tl.int64) * I
@@ -128,8 +126,7 @@ def coupling_kernel(
     C: tl.constexpr = D // P
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    if logits_ptr is not None:
-        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
     maximum = ()
     inverses = ()

@@ -60,8 +60,8 @@ def batch_tiles(B, positions, BB: tl.constexpr, PP: tl.constexpr):
 
 @triton.jit
 def of_batch(ptr, rows, positions, jump):
-    """The pointer from which the strides over positions lead to the samples."""
-    if positions is not None:
+    """The pointer from which the strides over positions lead to the samples; None if the tensor is absent."""
+    if positions is not None and ptr is not None:
         ptr += rows[0] // positions * jump
     return ptr
 

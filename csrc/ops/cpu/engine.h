@@ -22,26 +22,32 @@ struct CpuEngine {
            kShared;
   }
 
+  // Without positions there is nothing to do; without samples or capsules there may be.
+  template <class F>
+  static void run(const Problem& p, const F& call) {
+    if (p.positions != 0) with_team(worth_sharing(p), call);
+  }
+
   static bool holds(const torch::stable::Tensor& tensor) { return tensor.is_cpu(); }
 
   template <class T>
   static void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor&) {
-    with_team(worth_sharing(p), [&] { routing_forward<T>(p, out); });
+    run(p, [&] { routing_forward<T>(p, out); });
   }
   template <class T>
   static void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
                        const torch::stable::Tensor&) {
-    with_team(worth_sharing(p), [&] { routing_backward<T>(p, in, out); });
+    run(p, [&] { routing_backward<T>(p, in, out); });
   }
   template <class T>
   static void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out,
                            const torch::stable::Tensor&) {
-    with_team(worth_sharing(p), [&] { capsfast::pass_forward<T>(p, in, out); });
+    run(p, [&] { capsfast::pass_forward<T>(p, in, out); });
   }
   template <class T>
   static void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out,
                             const torch::stable::Tensor&) {
-    with_team(worth_sharing(p), [&] { capsfast::pass_backward<T>(p, in, saved, out); });
+    run(p, [&] { capsfast::pass_backward<T>(p, in, saved, out); });
   }
 };
 

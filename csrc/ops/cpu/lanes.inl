@@ -58,6 +58,10 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     }
   }
 
+  // How many rows an output capsule has in the weight of an input capsule, and how many numbers are in its poses.
+  static CAPSFAST_INLINE int64_t weight_rows_of(const Problem& p) { return K_ > 0 ? p.D : p.R(); }
+  static CAPSFAST_INLINE int64_t pose_size_of(const Problem& p) { return K_ > 0 ? K_ : p.pose_size(); }
+
   // Clears the lanes for which valid [L] is 0. Does nothing if `valid` is null.
   template <int N>
   static CAPSFAST_INLINE void keep_valid(const T* valid, V* rows) {
@@ -74,24 +78,6 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     keep_valid<N>(valid, rows);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) store<L>(x + n * L, rows[n]);
-  }
-
-  // x[row] = w[row] . u, less center [rows][L] if Q. w [rows][K], u [K][L], x [rows][L]. Masked lanes become 0 even if the
-  // weight holds NaN.
-  template <bool Q>
-  static CAPSFAST_INLINE void votes(const T* w, const T* u, const T* valid, const T* center, int64_t K, int64_t rows,
-                                    T* x) {
-    const auto stored = [&](auto count, int64_t row) {
-      constexpr int N = decltype(count)::value;
-      votes_stored<N, Q>(w + row * K, u, valid, center + (Q ? row * L : 0), K, x + row * L);
-    };
-    int64_t row = 0;
-    for (; row + R <= rows; row += R) stored(std::integral_constant<int, R>{}, row);
-    if (row == rows) return;
-    // The last R rows as a full block; some of them are computed a second time.
-    if (rows >= R) return stored(std::integral_constant<int, R>{}, rows - R);
-    for (; row + 4 <= rows; row += 4) stored(std::integral_constant<int, 4>{}, row);
-    for (; row < rows; ++row) stored(std::integral_constant<int, 1>{}, row);
   }
 
   // votes() of pose matrices: u [P][K][L], w [rows][K] for rows (j, r) of a pose's votes, x [rows / R][P][R][L].
@@ -122,6 +108,26 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     }
   }
 
+  // x = w . u for `outputs` output capsules, less center if Q, both [outputs D][L]. w [outputs D / P][K], u [P K][L]: P poses
+  // that share the weight. Masked lanes become 0 even if the weight holds NaN.
+  template <bool Q>
+  static CAPSFAST_INLINE void votes(const T* w, const T* u, const T* valid, const T* center, int64_t K, int64_t P,
+                                    int64_t outputs, int64_t D, T* x) {
+    if (K_ == 0 && P > 1) return votes_of_poses<Q>(w, u, valid, center, K, outputs * (D / P), P, D / P, x);
+    const int64_t rows = outputs * D;
+    const auto stored = [&](auto count, int64_t row) {
+      constexpr int N = decltype(count)::value;
+      votes_stored<N, Q>(w + row * K, u, valid, center + (Q ? row * L : 0), K, x + row * L);
+    };
+    int64_t row = 0;
+    for (; row + R <= rows; row += R) stored(std::integral_constant<int, R>{}, row);
+    if (row == rows) return;
+    // The last R rows as a full block; some of them are computed a second time.
+    if (rows >= R) return stored(std::integral_constant<int, R>{}, rows - R);
+    for (; row + 4 <= rows; row += 4) stored(std::integral_constant<int, 4>{}, row);
+    for (; row < rows; ++row) stored(std::integral_constant<int, 1>{}, row);
+  }
+
   // What each of `sets` forms p[set], q[set] [outputs D][L] (a dot product unless Q) gives the votes x [outputs D][L].
   template <bool Q>
   static CAPSFAST_INLINE void score_stored(const T* x, int64_t outputs, int64_t D, int64_t sets, const T* const* p,
@@ -142,14 +148,14 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
   // products out[set][j] = votes[j] . p[set][j]; if Q of votes less the center, plus those of their squares with q[set],
   // which are all if p[set] is null.
   // If D is a multiple of R these are taken from registers, and votes are stored only if x is not null. Else votes are
-  // stored to x or, if x is null, to `spare`; both are [outputs D][L].
+  // stored to x or, if x is null, to `spare`; both are [outputs D][L]. So are those of pose matrices.
   template <bool Q>
   static CAPSFAST_INLINE void scored_votes(const T* w, const T* u, const T* valid, const T* center, int64_t K,
-                                           int64_t outputs, int64_t D, T* x, T* spare, int64_t sets, const T* const* p,
-                                           const T* const* q, T* const* out) {
-    if (D % R != 0) {
+                                           int64_t P, int64_t outputs, int64_t D, T* x, T* spare, int64_t sets,
+                                           const T* const* p, const T* const* q, T* const* out) {
+    if (D % R != 0 || (K_ == 0 && P > 1)) {
       T* votes_at = x != nullptr ? x : spare;
-      votes<Q>(w, u, valid, center, K, outputs * D, votes_at);
+      votes<Q>(w, u, valid, center, K, P, outputs, D, votes_at);
       return score_stored<Q>(votes_at, outputs, D, sets, p, q, out);
     }
     for (int64_t j = 0; j < outputs; ++j) {

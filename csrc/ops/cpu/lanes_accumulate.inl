@@ -39,7 +39,8 @@ struct LanesAccumulate {
   static CAPSFAST_INLINE void score(const AccumulatePass<T>& pass, const Tile& tile,
                                     const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x, T* b,
                                     T* dc) {
-    const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
+    const Problem& problem = *pass.problem;
+    const int64_t D = problem.D, K = K_ > 0 ? K_ : problem.K;
     const T* p[2];
     const T* q[2];
     T* out[2];
@@ -52,42 +53,33 @@ struct LanesAccumulate {
       __builtin_memset(b + j0 * L, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
     }
     if (tile.gradient.linear != nullptr) {
-      p[sets] = tile.gradient.linear + j0 * D * L;
+      p[sets] = Q && tile.gradient.squares ? nullptr : tile.gradient.linear + j0 * D * L;
       q[sets] = tile.gradient.square + (Q ? j0 * D * L : 0);
       out[sets++] = dc + j0 * L;
     }
-    const Problem& problem = *pass.problem;
     if (K_ == 0 && problem.side_by_side)
       return B_::template score_stored<Q>(given(pass, at, i, j0), j1 - j0, D, sets, p, q, out);
-    if (K_ == 0 && problem.P > 1) {
-      T* votes = x != nullptr ? x : at.x;
-      make_votes(pass, tile, at, i, j0, j1, votes);
-      return B_::template score_stored<Q>(votes, j1 - j0, D, sets, p, q, out);
-    }
-    const T *w = tile.weights + i * tile.pitch + j0 * D * K, *center = Q ? tile.center + j0 * D * L : nullptr;
+    const Votes of = votes_of(pass, tile, at, i, j0);
     B_::template scored_votes<Q>(
-        w, at.u + i * K * L, valid(pass, at, i), center, K, j1 - j0, D, x, at.x, sets, p, q, out);
+        of.weight, of.poses, valid(pass, at, i), of.center, K, problem.P, j1 - j0, D, x, at.x, sets, p, q, out);
+  }
+
+  // What makes the votes of an input capsule, from an output capsule on.
+  struct Votes {
+    const T *weight, *poses, *center;
+  };
+  static CAPSFAST_INLINE Votes votes_of(const AccumulatePass<T>& pass, const Tile& tile,
+                                        const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0) {
+    const Problem& p = *pass.problem;
+    const int64_t K = K_ > 0 ? K_ : p.K;
+    return {tile.weights + i * tile.pitch + j0 * B_::weight_rows_of(p) * K, at.u + i * B_::pose_size_of(p) * L,
+            Q ? tile.center + j0 * p.D * L : nullptr};
   }
 
   // The votes of input capsule i that are given, from output capsule j0 on.
   static CAPSFAST_INLINE const T* given(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t i,
                                         int64_t j0) {
     return at.u + (i * pass.problem->J + j0) * pass.problem->D * L;
-  }
-
-  // Writes the votes of input capsule i for output capsules [j0, j1), less the center if Q, to x.
-  static CAPSFAST_INLINE void make_votes(const AccumulatePass<T>& pass, const Tile& tile,
-                                         const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x) {
-    const Problem& p = *pass.problem;
-    const int64_t K = K_ > 0 ? K_ : p.K;
-    const T* center = Q ? tile.center + j0 * p.D * L : nullptr;
-    if (K_ == 0 && p.P > 1) {
-      const T* w = tile.weights + i * tile.pitch + j0 * p.R() * K;
-      return B_::template votes_of_poses<Q>(
-          w, at.u + i * p.pose_size() * L, valid(pass, at, i), center, K, (j1 - j0) * p.R(), p.P, p.R(), x);
-    }
-    const T* w = tile.weights + i * tile.pitch + j0 * p.D * K;
-    B_::template votes<Q>(w, at.u + i * K * L, valid(pass, at, i), center, K, (j1 - j0) * p.D, x);
   }
 
   // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
@@ -236,7 +228,7 @@ struct LanesAccumulate {
 
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D;
+    const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
     const bool given_votes = K_ == 0 && p.side_by_side;
     const bool online_softmax = p.softmax_in() && tile.in_max == nullptr;
     const int64_t held = pass.plan->out_tile;
@@ -282,8 +274,11 @@ struct LanesAccumulate {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       clear_sums(pass, at, (j1 - j0) * D);
       for (int64_t i = 0; i < tile.count; ++i) {
-        if (!given_votes) make_votes(pass, tile, at, i, j0, j1, at.x);
         const T* x = given_votes ? given(pass, at, i, j0) : at.x;
+        if (!given_votes) {
+          const Votes of = votes_of(pass, tile, at, i, j0);
+          B_::template votes<Q>(of.weight, of.poses, valid(pass, at, i), of.center, K, p.P, j1 - j0, D, at.x);
+        }
         add_votes(pass, at, coefficient + i * J * L, x, j0, j1);
       }
       join_sums(pass, tile, at, j0 * D, (j1 - j0) * D);
@@ -388,6 +383,9 @@ struct LanesAccumulate {
   }
 
   static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
+  static Form<T> of_tile(const Form<T>& all, int64_t vectors, int64_t scalars) {
+    return {from(all.linear, vectors), from(all.square, vectors), from(all.constant, scalars), all.squares};
+  }
 
   static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
@@ -404,10 +402,8 @@ struct LanesAccumulate {
         tile.samples = tile.b0 + L < p.B ? L : p.B - tile.b0;
         const int64_t vectors = t * JD * L, scalars = t * J * L;
         tile.center = from(pass.center, vectors);
-        tile.score = {from(pass.score.linear, vectors), from(pass.score.square, vectors),
-                      from(pass.score.constant, scalars), pass.score.squares};
-        tile.gradient = {from(pass.gradient.linear, vectors), from(pass.gradient.square, vectors),
-                         from(pass.gradient.constant, scalars), false};
+        tile.score = of_tile(pass.score, vectors, scalars);
+        tile.gradient = of_tile(pass.gradient, vectors, scalars);
         tile.valid_out = from(pass.valid_out, scalars);
         tile.in_max = from(pass.in_max, scalars);
         tile.in_scale = from(pass.in_scale, scalars);

@@ -40,7 +40,7 @@ struct LanesGradient {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, chunk = pass.plan->gradient_chunk;
     for (int64_t i = 0; i < tile.count; ++i) {
-      const T* w = tile.weights + i * tile.pitch + j0 * D * K;
+      const T* w = tile.weights + i * tile.pitch + j0 * B_::weight_rows_of(p) * K;
       const T* p_set[2 * kTogether];
       const T* q_set[2 * kTogether];
       T* out[2 * kTogether];
@@ -59,7 +59,8 @@ struct LanesGradient {
             out[sets++] = c;
           }
           if (!needs_db(pass, t)) continue;
-          p_set[sets] = parameters(pass.gradient.linear, pass, t, tile.t) + j0 * D * L;
+          p_set[sets] =
+              Q && pass.gradient.squares ? nullptr : parameters(pass.gradient.linear, pass, t, tile.t) + j0 * D * L;
           if (Q) q_set[sets] = parameters(pass.gradient.square, pass, t, tile.t) + j0 * D * L;
           out[sets++] = dc;
         }
@@ -69,16 +70,8 @@ struct LanesGradient {
           continue;
         }
         const T* center = Q ? parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
-        if (K_ == 0 && p.P > 1) {
-          T* votes = Q ? x : at.x;
-          const T* rows = tile.weights + i * tile.pitch + j0 * p.R() * K;
-          B_::template votes_of_poses<Q>(
-              rows, at.u + i * p.pose_size() * L, valid(pass, at, i), center, K, (j1 - j0) * p.R(), p.P, p.R(), votes);
-          B_::template score_stored<Q>(votes, j1 - j0, D, sets, p_set, q_set, out);
-          continue;
-        }
-        B_::template scored_votes<Q>(
-            w, at.u + i * K * L, valid(pass, at, i), center, K, j1 - j0, D, x, at.x, sets, p_set, q_set, out);
+        B_::template scored_votes<Q>(w, at.u + i * B_::pose_size_of(p) * L, valid(pass, at, i), center, K, p.P, j1 - j0,
+                                     D, x, at.x, sets, p_set, q_set, out);
       }
     }
   }
@@ -178,7 +171,7 @@ struct LanesGradient {
   // The first iteration's form of a tile.
   static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile) {
     if (all.linear == nullptr) return {};
-    return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t), nullptr, all.squares};
+    return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t)};
   }
 
   // Writes dvotes of input capsule i for output capsules [j0, j1) to at.dx [(j1 - j0) D][L].
@@ -256,7 +249,7 @@ struct LanesGradient {
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, held = pass.plan->gradient_out_tile;
     const bool shared = p.shared_weight;
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
-    const int64_t row_blocks = (J * p.R() + L - 1) / L;
+    const int64_t row_blocks = (J * B_::weight_rows_of(p) + L - 1) / L;
     const T* center = Q ? parameters(pass.center, pass, 0, tile.t) : nullptr;
     B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, center, at.buffer, at.u, at.valid);
     if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.logits);
@@ -273,7 +266,7 @@ struct LanesGradient {
       return;
     }
     if (!want_u && !want_w) return;
-    const int64_t pose = K_ > 0 ? K : p.pose_size();
+    const int64_t pose = B_::pose_size_of(p);
     __builtin_memset(at.du, 0, static_cast<size_t>(tile.count * pose * L) * sizeof(T));
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;

@@ -89,7 +89,6 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
 
 template <class T>
 void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
-  if (p.positions == 0) return;
   if (!is_small_batch<T>(p)) return forward<T>(PackedWeight<T>(p).problem(), in, out);
   for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
@@ -99,7 +98,6 @@ void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out
 
 template <class T>
 void pass_backward(const Problem& given, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
-  if (given.positions == 0) return;
   const Problem p = of_backward<T>(given, out.common);
   if (!is_small_batch<T>(p)) return backward<T>(PackedWeight<T>(p).problem(), in, saved, out);
   const BackwardOutputs& common = out.common;

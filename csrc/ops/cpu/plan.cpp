@@ -98,7 +98,7 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   const int64_t chunks = divide_up(p.I, plan->gradient_chunk);
   plan->gradient_splits = std::min(chunks, threads);
   plan->gradient_groups = std::max<int64_t>(1, std::min(plan->tiles, threads / plan->gradient_splits));
-  // For one tile of samples, tasks so short were found to cost 6 %.
+  // For one tile of samples, tasks so short were found to cost more than they gain.
   if (threads > 1 && plan->tiles > 1 && !p.shared_weight) plan->gradient_splits = finer(plan->gradient_splits, chunks);
   plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
@@ -135,7 +135,7 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
   // Each task needs its own sum of dlogits [I, J], in double.
   if (shared_logits_gradient && threads * p.I * p.J * 8 > kSliceLogits) return slices;
   slices.samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, divide_up(p.B, threads));
-  // Smaller tasks, taken as threads come, were found to cost 5 % here: a thread reads on in the votes that it has begun.
+  // Not smaller tasks, taken as threads come: a thread reads on in the votes that it has begun.
   slices.tasks = threads;
   return slices;
 }

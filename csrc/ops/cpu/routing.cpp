@@ -44,21 +44,33 @@ BackwardInputs slice(const BackwardInputs& in, const Problem& p, int64_t b) {
 template <class T>
 class Intermediate {
  public:
-  explicit Intermediate(const Problem& p)
-      : batch_(p.B), s_(p.iterations * p.B * p.J * p.D), norm_(p.softmax_in() ? 2 * p.iterations * p.B * p.J : 0) {}
-  void of(ForwardOutputs* out) const {
-    out->batch = batch_;
-    out->s = s_.get();
-    out->norm = norm_.get();
+  explicit Intermediate(const Problem& slice)
+      : p_(slice),
+        sums_(slice.side_by_side ? p_.iterations * p_.B * p_.J : 0),
+        s_(sums_ * p_.D),
+        norm_(p_.softmax_in() ? 2 * sums_ : 0) {}
+  // In place of what is kept otherwise.
+  template <class Kept>
+  void replace(Kept* kept) const {
+    if (!p_.side_by_side) return;
+    kept->batch = p_.B;
+    kept->s = s_.get();
+    kept->norm = norm_.get();
   }
-  void of(BackwardInputs* in) const {
-    in->batch = batch_;
-    in->s = s_.get();
-    in->norm = norm_.get();
+  // Routes the slice for a backward.
+  void route(BackwardInputs* in) const {
+    if (!p_.side_by_side) return;
+    const Buffer<T> v(p_.B * p_.J * p_.D);
+    ForwardOutputs again;
+    again.v = View{v.get(), kStorage<T>, {p_.J * p_.D, p_.D, 1}};
+    replace(&again);
+    Forward<T>(p_, again, 1).run();
+    replace(in);
   }
 
  private:
-  int64_t batch_;
+  const Problem& p_;
+  int64_t sums_;
   Buffer<T> s_, norm_;
 };
 
@@ -70,8 +82,8 @@ void passes_forward(const Problem& p, const ForwardOutputs& out) {
     for_slices(p, slices, task, [&](int64_t n, int64_t count) {
       const Problem part = driver::slice(p, n, count);
       ForwardOutputs part_out = slice<T>(out, p, n);
-      const Intermediate<T> kept(part.side_by_side ? part : Problem{});
-      if (part.side_by_side) kept.of(&part_out);
+      const Intermediate<T> intermediate(part);
+      intermediate.replace(&part_out);
       Forward<T>(part, part_out, 1).run();
     });
   });
@@ -95,15 +107,8 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
       for_slices(p, slices, task, [&](int64_t n, int64_t count) {
         const Problem part = driver::slice(p, n, count);
         BackwardInputs part_in = slice<T>(in, p, n);
-        const Intermediate<T> kept(part.side_by_side ? part : Problem{});
-        if (part.side_by_side) {
-          const Buffer<T> v(count * p.J * p.D);
-          ForwardOutputs again;
-          again.v = View{v.get(), kStorage<T>, {p.J * p.D, p.D, 1}};
-          kept.of(&again);
-          Forward<T>(part, again, 1).run();
-          kept.of(&part_in);
-        }
+        const Intermediate<T> intermediate(part);
+        intermediate.route(&part_in);
         BackwardOutputs part_out = out;
         part_out.dweight = samples(p, out.dweight, n);  // that of the votes
         if (out.per_sample_logits) part_out.dlogits = samples(p, out.dlogits, n);
@@ -119,7 +124,6 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
 
 template <class T>
 void routing_forward(const Problem& p, const ForwardOutputs& out) {
-  if (p.positions == 0) return;
   if (!is_small_batch<T>(p)) return passes_forward<T>(PackedWeight<T>(p).problem(), out);
   for_kept<T>(p, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
@@ -129,7 +133,6 @@ void routing_forward(const Problem& p, const ForwardOutputs& out) {
 
 template <class T>
 void routing_backward(const Problem& given, const BackwardInputs& in, const BackwardOutputs& out) {
-  if (given.positions == 0) return;
   const Problem p = of_backward<T>(given, out);
   if (!is_small_batch<T>(p)) return passes_backward<T>(PackedWeight<T>(p).problem(), in, out);
   for_kept<T>(p, [&](const Problem& part, int64_t b) {

@@ -62,7 +62,7 @@ struct RowsAccumulate {
   // The sample's form; its linear part is null where there is none.
   static Form<T> form(const Form<T>& all, const Problem& p, int64_t b) {
     const int64_t vectors = b * p.J * p.D;
-    return {from(all.linear, vectors), from(all.square, vectors), from(all.constant, b * p.J), all.squares};
+    return {from(all.linear, vectors), from(all.square, vectors), from(all.constant, b * p.J)};
   }
   static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
 

@@ -65,7 +65,7 @@ struct RowsGradient {
   static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
 
   static Form<T> form(const Form<T>& all, int64_t scalars, int64_t D) {
-    return {from(all.linear, scalars * D), from(all.square, scalars * D), nullptr, all.squares};
+    return {from(all.linear, scalars * D), from(all.square, scalars * D), nullptr};
   }
 
   static void logits(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
