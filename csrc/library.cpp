@@ -114,29 +114,44 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
   const int64_t widest = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
   const int64_t lanes = wide == 8 ? driver::kernels_for<double>(p, used).L : driver::kernels_for<float>(p, used).L;
+  // What fills whole tiles, and what is left of it: a small batch.
+  const int64_t kept_samples = samples_kept(p, wide), filled = samples_in_tiles(p, lanes, wide);
+  const int64_t in_tiles = filled > 0 ? filled : B;
+  Problem rest = p;
+  rest.B = B - in_tiles;
+  p.B = in_tiles;
+  const double rest_forward = rest.B == 0 ? 0 : forward_flops(rest, make_plan(rest, lanes, used, wide));
+  const double rest_backward = rest.B == 0 ? 0 : backward_flops(rest, make_plan(rest, lanes, used, wide));
   const Plan whole = make_plan(p, lanes, used, wide);
-  const Slices slices = votes_given || whole.small_batch ? make_slices(p, lanes, used, wide, false) : Slices{};
-  const int64_t kept_samples = samples_kept(p, wide);
+  // A small batch is routed by another problem, whose votes are given.
+  Problem routed = p;
+  if (whole.small_batch) {
+    routed.votes_given = routed.side_by_side = routed.capsule_lanes = true;
+    routed.K = 1;
+  }
+  const Slices slices = routed.votes_given ? make_slices(routed, lanes, used, wide, false) : Slices{};
   // If the batch is cut into slices, each task routes slices by itself: a few samples, planned for one thread.
-  if (slices.tasks > 0) p.B = slices.samples;
-  Plan plan = slices.tasks > 0 ? make_plan(p, lanes, 1, wide) : whole;
-  plan.small_batch = whole.small_batch;
+  if (slices.tasks > 0) routed.B = slices.samples;
+  if (whole.small_batch) routed.B = 1;
+  Plan plan = make_plan(routed, lanes, slices.tasks > 0 ? 1 : used, wide);
   plan.gather_rows = itemsize < wide && plan.lanes;
   // Scratch is a thread's, and so is what a slice takes.
+  const bool in_lanes = plan.lanes || routed.capsule_lanes;
   const int64_t tasks = std::max<int64_t>(1, slices.tasks), together = std::min(tasks, used);
   const int64_t scratches = slices.tasks > 0 ? 1 : used;
-  const int64_t accumulate = plan.lanes ? LanesAccumulateScratch<float>(p, plan, nullptr).size
-                                        : RowsAccumulateScratch<float>(p, plan, nullptr).size;
-  const int64_t gradient = plan.lanes ? LanesGradientScratch<float>(p, plan, num_iterations, nullptr).size
-                                      : RowsGradientScratch<float>(p, plan, num_iterations, nullptr).size;
-  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : p.B) * J * D,
-                kept = plan.small_batch ? kept_samples * I * J * D : 0;
+  const int64_t accumulate = in_lanes ? LanesAccumulateScratch<float>(routed, plan, nullptr).size
+                                      : RowsAccumulateScratch<float>(routed, plan, nullptr).size;
+  const int64_t gradient = in_lanes ? LanesGradientScratch<float>(routed, plan, num_iterations, nullptr).size
+                                    : RowsGradientScratch<float>(routed, plan, num_iterations, nullptr).size;
+  const int64_t vectors = (in_lanes ? plan.tiles * plan.L : routed.B) * J * D,
+                kept = whole.small_batch ? kept_samples * ((I + lanes - 1) / lanes) * lanes * J * D : 0;
   py::dict d;
-  d["layout"] = plan.lanes ? "lanes" : "rows";
-  d["votes_kept"] = plan.small_batch;
+  d["layout"] = whole.small_batch ? "capsules" : plan.lanes ? "lanes" : "rows";
+  d["votes_kept"] = whole.small_batch;
+  d["small_batch"] = whole.small_batch ? B : rest.B;
   d["instruction_set"] = isa_name(lanes < widest ? Isa::avx2 : isa());
   d["lanes"] = plan.L;
-  d["slices"] = slices.tasks > 0 ? (B + slices.samples - 1) / slices.samples : 0;
+  d["slices"] = slices.tasks > 0 ? (slices.whole + slices.samples - 1) / slices.samples : 0;
   d["tiles"] = plan.tiles;
   d["chunk"] = plan.chunk;
   d["out_tile"] = plan.out_tile;
@@ -151,9 +166,8 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
       wide *
       (together * (scratches * std::max(accumulate, gradient) + (2 * num_iterations + 2 * plan.splits) * vectors) +
        kept);
-  p.B = B;
-  d["forward_flops"] = forward_flops(p, whole);
-  d["backward_flops"] = backward_flops(p, whole);
+  d["forward_flops"] = forward_flops(p, whole) + rest_forward;
+  d["backward_flops"] = backward_flops(p, whole) + rest_backward;
   const double operands =
       votes_given
           ? double(B) * double(I) * double(J) * double(D)

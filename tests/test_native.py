@@ -92,7 +92,9 @@ def test_an_instruction_set_that_is_not_there_is_an_error() -> None:
 def test_the_shapes_of_the_tests_reach_every_part_of_the_kernels() -> None:
     """Else a layout, a cut of the input capsules or a cut of the output capsules is untested code."""
     plans = [(Shape._make(shape), plan(shape, threads=threads)) for shape in SHAPES for threads in (1, 2)]
-    assert {found["layout"] for _, found in plans} == {"lanes", "rows"}
+    plans += [(Shape._make(shape), plan(shape, threads=2, votes_given=True)) for shape in SHAPES]
+    assert {found["layout"] for _, found in plans} == {"lanes", "rows", "capsules"}
+    assert {0 < found["small_batch"] < shape.B for shape, found in plans} == {False, True}
     assert {found["splits"] > 1 for _, found in plans} == {False, True}
     assert {found["tiles"] > 1 for _, found in plans} == {False, True}
     for layout in ("lanes", "rows"):
@@ -247,7 +249,7 @@ def test_the_library_loads_where_there_is_no_python(tmp_path: Path) -> None:
 @needs_extension
 def test_a_small_batch_keeps_what_the_caches_hold() -> None:
     """More votes than are kept at a time: samples of the batch one group after the other, which must not be seen."""
-    B, I, J, D, K = 5, 14_000, 10, 16, 4
+    B, I, J, D, K = 5, 24_000, 10, 16, 4
     assert plan((B, I, J, D, K))["votes_kept"]
     draw = torch.Generator().manual_seed(0)
     u = torch.randn(B, I, K, generator=draw)
@@ -274,14 +276,28 @@ def test_a_small_batch_keeps_what_the_caches_hold() -> None:
 
 
 @needs_extension
-def test_half_a_tile_of_samples_takes_half_wide_kernels() -> None:
-    assert native.extension is not None
-    if native.extension.build_info()["instruction_set"] != "avx512":
-        pytest.skip("only registers of 512 bits are halved")
-    found = [plan((B, 1152, 10, 16, 8)) for B in (5, 6, 8, 9)]
-    assert [each["votes_kept"] for each in found] == [True, False, False, False]
-    assert [each["lanes"] for each in found[1:]] == [8, 8, 16]
-    assert [each["instruction_set"] for each in found[1:]] == ["avx2", "avx2", "avx512"]
+def test_what_does_not_fill_a_tile_is_a_small_batch() -> None:
+    """Beside whole tiles as well, whose gradients it adds to. A tile that is nearly full is one."""
+    I, J, D, K = 37, 3, 5, 4
+    lanes = plan((64, I, J, D, K))["lanes"]
+    small = [plan((B, I, J, D, K))["small_batch"] for B in (1, lanes - 1, lanes, lanes + 1, 2 * lanes - 1)]
+    assert small == [1, 0, 0, 1, 0]
+    draw = torch.Generator().manual_seed(0)
+    u = torch.randn(lanes + 1, I, K, generator=draw)
+    weight = torch.randn(I, J, D, K, generator=draw)
+    g = torch.randn(lanes + 1, J, D, generator=draw)
+
+    def run(part: slice) -> list[torch.Tensor]:
+        leaves = [u[part].clone().requires_grad_(), weight.clone().requires_grad_()]
+        v = capsfast.dynamic_routing(*leaves, 3, backend="cpp")
+        return [v.detach(), *torch.autograd.grad(v, leaves, g[part])]
+
+    v, du, dweight = run(slice(0, lanes + 1))
+    tile, rest = run(slice(0, lanes)), run(slice(lanes, lanes + 1))
+    # Each part is what it is alone, so only dW may differ, by rounding.
+    assert torch.equal(v, torch.cat([tile[0], rest[0]]))
+    assert torch.equal(du, torch.cat([tile[1], rest[1]]))
+    torch.testing.assert_close(dweight, tile[2] + rest[2])
 
 
 # The orders in which layers keep their weights, as the ways from theirs to [I, J, D, K].

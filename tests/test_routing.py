@@ -36,7 +36,7 @@ SHAPES = (
     (4, 6, 33, 16, 16),
     (65, 4, 3, 33, 2),
     (2, 2, 1100, 3, 4),
-    (17, 3, 257, 8, 8),
+    (17, 3, 400, 8, 8),
     (1, 100_000, 2, 1, 1),
     (2, 1153, 10, 16, 8),
     # K in blocks and what is left of them, under whole vectors of rows and others; many output capsules whose dW is

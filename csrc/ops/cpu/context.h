@@ -11,6 +11,7 @@
 #include "../../cpu/isa.h"
 #include "../../cpu/parallel.h"
 #include "../../math/half.h"
+#include "capsule_lanes.h"
 #include "memory.h"
 #include "passes.h"
 #include "plan.h"
@@ -45,10 +46,10 @@ class Layout {
   int64_t L_, JD_, J_, samples_;
 };
 
-inline Range share(const Problem& p, const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
+inline Range share(const Plan& plan, int64_t task, int64_t groups, int64_t splits) {
   const int64_t group = task / splits, split = task % splits;
-  return {
-      plan.tiles * group / groups, plan.tiles * (group + 1) / groups, p.I * split / splits, p.I * (split + 1) / splits};
+  return {plan.tiles * group / groups, plan.tiles * (group + 1) / groups, plan.capsules * split / splits,
+          plan.capsules * (split + 1) / splits};
 }
 
 // The task that is taken as the n-th. Threads take them one after the other: with neighbours they would both ask for the
@@ -94,13 +95,15 @@ struct Context {
   Plan plan;
   Layout layout;
   Buffer<T> valid_out;
+  Problem seen;  // the problem as the kernels see it
 
   Context(const Problem& problem, int64_t threads)
       : p(problem),
         kernel_table(kernels_for<T>(problem, threads)),
         plan(make_plan(problem, kernel_table.L, threads, sizeof(T))),
         layout(problem, plan),
-        valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
+        valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()),
+        seen(p.capsule_lanes ? across_lanes(p, plan.L) : p) {
     const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
     // Votes are also copied if there is a mask: those of a masked capsule are replaced by zeros.
     plan.gather_rows =
@@ -139,26 +142,34 @@ struct Context {
   // Runs an accumulate pass. Split k of the input capsules adds to the k-th part of its sums: [splits][vectors()] of
   // first and second, [splits][scalars()] of mass, norm and max.
   void accumulate(AccumulatePass<T> pass) const {
-    pass.problem = &p;
+    pass.problem = &seen;
     pass.plan = &plan;
     pass.valid_out = valid();
+    if (!p.capsule_lanes) return accumulate(pass, layout.vectors(), layout.scalars());
+    CapsuleLanes<T> lanes(p, plan);
+    accumulate(lanes.begin(pass), layout.vectors() * plan.L, layout.scalars() * plan.L);
+    lanes.finish(kernel_table);
+  }
+
+  // The sums of two splits are `vectors` and `scalars` apart.
+  void accumulate(const AccumulatePass<T>& pass, int64_t vectors, int64_t scalars) const {
     const int64_t tasks = plan.tile_groups * plan.splits;
-    const int64_t size =
-        plan.lanes ? LanesAccumulateScratch<T>(p, plan, nullptr).size : RowsAccumulateScratch<T>(p, plan, nullptr).size;
+    const int64_t size = in_lanes() ? LanesAccumulateScratch<T>(p, plan, nullptr).size
+                                    : RowsAccumulateScratch<T>(p, plan, nullptr).size;
     const Buffer<T> scratch(members() * size);
     const int64_t threads = num_threads();
     for_tasks(tasks, [&](int64_t n, int64_t member) {
       const int64_t task = apart(n, tasks, threads);
       AccumulatePass<T> mine = pass;
       const int64_t split = task % plan.splits;
-      move(&mine.first, split * layout.vectors());
-      move(&mine.second, split * layout.vectors());
-      move(&mine.mass, split * layout.scalars());
-      move(&mine.norm, split * layout.scalars());
-      if (mine.max != nullptr) mine.max += split * layout.scalars();
-      const Range range = share(p, plan, task, plan.tile_groups, plan.splits);
+      move(&mine.first, split * vectors);
+      move(&mine.second, split * vectors);
+      move(&mine.mass, split * scalars);
+      move(&mine.norm, split * scalars);
+      if (mine.max != nullptr) mine.max += split * scalars;
+      const Range range = share(plan, task, plan.tile_groups, plan.splits);
       T* memory = scratch.get() + member * size;
-      plan.lanes ? kernel_table.lanes_accumulate(mine, range, memory)
+      in_lanes() ? kernel_table.lanes_accumulate(mine, range, memory)
                  : kernel_table.rows_accumulate(mine, range, memory);
     });
   }
@@ -208,6 +219,9 @@ struct Context {
     });
   }
 
+  // Whether kernels of the lanes layout run the passes.
+  bool in_lanes() const { return plan.lanes || p.capsule_lanes; }
+
   // How many samples a tile has.
   int64_t plan_lanes() const { return plan.lanes ? plan.L : 1; }
 
@@ -231,7 +245,7 @@ struct Context {
     dweight.clear();
     std::fill_n(dlogits.get(), groups * logits, 0.0);
 
-    pass.problem = &p;
+    pass.problem = &seen;
     pass.plan = &plan;
     pass.valid_out = valid();
     pass.du = out.du;
@@ -242,7 +256,9 @@ struct Context {
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
     const int64_t terms = p.iterations - pass.first;
-    const int64_t size = plan.lanes ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
+    CapsuleLanes<T> lanes(p, plan);
+    if (p.capsule_lanes) pass = lanes.begin(pass);
+    const int64_t size = in_lanes() ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
                                     : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
     const Buffer<T> scratch(members() * size);
     const int64_t threads = num_threads();
@@ -255,9 +271,9 @@ struct Context {
         mine.dweight_sum = dweight.high() + adder * weights;
         mine.dweight_low = dweight.low() + adder * weights;
       }
-      const Range range = share(p, plan, task, groups, splits);
+      const Range range = share(plan, task, groups, splits);
       T* memory = scratch.get() + member * size;
-      plan.lanes ? kernel_table.lanes_gradient(mine, range, memory) : kernel_table.rows_gradient(mine, range, memory);
+      in_lanes() ? kernel_table.lanes_gradient(mine, range, memory) : kernel_table.rows_gradient(mine, range, memory);
     });
     dweight.join();
     add_up<T>(dweight.high(), adders, weights, out.dweight);

@@ -128,17 +128,28 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     for (; row < rows; ++row) stored(std::integral_constant<int, 1>{}, row);
   }
 
-  // What each of `sets` forms p[set], q[set] [outputs D][L] (a dot product unless Q) gives the votes x [outputs D][L].
-  template <bool Q>
+  // Element n of what votes are held against: [..][L] or, if it is the Same in all lanes, [..].
+  template <bool Same>
+  static CAPSFAST_INLINE auto parameter(const T* p, int64_t n) {
+    if constexpr (Same) {
+      return p[n];
+    } else {
+      return load<L>(p + n * L);
+    }
+  }
+
+  // What each of `sets` forms p[set], q[set] [outputs D] (a dot product unless Q) gives the votes x [outputs D][L].
+  template <bool Q, bool Same>
   static CAPSFAST_INLINE void score_stored(const T* x, int64_t outputs, int64_t D, int64_t sets, const T* const* p,
                                            const T* const* q, T* const* out) {
     for (int64_t set = 0; set < sets; ++set) {
       for (int64_t j = 0; j < outputs; ++j) {
-        const T *vote = x + j * D * L, *linear = p[set] == nullptr ? nullptr : p[set] + j * D * L;
+        const int64_t row = j * D * (Same ? 1 : L);
+        const T *vote = x + j * D * L, *linear = p[set] == nullptr ? nullptr : p[set] + row;
         if constexpr (Q) {
-          store<L>(out[set] + j * L, form(vote, linear, q[set] + j * D * L, D));
+          store<L>(out[set] + j * L, form<Same>(vote, linear, q[set] + row, D));
         } else {
-          store<L>(out[set] + j * L, dot(vote, linear, D));
+          store<L>(out[set] + j * L, dot<Same>(vote, linear, D));
         }
       }
     }
@@ -156,7 +167,7 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     if (D % R != 0 || (K_ == 0 && P > 1)) {
       T* votes_at = x != nullptr ? x : spare;
       votes<Q>(w, u, valid, center, K, P, outputs, D, votes_at);
-      return score_stored<Q>(votes_at, outputs, D, sets, p, q, out);
+      return score_stored<Q, false>(votes_at, outputs, D, sets, p, q, out);
     }
     for (int64_t j = 0; j < outputs; ++j) {
       for (int64_t d = 0; d < D; d += R) {
@@ -196,18 +207,20 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
   }
 
   // The sum of x[d] p[d] over d < n, in four chains, which hide the latency of the additions.
+  template <bool Same>
   static CAPSFAST_INLINE V dot(const T* x, const T* p, int64_t n) {
     V a[4] = {V{}, V{}, V{}, V{}};
     int64_t d = 0;
     for (; d + 4 <= n; d += 4) {
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) a[c] += load<L>(x + (d + c) * L) * load<L>(p + (d + c) * L);
+      for (int c = 0; c < 4; ++c) a[c] += load<L>(x + (d + c) * L) * parameter<Same>(p, d + c);
     }
-    for (; d < n; ++d) a[0] += load<L>(x + d * L) * load<L>(p + d * L);
+    for (; d < n; ++d) a[0] += load<L>(x + d * L) * parameter<Same>(p, d);
     return (a[0] + a[1]) + (a[2] + a[3]);
   }
 
   // The sum of x[d] p[d] + x[d]^2 q[d] over d < n; p null: of its second half.
+  template <bool Same>
   static CAPSFAST_INLINE V form(const T* x, const T* p, const T* q, int64_t n) {
     V a[4] = {V{}, V{}, V{}, V{}};
     int64_t d = 0;
@@ -215,7 +228,7 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
 #pragma GCC unroll 4
       for (; d < n; ++d) {
         const V v = load<L>(x + d * L);
-        a[0] += v * v * load<L>(q + d * L);
+        a[0] += v * v * parameter<Same>(q, d);
       }
       return a[0];
     }
@@ -223,12 +236,12 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c) {
         const V v = load<L>(x + (d + c) * L);
-        a[c] += v * (load<L>(p + (d + c) * L) + v * load<L>(q + (d + c) * L));
+        a[c] += v * (parameter<Same>(p, d + c) + v * parameter<Same>(q, d + c));
       }
     }
     for (; d < n; ++d) {
       const V v = load<L>(x + d * L);
-      a[0] += v * (load<L>(p + d * L) + v * load<L>(q + d * L));
+      a[0] += v * (parameter<Same>(p, d) + v * parameter<Same>(q, d));
     }
     return (a[0] + a[1]) + (a[2] + a[3]);
   }

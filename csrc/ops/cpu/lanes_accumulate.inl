@@ -15,7 +15,7 @@ struct LanesAccumulate {
 
   // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
   // count). The pointers are those of AccumulatePass at tile t. weights: [J D K] of each input capsule, `pitch` elements
-  // apart.
+  // apart. votes [count][J D][L], if they are given. valid [count][L], if there is a mask.
   struct Tile {
     int64_t t, b0, samples, i0, count;
     const T* center;
@@ -23,11 +23,10 @@ struct LanesAccumulate {
     const T *valid_out, *in_max, *in_scale, *c_dc;
     const T* weights;
     int64_t pitch;
+    const T *votes, *valid;
   };
 
-  static CAPSFAST_INLINE const T* valid(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t i) {
-    return pass.problem->mask.data == nullptr ? nullptr : at.valid + i * L;
-  }
+  static CAPSFAST_INLINE const T* valid(const Tile& tile, int64_t i) { return from(tile.valid, i * L); }
 
   // What `at` has of input capsule i [L], null if the pass has nothing of its kind.
   static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
@@ -57,11 +56,14 @@ struct LanesAccumulate {
       q[sets] = tile.gradient.square + (Q ? j0 * D * L : 0);
       out[sets++] = dc + j0 * L;
     }
-    if (K_ == 0 && problem.side_by_side)
-      return B_::template score_stored<Q>(given(pass, at, i, j0), j1 - j0, D, sets, p, q, out);
+    if constexpr (K_ == 0) {
+      const T* votes = tile.votes + i * problem.J * D * L;
+      if (problem.capsule_lanes) return B_::template score_stored<Q, true>(votes, problem.J, D, sets, p, q, out);
+      if (problem.side_by_side) return B_::template score_stored<Q, false>(votes, problem.J, D, sets, p, q, out);
+    }
     const Votes of = votes_of(pass, tile, at, i, j0);
     B_::template scored_votes<Q>(
-        of.weight, of.poses, valid(pass, at, i), of.center, K, problem.P, j1 - j0, D, x, at.x, sets, p, q, out);
+        of.weight, of.poses, valid(tile, i), of.center, K, problem.P, j1 - j0, D, x, at.x, sets, p, q, out);
   }
 
   // What makes the votes of an input capsule, from an output capsule on.
@@ -76,12 +78,6 @@ struct LanesAccumulate {
             Q ? tile.center + j0 * p.D * L : nullptr};
   }
 
-  // The votes of input capsule i that are given, from output capsule j0 on.
-  static CAPSFAST_INLINE const T* given(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t i,
-                                        int64_t j0) {
-    return at.u + (i * pass.problem->J + j0) * pass.problem->D * L;
-  }
-
   // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
   // logits. With the softmax over the input capsules in the forward, b stays the logits, and online() or chunk_online()
   // goes on from there.
@@ -94,7 +90,7 @@ struct LanesAccumulate {
     const T* activation = row(p.activation, at.activation, i);
     const T masked = B_::masked_logit(p.normalize);
     B_::add(tile.score.constant, J, b);
-    B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i),
+    B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(tile, i),
                   tile.valid_out, J, masked, b);
     if (!p.softmax_in()) {
       alignas(sizeof(V)) T found[L];
@@ -117,7 +113,7 @@ struct LanesAccumulate {
       B_::softmax_backward(J, b, tile.c_dc, row(pass.dlse, at.dlse, i), dc);
     } else {
       B_::derivative(p.normalize, J, b, dc);
-      if (p.normalize == Normalize::none) B_::mask(valid(pass, at, i), tile.valid_out, J, masked, dc);
+      if (p.normalize == Normalize::none) B_::mask(valid(tile, i), tile.valid_out, J, masked, dc);
     }
   }
 
@@ -226,17 +222,82 @@ struct LanesAccumulate {
     for (int c = 0; c < 2; ++c) add_mass(pass, at, e[c]);
   }
 
+  // From the scores of a whole chunk to coefficients, and their sums.
+  static void chunk_coefficients(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t size = p.J * L;
+    const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
+    for (int64_t i = 0; i < tile.count; ++i)
+      coefficients(pass, tile, at, i, at.scores + i * size, at.dc + i * size);
+    if (p.softmax_in() && tile.in_max == nullptr) {
+      chunk_online(pass, tile, at);
+      for (int64_t i = 0; i < tile.count; ++i)
+        B_::weigh(row(p.activation, at.activation, i), p.J, at.scores + i * size);
+    }
+    if (pass.first.high == nullptr) return;
+    for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * size);
+  }
+
+  // Votes that are given. When a chunk has been scored, a few rows of the sums at a time stay in registers over all of it.
+  static void chunk_given(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
+    const int64_t J = pass.problem->J;
+    for (int64_t i = 0; i < tile.count; ++i)
+      score(pass, tile, at, i, 0, J, nullptr, at.scores + i * J * L, at.dc + i * J * L);
+    chunk_coefficients(pass, tile, at);
+    if (pass.first.high == nullptr) return;
+    const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
+    for (int64_t j = 0; j < J; ++j) add_given<kGiven>(pass, tile, coefficient, j, 0);
+  }
+
+  static constexpr int kAhead = 128;  // votes that are asked for before they are read
+  static constexpr int kGiven = kRegisters >= 32 ? 8 : 4;
+
+  // Adds components d to D of the votes for output capsule j, N at a time and what is left in half as many, times e
+  // [count][J][L].
+  template <int N>
+  static CAPSFAST_INLINE void add_given(const AccumulatePass<T>& pass, const Tile& tile, const T* e, int64_t j,
+                                        int64_t d) {
+    const int64_t J = pass.problem->J, D = pass.problem->D;
+    const bool squares = Q && pass.second.high != nullptr;
+    for (; d + N <= D; d += N) {
+      V first[N] = {}, second[N] = {};
+      for (int64_t i = 0; i < tile.count; ++i) {
+        const T* x = tile.votes + ((i * J + j) * D + d) * L;
+        const V c = load<L>(e + (i * J + j) * L);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          const V v = load<L>(x + n * L), cv = c * v;
+          first[n] += cv;
+          if (squares) second[n] += cv * v;
+        }
+      }
+      const int64_t to = ((tile.t * J + j) * D + d) * L;
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        join(first[n], pass.first, to + n * L);
+        if (squares) join(second[n], pass.second, to + n * L);
+      }
+    }
+    if constexpr (N > 1) add_given<N / 2>(pass, tile, e, j, d);
+  }
+
+  static CAPSFAST_INLINE void join(V x, const Sum<T>& sum, int64_t to) {
+    V h = load<L>(sum.high + to), l = load<L>(sum.low + to);
+    add_exactly(x, &h, &l);
+    store<L>(sum.high + to, h);
+    store<L>(sum.low + to, l);
+  }
+
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K;
-    const bool given_votes = K_ == 0 && p.side_by_side;
     const bool online_softmax = p.softmax_in() && tile.in_max == nullptr;
     const int64_t held = pass.plan->out_tile;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
     if (held >= J) {
       clear_sums(pass, at, J * D);
       int64_t i = 0;
-      if (Q && pass.second.high != nullptr && !online_softmax && !given_votes) {
+      if (Q && pass.second.high != nullptr && !online_softmax) {
         for (; i + 2 <= tile.count; i += 2) pair(pass, tile, at, i);
       }
       for (; i < tile.count; ++i) {
@@ -247,7 +308,7 @@ struct LanesAccumulate {
           B_::weigh(row(p.activation, at.activation, i), J, at.scores);
         }
         if (pass.first.high == nullptr) continue;
-        add_votes(pass, at, coefficient, given_votes ? given(pass, at, i, 0) : at.x, 0, J);
+        add_votes(pass, at, coefficient, at.x, 0, J);
         add_mass(pass, at, coefficient);
       }
       if (pass.first.high != nullptr) join_sums(pass, tile, at, 0, J * D);
@@ -259,27 +320,15 @@ struct LanesAccumulate {
         score(pass, tile, at, i, j0, j1, nullptr, at.scores + i * J * L, at.dc + i * J * L);
       }
     }
-    for (int64_t i = 0; i < tile.count; ++i) {
-      coefficients(pass, tile, at, i, at.scores + i * J * L, at.dc + i * J * L);
-    }
-    if (online_softmax) {
-      chunk_online(pass, tile, at);
-      for (int64_t i = 0; i < tile.count; ++i) {
-        B_::weigh(row(p.activation, at.activation, i), J, at.scores + i * J * L);
-      }
-    }
+    chunk_coefficients(pass, tile, at);
     if (pass.first.high == nullptr) return;
-    for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * J * L);
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       clear_sums(pass, at, (j1 - j0) * D);
       for (int64_t i = 0; i < tile.count; ++i) {
-        const T* x = given_votes ? given(pass, at, i, j0) : at.x;
-        if (!given_votes) {
-          const Votes of = votes_of(pass, tile, at, i, j0);
-          B_::template votes<Q>(of.weight, of.poses, valid(pass, at, i), of.center, K, p.P, j1 - j0, D, at.x);
-        }
-        add_votes(pass, at, coefficient + i * J * L, x, j0, j1);
+        const Votes of = votes_of(pass, tile, at, i, j0);
+        B_::template votes<Q>(of.weight, of.poses, valid(tile, i), of.center, K, p.P, j1 - j0, D, at.x);
+        add_votes(pass, at, coefficient + i * J * L, at.x, j0, j1);
       }
       join_sums(pass, tile, at, j0 * D, (j1 - j0) * D);
     }
@@ -321,12 +370,26 @@ struct LanesAccumulate {
   static void plain(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t K = K_ > 0 ? K_ : p.K, rows = p.J * p.D, some = pass.plan->out_tile * p.D;
+    if (K_ == 0 && p.side_by_side) {
+      // One input capsule after the other, as the votes lie: they may come from memory.
+      for (int64_t row = 0; row < rows; row += some) {
+        const int64_t count = row + some < rows ? some : rows - row;
+        __builtin_memset(at.sum, 0, static_cast<size_t>(count * L) * sizeof(T));
+        for (int64_t i = 0; i < tile.count; ++i) {
+          const T* x = tile.votes + (i * rows + row) * L;
+          for (int64_t n = 0; n < count * L; n += L) {
+            __builtin_prefetch(x + n + kAhead * L, 0, 2);
+            store<L>(at.sum + n, load<L>(at.sum + n) + load<L>(x + n));
+          }
+        }
+        join_sums(pass, tile, at, row, count);
+      }
+      return;
+    }
     Tile part = tile;
     for (int64_t row = 0; row < rows; row += some) {
       const int64_t count = row + some < rows ? some : rows - row;
-      if (K_ == 0 && p.side_by_side) {
-        plain_given(tile, at.u + row * L, rows, count, at.sum);
-      } else if (K_ == 0 && p.P > 1) {
+      if (K_ == 0 && p.P > 1) {
         part.weights = tile.weights + row / p.P * K;
         plain_poses(part, p, at, count, at.sum);
       } else {
@@ -334,15 +397,6 @@ struct LanesAccumulate {
         plain_rows(part, at.u, K * L, K, count, at.sum);
       }
       join_sums(pass, tile, at, row, count);
-    }
-  }
-
-  // Sums `rows` rows of the votes [count][all][L] of a chunk.
-  static void plain_given(const Tile& tile, const T* votes, int64_t all, int64_t rows, T* sum) {
-    for (int64_t row = 0; row < rows; ++row) {
-      V total{};
-      for (int64_t i = 0; i < tile.count; ++i) total += load<L>(votes + (i * all + row) * L);
-      store<L>(sum + row * L, total);
     }
   }
 
@@ -359,13 +413,7 @@ struct LanesAccumulate {
 
   // Adds `rows` rows of a sum of the chunk, from [rows][L], to those of the pass from `to` on.
   static void join(const T* from, int64_t rows, const Sum<T>& sum, int64_t to) {
-    T *high = sum.high + to, *low = sum.low + to;
-    for (int64_t n = 0; n < rows * L; n += L) {
-      V h = load<L>(high + n), l = load<L>(low + n);
-      add_exactly(load<L>(from + n), &h, &l);
-      store<L>(high + n, h);
-      store<L>(low + n, l);
-    }
+    for (int64_t n = 0; n < rows * L; n += L) join(load<L>(from + n), sum, to + n);
   }
 
   static void clear_sums(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t rows) {
@@ -391,15 +439,16 @@ struct LanesAccumulate {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, JD = p.J * p.D;
     const LanesAccumulateScratch<T> at(p, *pass.plan, scratch);
-    for (int64_t i0 = range.i0; i0 < range.i1; i0 += pass.plan->chunk) {
-      Tile tile{};
+    Tile tile{};
+    for (int64_t i0 = range.i0; i0 < range.i1; i0 += tile.count) {
       tile.i0 = i0;
-      tile.count = i0 + pass.plan->chunk < range.i1 ? pass.plan->chunk : range.i1 - i0;
+      tile.count = B_::chunk_of(p, i0, range.i1, pass.plan->chunk);
       tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
       for (int64_t t = range.tile0; t < range.tile1; ++t) {
         tile.t = t;
         tile.b0 = t * L;
-        tile.samples = tile.b0 + L < p.B ? L : p.B - tile.b0;
+        tile.samples = B_::lanes_used(p, t, i0);
+        tile.valid = B_::masked(p, tile.samples) ? at.valid : nullptr;
         const int64_t vectors = t * JD * L, scalars = t * J * L;
         tile.center = from(pass.center, vectors);
         tile.score = of_tile(pass.score, vectors, scalars);
@@ -408,6 +457,7 @@ struct LanesAccumulate {
         tile.in_max = from(pass.in_max, scalars);
         tile.in_scale = from(pass.in_scale, scalars);
         tile.c_dc = from(pass.c_dc, scalars);
+        tile.votes = B_::votes_in_place(p, tile.center) ? static_cast<const T*>(p.votes.data) + i0 * JD * L : at.u;
         B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, Q ? tile.center : nullptr, at.buffer, at.u, at.valid);
         if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.logits);
         if (p.moments) {
@@ -421,7 +471,11 @@ struct LanesAccumulate {
         }
         __builtin_memset(at.norm, 0, static_cast<size_t>(J * L) * sizeof(T));
         if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(J * L) * sizeof(T));
-        chunk(pass, tile, at);
+        if (K_ == 0 && p.side_by_side) {
+          chunk_given(pass, tile, at);
+        } else {
+          chunk(pass, tile, at);
+        }
         if (p.softmax_in() && tile.in_max == nullptr) join(at.norm, J, pass.norm, scalars);
         if (pass.mass.high != nullptr) join(at.mass, J, pass.mass, scalars);
       }

@@ -16,10 +16,11 @@ struct LanesGradient {
     int64_t t, b0, samples, i0, count;
     const T* weights;
     int64_t pitch;
+    const T *votes, *valid;
   };
 
-  static CAPSFAST_INLINE const T* valid(const GradientPass<T>& pass, const LanesGradientScratch<T>& at, int64_t i) {
-    return pass.problem->mask.data == nullptr ? nullptr : at.valid + i * L;
+  static CAPSFAST_INLINE const T* valid(const Tile& tile, int64_t i) {
+    return tile.valid == nullptr ? nullptr : tile.valid + i * L;
   }
 
   static bool needs_db(const GradientPass<T>& pass, int64_t t) {
@@ -30,7 +31,7 @@ struct LanesGradient {
 
   static const T* parameters(const T* all, const GradientPass<T>& pass, int64_t iteration, int64_t t) {
     const int64_t JD = pass.problem->J * pass.problem->D;
-    return all + (iteration * pass.plan->tiles + t) * JD * L;
+    return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes ? 1 : L);
   }
 
   // Dot products of the votes with V and ds of every iteration, for output capsules [j0, j1) and all input capsules of
@@ -66,11 +67,16 @@ struct LanesGradient {
         }
         T* x = Q ? at.held + (i * J + j0) * D * L : nullptr;
         if (K_ == 0 && p.side_by_side) {
-          B_::template score_stored<Q>(at.u + (i * J + j0) * D * L, j1 - j0, D, sets, p_set, q_set, out);
+          const T* votes = tile.votes + (i * J + j0) * D * L;
+          if (p.capsule_lanes) {
+            B_::template score_stored<Q, true>(votes, j1 - j0, D, sets, p_set, q_set, out);
+          } else {
+            B_::template score_stored<Q, false>(votes, j1 - j0, D, sets, p_set, q_set, out);
+          }
           continue;
         }
         const T* center = Q ? parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
-        B_::template scored_votes<Q>(w, at.u + i * B_::pose_size_of(p) * L, valid(pass, at, i), center, K, p.P, j1 - j0,
+        B_::template scored_votes<Q>(w, at.u + i * B_::pose_size_of(p) * L, valid(tile, i), center, K, p.P, j1 - j0,
                                      D, x, at.x, sets, p_set, q_set, out);
       }
     }
@@ -91,7 +97,7 @@ struct LanesGradient {
         T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
         T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
         if (pass.score.constant != nullptr) B_::add(pass.score.constant + scalars, J, c);
-        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(pass, at, i), valid_out,
+        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(tile, i), valid_out,
                       J, masked, c);
         if (p.softmax_in()) {
           B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
@@ -113,7 +119,7 @@ struct LanesGradient {
           B_::softmax_backward(J, c, p.softmax_in() ? pass.c_dc + scalars : nullptr, dlse, dc);
         } else {
           B_::derivative(p.normalize, J, c, dc);
-          if (p.normalize == Normalize::none) B_::mask(valid(pass, at, i), valid_out, J, masked, dc);
+          if (p.normalize == Normalize::none) B_::mask(valid(tile, i), valid_out, J, masked, dc);
         }
         if (pass.dlse_given.data != nullptr)
           number(pass.dlse_given, pass, tile, at, i, V{} - B_::total(J, dc, nullptr));
@@ -125,33 +131,35 @@ struct LanesGradient {
   // Writes a number of input capsule i for each sample to `view` [B, I]; 0 where the capsule is masked.
   static void number(const View& view, const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
                      int64_t i, V value) {
-    B_::template keep_valid<1>(valid(pass, at, i), &value);
+    B_::template keep_valid<1>(valid(tile, i), &value);
     alignas(sizeof(V)) T lanes[L];
     store<L>(lanes, value);
     B_::put(view, tile.b0, tile.samples, tile.i0 + i, lanes);
   }
 
   // rows[n] = component d + n of dvotes of (i, j), for n < N.
-  template <int N>
+  template <int N, bool Same = false>
   static CAPSFAST_INLINE void vote_gradient(const GradientPass<T>& pass, const Tile& tile,
                                             const LanesGradientScratch<T>& at, int64_t i, int64_t j, int64_t d,
                                             V* rows) {
     const Problem& p = *pass.problem;
-    const int64_t pitch = pass.plan->gradient_chunk * p.J * L, row = (j * p.D + d) * L;
+    const int64_t pitch = pass.plan->gradient_chunk * p.J * L, row = (j * p.D + d) * (Same ? 1 : L);
     int64_t from = (i * p.J + j) * L;
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) rows[n] = V{};
     if constexpr (Q) {
       const V c = load<L>(at.c + from), db = load<L>(at.db + from);
-      const T* x = at.held + i * p.J * p.D * L + row;
+      const T* x = at.held + ((i * p.J + j) * p.D + d) * L;
       const Form<T> gradient = form(pass.gradient, pass, tile), score = form(pass.score, pass, tile);
       const bool scored = pass.scored == 0;
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
         const V twice = T(2) * load<L>(x + n * L);
-        rows[n] = c * (load<L>(gradient.linear + row + n * L) + twice * load<L>(gradient.square + row + n * L));
+        rows[n] = c * (B_::template parameter<Same>(gradient.linear + row, n) +
+                       twice * B_::template parameter<Same>(gradient.square + row, n));
         if (!scored) continue;
-        rows[n] += db * (load<L>(score.linear + row + n * L) + twice * load<L>(score.square + row + n * L));
+        rows[n] += db * (B_::template parameter<Same>(score.linear + row, n) +
+                         twice * B_::template parameter<Same>(score.square + row, n));
       }
       return;
     }
@@ -159,12 +167,12 @@ struct LanesGradient {
       const V c = load<L>(at.c + from);
       const T* ds = parameters(pass.gradient.linear, pass, t, tile.t) + row;
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) rows[n] += c * load<L>(ds + n * L);
+      for (int n = 0; n < N; ++n) rows[n] += c * B_::template parameter<Same>(ds, n);
       if (p.gradient_last || t < pass.scored) continue;
       const V db = load<L>(at.db + from);
       const T* V_t = parameters(pass.score.linear, pass, t, tile.t) + row;
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) rows[n] += db * load<L>(V_t + n * L);
+      for (int n = 0; n < N; ++n) rows[n] += db * B_::template parameter<Same>(V_t, n);
     }
   }
 
@@ -174,21 +182,22 @@ struct LanesGradient {
     return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t)};
   }
 
-  // Writes dvotes of input capsule i for output capsules [j0, j1) to at.dx [(j1 - j0) D][L].
+  // Writes dvotes of input capsule i for output capsules [j0, j1) to dx [(j1 - j0) D][L].
+  template <bool Same = false>
   static void vote_gradients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
-                             int64_t i, int64_t j0, int64_t j1) {
+                             int64_t i, int64_t j0, int64_t j1, T* dx) {
     const int64_t D = pass.problem->D;
     for (int64_t j = j0; j < j1; ++j) {
-      T* to = at.dx + (j - j0) * D * L;
+      T* to = dx + (j - j0) * D * L;
       int64_t d = 0;
       for (; d + 4 <= D; d += 4) {
         V rows[4];
-        vote_gradient<4>(pass, tile, at, i, j, d, rows);
+        vote_gradient<4, Same>(pass, tile, at, i, j, d, rows);
         for (int n = 0; n < 4; ++n) store<L>(to + (d + n) * L, rows[n]);
       }
       for (; d < D; ++d) {
         V rows[1];
-        vote_gradient<1>(pass, tile, at, i, j, d, rows);
+        vote_gradient<1, Same>(pass, tile, at, i, j, d, rows);
         store<L>(to + d * L, rows[0]);
       }
     }
@@ -244,13 +253,15 @@ struct LanesGradient {
       B_::unpack(at.dlogits, tile.b0, tile.samples, tile.i0, tile.count, p.J, at.buffer, pass.dlogits_sample);
   }
 
-  static void tile_pass(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
+  static void tile_pass(const GradientPass<T>& pass, Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, held = pass.plan->gradient_out_tile;
     const bool shared = p.shared_weight;
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
     const int64_t row_blocks = (J * B_::weight_rows_of(p) + L - 1) / L;
     const T* center = Q ? parameters(pass.center, pass, 0, tile.t) : nullptr;
+    tile.votes =
+        B_::votes_in_place(p, center) ? static_cast<const T*>(p.votes.data) + tile.i0 * p.J * p.D * L : at.u;
     B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, center, at.buffer, at.u, at.valid);
     if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.logits);
     if (p.moments) {
@@ -276,7 +287,7 @@ struct LanesGradient {
                     ? static_cast<T*>(pass.dweight.data) + (tile.i0 + i) * p.weight_size()
                     : at.dweight + (shared ? 0 : i) * row_blocks * L * K;
         if (K_ == 0 && p.P > 1) {
-          vote_gradients(pass, tile, at, i, j0, j1);
+          vote_gradients(pass, tile, at, i, j0, j1, at.dx);
           products_of_poses(pass, tile, at, i, j0, j1, dw);
           continue;
         }
@@ -284,7 +295,7 @@ struct LanesGradient {
           for (int64_t j = j0; j < j1; ++j) blocks(pass, tile, at, i, j, want_w ? dw : nullptr);
           continue;
         }
-        vote_gradients(pass, tile, at, i, j0, j1);
+        vote_gradients(pass, tile, at, i, j0, j1, at.dx);
         if (want_u) B_::pose_gradient(tile.weights + i * tile.pitch + j0 * D * K, K, at.dx, rows, at.du + i * K * L);
         if (!want_w) continue;
         for (int64_t row = rows; row < padded; ++row) store<L>(at.dx + row * L, V{});
@@ -305,14 +316,20 @@ struct LanesGradient {
   static void write_votes(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, held = pass.plan->gradient_out_tile;
+    if constexpr (K_ == 0) if (p.capsule_lanes) {
+      // Over the votes, whose masked ones make no gradients.
+      T* const dvotes = static_cast<T*>(pass.dvotes.data) + tile.i0 * J * D * L;
+      for (int64_t i = 0; i < tile.count; ++i) vote_gradients<true>(pass, tile, at, i, 0, J, dvotes + i * J * D * L);
+      return;
+    }
     for (int64_t i = 0; i < tile.count; ++i) {
       const View to = B_::of_capsule(pass.dvotes, tile.i0 + i);
       for (int64_t j0 = 0; j0 < J; j0 += held) {
         const int64_t j1 = j0 + held < J ? j0 + held : J;
-        vote_gradients(pass, tile, at, i, j0, j1);
+        vote_gradients(pass, tile, at, i, j0, j1, at.dx);
         for (int64_t row = 0; row < (j1 - j0) * D && p.mask.data != nullptr; ++row) {
           V x = load<L>(at.dx + row * L);
-          B_::template keep_valid<1>(valid(pass, at, i), &x);
+          B_::template keep_valid<1>(valid(tile, i), &x);
           store<L>(at.dx + row * L, x);
         }
         B_::unpack(at.dx, tile.b0, tile.samples, j0, j1 - j0, D, at.buffer, to);
@@ -343,10 +360,10 @@ struct LanesGradient {
     const bool shared = p.shared_weight;
     const int64_t chunk = pass.plan->gradient_chunk, row_blocks = (p.J * p.R() + L - 1) / L,
                   row_size = row_blocks * p.K * L;
-    for (int64_t i0 = range.i0; i0 < range.i1; i0 += chunk) {
-      Tile tile{};
+    Tile tile{};
+    for (int64_t i0 = range.i0; i0 < range.i1; i0 += tile.count) {
       tile.i0 = i0;
-      tile.count = i0 + chunk < range.i1 ? chunk : range.i1 - i0;
+      tile.count = B_::chunk_of(p, i0, range.i1, chunk);
       tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
       const int64_t weight_count = shared ? 1 : tile.count;
       T* const dw =
@@ -358,7 +375,8 @@ struct LanesGradient {
       for (int64_t t = range.tile0; t < range.tile1; ++t) {
         tile.t = t;
         tile.b0 = t * L;
-        tile.samples = tile.b0 + L < p.B ? L : p.B - tile.b0;
+        tile.samples = B_::lanes_used(p, t, i0);
+        tile.valid = B_::masked(p, tile.samples) ? at.valid : nullptr;
         tile_pass(pass, tile, at);
       }
       if (pass.dweight.data != nullptr) {
@@ -371,8 +389,14 @@ struct LanesGradient {
         }
       }
       if (pass.dlogits != nullptr) {
-        for (int64_t n = 0; n < tile.count * p.J; ++n)
-          pass.dlogits[i0 * p.J + n] += sum<T, L>(load<L>(at.dlogits + n * L));
+        for (int64_t n = 0; n < tile.count * p.J; ++n) {
+          if (!p.capsule_lanes) {
+            pass.dlogits[i0 * p.J + n] += sum<T, L>(load<L>(at.dlogits + n * L));
+            continue;
+          }
+          double* to = pass.dlogits + (i0 + n / p.J) * L * p.J + n % p.J;
+          for (int64_t l = 0; l < tile.samples; ++l) to[l * p.J] += at.dlogits[n * L + l];
+        }
       }
     }
   }

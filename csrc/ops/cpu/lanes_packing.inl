@@ -108,12 +108,39 @@ struct LanesPacking {
     unpack(from, b0, samples, 0, n1, n2, buffer, view);
   }
 
+  // Whether the passes read votes where they lie.
+  static bool votes_in_place(const Problem& p, const T* center) { return p.capsule_lanes && center == nullptr; }
+
+  // Whether some lanes of a chunk have nothing that counts. Lanes without a sample do not matter, as all that is summed over
+  // is in other lanes.
+  static bool masked(const Problem& p, int64_t samples) {
+    return p.mask.data != nullptr || (p.capsule_lanes && samples < L);
+  }
+
+  // How many lanes hold a sample of a tile, or where they are input capsules one of a block.
+  static int64_t lanes_used(const Problem& p, int64_t tile, int64_t i0) {
+    return p.capsule_lanes ? min(L, p.I - i0 * L) : min(L, p.B - tile * L);
+  }
+
+  // How many input capsules from i0 on make a chunk. A block that is not full is alone.
+  static int64_t chunk_of(const Problem& p, int64_t i0, int64_t i1, int64_t most) {
+    const int64_t count = min(most, i1 - i0);
+    return p.capsule_lanes && count > 1 && (i0 + count) * L > p.I ? count - 1 : count;
+  }
+
   // Copies the poses of a chunk to u [chunk][P K][L], or its votes less the center, where it is not null, to u
   // [chunk][J D][L]; with zeros for masked capsules. If there is a mask it is copied to valid [chunk][L] as 1 or 0.
   static CAPSFAST_ONCE void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count,
                                        const T* center, T* buffer, T* u, T* valid) {
     const int64_t size = p.side_by_side ? p.J * p.D : p.pose_size();
-    if (p.side_by_side) {
+    const bool in_place = votes_in_place(p, center);
+    if (in_place) {
+      // Nothing to copy, and masked votes are zeros.
+    } else if (p.capsule_lanes) {
+      const T* votes = static_cast<const T*>(p.votes.data) + i0 * size * L;
+      for (int64_t n = 0; n < count * size * L; n += L)
+        store<L>(u + n, load<L>(votes + n) - center[n / L % size]);
+    } else if (p.side_by_side) {
       for (int64_t i = 0; i < count; ++i) {
         T* votes = u + i * size * L;
         pack(of_capsule(p.votes, i0 + i), b0, samples, 0, p.J, p.D, buffer, votes);
@@ -123,9 +150,13 @@ struct LanesPacking {
     } else {
       pack(p.u, b0, samples, i0, count, size, buffer, u);
     }
-    if (p.mask.data == nullptr) return;
+    if (!masked(p, samples)) return;
     for (int64_t i = 0; i < count; ++i) {
-      for (int l = 0; l < L; ++l) valid[i * L + l] = l < samples && p.mask.at(b0 + l, i0 + i) ? T(1) : T(0);
+      for (int l = 0; l < L; ++l) {
+        const bool is = l < samples && (p.mask.data == nullptr || p.mask.at(b0 + l, i0 + i));
+        valid[i * L + l] = is ? T(1) : T(0);
+      }
+      if (in_place) continue;
       const V ok = load<L>(valid + i * L);
       for (int64_t k = 0; k < size; ++k) {
         T* uk = u + (i * size + k) * L;

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <new>
 
 namespace capsfast {
@@ -59,12 +60,55 @@ class Buffer {
     memory_.reset(static_cast<T*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64))));
     if (memory_ == nullptr) throw std::bad_alloc();
     advise_huge_pages(memory_.get(), bytes);
-    if (poisoned()) std::fill_n(memory_.get(), count, std::numeric_limits<T>::quiet_NaN());
+    if (poisoned() && std::numeric_limits<T>::has_quiet_NaN)
+      std::fill_n(memory_.get(), count, std::numeric_limits<T>::quiet_NaN());
   }
   T* get() const { return memory_.get(); }
 
  private:
   std::unique_ptr<T, Free> memory_;
+};
+
+// A Buffer that leaves its memory to the next one of its kind, up to kMost bytes. Where the system hands memory out afresh for
+// every call it clears it first, which can take longer than the call. A second such buffer at the same time is a plain one.
+template <class T>
+class LastingBuffer {
+ public:
+  static constexpr size_t kMost = 64 * 1024 * 1024;
+
+  explicit LastingBuffer(int64_t count) : lasting_(mutex(), std::defer_lock) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    if (bytes > kMost || !lasting_.try_lock()) {
+      own_ = std::make_unique<Buffer<T>>(count);
+      return;
+    }
+    if (last().bytes < bytes) {
+      last().memory.reset();
+      last().bytes = 0;
+      last().memory = std::make_unique<Buffer<char>>(static_cast<int64_t>(bytes));
+      last().bytes = bytes;
+    }
+    if (poisoned()) std::fill_n(get(), count, std::numeric_limits<T>::quiet_NaN());
+  }
+  T* get() const { return own_ != nullptr ? own_->get() : reinterpret_cast<T*>(last().memory->get()); }
+
+ private:
+  struct Last {
+    size_t bytes = 0;
+    std::unique_ptr<Buffer<char>> memory;
+  };
+  // Never destroyed: a thread may be in a call while the process ends.
+  static std::mutex& mutex() {
+    static auto* const one = new std::mutex;
+    return *one;
+  }
+  static Last& last() {
+    static auto* const one = new Last;
+    return *one;
+  }
+
+  std::unique_lock<std::mutex> lasting_;
+  std::unique_ptr<Buffer<T>> own_;
 };
 
 // `count` sums, each as high + low, where low is what additions to high rounded off.

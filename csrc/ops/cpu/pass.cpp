@@ -51,14 +51,15 @@ PassGradients slice(const PassGradients& out, const Problem& p, int64_t n) {
 template <class T>
 void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
   const Slices slices = slices_of<T>(p, false);
-  if (slices.tasks == 0) return PassForward<T>(p, in, out, num_threads()).run();
+  const auto sum = [&](int64_t n, int64_t count, int64_t threads) {
+    const Problem part = driver::slice(p, n, count);
+    const PassOutputs part_out = slice<T>(out, p, n);
+    PassForward<T>(part, slice(in, p, n), part_out, threads).run();
+  };
   for_tasks(slices.tasks, [&](int64_t task, int64_t) {
-    for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-      const Problem part = driver::slice(p, n, count);
-      const PassOutputs part_out = slice<T>(out, p, n);
-      PassForward<T>(part, slice(in, p, n), part_out, 1).run();
-    });
+    for_slices(p, slices, task, [&](int64_t n, int64_t count) { sum(n, count, 1); });
   });
+  for_rest(p, slices, [&](int64_t n, int64_t count) { sum(n, count, num_threads()); });
 }
 
 template <class T>
@@ -70,18 +71,16 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
   const Buffer<double> sums(tasks * logits);
   std::fill_n(sums.get(), tasks * logits, 0.0);
   const auto sum_of = [&](int64_t task) { return logits == 0 ? nullptr : sums.get() + task * logits; };
-  if (slices.tasks == 0) {
-    PassBackward<T>(p, in, saved, out, sum_of(0), num_threads()).run();
-  } else {
-    for_tasks(tasks, [&](int64_t task, int64_t) {
-      for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-        const Problem part = driver::slice(p, n, count);
-        const PassSaved part_saved = slice<T>(saved, p, n);
-        const PassGradients part_out = slice(out, p, n);
-        PassBackward<T>(part, slice(in, p, n), part_saved, part_out, sum_of(task), 1).run();
-      });
-    });
-  }
+  const auto differentiate = [&](int64_t task, int64_t n, int64_t count, int64_t threads) {
+    const Problem part = driver::slice(p, n, count);
+    const PassSaved part_saved = slice<T>(saved, p, n);
+    const PassGradients part_out = slice(out, p, n);
+    PassBackward<T>(part, slice(in, p, n), part_saved, part_out, sum_of(task), threads).run();
+  };
+  for_tasks(slices.tasks, [&](int64_t task, int64_t) {
+    for_slices(p, slices, task, [&](int64_t n, int64_t count) { differentiate(task, n, count, 1); });
+  });
+  for_rest(p, slices, [&](int64_t n, int64_t count) { differentiate(0, n, count, num_threads()); });
   add_up<double>(sums.get(), logits == 0 ? 0 : tasks, logits, dlogits);
 }
 
@@ -89,8 +88,8 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
 
 template <class T>
 void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
-  if (!is_small_batch<T>(p)) return forward<T>(PackedWeight<T>(p).problem(), in, out);
-  for_kept<T>(p, [&](const Problem& part, int64_t b) {
+  const auto tiles = [&](const Problem& part) { forward<T>(PackedWeight<T>(part).problem(), in, out); };
+  for_parts<T>(p, tiles, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     forward<T>(batch.routed(), slice(in, p, b), slice<T>(out, p, b));
   });
@@ -99,9 +98,9 @@ void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out
 template <class T>
 void pass_backward(const Problem& given, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
   const Problem p = of_backward<T>(given, out.common);
-  if (!is_small_batch<T>(p)) return backward<T>(PackedWeight<T>(p).problem(), in, saved, out);
   const BackwardOutputs& common = out.common;
-  for_kept<T>(p, [&](const Problem& part, int64_t b) {
+  const auto tiles = [&](const Problem& part) { backward<T>(PackedWeight<T>(part).problem(), in, saved, out); };
+  for_parts<T>(p, tiles, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     const Problem routed = batch.routed();
     PassGradients votes_out = slice(out, p, b);

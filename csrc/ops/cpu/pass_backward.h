@@ -59,23 +59,23 @@ class PassBackward {
   void mean_gradients() {
     std::fill_n(c_dc.get(), context.layout.scalars(), T(0));
     const auto product = [&](const View& x, const View& dx, int64_t b, int64_t j, int64_t size, int64_t axis) {
-      T total = 0;
+      double total = 0;  // a difference of it and its terms is what counts
       if (dx.data == nullptr) return total;
       const int64_t from = b * x.stride[0] + j * x.stride[3 - axis], dfrom = b * dx.stride[0] + j * dx.stride[3 - axis];
       for (int64_t n = 0; n < size; ++n) {
-        total += read<T>(x, from + n * x.stride[axis]) * read<T>(dx, dfrom + n * dx.stride[axis]);
+        total += double(read<T>(x, from + n * x.stride[axis])) * double(read<T>(dx, dfrom + n * dx.stride[axis]));
       }
       return total;
     };
     for (int64_t b = 0; b < p.B; ++b) {
       const Place at = context.layout.of(b);
       for (int64_t j = 0; j < p.J; ++j) {
-        T total =
+        double total =
             product(saved.mass, saved.dmass, b, j, 1, 2) + product(saved.first, saved.dfirst, b, j, p.D, 2) +
             product(saved.second, saved.dsecond, b, j, p.D, 2) + product(saved.weights, saved.dweights, b, j, p.I, 1);
         if (saved.dlse.data != nullptr)
           total -= read<T>(saved.dlse, b * saved.dlse.stride[0] + j * saved.dlse.stride[1]);
-        c_dc.get()[at.scalar + j * at.stride] = total;
+        c_dc.get()[at.scalar + j * at.stride] = static_cast<T>(total);
       }
     }
   }

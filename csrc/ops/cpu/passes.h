@@ -2,8 +2,9 @@
 //
 // There are two layouts. In "lanes" a vector holds one number of L samples and weights are broadcast; an array with n
 // numbers a sample is [tiles][n][L] with tiles = ceil(B / L). In "rows", for votes in memory, a vector holds L numbers
-// of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. T is the type sums are
-// formed in.
+// of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. With Problem::capsule_lanes the
+// kernels of lanes run where arrays are as in rows, but for sums and for what there is of every output capsule, [J][L].
+// T is the type sums are formed in.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +17,10 @@ namespace capsfast {
 // How the passes cut their work; chosen by plan.cpp.
 struct Plan {
   bool lanes = true;           // layout: lanes, else rows
-  bool small_batch = false;    // the votes are made once and kept, then routed in rows
+  bool small_batch = false;    // the votes are made once and kept, then routed with input capsules in lanes
   int64_t L = 1;               // of a vector: samples in lanes, numbers of a vote in rows
   int64_t tiles = 1;           // lanes: ceil(B / L); rows: B
+  int64_t capsules = 1;        // input capsules, or blocks of L of them where they are lanes
   int64_t chunk = 1;           // input capsules whose weights and poses are prepared at a time
   int64_t out_tile = 1;        // lanes: output capsules whose votes are held at a time
   int64_t tile_groups = 1;     // parts of the tiles; a task has one of these and one split
@@ -127,11 +129,11 @@ struct Update {
   T* c_dc = nullptr;  // [tiles][J][L]: ds . s; null where it is not wanted
 };
 
-// The gradients that a small batch derives from dvotes [B, I, J, D]. The fields are those of GradientPass; dweight_sum is
+// The gradients that a small batch derives from dvotes [B][ceil(I / L)][J D][L]. The fields are those of GradientPass; dweight_sum is
 // null unless the weight is shared.
 template <class T>
 struct SmallBatchGradients {
-  const T* dvotes = nullptr;
+  T* dvotes = nullptr;
   bool add = false;  // dW, of type T, is added to
   View du;
   View dweight;
@@ -155,9 +157,11 @@ struct Kernels {
   void (*copy_weights)(const Problem&, int64_t i0, int64_t i1, T* out);
   void (*rows_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
   void (*rows_gradient)(const GradientPass<T>&, const Range&, T* scratch);
-  // For input capsules [i0, i1) of a small batch; small_batch.inl has the shapes.
-  void (*small_votes)(const Problem&, int64_t i0, int64_t i1, T* votes, T* scratch);
-  void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t i0, int64_t i1, T* scratch);
+  // Adds the lanes of rows x size sums [L], times the factor [L] of the row unless there are none, to sums [rows][size].
+  void (*fold_capsules)(const Sum<T>& lanes, const T* factor, int64_t rows, int64_t size, const Sum<T>& to);
+  // For blocks [n0, n1) of L input capsules of a small batch; small_batch.inl has the shapes.
+  void (*small_votes)(const Problem&, int64_t n0, int64_t n1, T* votes, T* scratch);
+  void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t n0, int64_t n1, T* scratch);
   T (*multiply_adds)(int64_t rounds);  // 12 L multiply-adds a round
 };
 

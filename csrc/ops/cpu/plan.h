@@ -15,11 +15,15 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_p
 struct Slices {
   int64_t tasks = 0;    // 0: the batch is not sliced
   int64_t samples = 0;  // of a slice
+  int64_t whole = 0;    // samples [0, whole) are in slices
 };
 
 // Votes with positions always are sliced: the positions of a slice lie within one b, and lanes run along them.
 Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number,
                    bool shared_logits_gradient);
+
+// How many samples, the first ones, fill whole tiles so that the others are better routed as a small batch; else all.
+int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
 // How many samples of a small batch keep their votes at a time.
 int64_t samples_kept(const Problem& p, int64_t bytes_per_number);

@@ -46,20 +46,20 @@ class Intermediate {
  public:
   explicit Intermediate(const Problem& slice)
       : p_(slice),
-        sums_(slice.side_by_side ? p_.iterations * p_.B * p_.J : 0),
+        sums_(slice.side_by_side && !slice.capsule_lanes ? p_.iterations * p_.B * p_.J : 0),
         s_(sums_ * p_.D),
         norm_(p_.softmax_in() ? 2 * sums_ : 0) {}
   // In place of what is kept otherwise.
   template <class Kept>
   void replace(Kept* kept) const {
-    if (!p_.side_by_side) return;
+    if (sums_ == 0) return;
     kept->batch = p_.B;
     kept->s = s_.get();
     kept->norm = norm_.get();
   }
   // Routes the slice for a backward.
   void route(BackwardInputs* in) const {
-    if (!p_.side_by_side) return;
+    if (sums_ == 0) return;
     const Buffer<T> v(p_.B * p_.J * p_.D);
     ForwardOutputs again;
     again.v = View{v.get(), kStorage<T>, {p_.J * p_.D, p_.D, 1}};
@@ -77,16 +77,17 @@ class Intermediate {
 template <class T>
 void passes_forward(const Problem& p, const ForwardOutputs& out) {
   const Slices slices = slices_of<T>(p, false);
-  if (slices.tasks == 0) return Forward<T>(p, out, num_threads()).run();
+  const auto route = [&](int64_t n, int64_t count, int64_t threads) {
+    const Problem part = driver::slice(p, n, count);
+    ForwardOutputs part_out = slice<T>(out, p, n);
+    const Intermediate<T> intermediate(part);
+    intermediate.replace(&part_out);
+    Forward<T>(part, part_out, threads).run();
+  };
   for_tasks(slices.tasks, [&](int64_t task, int64_t) {
-    for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-      const Problem part = driver::slice(p, n, count);
-      ForwardOutputs part_out = slice<T>(out, p, n);
-      const Intermediate<T> intermediate(part);
-      intermediate.replace(&part_out);
-      Forward<T>(part, part_out, 1).run();
-    });
+    for_slices(p, slices, task, [&](int64_t n, int64_t count) { route(n, count, 1); });
   });
+  for_rest(p, slices, [&](int64_t n, int64_t count) { route(n, count, num_threads()); });
 }
 
 template <class T>
@@ -100,22 +101,20 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
   std::fill_n(dbias.get(), tasks * bias, 0.0);
   const auto logits_of = [&](int64_t task) { return logits == 0 ? nullptr : dlogits.get() + task * logits; };
   const auto bias_of = [&](int64_t task) { return bias == 0 ? nullptr : dbias.get() + task * bias; };
-  if (slices.tasks == 0) {
-    Backward<T>(p, in, out, logits_of(0), bias_of(0), num_threads()).run();
-  } else {
-    for_tasks(tasks, [&](int64_t task, int64_t) {
-      for_slices(p, slices, task, [&](int64_t n, int64_t count) {
-        const Problem part = driver::slice(p, n, count);
-        BackwardInputs part_in = slice<T>(in, p, n);
-        const Intermediate<T> intermediate(part);
-        intermediate.route(&part_in);
-        BackwardOutputs part_out = out;
-        part_out.dweight = samples(p, out.dweight, n);  // that of the votes
-        if (out.per_sample_logits) part_out.dlogits = samples(p, out.dlogits, n);
-        Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), 1).run();
-      });
-    });
-  }
+  const auto differentiate = [&](int64_t task, int64_t n, int64_t count, int64_t threads) {
+    const Problem part = driver::slice(p, n, count);
+    BackwardInputs part_in = slice<T>(in, p, n);
+    const Intermediate<T> intermediate(part);
+    intermediate.route(&part_in);
+    BackwardOutputs part_out = out;
+    if (p.votes_given) part_out.dweight = samples(p, out.dweight, n);
+    if (out.per_sample_logits) part_out.dlogits = samples(p, out.dlogits, n);
+    Backward<T>(part, part_in, part_out, logits_of(task), bias_of(task), threads).run();
+  };
+  for_tasks(slices.tasks, [&](int64_t task, int64_t) {
+    for_slices(p, slices, task, [&](int64_t n, int64_t count) { differentiate(task, n, count, 1); });
+  });
+  for_rest(p, slices, [&](int64_t n, int64_t count) { differentiate(0, n, count, num_threads()); });
   add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
   add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
 }
@@ -124,8 +123,8 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
 
 template <class T>
 void routing_forward(const Problem& p, const ForwardOutputs& out) {
-  if (!is_small_batch<T>(p)) return passes_forward<T>(PackedWeight<T>(p).problem(), out);
-  for_kept<T>(p, [&](const Problem& part, int64_t b) {
+  const auto tiles = [&](const Problem& part) { passes_forward<T>(PackedWeight<T>(part).problem(), out); };
+  for_parts<T>(p, tiles, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     passes_forward<T>(batch.routed(), slice<T>(out, p, b));
   });
@@ -134,8 +133,8 @@ void routing_forward(const Problem& p, const ForwardOutputs& out) {
 template <class T>
 void routing_backward(const Problem& given, const BackwardInputs& in, const BackwardOutputs& out) {
   const Problem p = of_backward<T>(given, out);
-  if (!is_small_batch<T>(p)) return passes_backward<T>(PackedWeight<T>(p).problem(), in, out);
-  for_kept<T>(p, [&](const Problem& part, int64_t b) {
+  const auto tiles = [&](const Problem& part) { passes_backward<T>(PackedWeight<T>(part).problem(), in, out); };
+  for_parts<T>(p, tiles, [&](const Problem& part, int64_t b) {
     const SmallBatch<T> batch(part);
     const Problem routed = batch.routed();
     BackwardOutputs part_out = out, votes_out = out;

@@ -74,6 +74,7 @@ const Kernels<T>& table() {
       LanesPacking<T>::copy_weights,
       rows_run<RowsAccumulate, T, AccumulatePass<T>>,
       rows_run<RowsGradient, T, GradientPass<T>>,
+      SmallBatch<T>::fold,
       SmallBatch<T>::votes,
       SmallBatch<T>::gradients,
       multiply_adds<T>};

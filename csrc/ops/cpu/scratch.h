@@ -24,6 +24,9 @@ class Carver {
   int64_t used_ = 0;
 };
 
+// Whether lanes may have nothing that counts.
+inline bool masked(const Problem& p) { return p.mask.data != nullptr || p.capsule_lanes; }
+
 // How many numbers of a sample are copied before they go to lanes.
 inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
   const int64_t poses = p.side_by_side ? 0 : chunk * p.pose_size(), votes = p.side_by_side ? p.J * p.D : 0;
@@ -42,12 +45,12 @@ struct LanesAccumulateScratch {
 
   LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
-    const int64_t L = plan.L, pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J ? pair : plan.chunk;
+    const int64_t L = plan.L, pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J && !p.side_by_side ? pair : plan.chunk;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.weight_size() : 0);
     buffer = carve.take(packing_buffer(p, plan.chunk) * L);
     u = carve.take(plan.chunk * (p.side_by_side ? p.J * p.D : p.pose_size()) * L);
     logits = carve.take(p.logits.data != nullptr ? plan.chunk * p.J * L : 0);
-    valid = carve.take(p.mask.data != nullptr ? plan.chunk * L : 0);
+    valid = carve.take(masked(p) ? plan.chunk * L : 0);
     scores = carve.take(scored * p.J * L);
     dc = carve.take(scored * p.J * L);
     x = carve.take(pair * plan.out_tile * p.D * L);
@@ -82,7 +85,7 @@ struct LanesGradientScratch {
     buffer = carve.take(packing_buffer(p, chunk) * L);
     u = carve.take(chunk * (p.side_by_side ? votes : p.pose_size()) * L);
     logits = carve.take(p.logits.data != nullptr ? chunk * p.J * L : 0);
-    valid = carve.take(p.mask.data != nullptr ? chunk * L : 0);
+    valid = carve.take(masked(p) ? chunk * L : 0);
     c = carve.take(iterations * chunk * p.J * L);
     db = carve.take(iterations * chunk * p.J * L);
     x = carve.take(tile_rows * L);
@@ -97,6 +100,29 @@ struct LanesGradientScratch {
     activation = carve.take(p.moments ? chunk * L : 0);
     lse = carve.take(p.moments ? chunk * L : 0);
     dlse = carve.take(p.moments ? chunk * L : 0);
+    size = carve.used();
+  }
+};
+
+// Of a small batch, for a block of L input capsules and `outputs` output capsules at a time. buffer [L][..]: copies before
+// they are transposed. u and du [B][P K][L]. valid [B][L]. weight and dweight [outputs][R K][L].
+template <class T>
+struct SmallBatchScratch {
+  int64_t outputs;
+  T *buffer, *u, *du, *valid, *weight, *dweight;
+  int64_t size;
+
+  SmallBatchScratch(const Problem& p, int64_t L, T* base) {
+    constexpr int64_t kNumbers = 256;  // of a capsule's weight; with those of L capsules and their gradients they fill L1
+    const int64_t row = p.R() * p.K;
+    outputs = std::clamp<int64_t>(kNumbers / std::max<int64_t>(1, row), 1, p.J);
+    Carver<T> carve(base);
+    buffer = carve.take(L * std::max(p.pose_size(), outputs * row));
+    u = carve.take(p.B * p.pose_size() * L);
+    du = carve.take(p.B * p.pose_size() * L);
+    valid = carve.take(p.mask.data != nullptr ? p.B * L : 0);
+    weight = carve.take(outputs * row * L);
+    dweight = carve.take(outputs * row * L);
     size = carve.used();
   }
 };

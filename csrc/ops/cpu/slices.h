@@ -39,7 +39,7 @@ inline Problem slice(const Problem& whole, int64_t n, int64_t count) {
   Problem p = whole;
   p.B = count;
   p.positions = -1;
-  p.side_by_side = whole.positions >= 0;
+  p.side_by_side = whole.positions >= 0 || whole.capsule_lanes;
   p.u = samples(whole, whole.u, n);
   p.votes = samples(whole, whole.votes, n);
   p.logits = samples(whole, whole.logits, n);
@@ -60,8 +60,8 @@ Slices slices_of(const Problem& p, bool shared_logits_gradient) {
 template <class F>
 void for_slices(const Problem& p, const Slices& slices, int64_t task, const F& part) {
   if (p.positions < 0) {
-    const int64_t end = p.B * (task + 1) / slices.tasks;
-    for (int64_t n = p.B * task / slices.tasks; n < end; n += slices.samples)
+    const int64_t end = slices.whole * (task + 1) / slices.tasks;
+    for (int64_t n = slices.whole * task / slices.tasks; n < end; n += slices.samples)
       part(n, std::min(slices.samples, end - n));
     return;
   }
@@ -72,16 +72,25 @@ void for_slices(const Problem& p, const Slices& slices, int64_t task, const F& p
   }
 }
 
-template <class T>
-bool is_small_batch(const Problem& p) {
-  return make_plan(p, kernels<T>(isa()).L, num_threads(), sizeof(T)).small_batch;
+// Calls part(n, count) for what is not in slices.
+template <class F>
+void for_rest(const Problem& p, const Slices& slices, const F& part) {
+  if (!p.capsule_lanes) {
+    if (slices.tasks == 0) part(int64_t{0}, p.B);
+    return;
+  }
+  for (int64_t n = slices.whole; n < p.B; ++n) part(n, int64_t{1});
 }
 
-// Calls part(problem, b0) for as many samples of a small batch at a time as keep their votes.
-template <class T, class F>
-void for_kept(const Problem& p, const F& part) {
+// Calls tiles(problem) for the samples that are routed in tiles, then small(problem, b0) for the others: for as many of a
+// small batch at a time as keep their votes.
+template <class T, class Tiles, class Small>
+void for_parts(const Problem& p, const Tiles& tiles, const Small& small) {
+  const int64_t in_tiles = samples_in_tiles(p, kernels<T>(isa()).L, sizeof(T));
+  if (in_tiles == p.B) return tiles(p);
+  if (in_tiles > 0) tiles(slice(p, 0, in_tiles));
   const int64_t kept = samples_kept(p, sizeof(T));
-  for (int64_t b = 0; b < p.B; b += kept) part(slice(p, b, std::min(kept, p.B - b)), b);
+  for (int64_t b = in_tiles; b < p.B; b += kept) small(slice(p, b, std::min(kept, p.B - b)), b);
 }
 
 // The problem as the backward has it. Beside a dW that is added up where it stands, sums over the batch keep the samples

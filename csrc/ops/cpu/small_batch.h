@@ -13,54 +13,63 @@ template <class T>
 class SmallBatch {
  public:
   explicit SmallBatch(const Problem& problem)
-      : p(problem), kernels_(kernels<T>(isa())), row(p.J * p.D * p.K), votes(p.B * p.I * p.J * p.D) {
-    const Buffer<T> scratch(num_threads() * (row + p.K));
-    over_capsules([&](int64_t task, int64_t i0, int64_t i1) {
-      kernels_.small_votes(p, i0, i1, votes.get(), scratch.get() + task * (row + p.K));
+      : p(problem),
+        kernels_(kernels<T>(isa())),
+        blocks((p.I + kernels_.L - 1) / kernels_.L),
+        scratch_size(SmallBatchScratch<T>(p, kernels_.L, nullptr).size),
+        votes(p.B * sample()) {
+    over_blocks([&](int64_t, int64_t n0, int64_t n1, T* scratch) {
+      kernels_.small_votes(p, n0, n1, votes.get(), scratch);
     });
   }
 
-  // The same problem as route_votes poses it, for the votes that were made.
+  // The same problem for the votes that were made, whose input capsules lie along the lanes.
   Problem routed() const {
     Problem q = p;
     q.votes_given = true;
+    q.capsule_lanes = true;
     q.shared_weight = false;
-    q.K = 1;
+    q.K = q.P = 1;
     q.u = q.weight = View{};
-    q.votes = View{votes.get(), kStorage<T>, {p.I * p.J * p.D, p.J * p.D, p.D, 1}};
+    q.votes = View{votes.get(), kStorage<T>, {sample()}};
     return q;
   }
 
   // Computes du and dW from dvotes, which the gradient pass has written over the votes. If `add`, dW is added to.
   void finish(const BackwardOutputs& out, bool add) const {
     if (out.du.data == nullptr && out.dweight.data == nullptr) return;
-    const int64_t adders = p.shared_weight && out.dweight.data != nullptr ? num_threads() : 0;
+    const int64_t row = p.weight_size(), adders = p.shared_weight && out.dweight.data != nullptr ? num_threads() : 0;
     const Sums<T> sums(adders * row);
     sums.clear();
-    const Buffer<T> scratch(num_threads() * (2 * row + 3 * p.K));
-    over_capsules([&](int64_t task, int64_t i0, int64_t i1) {
+    over_blocks([&](int64_t task, int64_t n0, int64_t n1, T* scratch) {
       SmallBatchGradients<T> gradients{votes.get(), add, out.du, out.dweight, nullptr, nullptr};
       if (adders > 0) {
         gradients.dweight_sum = sums.high() + task * row;
         gradients.dweight_low = sums.low() + task * row;
       }
-      kernels_.small_gradients(gradients, p, i0, i1, scratch.get() + task * (2 * row + 3 * p.K));
+      kernels_.small_gradients(gradients, p, n0, n1, scratch);
     });
     sums.join();
     add_up<T>(sums.high(), adders, row, out.dweight);
   }
 
  private:
+  int64_t sample() const { return blocks * p.J * p.D * kernels_.L; }
+
+  // Calls f(task, n0, n1, scratch) for blocks [n0, n1) of input capsules.
   template <class F>
-  void over_capsules(const F& f) const {
+  void over_blocks(const F& f) const {
     const int64_t tasks = num_threads();
-    for_tasks(tasks, [&](int64_t task, int64_t) { f(task, p.I * task / tasks, p.I * (task + 1) / tasks); });
+    const Buffer<T> scratch(members() * scratch_size);
+    for_tasks(tasks, [&](int64_t task, int64_t member) {
+      f(task, blocks * task / tasks, blocks * (task + 1) / tasks, scratch.get() + member * scratch_size);
+    });
   }
 
   const Problem& p;
   const Kernels<T>& kernels_;
-  int64_t row;
-  Buffer<T> votes;
+  int64_t blocks, scratch_size;
+  LastingBuffer<T> votes;
 };
 
 }  // namespace capsfast::driver

@@ -1,10 +1,157 @@
 // The two steps of a small batch that need the weight: making its votes, and at the end of the backward du and dW from
-// dvotes. Between the two the votes are routed by rows_accumulate.inl and rows_gradient.inl.
+// dvotes. The lanes are input capsules. Between the two the votes are routed by the passes of the lanes layout.
+//
+// The weights of a block of L input capsules are transposed to lanes, those of a few output capsules at a time, and serve
+// all samples. Then a vote takes K multiply-adds for L input capsules and nothing has to be added up across lanes.
 
 template <class T>
 struct SmallBatch {
   static constexpr int L = kLanes<T>;
+  static constexpr int kAhead = 64;  // votes whose place is asked for ahead of writing them: each sample's are a stream
+  static constexpr int kTogether = kRegisters >= 32 ? 8 : 4;  // sums that are formed at a time
   using V = Vec<T, L>;
+  using Packing = LanesPacking<T>;
+
+  // Input capsules [i0, i0 + count), count at most L, of which block n is made.
+  struct Block {
+    int64_t n, i0, count;
+  };
+  static Block block_of(const Problem& p, int64_t n) { return {n, n * L, Packing::min(L, p.I - n * L)}; }
+
+  // Where the weights of output capsule j, row r, number k of a pose stand in lanes.
+  struct Rows {
+    const T* at;
+    int64_t output, row, number;  // steps of j, r and k
+  };
+
+  // [B, I, n] as [I, B, n]: as packing has it where input capsules are the lanes.
+  static View by_capsule(View view) {
+    const int64_t sample = view.stride[0];
+    view.stride[0] = view.stride[1];
+    view.stride[1] = sample;
+    return view;
+  }
+
+  // Copies the poses of a block to at.u [B][P K][L], zeros for masked ones even if they hold NaN.
+  static void poses(const Problem& p, const Block& block, const SmallBatchScratch<T>& at) {
+    const int64_t size = p.pose_size();
+    for (int64_t b = 0; b < p.B; ++b) {
+      T* u = at.u + b * size * L;
+      Packing::pack(by_capsule(p.u), block.i0, block.count, b, 1, size, at.buffer, u);
+      if (p.mask.data == nullptr) continue;
+      for (int64_t l = 0; l < L; ++l)
+        at.valid[b * L + l] = l < block.count && p.mask.at(b, block.i0 + l) ? T(1) : T(0);
+      keep_valid(at.valid + b * L, size, u);
+    }
+  }
+
+  // Makes numbers [rows][L] of masked capsules zeros.
+  static void keep_valid(const T* valid, int64_t rows, T* numbers) {
+    const V ok = load<L>(valid);
+    for (int64_t n = 0; n < rows * L; n += L) store<L>(numbers + n, ok > V{} ? load<L>(numbers + n) : V{});
+  }
+
+  // Transposes the weights of a block and of output capsules [j0, j1) to at.weight.
+  static Rows weights(const Problem& p, const Block& block, int64_t j0, int64_t j1, const SmallBatchScratch<T>& at) {
+    const int64_t *stride = p.weight.stride, R = p.R(), size = R * p.K;
+    const bool plain = p.weight.storage == kStorage<T>;
+    const T* data = static_cast<const T*>(p.weight.data);
+    const T* from[L] = {};
+    const auto transpose_run = [&](int64_t offset, int64_t count, T* to) {
+      for (int64_t l = 0; l < block.count; ++l) from[l] = data + (block.i0 + l) * stride[0] + offset;
+      Packing::interleave(from, block.count, count, to);
+    };
+    if (plain && stride[3] == 1 && stride[2] == p.K) {
+      const int64_t together = stride[1] == size ? j1 - j0 : 1;
+      for (int64_t j = j0; j < j1; j += together)
+        transpose_run(j * stride[1], together * size, at.weight + (j - j0) * size * L);
+      return {at.weight, size, p.K, 1};
+    }
+    if (plain && stride[2] == 1) {
+      // Rows lie side by side, as in weights that are stored [.., K, D].
+      for (int64_t j = j0; j < j1; ++j) {
+        for (int64_t k = 0; k < p.K; ++k)
+          transpose_run(j * stride[1] + k * stride[3], R, at.weight + ((j - j0) * size + k * R) * L);
+      }
+      return {at.weight, size, 1, R};
+    }
+    for (int64_t l = 0; l < block.count; ++l) {
+      T* copy = at.buffer + l * (j1 - j0) * size;
+      gather<T>(p.weight, (block.i0 + l) * stride[0] + j0 * stride[1], {j1 - j0, R, p.K},
+                {stride[1], stride[2], stride[3]}, copy);
+      from[l] = copy;
+    }
+    Packing::interleave(from, block.count, (j1 - j0) * size, at.weight);
+    return {at.weight, size, p.K, 1};
+  }
+
+  // Asks for weights that will be transposed next, those of the next output capsules or block: part n of `count`. Each
+  // input capsule's are a stream, and too short a piece of it is read at a time for the processor to see that.
+  static CAPSFAST_INLINE void ask(const Problem& p, const Block& block, int64_t j1, int64_t outputs, int64_t n,
+                                  int64_t count) {
+    const int64_t *stride = p.weight.stride, size = p.R() * p.K, line = 64 / static_cast<int64_t>(sizeof(T));
+    const bool next_block = j1 >= p.J;
+    const int64_t j0 = next_block ? 0 : j1, i0 = block.i0 + (next_block ? L : 0);
+    if (i0 + L > p.I || p.weight.storage != kStorage<T> || stride[3] != 1 || stride[1] != size) return;
+    const T* from = static_cast<const T*>(p.weight.data) + i0 * stride[0] + j0 * size;
+    const int64_t lines = (Packing::min(outputs, p.J - j0) * size + line - 1) / line;
+    for (int64_t l = L * n / count; l < L * (n + 1) / count; ++l) {
+      for (int64_t m = 0; m < lines; ++m) __builtin_prefetch(from + l * stride[0] + m * line, 0, 2);
+    }
+  }
+
+  // For each of S samples: x [r1 - r][L] = rows r to r1 of w [R, K] times u [K][L], N at a time and what is left in half as
+  // many. The poses and votes of two samples are next_u and next_x apart.
+  template <int N, int S>
+  static CAPSFAST_INLINE void products(const Rows& w, const T* from, const T* u, int64_t next_u, int64_t K, int64_t r,
+                                       int64_t r1, T* x, int64_t next_x) {
+    for (; r + N <= r1; r += N) {
+      V a[S][N] = {};
+      for (int64_t k = 0; k < K; ++k) {
+        V uk[S];
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s) uk[s] = load<L>(u + s * next_u + k * L);
+        const T* wk = from + (r * w.row + k * w.number) * L;
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          const V wn = load<L>(wk + n * w.row * L);
+#pragma GCC unroll 4
+          for (int s = 0; s < S; ++s) a[s][n] += wn * uk[s];
+        }
+      }
+#pragma GCC unroll 4
+      for (int s = 0; s < S; ++s) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          T* to = x + s * next_x + (r + n) * L;
+          store<L>(to, a[s][n]);
+          __builtin_prefetch(to + kAhead * L, 1, 2);
+        }
+      }
+    }
+    if constexpr (N > 1) products<N / 2, S>(w, from, u, next_u, K, r, r1, x, next_x);
+  }
+
+  // The votes of S samples.
+  template <int S>
+  static CAPSFAST_INLINE void votes_of(const Problem& p, const Rows& w, int64_t j0, int64_t j1, const T* u, T* x,
+                                       int64_t next_x) {
+    const int64_t R = p.R();
+    for (int64_t j = 0; j < j1 - j0; ++j) {
+      for (int64_t pose = 0; pose < p.P; ++pose)
+        products<kTogether, S>(w, w.at + j * w.output * L, u + pose * p.K * L, p.pose_size() * L, p.K, 0, R,
+                               x + (j * p.D + pose * R) * L, next_x);
+    }
+  }
+
+  // See Kernels.
+  static void fold(const Sum<T>& lanes, const T* factor, int64_t rows, int64_t size, const Sum<T>& to) {
+    for (int64_t n = 0; n < rows * size; ++n) {
+      V x = load<L>(lanes.high + n * L) + load<L>(lanes.low + n * L);
+      if (factor != nullptr) x *= load<L>(factor + n / size * L);
+      add_exactly(sum<T, L>(x), to.high + n, to.low + n);
+    }
+  }
 
   // Adds up groups of K neighbouring lanes. Lane g K + q of the result is the sum of group g of m[q]. Overwrites m.
   template <int K, int H = K / 2>
@@ -19,245 +166,401 @@ struct SmallBatch {
     }
   }
 
-  // A block of L rows with K numbers each is K vectors. Vector q holds rows [q L / K, (q + 1) L / K), so group_sums()
-  // leaves the sum of row q L / K + g in lane g K + q. This moves it to the lane of its row.
-  template <int K, int... N>
-  static CAPSFAST_INLINE V in_order(V v, std::integer_sequence<int, N...>) {
-    return shuffle_of<T, L>(v, v, std::integer_sequence<int, (N % (L / K) * K + N / (L / K))...>{});
-  }
-
-  // x[row] = w[row] . u, for rows w[row] of K numbers, L rows at a time.
-  template <int K>
-  static CAPSFAST_INLINE void row_products(const T* w, const T* u, int64_t rows, T* x) {
-    alignas(sizeof(V)) T repeated[L];
-    for (int l = 0; l < L; ++l) repeated[l] = u[l % K];
-    const V pose = load<L>(repeated);
-    int64_t row = 0;
-    for (; row + L <= rows; row += L) {
-      V m[K];
+  // Transposes the matrix of L / K x L / K blocks of K lanes.
+  template <int K, int H = L / 2>
+  static CAPSFAST_INLINE void transpose_blocks(V* m) {
+    if constexpr (H >= K) {
+      constexpr int kStep = H / K;
 #pragma GCC unroll 16
-      for (int q = 0; q < K; ++q) m[q] = load<L>(w + row * K + q * L) * pose;
-      store<L>(x + row, in_order<K>(group_sums<K>(m), std::make_integer_sequence<int, L>{}));
+      for (int i = 0; i < L / K; ++i) {
+        if ((i / kStep) % 2 == 0) {
+          const V a = m[i], b = m[i + kStep];
+          m[i] = swap_blocks<T, L, H, false>(a, b);
+          m[i + kStep] = swap_blocks<T, L, H, true>(a, b);
+        }
+      }
+      transpose_blocks<K, H / 2>(m);
     }
-    for (; row < rows; ++row) x[row] = product(w + row * K, u, K);
   }
 
-  static CAPSFAST_INLINE T product(const T* w, const T* u, int64_t K) {
-    V a = V{};
-    int64_t k = 0;
-    for (; k + L <= K; k += L) a += load<L>(w + k) * load<L>(u + k);
-    T total = sum<T, L>(a);
-    for (; k < K; ++k) total += w[k] * u[k];
-    return total;
+  // The votes of a single sample, without transposing the weights: L / K rows (j, d) of K numbers at a time, in one vector
+  // of each input capsule. Products are added up over the numbers and lined up over the input capsules at once.
+  // from[l]: the weights of input capsule l. rows: a multiple of L / K.
+  template <int K>
+  static CAPSFAST_INLINE void votes_of_one(const T* const* from, const T* u, int64_t rows, T* x) {
+    constexpr int G = L / K;
+    V pose[L];
+    for (int l = 0; l < L; ++l) {
+      T repeated[L];
+      for (int n = 0; n < L; ++n) repeated[n] = u[n % K * L + l];
+      pose[l] = load<L>(repeated);
+    }
+    for (int64_t row = 0; row < rows; row += G) {
+      V votes[G];
+#pragma GCC unroll 16
+      for (int c = 0; c < G; ++c) {
+        V m[K];
+#pragma GCC unroll 16
+        for (int q = 0; q < K; ++q) m[q] = load<L>(from[c * K + q] + row * K) * pose[c * K + q];
+        votes[c] = group_sums<K>(m);
+      }
+      transpose_blocks<K>(votes);
+#pragma GCC unroll 16
+      for (int g = 0; g < G; ++g) store<L>(x + (row + g) * L, votes[g]);
+    }
   }
 
-  static void votes_of(const T* w, const T* u, int64_t K, int64_t rows, T* x) {
-    if constexpr (L >= 4) {
-      if (K == 4) return row_products<4>(w, u, rows, x);
+  // The votes of several: L / K rows are transposed at a time and stay in registers for all samples.
+  template <int K>
+  static CAPSFAST_INLINE void votes_of_rows(const T* const* from, const T* u, int64_t rows, int64_t samples,
+                                            int64_t next_x, T* x) {
+    constexpr int G = L / K;
+    for (int64_t row = 0; row < rows; row += G) {
+      V w[L];
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) w[l] = load<L>(from[l] + row * K);
+      transpose<T, L>(w);
+      T* to = x + row * L;
+      for (int64_t b = 0; b < samples; ++b, to += next_x) {
+        V even[G] = {}, odd[G] = {};
+#pragma GCC unroll 16
+        for (int k = 0; k < K; k += 2) {
+          const V u0 = load<L>(u + (b * K + k) * L), u1 = load<L>(u + (b * K + k + 1) * L);
+#pragma GCC unroll 16
+          for (int g = 0; g < G; ++g) {
+            even[g] += w[g * K + k] * u0;
+            odd[g] += w[g * K + k + 1] * u1;
+          }
+        }
+#pragma GCC unroll 16
+        for (int g = 0; g < G; ++g) {
+          store<L>(to + g * L, even[g] + odd[g]);
+          __builtin_prefetch(to + (g + kAhead) * L, 1, 2);
+        }
+      }
     }
+  }
+
+  // dW of L / K rows at a time, in registers until they are transposed. to[l]: dW of input capsule l, added to if `add`.
+  template <int K>
+  static CAPSFAST_INLINE void weight_gradient_of_rows(const T* dx, const T* u, int64_t rows, int64_t samples,
+                                                      int64_t next_x, bool add, T* const* to) {
+    constexpr int G = L / K;
+    for (int64_t row = 0; row < rows; row += G) {
+      V a[L] = {};
+      const T* g = dx + row * L;
+      for (int64_t b = 0; b < samples; ++b, g += next_x) {
+        V gr[G];
+#pragma GCC unroll 16
+        for (int n = 0; n < G; ++n) gr[n] = load<L>(g + n * L);
+#pragma GCC unroll 16
+        for (int k = 0; k < K; ++k) {
+          const V uk = load<L>(u + (b * K + k) * L);
+#pragma GCC unroll 16
+          for (int n = 0; n < G; ++n) a[n * K + k] += gr[n] * uk;
+        }
+      }
+      transpose<T, L>(a);
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) {
+        T* here = to[l] + row * K;
+        store<L>(here, add ? load<L>(here) + a[l] : a[l]);
+      }
+    }
+  }
+
+  // du of input capsule l for S samples, each row of the weight times its dvotes, which are strided.
+  template <int K, int S>
+  static CAPSFAST_INLINE void pose_gradient_of_rows(const T* w, const T* dx, int64_t rows, int64_t next_x, int64_t b,
+                                                    int64_t i, bool valid, const View& du) {
+    constexpr int kChains = 4;
+    Vec<T, K> a[S][kChains] = {};
+    int64_t row = 0;
+    for (; row + kChains <= rows; row += kChains) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kChains; ++c) {
+        const Vec<T, K> wc = load<K>(w + (row + c) * K);
+#pragma GCC unroll 4
+        for (int s = 0; s < S; ++s) a[s][c] += wc * dx[s * next_x + (row + c) * L];
+      }
+    }
+    for (; row < rows; ++row) {
+      for (int s = 0; s < S; ++s) a[s][0] += load<K>(w + row * K) * dx[s * next_x + row * L];
+    }
+    for (int s = 0; s < S; ++s) {
+      const auto total = (a[s][0] + a[s][1]) + (a[s][2] + a[s][3]);
+      T numbers[K] = {};
+      if (valid) store<K>(numbers, total);
+      scatter<T>(du, (b + s) * du.stride[0] + i * du.stride[1], {1, 1, K}, {0, 0, 1}, numbers);
+    }
+  }
+
+  // Calls f(constant K) if whole vectors of rows hold the weights of input capsules: K is 4, 8 or 16 and divides L.
+  template <class F>
+  static bool with_rows(const Problem& p, const Block& block, const F& f) {
+    const int64_t rows = p.J * p.D;
+    if (p.P > 1 || p.K > L || block.count < L || rows % (L / p.K) != 0) return false;
     if constexpr (L >= 8) {
-      if (K == 8) return row_products<8>(w, u, rows, x);
+      if (p.K == 8) {
+        f(std::integral_constant<int, 8>{});
+        return true;
+      }
+    }
+    if constexpr (L >= 4) {
+      if (p.K == 4) {
+        f(std::integral_constant<int, 4>{});
+        return true;
+      }
     }
     if constexpr (L >= 16) {
-      if (K == 16) return row_products<16>(w, u, rows, x);
-    }
-    for (int64_t row = 0; row < rows; ++row) x[row] = product(w + row * K, u, K);
-  }
-
-  // Whether the components d of the weight lie side by side, as in weights that are stored [.., K, D]. Then a vector of
-  // votes is a sum over k of vectors of the weight, and nothing is to be moved.
-  static bool components_together(const Problem& p) {
-    return p.weight.storage == kStorage<T> && p.weight.stride[2] == 1 && p.weight.stride[3] != 1 && p.D >= L / 2;
-  }
-
-  static const T* weight_of(const Problem& p, int64_t i, int64_t j) {
-    return static_cast<const T*>(p.weight.data) + i * p.weight.stride[0] + j * p.weight.stride[1];
-  }
-
-  static void votes_of_components(const Problem& p, int64_t i, const T* u, T* x) {
-    // The weight of the input capsule after the next is on its way while this one is worked on.
-    const int64_t pitch = p.weight.stride[3], ahead = 2 * p.weight.stride[0];
-    for (int64_t j = 0; j < p.J; ++j) {
-      const T* w = weight_of(p, i, j);
-      for (int64_t d = 0; d < p.D; d += L) {
-        const T* from = w + d;
-        V even = V{}, odd = V{};
-        int64_t k = 0;
-        for (; k + 2 <= p.K; k += 2, from += 2 * pitch) {
-          __builtin_prefetch(from + ahead);
-          __builtin_prefetch(from + pitch + ahead);
-          even += lanes(from, p.D - d) * u[k];
-          odd += lanes(from + pitch, p.D - d) * u[k + 1];
-        }
-        if (k < p.K) even += lanes(from, p.D - d) * u[k];
-        if (d + L <= p.D) {
-          store<L>(x + j * p.D + d, even + odd);
-        } else {
-          store_part<L>(x + j * p.D + d, even + odd, p.D - d);
-        }
+      if (p.K == 16) {
+        f(std::integral_constant<int, 16>{});
+        return true;
       }
     }
+    return false;
   }
 
-  // Whether the matrices [D, K] of the weight lie apart, as in weights that are stored [J, I, D, K].
-  static bool matrices_apart(const Problem& p) {
+  // Whether the weight of an input capsule is a run of T.
+  static bool runs(const Problem& p) {
     const int64_t* stride = p.weight.stride;
-    return p.weight.storage == kStorage<T> && stride[3] == 1 && stride[2] == p.K && stride[1] != p.D * p.K;
+    return is_run<T>(p.weight, {p.J, p.R(), p.K}, {stride[1], stride[2], stride[3]});
+  }
+  static const T* weight_of(const Problem& p, int64_t i) {
+    return static_cast<const T*>(p.weight.data) + i * p.weight.stride[0];
   }
 
-  static void votes_of_matrices(const Problem& p, int64_t i, const T* u, T* x) {
-    for (int64_t j = 0; j < p.J; ++j) {
-      const T* w = weight_of(p, i, j);
-      const char* ahead = reinterpret_cast<const char*>(w + 2 * p.weight.stride[0]);
-      for (int64_t n = 0; n < p.D * p.K * static_cast<int64_t>(sizeof(T)); n += 64) __builtin_prefetch(ahead + n);
-      votes_of(w, u, p.K, p.D, x + j * p.D);
-    }
-  }
-
-  // part [K]: scratch.
-  static void pose_gradient_of_matrices(const Problem& p, int64_t i, const T* g, T* part, T* du) {
-    for (int64_t j = 0; j < p.J; ++j) {
-      pose_gradient(weight_of(p, i, j), g + j * p.D, p.K, p.D, j == 0 ? du : part);
-      for (int64_t k = 0; k < p.K && j > 0; ++k) du[k] += part[k];
-    }
-  }
-
-  static V lanes(const T* from, int64_t left) { return left >= L ? load<L>(from) : load_part<L>(from, left); }
-
-  static void pose_gradient_of_components(const Problem& p, int64_t i, const T* g, T* du) {
-    constexpr int64_t kTogether = 4;  // poses whose sums are formed at a time
-    for (int64_t k0 = 0; k0 < p.K; k0 += kTogether) {
-      const int64_t some = k0 + kTogether < p.K ? kTogether : p.K - k0;
-      V a[kTogether] = {};
-      for (int64_t j = 0; j < p.J; ++j) {
-        const T* w = weight_of(p, i, j) + k0 * p.weight.stride[3];
-        for (int64_t d = 0; d < p.D; d += L) {
-          const V x = lanes(g + j * p.D + d, p.D - d);
-          if (some == kTogether) {
-#pragma GCC unroll 4
-            for (int k = 0; k < kTogether; ++k) a[k] += lanes(w + k * p.weight.stride[3] + d, p.D - d) * x;
-          } else {
-            for (int64_t k = 0; k < some; ++k) a[k] += lanes(w + k * p.weight.stride[3] + d, p.D - d) * x;
-          }
-        }
-      }
-      for (int64_t k = 0; k < some; ++k) du[k0 + k] = sum<T, L>(a[k]);
-    }
-  }
-
-  // The weight [J D K] of input capsule i: in place if it is a contiguous run of T, else copied to `buffer`.
-  static const T* weight_row(const Problem& p, int64_t i, T* buffer) {
-    const View& w = p.weight;
-    const int64_t n[3] = {p.J, p.D, p.K}, s[3] = {w.stride[1], w.stride[2], w.stride[3]};
-    if (is_run<T>(w, n, s)) return static_cast<const T*>(w.data) + i * w.stride[0];
-    LanesPacking<T>::copy_weight(p, i, buffer);
-    return buffer;
-  }
-
-  // Copies the pose of input capsule i of sample b to u [K]; a masked one becomes zeros, even if it holds NaN.
-  static void pose_of(const Problem& p, int64_t b, int64_t i, T* u) {
-    const bool masked = p.mask.data != nullptr && !p.mask.at(b, i);
-    const int64_t at = b * p.u.stride[0] + i * p.u.stride[1];
-    for (int64_t k = 0; k < p.K; ++k) u[k] = masked ? T(0) : read<T>(p.u, at + k * p.u.stride[2]);
-  }
-
-  // Writes the votes of input capsules [i0, i1) to `votes` [B, I, J, D]. scratch [J D K + K].
-  static void votes(const Problem& p, int64_t i0, int64_t i1, T* votes, T* scratch) {
+  // du of a block, if it can.
+  static bool pose_gradient_of_block(const Problem& p, const Block& block, const T* dx, int64_t sample,
+                                     const SmallBatchScratch<T>& at, const View& du) {
     const int64_t rows = p.J * p.D;
-    T* u = scratch + rows * p.K;
-    const bool together = components_together(p), apart = matrices_apart(p);
-    const T* w = nullptr;
-    for (int64_t i = i0; i < i1; ++i) {
-      if (!together && !apart && (w == nullptr || p.weight.stride[0] != 0)) w = weight_row(p, i, scratch);
-      for (int64_t b = 0; b < p.B; ++b) {
-        T* x = votes + (b * p.I + i) * rows;
-        pose_of(p, b, i, u);
-        if (together) {
-          votes_of_components(p, i, u, x);
-        } else if (apart) {
-          votes_of_matrices(p, i, u, x);
-        } else {
-          votes_of(w, u, p.K, rows, x);
+    if (p.B > 2 || !runs(p)) return false;  // for more samples transposed weights serve better
+    return with_rows(p, block, [&](auto constant) {
+      constexpr int K = decltype(constant)::value;
+      for (int64_t l = 0; l < L; ++l) {
+        const T* w = weight_of(p, block.i0 + l);
+        const auto valid = [&](int64_t b) { return p.mask.data == nullptr || at.valid[b * L + l] > 0; };
+        int64_t b = 0;
+        for (; b + 2 <= p.B && valid(b) == valid(b + 1); b += 2)
+          pose_gradient_of_rows<K, 2>(w, dx + b * sample + l, rows, sample, b, block.i0 + l, valid(b), du);
+        for (; b < p.B; ++b)
+          pose_gradient_of_rows<K, 1>(w, dx + b * sample + l, rows, sample, b, block.i0 + l, valid(b), du);
+      }
+    });
+  }
+
+  // Makes the votes of a block in one of these ways, if it can.
+  static bool votes_of_block(const Problem& p, const Block& block, const T* u, int64_t sample, T* x) {
+    const int64_t rows = p.J * p.D;
+    if (!runs(p)) return false;
+    const T* from[L];
+    for (int64_t l = 0; l < block.count; ++l) from[l] = weight_of(p, block.i0 + l);
+    return with_rows(p, block, [&](auto K) {
+      if (p.B == 1) {
+        votes_of_one<decltype(K)::value>(from, u, rows, x);
+      } else {
+        votes_of_rows<decltype(K)::value>(from, u, rows, p.B, sample, x);
+      }
+    });
+  }
+
+  // Writes the votes of blocks [n0, n1) to `votes` [B][ceil(I / L)][J D][L].
+  static void votes(const Problem& p, int64_t n0, int64_t n1, T* votes, T* scratch) {
+    const SmallBatchScratch<T> at(p, L, scratch);
+    const int64_t sample = (p.I + L - 1) / L * p.J * p.D * L;
+    for (int64_t n = n0; n < n1; ++n) {
+      const Block block = block_of(p, n);
+      poses(p, block, at);
+      const bool made = votes_of_block(p, block, at.u, sample, votes + n * p.J * p.D * L);
+      for (int64_t j0 = made ? p.J : 0; j0 < p.J; j0 += at.outputs) {
+        const int64_t j1 = Packing::min(p.J, j0 + at.outputs);
+        const Rows w = weights(p, block, j0, j1, at);
+        const auto x = [&](int64_t b) { return votes + b * sample + (n * p.J + j0) * p.D * L; };
+        const auto u = [&](int64_t b) { return at.u + b * p.pose_size() * L; };
+        int64_t b = 0;
+        for (; b + 2 <= p.B; b += 2) {
+          ask(p, block, j1, at.outputs, b / 2, (p.B + 1) / 2);
+          votes_of<2>(p, w, j0, j1, u(b), x(b), sample);
+        }
+        if (b < p.B) {
+          ask(p, block, j1, at.outputs, b / 2, (p.B + 1) / 2);
+          votes_of<1>(p, w, j0, j1, u(b), x(b), sample);
         }
       }
+      for (int64_t b = 0; b < p.B && p.mask.data != nullptr; ++b)
+        keep_valid(at.valid + b * L, p.J * p.D, votes + b * sample + n * p.J * p.D * L);
     }
   }
 
-  // du = sum over rows of g[row] w[row]. With constant K a row of the weight is one vector.
-  template <int K>
-  static CAPSFAST_INLINE void pose_gradient_of(const T* w, const T* g, int64_t rows, T* du) {
-    Vec<T, K> a[4] = {};
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) {
+  // For each of S samples: du[k] += sum over rows r < R of w[r][k] g[r], numbers k to K, N at a time and what is left in
+  // half as many.
+  template <int N, int S>
+  static CAPSFAST_INLINE void pose_gradient(const Rows& w, const T* from, const T* g, int64_t next_g, int64_t R,
+                                            int64_t k, int64_t K, T* du, int64_t next_u) {
+    for (; k + N <= K; k += N) {
+      V a[S][N] = {};
+      for (int64_t r = 0; r < R; ++r) {
+        V gr[S];
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) a[n] += load<K>(w + (row + n) * K) * g[row + n];
-    }
-    for (; row < rows; ++row) a[0] += load<K>(w + row * K) * g[row];
-    store<K>(du, (a[0] + a[1]) + (a[2] + a[3]));
-  }
-
-  static void pose_gradient(const T* w, const T* g, int64_t K, int64_t rows, T* du) {
-    if (K == 8) return pose_gradient_of<8>(w, g, rows, du);
-    if (K == 4) return pose_gradient_of<4>(w, g, rows, du);
-    if (K == 16) return pose_gradient_of<16>(w, g, rows, du);
-    for (int64_t k = 0; k < K; ++k) du[k] = 0;
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t k = 0; k < K; ++k) du[k] += g[row] * w[row * K + k];
-    }
-  }
-
-  // dw[row] = g[row] u, added to dw if `add`.
-  template <int K>
-  static CAPSFAST_INLINE void weight_gradient_of(const T* u, const T* g, bool add, int64_t rows, T* dw) {
-    const Vec<T, K> pose = load<K>(u);
-    for (int64_t row = 0; row < rows; ++row, dw += K) {
-      const Vec<T, K> term = pose * g[row];
-      store<K>(dw, add ? load<K>(dw) + term : term);
-    }
-  }
-
-  static void weight_gradient(const T* u, const T* g, bool add, int64_t K, int64_t rows, T* dw) {
-    if (K == 8) return weight_gradient_of<8>(u, g, add, rows, dw);
-    if (K == 4) return weight_gradient_of<4>(u, g, add, rows, dw);
-    if (K == 16) return weight_gradient_of<16>(u, g, add, rows, dw);
-    for (int64_t row = 0; row < rows; ++row, dw += K) {
-      for (int64_t k = 0; k < K; ++k) dw[k] = (add ? dw[k] : T(0)) + g[row] * u[k];
-    }
-  }
-
-  // Computes du and dW of input capsules [i0, i1) from dvotes. scratch [2 J D K + 3 K].
-  static void gradients(const SmallBatchGradients<T>& out, const Problem& p, int64_t i0, int64_t i1, T* scratch) {
-    const int64_t rows = p.J * p.D, size = rows * p.K;
-    T *u = scratch + 2 * size, *du = u + p.K;
-    const bool in_place = out.dweight_sum == nullptr && out.dweight.storage == kStorage<T>;
-    const bool together = components_together(p), apart = matrices_apart(p);
-    const T* w = nullptr;
-    for (int64_t i = i0; i < i1; ++i) {
-      if (!together && !apart && (w == nullptr || p.weight.stride[0] != 0)) w = weight_row(p, i, scratch);
-      T* dw = in_place ? static_cast<T*>(out.dweight.data) + i * size : scratch + size;
-      for (int64_t b = 0; b < p.B; ++b) {
-        const T* g = out.dvotes + (b * p.I + i) * rows;
-        pose_of(p, b, i, u);
-        if (out.du.data != nullptr) {
-          if (together) {
-            pose_gradient_of_components(p, i, g, du);
-          } else if (apart) {
-            pose_gradient_of_matrices(p, i, g, du + p.K, du);
-          } else {
-            pose_gradient(w, g, p.K, rows, du);
-          }
-          const bool masked = p.mask.data != nullptr && !p.mask.at(b, i);
-          for (int64_t k = 0; k < p.K && masked; ++k) du[k] = 0;
-          scatter<T>(out.du, b * out.du.stride[0] + i * out.du.stride[1], {1, 1, p.K}, {0, 0, 1}, du);
+        for (int s = 0; s < S; ++s) gr[s] = load<L>(g + s * next_g + r * L);
+        const T* wr = from + (r * w.row + k * w.number) * L;
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          const V wn = load<L>(wr + n * w.number * L);
+#pragma GCC unroll 4
+          for (int s = 0; s < S; ++s) a[s][n] += wn * gr[s];
         }
-        if (out.dweight.data != nullptr) weight_gradient(u, g, out.add || b > 0, p.K, rows, dw);
       }
-      if (out.dweight.data == nullptr || in_place) continue;
-      if (out.dweight_sum == nullptr) {
-        scatter<T>(out.dweight, i * size, {1, 1, size}, {0, 0, 1}, dw);
-        continue;
+#pragma GCC unroll 4
+      for (int s = 0; s < S; ++s) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          T* to = du + s * next_u + (k + n) * L;
+          store<L>(to, load<L>(to) + a[s][n]);
+        }
       }
-      for (int64_t n = 0; n < size; ++n) add_exactly(dw[n], out.dweight_sum + n, out.dweight_low + n);
     }
+    if constexpr (N > 1) pose_gradient<N / 2, S>(w, from, g, next_g, R, k, K, du, next_u);
+  }
+
+  // du of S samples from their dvotes for output capsules [j0, j1).
+  template <int S>
+  static CAPSFAST_INLINE void pose_gradients(const Problem& p, const Rows& w, int64_t j0, int64_t j1, const T* dx,
+                                             int64_t next_x, T* du) {
+    const int64_t R = p.R();
+    for (int64_t j = 0; j < j1 - j0; ++j) {
+      for (int64_t pose = 0; pose < p.P; ++pose)
+        pose_gradient<kTogether, S>(w, w.at + j * w.output * L, dx + (j * p.D + pose * R) * L, next_x, R, 0, p.K,
+                                    du + pose * p.K * L, p.pose_size() * L);
+    }
+  }
+
+  // dw[m][k] += the sum over samples and poses of dx[m] u[k], for M rows and numbers k to K, N at a time and what is left in
+  // half as many. dx and u: those of the first sample.
+  template <int M, int N>
+  static CAPSFAST_INLINE void weight_gradient(const Problem& p, const T* dx, int64_t next_x, const T* u, int64_t k,
+                                              T* dw) {
+    const int64_t K = p.K;
+    for (; k + N <= K; k += N) {
+      V a[M][N];
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) a[m][n] = load<L>(dw + (m * K + k + n) * L);
+      }
+      for (int64_t b = 0; b < p.B; ++b) {
+        for (int64_t pose = 0; pose < p.P; ++pose) {
+          const T *g = dx + b * next_x + pose * p.R() * L, *uk = u + ((b * p.P + pose) * K + k) * L;
+          V gm[M];
+#pragma GCC unroll 4
+          for (int m = 0; m < M; ++m) gm[m] = load<L>(g + m * L);
+#pragma GCC unroll 8
+          for (int n = 0; n < N; ++n) {
+            const V un = load<L>(uk + n * L);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) a[m][n] += gm[m] * un;
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) store<L>(dw + (m * K + k + n) * L, a[m][n]);
+      }
+    }
+    if constexpr (N > 1) weight_gradient<M, N / 2>(p, dx, next_x, u, k, dw);
+  }
+
+  // Computes du and dW of the input capsules of blocks [n0, n1) from dvotes, of which those of masked capsules are made
+  // zeros.
+  static void gradients(const SmallBatchGradients<T>& out, const Problem& p, int64_t n0, int64_t n1, T* scratch) {
+    const SmallBatchScratch<T> at(p, L, scratch);
+    const int64_t R = p.R(), sample = (p.I + L - 1) / L * p.J * p.D * L, size = p.pose_size();
+    const bool want_u = out.du.data != nullptr, want_w = out.dweight.data != nullptr;
+    for (int64_t n = n0; n < n1; ++n) {
+      const Block block = block_of(p, n);
+      poses(p, block, at);
+      T* const dvotes = out.dvotes + n * p.J * p.D * L;
+      for (int64_t b = 0; b < p.B && p.mask.data != nullptr; ++b)
+        keep_valid(at.valid + b * L, p.J * p.D, dvotes + b * sample);
+      const bool done_u = !want_u || pose_gradient_of_block(p, block, dvotes, sample, at, out.du);
+      const bool done_w = !want_w || weight_gradient_of_block(out, p, block, dvotes, sample, at);
+      if (done_u && done_w) continue;
+      __builtin_memset(at.du, 0, static_cast<size_t>(p.B * size * L) * sizeof(T));
+      for (int64_t j0 = 0; j0 < p.J; j0 += at.outputs) {
+        const int64_t j1 = Packing::min(p.J, j0 + at.outputs);
+        const T* const dx = dvotes + j0 * p.D * L;
+        if (!done_u) {
+          const Rows w = weights(p, block, j0, j1, at);
+          int64_t b = 0;
+          for (; b + 2 <= p.B; b += 2) pose_gradients<2>(p, w, j0, j1, dx + b * sample, sample, at.du + b * size * L);
+          if (b < p.B) pose_gradients<1>(p, w, j0, j1, dx + b * sample, sample, at.du + b * size * L);
+        }
+        if (done_w) continue;
+        begin_weight(out, p, block, j0, j1, at);
+        for (int64_t j = 0; j < j1 - j0; ++j) {
+          const T* g = dx + j * p.D * L;
+          T* dw = at.dweight + j * R * p.K * L;
+          int64_t r = 0;
+          for (; r + 2 <= R; r += 2) weight_gradient<2, kTogether>(p, g + r * L, sample, at.u, 0, dw + r * p.K * L);
+          if (r < R) weight_gradient<1, kTogether>(p, g + r * L, sample, at.u, 0, dw + r * p.K * L);
+        }
+        finish_weight(out, p, block, j0, j1, at);
+      }
+      for (int64_t b = 0; b < p.B && !done_u; ++b) {
+        T* du = at.du + b * size * L;
+        if (p.mask.data != nullptr) keep_valid(at.valid + b * L, size, du);
+        Packing::unpack(du, block.i0, block.count, b, 1, size, at.buffer, by_capsule(out.du));
+      }
+    }
+  }
+
+  // Whether dW is added up where it will stand.
+  static bool in_place(const SmallBatchGradients<T>& out) {
+    return out.dweight_sum == nullptr && out.dweight.storage == kStorage<T>;
+  }
+  static T* weight_gradient_of(const SmallBatchGradients<T>& out, const Problem& p, int64_t i, int64_t j) {
+    return static_cast<T*>(out.dweight.data) + i * p.weight_size() + j * p.R() * p.K;
+  }
+
+  // Writes dW of a block, whole vectors of it, if it can.
+  static bool weight_gradient_of_block(const SmallBatchGradients<T>& out, const Problem& p, const Block& block,
+                                       const T* dx, int64_t sample, const SmallBatchScratch<T>& at) {
+    if (!in_place(out)) return false;
+    T* to[L];
+    for (int64_t l = 0; l < block.count; ++l) to[l] = weight_gradient_of(out, p, block.i0 + l, 0);
+    return with_rows(p, block, [&](auto K) {
+      weight_gradient_of_rows<decltype(K)::value>(dx, at.u, p.J * p.D, p.B, sample, out.add, to);
+    });
+  }
+
+  // What dW of a block and of output capsules [j0, j1) begins with, in at.dweight.
+  static void begin_weight(const SmallBatchGradients<T>& out, const Problem& p, const Block& block, int64_t j0,
+                           int64_t j1, const SmallBatchScratch<T>& at) {
+    const int64_t size = (j1 - j0) * p.R() * p.K;
+    if (!out.add || !in_place(out)) {
+      __builtin_memset(at.dweight, 0, static_cast<size_t>(size * L) * sizeof(T));
+      return;
+    }
+    const T* from[L] = {};
+    for (int64_t l = 0; l < block.count; ++l) from[l] = weight_gradient_of(out, p, block.i0 + l, j0);
+    Packing::interleave(from, block.count, size, at.dweight);
+  }
+
+  // Writes it.
+  static void finish_weight(const SmallBatchGradients<T>& out, const Problem& p, const Block& block, int64_t j0,
+                            int64_t j1, const SmallBatchScratch<T>& at) {
+    const int64_t size = (j1 - j0) * p.R() * p.K, from = j0 * p.R() * p.K;
+    if (out.dweight_sum != nullptr) {
+      for (int64_t n = 0; n < size; ++n)
+        add_exactly(sum<T, L>(load<L>(at.dweight + n * L)), out.dweight_sum + from + n, out.dweight_low + from + n);
+      return;
+    }
+    T* to[L] = {};
+    for (int64_t l = 0; l < block.count; ++l)
+      to[l] = in_place(out) ? weight_gradient_of(out, p, block.i0 + l, j0) : at.buffer + l * size;
+    Packing::deinterleave(at.dweight, block.count, size, to);
+    for (int64_t l = 0; l < block.count && !in_place(out); ++l)
+      scatter<T>(out.dweight, (block.i0 + l) * p.weight_size() + from, {1, 1, size}, {0, 0, 1}, to[l]);
   }
 };
