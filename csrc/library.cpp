@@ -129,10 +129,9 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
     routed.votes_given = routed.side_by_side = routed.capsule_lanes = true;
     routed.K = 1;
   }
-  const Slices slices = routed.votes_given ? make_slices(routed, lanes, used, wide, false) : Slices{};
+  const Slices slices = votes_given ? make_slices(routed, lanes, used, wide, false) : Slices{};
   // If the batch is cut into slices, each task routes slices by itself: a few samples, planned for one thread.
   if (slices.tasks > 0) routed.B = slices.samples;
-  if (whole.small_batch) routed.B = 1;
   Plan plan = make_plan(routed, lanes, slices.tasks > 0 ? 1 : used, wide);
   plan.gather_rows = itemsize < wide && plan.lanes;
   // Scratch is a thread's, and so is what a slice takes.
@@ -151,7 +150,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   d["small_batch"] = whole.small_batch ? B : rest.B;
   d["instruction_set"] = isa_name(lanes < widest ? Isa::avx2 : isa());
   d["lanes"] = plan.L;
-  d["slices"] = slices.tasks > 0 ? (slices.whole + slices.samples - 1) / slices.samples : 0;
+  d["slices"] = slices.tasks > 0 ? (B + slices.samples - 1) / slices.samples : 0;
   d["tiles"] = plan.tiles;
   d["chunk"] = plan.chunk;
   d["out_tile"] = plan.out_tile;

@@ -300,6 +300,18 @@ def test_what_does_not_fill_a_tile_is_a_small_batch() -> None:
     torch.testing.assert_close(dweight, tile[2] + rest[2])
 
 
+@needs_extension
+def test_half_a_tile_of_samples_takes_half_wide_kernels() -> None:
+    """Where the votes of one sample are too many to be kept."""
+    assert native.extension is not None
+    if native.extension.build_info()["instruction_set"] != "avx512":
+        pytest.skip("only registers of 512 bits are halved")
+    found = [plan((B, 1_000_000, 10, 16, 8)) for B in (1, 8, 9)]
+    assert [each["layout"] for each in found] == ["lanes"] * 3
+    assert [each["lanes"] for each in found] == [8, 8, 16]
+    assert [each["instruction_set"] for each in found] == ["avx2", "avx2", "avx512"]
+
+
 # The orders in which layers keep their weights, as the ways from theirs to [I, J, D, K].
 ORDERS = ((0, 1, 3, 2), (1, 0, 2, 3), (1, 0, 3, 2), (0, 3, 1, 2), (3, 2, 1, 0))
 

@@ -99,11 +99,14 @@ int64_t num_threads() {
 
 // A part that is claimed belongs to the loop that runs: the next begins when all parts are done, this one too. So what
 // to do is read after that, not before.
-int64_t Team::claim() {
+int64_t Team::claim(int64_t member) {
   int64_t parts = open_.load(std::memory_order_relaxed);
   while (parts > 0) {
-    if (open_.compare_exchange_weak(parts, parts - 1, std::memory_order_acquire, std::memory_order_relaxed)) {
-      return count_ - parts;
+    if (!open_.compare_exchange_weak(parts, parts - 1, std::memory_order_acquire, std::memory_order_relaxed)) continue;
+    if (taken_ == nullptr) return count_ - parts;
+    // As many have come here as parts are taken, so one is left.
+    for (int64_t part = count_ * member / members_;; part = part + 1 < count_ ? part + 1 : 0) {
+      if (!taken_[part].exchange(true, std::memory_order_relaxed)) return part;
     }
   }
   return -1;
@@ -119,15 +122,16 @@ void Team::execute(int64_t index, int64_t member) {
   unfinished_.fetch_sub(1, std::memory_order_release);
 }
 
-void Team::share(int64_t count, Part part, const void* loop) {
+void Team::share(int64_t count, bool own, Part part, const void* loop) {
   count_ = count;
+  taken_.reset(own ? new std::atomic<bool>[static_cast<size_t>(count)]() : nullptr);
   part_ = part;
   loop_ = loop;
   unfinished_.store(count, std::memory_order_relaxed);
   open_.store(count, std::memory_order_release);
   {
     const Enter enter(nullptr);
-    for (int64_t index; (index = claim()) >= 0;) execute(index, 0);
+    for (int64_t index; (index = claim(0)) >= 0;) execute(index, 0);
   }
   const Clock::time_point start = Clock::now();
   wait_for([&] { return unfinished_.load(std::memory_order_acquire) == 0; });
@@ -143,10 +147,10 @@ void Team::help(int64_t member) {
   if (std::this_thread::get_id() == caller_) return;
   const Enter enter(nullptr);
   while (open_.load(std::memory_order_relaxed) != kClosed) {
-    int64_t index = claim();
+    int64_t index = claim(member);
     if (index >= 0) {
       const Clock::time_point start = Clock::now();
-      for (; index >= 0; index = claim()) execute(index, member);
+      for (; index >= 0; index = claim(member)) execute(index, member);
       const auto worked = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start);
       helped_.fetch_add(worked.count(), std::memory_order_relaxed);
     }

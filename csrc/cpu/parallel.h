@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -29,7 +30,9 @@ class Team {
 
   // Member 0: has parts [0, count) of a loop done, by whoever is there. They are handed out one at a time, in order. An
   // exception of a part is thrown here, when the others are done.
-  void share(int64_t count, Part part, const void* loop);
+  // If `own`, member m begins with its own share of the parts, the m-th, so that loops over the same data find it in the
+  // cache of the same core; then it helps with others.
+  void share(int64_t count, bool own, Part part, const void* loop);
   // A helper: does parts of loops until the team closes.
   void help(int64_t member);
   // Member 0: no more loops.
@@ -42,13 +45,14 @@ class Team {
  private:
   static constexpr int64_t kClosed = -1;
 
-  int64_t claim();
+  int64_t claim(int64_t member);
   void execute(int64_t index, int64_t member);
 
   const int64_t members_;
   const std::thread::id caller_;
   // The loop. Written before `open_` is, when nobody has a part of the one before; read by those who claimed a part.
   int64_t count_ = 0;
+  std::unique_ptr<std::atomic<bool>[]> taken_;  // of every part, if members have their own
   Part part_ = nullptr;
   const void* loop_ = nullptr;
   double waited_ = 0;
@@ -82,14 +86,15 @@ void with_team(bool shared, const F& f) {
   run_call(shared, [](const void* context) { (*static_cast<const F*>(context))(); }, &f);
 }
 
-// Calls f(task, member) for tasks [0, count), on members of [0, members()), each of which has one task at a time.
+// Calls f(task, member) for tasks [0, count), on members of [0, members()), each of which has one task at a time. `own`: see
+// Team::share().
 template <class F>
-void for_tasks(int64_t count, const F& f) {
+void for_tasks(int64_t count, const F& f, bool own = false) {
   if (standing().team != nullptr && count > 1) {
     const Team::Part part = [](const void* loop, int64_t index, int64_t member) {
       (*static_cast<const F*>(loop))(index, member);
     };
-    return standing().team->share(count, part, &f);
+    return standing().team->share(count, own, part, &f);
   }
   for (int64_t task = 0; task < count; ++task) f(task, int64_t{0});
 }

@@ -46,11 +46,11 @@ struct Problem {
   double eps = 1e-8;
   bool tf32 = false;  // float32 products may be rounded to TF32
 
-  bool votes_given = false;        // route_votes: votes instead of u and weight, K = 1
-  bool shared_weight = false;      // one weight for all input capsules: dweight is the sum over them
-  bool shared_outputs = false;     // one vote for all output capsules, of stride 0: dvotes is the sum over them
-  bool together = false;           // a small batch keeps the votes of all samples at once: gradients sum over it
-  bool side_by_side = false;       // votes lie in lanes: samples are positions, or capsule_lanes
+  bool votes_given = false;     // route_votes: votes instead of u and weight, K = 1
+  bool shared_weight = false;   // one weight for all input capsules: dweight is the sum over them
+  bool shared_outputs = false;  // one vote for all output capsules, of stride 0: dvotes is the sum over them
+  bool together = false;        // a small batch keeps the votes of all samples at once: gradients sum over it
+  bool side_by_side = false;    // votes lie in lanes: samples are positions, or capsule_lanes
   // Lanes are input capsules of the one sample there is, B = 1, and what the passes take for an input capsule is a block of
   // L of them: votes [ceil(I / L)][J D][L], 0 in lanes without an input capsule and for masked ones.
   bool capsule_lanes = false;

@@ -1,5 +1,5 @@
-// Passes whose lanes are input capsules of one sample (Problem::capsule_lanes). What belongs to the sample is the same in
-// all lanes and so stands once, as in the rows layout; here it meets what the passes have in lanes.
+// Passes whose lanes are input capsules (Problem::capsule_lanes), a sample after the other. What belongs to a sample is the
+// same in all lanes and so stands once, as in the rows layout; here it meets what the kernels have in lanes.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 
 #include "memory.h"
 #include "passes.h"
+#include "samples.h"
 
 namespace capsfast::driver {
 
@@ -20,9 +21,9 @@ inline View across_lanes(View view, int64_t L) {
   return view;
 }
 
-// The problem as the passes see it.
-inline Problem across_lanes(const Problem& p, int64_t L) {
-  Problem seen = p;
+// The problem of sample b as the kernels see it.
+inline Problem across_lanes(const Problem& p, int64_t b, int64_t L) {
+  Problem seen = slice(p, b, 1);
   for (View* view : {&seen.logits, &seen.activation, &seen.lse}) *view = across_lanes(*view, L);
   seen.mask.stride[0] = p.mask.stride[1];
   seen.mask.stride[1] = L * p.mask.stride[1];
@@ -32,69 +33,91 @@ inline Problem across_lanes(const Problem& p, int64_t L) {
 template <class T>
 class CapsuleLanes {
  public:
-  CapsuleLanes(const Problem& problem, const Plan& plan) : p(problem), L(plan.L), rows(plan.splits * p.J) {}
+  // For sample b.
+  CapsuleLanes(const Problem& problem, int64_t sample, int64_t lanes)
+      : p(problem), b(sample), L(lanes), seen(across_lanes(problem, sample, lanes)) {}
 
-  // The pass with sums for each lane, which begin with what its own have.
-  AccumulatePass<T> begin(const AccumulatePass<T>& given) {
-    pass_ = given;
-    AccumulatePass<T> pass = given;
-    for (View* view : {&pass.dcoupling, &pass.dlse, &pass.coupling, &pass.lse}) *view = across_lanes(*view, L);
-    for (const T** numbers : {&pass.score.constant, &pass.gradient.constant, &pass.valid_out, &pass.in_max,
-                              &pass.in_scale, &pass.c_dc})
-      *numbers = spread(*numbers, p.J);
-    for (Sum<T>* sum : {&pass.first, &pass.second}) *sum = lanes_of(*sum, p.D);
-    for (Sum<T>* sum : {&pass.mass, &pass.norm}) *sum = lanes_of(*sum, 1);
+  // The pass of a split as it has its sums, [B][J D] and [B][J], with such for each lane.
+  AccumulatePass<T> begin(const AccumulatePass<T>& split) {
+    AccumulatePass<T> pass = split;
+    pass.problem = &seen;
+    for (const T** vectors :
+         {&pass.center, &pass.score.linear, &pass.score.square, &pass.gradient.linear, &pass.gradient.square})
+      *vectors = at(*vectors, p.J * p.D);
+    for (const T** numbers :
+         {&pass.score.constant, &pass.gradient.constant, &pass.valid_out, &pass.in_max, &pass.in_scale, &pass.c_dc})
+      *numbers = spread(at(*numbers, p.J), p.J);
+    for (View* view : {&pass.dcoupling, &pass.dlse, &pass.coupling, &pass.lse})
+      *view = across_lanes(samples(p, *view, b), L);
+    for (Sum<T>* sum : {&pass.first, &pass.second}) *sum = at(*sum, p.J * p.D);
+    for (Sum<T>* sum : {&pass.mass, &pass.norm}) *sum = at(*sum, p.J);
+    if (pass.max != nullptr) pass.max += b * p.J;
+    own_ = pass;
+    for (Sum<T>* sum : {&pass.first, &pass.second}) *sum = lanes_of(*sum, p.J * p.D);
+    for (Sum<T>* sum : {&pass.mass, &pass.norm}) *sum = lanes_of(*sum, p.J);
     if (pass.max != nullptr) {
       // What a softmax over the input capsules begins with counts once.
-      pass.max = take(rows);
-      std::fill_n(pass.max, rows * L, std::numeric_limits<T>::lowest());
-      for (int64_t row = 0; row < rows; ++row) {
-        pass.max[row * L] = given.max[row];
-        std::swap(pass.norm.high[row * L], given.norm.high[row]);
-        std::swap(pass.norm.low[row * L], given.norm.low[row]);
+      pass.max = take(p.J);
+      std::fill_n(pass.max, p.J * L, std::numeric_limits<T>::lowest());
+      for (int64_t j = 0; j < p.J; ++j) {
+        pass.max[j * L] = own_.max[j];
+        std::swap(pass.norm.high[j * L], own_.norm.high[j]);
+        std::swap(pass.norm.low[j * L], own_.norm.low[j]);
       }
     }
     lanes_ = pass;
     return pass;
   }
 
-  // Adds the sums of the lanes to those of the pass.
+  // Adds the sums of the lanes to those of the split.
   void finish(const Kernels<T>& kernels) {
     const T* factor = nullptr;
     if (lanes_.max != nullptr && !lanes_.unweighted) {
       // Each lane has its own maximum, which its sums are about.
-      T* factors = take(rows);
-      for (int64_t row = 0; row < rows; ++row) {
-        const T* max = lanes_.max + row * L;
+      T* factors = take(p.J);
+      for (int64_t j = 0; j < p.J; ++j) {
+        const T* max = lanes_.max + j * L;
         T most = std::numeric_limits<T>::lowest();
         for (int64_t l = 0; l < L; ++l) most = max[l] > most || max[l] != max[l] ? max[l] : most;
-        for (int64_t l = 0; l < L; ++l) factors[row * L + l] = std::exp(max[l] - most);
-        pass_.max[row] = most;
+        for (int64_t l = 0; l < L; ++l) factors[j * L + l] = std::exp(max[l] - most);
+        own_.max[j] = most;
       }
       factor = factors;
     }
     const auto add = [&](const Sum<T>& lanes, int64_t size, const Sum<T>& to) {
-      if (to.high != nullptr) kernels.fold_capsules(lanes, factor, rows, size, to);
+      if (to.high != nullptr) kernels.fold_capsules(lanes, factor, p.J, size, to);
     };
-    add(lanes_.first, p.D, pass_.first);
-    add(lanes_.second, p.D, pass_.second);
-    add(lanes_.mass, 1, pass_.mass);
-    if (pass_.max != nullptr) add(lanes_.norm, 1, pass_.norm);
+    add(lanes_.first, p.D, own_.first);
+    add(lanes_.second, p.D, own_.second);
+    add(lanes_.mass, 1, own_.mass);
+    if (own_.max != nullptr) add(lanes_.norm, 1, own_.norm);
   }
 
   GradientPass<T> begin(const GradientPass<T>& given) {
     GradientPass<T> pass = given;
-    for (View* view : {&pass.dcoupling, &pass.dlse, &pass.dactivation, &pass.dlse_given, &pass.dlogits_sample})
-      *view = across_lanes(*view, L);
+    pass.problem = &seen;
+    // Arrays of every iteration: what is between two of them stays that.
+    for (const T** vectors :
+         {&pass.center, &pass.score.linear, &pass.score.square, &pass.gradient.linear, &pass.gradient.square})
+      *vectors = at(*vectors, p.J * p.D);
     for (const T** numbers : {&pass.score.constant, &pass.gradient.constant, &pass.valid_out})
-      *numbers = spread(*numbers, p.J);
-    if (!p.softmax_in()) return pass;
-    for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread(*numbers, p.iterations * p.J);
+      *numbers = spread(at(*numbers, p.J), p.J);
+    if (p.softmax_in()) {
+      for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread_iterations(*numbers);
+    }
+    for (View* view : {&pass.dcoupling, &pass.dlse, &pass.dactivation, &pass.dlse_given, &pass.dlogits_sample})
+      *view = across_lanes(samples(p, *view, b), L);
+    pass.dvotes = samples(p, pass.dvotes, b);
     return pass;
   }
 
  private:
   T* take(int64_t count) { return memory_.emplace_back(count * L).get(); }
+
+  const T* at(const T* array, int64_t size) const { return array == nullptr ? nullptr : array + b * size; }
+  Sum<T> at(const Sum<T>& sum, int64_t size) const {
+    return sum.high == nullptr ? sum : Sum<T>{sum.high + b * size, sum.low + b * size};
+  }
 
   // Numbers, each of which goes to all lanes.
   const T* spread(const T* numbers, int64_t count) {
@@ -104,19 +127,31 @@ class CapsuleLanes {
     return lanes;
   }
 
+  // Those of every iteration, [r][B][J], as the kernels look for them: [r][tiles][J][L], of which the first tile is that of
+  // the sample.
+  const T* spread_iterations(const T* numbers) {
+    T* lanes = take(p.iterations * p.B * p.J);
+    for (int64_t t = 0; t < p.iterations; ++t) {
+      for (int64_t j = 0; j < p.J; ++j)
+        std::fill_n(lanes + (t * p.B * p.J + j) * L, L, numbers[(t * p.B + b) * p.J + j]);
+    }
+    return lanes;
+  }
+
   // Sums that begin with 0.
   Sum<T> lanes_of(const Sum<T>& sum, int64_t size) {
     if (sum.high == nullptr) return {};
-    const Sum<T> lanes{take(rows * size), take(rows * size)};
-    std::fill_n(lanes.high, rows * size * L, T(0));
-    std::fill_n(lanes.low, rows * size * L, T(0));
+    const Sum<T> lanes{take(size), take(size)};
+    std::fill_n(lanes.high, size * L, T(0));
+    std::fill_n(lanes.low, size * L, T(0));
     return lanes;
   }
 
   const Problem& p;
-  int64_t L, rows;  // a row is an output capsule of a split
+  int64_t b, L;
+  const Problem seen;
   std::vector<Buffer<T>> memory_;
-  AccumulatePass<T> pass_, lanes_;
+  AccumulatePass<T> own_, lanes_;
 };
 
 }  // namespace capsfast::driver

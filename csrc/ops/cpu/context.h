@@ -95,15 +95,13 @@ struct Context {
   Plan plan;
   Layout layout;
   Buffer<T> valid_out;
-  Problem seen;  // the problem as the kernels see it
 
   Context(const Problem& problem, int64_t threads)
       : p(problem),
         kernel_table(kernels_for<T>(problem, threads)),
         plan(make_plan(problem, kernel_table.L, threads, sizeof(T))),
         layout(problem, plan),
-        valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()),
-        seen(p.capsule_lanes ? across_lanes(p, plan.L) : p) {
+        valid_out(problem.out_mask.data == nullptr ? 0 : layout.scalars()) {
     const int64_t *votes = p.votes.stride, *weight = p.weight.stride;
     // Votes are also copied if there is a mask: those of a masked capsule are replaced by zeros.
     plan.gather_rows =
@@ -142,36 +140,39 @@ struct Context {
   // Runs an accumulate pass. Split k of the input capsules adds to the k-th part of its sums: [splits][vectors()] of
   // first and second, [splits][scalars()] of mass, norm and max.
   void accumulate(AccumulatePass<T> pass) const {
-    pass.problem = &seen;
+    pass.problem = &p;
     pass.plan = &plan;
     pass.valid_out = valid();
-    if (!p.capsule_lanes) return accumulate(pass, layout.vectors(), layout.scalars());
-    CapsuleLanes<T> lanes(p, plan);
-    accumulate(lanes.begin(pass), layout.vectors() * plan.L, layout.scalars() * plan.L);
-    lanes.finish(kernel_table);
-  }
-
-  // The sums of two splits are `vectors` and `scalars` apart.
-  void accumulate(const AccumulatePass<T>& pass, int64_t vectors, int64_t scalars) const {
     const int64_t tasks = plan.tile_groups * plan.splits;
-    const int64_t size = in_lanes() ? LanesAccumulateScratch<T>(p, plan, nullptr).size
-                                    : RowsAccumulateScratch<T>(p, plan, nullptr).size;
+    const int64_t size =
+        in_lanes() ? LanesAccumulateScratch<T>(p, plan, nullptr).size : RowsAccumulateScratch<T>(p, plan, nullptr).size;
     const Buffer<T> scratch(members() * size);
     const int64_t threads = num_threads();
-    for_tasks(tasks, [&](int64_t n, int64_t member) {
-      const int64_t task = apart(n, tasks, threads);
-      AccumulatePass<T> mine = pass;
-      const int64_t split = task % plan.splits;
-      move(&mine.first, split * vectors);
-      move(&mine.second, split * vectors);
-      move(&mine.mass, split * scalars);
-      move(&mine.norm, split * scalars);
-      if (mine.max != nullptr) mine.max += split * scalars;
-      const Range range = share(plan, task, plan.tile_groups, plan.splits);
-      T* memory = scratch.get() + member * size;
-      in_lanes() ? kernel_table.lanes_accumulate(mine, range, memory)
-                 : kernel_table.rows_accumulate(mine, range, memory);
-    });
+    for_tasks(
+        tasks,
+        [&](int64_t n, int64_t member) {
+          const int64_t task = p.capsule_lanes ? n : apart(n, tasks, threads);
+          AccumulatePass<T> mine = pass;
+          const int64_t split = task % plan.splits;
+          move(&mine.first, split * layout.vectors());
+          move(&mine.second, split * layout.vectors());
+          move(&mine.mass, split * layout.scalars());
+          move(&mine.norm, split * layout.scalars());
+          if (mine.max != nullptr) mine.max += split * layout.scalars();
+          const Range range = share(plan, task, plan.tile_groups, plan.splits);
+          T* memory = scratch.get() + member * size;
+          if (!p.capsule_lanes) {
+            plan.lanes ? kernel_table.lanes_accumulate(mine, range, memory)
+                       : kernel_table.rows_accumulate(mine, range, memory);
+            return;
+          }
+          for (int64_t b = 0; b < p.B; ++b) {
+            CapsuleLanes<T> lanes(p, b, plan.L);
+            kernel_table.lanes_accumulate(lanes.begin(mine), {0, 1, range.i0, range.i1}, memory);
+            lanes.finish(kernel_table);
+          }
+        },
+        p.capsule_lanes);
   }
 
   // Copies a tensor [B, n1, n2], or [B, n1] with n2 = 1, to the layout of the passes, times `scale`; zeros in lanes
@@ -245,7 +246,7 @@ struct Context {
     dweight.clear();
     std::fill_n(dlogits.get(), groups * logits, 0.0);
 
-    pass.problem = &seen;
+    pass.problem = &p;
     pass.plan = &plan;
     pass.valid_out = valid();
     pass.du = out.du;
@@ -256,25 +257,34 @@ struct Context {
     }
     if (out.per_sample_logits) pass.dlogits_sample = out.dlogits;
     const int64_t terms = p.iterations - pass.first;
-    CapsuleLanes<T> lanes(p, plan);
-    if (p.capsule_lanes) pass = lanes.begin(pass);
     const int64_t size = in_lanes() ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
                                     : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
     const Buffer<T> scratch(members() * size);
     const int64_t threads = num_threads();
-    for_tasks(tasks, [&](int64_t n, int64_t member) {
-      const int64_t task = apart(n, tasks, threads);
-      GradientPass<T> mine = pass;
-      if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
-      if (adders > 0) {
-        const int64_t adder = p.shared_weight ? task : task / splits;
-        mine.dweight_sum = dweight.high() + adder * weights;
-        mine.dweight_low = dweight.low() + adder * weights;
-      }
-      const Range range = share(plan, task, groups, splits);
-      T* memory = scratch.get() + member * size;
-      in_lanes() ? kernel_table.lanes_gradient(mine, range, memory) : kernel_table.rows_gradient(mine, range, memory);
-    });
+    for_tasks(
+        tasks,
+        [&](int64_t n, int64_t member) {
+          const int64_t task = p.capsule_lanes ? n : apart(n, tasks, threads);
+          GradientPass<T> mine = pass;
+          if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
+          if (adders > 0) {
+            const int64_t adder = p.shared_weight ? task : task / splits;
+            mine.dweight_sum = dweight.high() + adder * weights;
+            mine.dweight_low = dweight.low() + adder * weights;
+          }
+          const Range range = share(plan, task, groups, splits);
+          T* memory = scratch.get() + member * size;
+          if (!p.capsule_lanes) {
+            plan.lanes ? kernel_table.lanes_gradient(mine, range, memory)
+                       : kernel_table.rows_gradient(mine, range, memory);
+            return;
+          }
+          for (int64_t b = 0; b < p.B; ++b) {
+            CapsuleLanes<T> lanes(p, b, plan.L);
+            kernel_table.lanes_gradient(lanes.begin(mine), {0, 1, range.i0, range.i1}, memory);
+          }
+        },
+        p.capsule_lanes);
     dweight.join();
     add_up<T>(dweight.high(), adders, weights, out.dweight);
     for (int64_t group = 0; group < groups; ++group) {

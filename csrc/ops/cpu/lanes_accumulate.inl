@@ -26,7 +26,9 @@ struct LanesAccumulate {
     const T *votes, *valid;
   };
 
-  static CAPSFAST_INLINE const T* valid(const Tile& tile, int64_t i) { return from(tile.valid, i * L); }
+  static CAPSFAST_INLINE const T* valid(const Tile& tile, int64_t i) {
+    return __builtin_expect(tile.valid == nullptr, 1) ? nullptr : tile.valid + i * L;
+  }
 
   // What `at` has of input capsule i [L], null if the pass has nothing of its kind.
   static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
@@ -80,9 +82,9 @@ struct LanesAccumulate {
 
   // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
   // logits. With the softmax over the input capsules in the forward, b stays the logits, and online() or chunk_online()
-  // goes on from there.
-  static CAPSFAST_INLINE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
-                                           const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
+  // goes on from there. Apart from the loop over input capsules, whose registers hold votes.
+  static CAPSFAST_ONCE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
+                                         const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J;
     const bool sample_logits = p.logits.stride[0] != 0;
@@ -90,8 +92,8 @@ struct LanesAccumulate {
     const T* activation = row(p.activation, at.activation, i);
     const T masked = B_::masked_logit(p.normalize);
     B_::add(tile.score.constant, J, b);
-    B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(tile, i),
-                  tile.valid_out, J, masked, b);
+    B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(tile, i), tile.valid_out, J,
+                  masked, b);
     if (!p.softmax_in()) {
       alignas(sizeof(V)) T found[L];
       B_::normalize(p.normalize, J, p.leaky, row(p.lse, at.lse, i), pass.lse.data == nullptr ? nullptr : found, b);
@@ -223,12 +225,12 @@ struct LanesAccumulate {
   }
 
   // From the scores of a whole chunk to coefficients, and their sums.
-  static void chunk_coefficients(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
+  static CAPSFAST_INLINE void chunk_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
+                                                 const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t size = p.J * L;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
-    for (int64_t i = 0; i < tile.count; ++i)
-      coefficients(pass, tile, at, i, at.scores + i * size, at.dc + i * size);
+    for (int64_t i = 0; i < tile.count; ++i) coefficients(pass, tile, at, i, at.scores + i * size, at.dc + i * size);
     if (p.softmax_in() && tile.in_max == nullptr) {
       chunk_online(pass, tile, at);
       for (int64_t i = 0; i < tile.count; ++i)

@@ -76,8 +76,8 @@ struct LanesGradient {
           continue;
         }
         const T* center = Q ? parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
-        B_::template scored_votes<Q>(w, at.u + i * B_::pose_size_of(p) * L, valid(tile, i), center, K, p.P, j1 - j0,
-                                     D, x, at.x, sets, p_set, q_set, out);
+        B_::template scored_votes<Q>(w, at.u + i * B_::pose_size_of(p) * L, valid(tile, i), center, K, p.P, j1 - j0, D,
+                                     x, at.x, sets, p_set, q_set, out);
       }
     }
   }
@@ -97,8 +97,8 @@ struct LanesGradient {
         T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
         T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
         if (pass.score.constant != nullptr) B_::add(pass.score.constant + scalars, J, c);
-        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(tile, i), valid_out,
-                      J, masked, c);
+        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(tile, i), valid_out, J,
+                      masked, c);
         if (p.softmax_in()) {
           B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
         } else {
@@ -260,8 +260,7 @@ struct LanesGradient {
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
     const int64_t row_blocks = (J * B_::weight_rows_of(p) + L - 1) / L;
     const T* center = Q ? parameters(pass.center, pass, 0, tile.t) : nullptr;
-    tile.votes =
-        B_::votes_in_place(p, center) ? static_cast<const T*>(p.votes.data) + tile.i0 * p.J * p.D * L : at.u;
+    tile.votes = B_::votes_in_place(p, center) ? static_cast<const T*>(p.votes.data) + tile.i0 * p.J * p.D * L : at.u;
     B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, center, at.buffer, at.u, at.valid);
     if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.logits);
     if (p.moments) {
@@ -316,12 +315,13 @@ struct LanesGradient {
   static void write_votes(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, held = pass.plan->gradient_out_tile;
-    if constexpr (K_ == 0) if (p.capsule_lanes) {
-      // Over the votes, whose masked ones make no gradients.
-      T* const dvotes = static_cast<T*>(pass.dvotes.data) + tile.i0 * J * D * L;
-      for (int64_t i = 0; i < tile.count; ++i) vote_gradients<true>(pass, tile, at, i, 0, J, dvotes + i * J * D * L);
-      return;
-    }
+    if constexpr (K_ == 0)
+      if (p.capsule_lanes) {
+        // Over the votes, whose masked ones make no gradients.
+        T* const dvotes = static_cast<T*>(pass.dvotes.data) + tile.i0 * J * D * L;
+        for (int64_t i = 0; i < tile.count; ++i) vote_gradients<true>(pass, tile, at, i, 0, J, dvotes + i * J * D * L);
+        return;
+      }
     for (int64_t i = 0; i < tile.count; ++i) {
       const View to = B_::of_capsule(pass.dvotes, tile.i0 + i);
       for (int64_t j0 = 0; j0 < J; j0 += held) {

@@ -138,8 +138,7 @@ struct LanesPacking {
       // Nothing to copy, and masked votes are zeros.
     } else if (p.capsule_lanes) {
       const T* votes = static_cast<const T*>(p.votes.data) + i0 * size * L;
-      for (int64_t n = 0; n < count * size * L; n += L)
-        store<L>(u + n, load<L>(votes + n) - center[n / L % size]);
+      for (int64_t n = 0; n < count * size * L; n += L) store<L>(u + n, load<L>(votes + n) - center[n / L % size]);
     } else if (p.side_by_side) {
       for (int64_t i = 0; i < count; ++i) {
         T* votes = u + i * size * L;

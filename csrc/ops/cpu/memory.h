@@ -69,16 +69,17 @@ class Buffer {
   std::unique_ptr<T, Free> memory_;
 };
 
-// A Buffer that leaves its memory to the next one of its kind, up to kMost bytes. Where the system hands memory out afresh for
+// The most bytes that stay allocated from one call to the next.
+constexpr int64_t kLasting = 64 * 1024 * 1024;
+
+// A Buffer that leaves its memory to the next one of its kind, up to kLasting bytes. Where the system hands memory out afresh for
 // every call it clears it first, which can take longer than the call. A second such buffer at the same time is a plain one.
 template <class T>
 class LastingBuffer {
  public:
-  static constexpr size_t kMost = 64 * 1024 * 1024;
-
   explicit LastingBuffer(int64_t count) : lasting_(mutex(), std::defer_lock) {
     const size_t bytes = static_cast<size_t>(count) * sizeof(T);
-    if (bytes > kMost || !lasting_.try_lock()) {
+    if (bytes > kLasting || !lasting_.try_lock()) {
       own_ = std::make_unique<Buffer<T>>(count);
       return;
     }

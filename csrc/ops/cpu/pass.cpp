@@ -56,10 +56,10 @@ void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
     const PassOutputs part_out = slice<T>(out, p, n);
     PassForward<T>(part, slice(in, p, n), part_out, threads).run();
   };
+  if (slices.tasks == 0) return sum(0, p.B, num_threads());
   for_tasks(slices.tasks, [&](int64_t task, int64_t) {
     for_slices(p, slices, task, [&](int64_t n, int64_t count) { sum(n, count, 1); });
   });
-  for_rest(p, slices, [&](int64_t n, int64_t count) { sum(n, count, num_threads()); });
 }
 
 template <class T>
@@ -80,7 +80,7 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
   for_tasks(slices.tasks, [&](int64_t task, int64_t) {
     for_slices(p, slices, task, [&](int64_t n, int64_t count) { differentiate(task, n, count, 1); });
   });
-  for_rest(p, slices, [&](int64_t n, int64_t count) { differentiate(0, n, count, num_threads()); });
+  if (slices.tasks == 0) differentiate(0, 0, p.B, num_threads());
   add_up<double>(sums.get(), logits == 0 ? 0 : tasks, logits, dlogits);
 }
 

@@ -47,10 +47,8 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
 // samples cost as a small batch, which makes their votes once and routes them one by one.
 int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, (lanes * 11 + 15) / 16); }
 
-// A small batch keeps the votes of so many samples at a time as take this many bytes, which the largest caches hold, or
-// of one sample if they take at most kKeptVotes; a sample's have 1 / K of the size of the weight. Else the lanes layout
-// serves the call, which keeps none.
-constexpr int64_t kCachedVotes = 64 * 1024 * 1024;
+// A small batch keeps the votes of so many samples at a time as take kLasting bytes, or of one sample if they take at most
+// kKeptVotes; a sample's have 1 / K of the size of the weight. Else the lanes layout serves the call, which keeps none.
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
 double sample_votes(const Problem& p, int64_t size) { return double(p.I) * double(p.J) * double(p.D) * double(size); }
@@ -103,14 +101,15 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
 
-// A chunk is scored and then added up, so it is to stay in L2. With one sample a task is short: only as many as there are
-// threads, unless the tasks are long.
+// A chunk is scored and then added up, so it is to stay in L2. A thread has the same input capsules in every pass, those
+// whose votes it has made. Tasks are short: only as many as there are threads, unless there are very many input capsules.
 void plan_capsules(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   constexpr int64_t kLong = 1024;  // blocks
   const int64_t votes = p.J * p.D * plan->L * size;
   plan->chunk = plan->gradient_chunk = std::clamp<int64_t>(kL2 / 2 / votes, 1, 16);
+  plan->tiles = p.B;
   plan->out_tile = plan->gradient_out_tile = p.J;
-  plan->splits = std::min(threads, divide_up(plan->capsules, plan->chunk));
+  plan->splits = std::min(threads, plan->capsules);
   if (threads > 1) plan->splits = finer(plan->splits, plan->capsules / kLong);
   plan->gradient_splits = plan->splits;
 }
@@ -132,7 +131,6 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
 
 Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t size, bool shared_logits_gradient) {
   Slices slices;
-  slices.whole = p.B;
   const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
   if (p.positions > 0) {
     // Whole tiles, but no more than give every thread a slice. Beside the votes of a few input capsules, what a slice keeps
@@ -144,21 +142,9 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
     slices.tasks = std::min(threads, pieces);
     return slices;
   }
+  if (p.B < threads || p.I == 0) return slices;
   // Each task needs its own sum of dlogits [I, J], in double.
-  const bool many_logits = shared_logits_gradient && threads * p.I * p.J * 8 > kSliceLogits;
-  if (p.B < threads || p.I == 0 || many_logits) {
-    slices.whole = 0;
-    return slices;
-  }
-  if (p.capsule_lanes) {
-    // As many samples for every thread; of the rest each is for all. So are all whose votes one cache does not hold for every
-    // thread.
-    slices.whole = bytes * threads <= kCachedVotes / 4 ? p.B / threads * threads : 0;
-    if (slices.whole == 0) return slices;
-    slices.samples = 1;
-    slices.tasks = threads;
-    return slices;
-  }
+  if (shared_logits_gradient && threads * p.I * p.J * 8 > kSliceLogits) return slices;
   slices.samples = std::clamp<int64_t>(kSliceBytes / bytes, 1, divide_up(p.B, threads));
   // Not smaller tasks, taken as threads come: a thread reads on in the votes that it has begun.
   slices.tasks = threads;
@@ -167,7 +153,7 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
 
 int64_t samples_kept(const Problem& p, int64_t size) {
   if (p.together) return p.B;
-  const double fit = double(kCachedVotes) / std::max(1.0, sample_votes(p, size));
+  const double fit = double(kLasting) / std::max(1.0, sample_votes(p, size));
   return fit >= double(p.B) ? std::max<int64_t>(1, p.B) : std::max<int64_t>(1, static_cast<int64_t>(fit));
 }
 

@@ -15,7 +15,6 @@ Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_p
 struct Slices {
   int64_t tasks = 0;    // 0: the batch is not sliced
   int64_t samples = 0;  // of a slice
-  int64_t whole = 0;    // samples [0, whole) are in slices
 };
 
 // Votes with positions always are sliced: the positions of a slice lie within one b, and lanes run along them.

@@ -84,10 +84,10 @@ void passes_forward(const Problem& p, const ForwardOutputs& out) {
     intermediate.replace(&part_out);
     Forward<T>(part, part_out, threads).run();
   };
+  if (slices.tasks == 0) return route(0, p.B, num_threads());
   for_tasks(slices.tasks, [&](int64_t task, int64_t) {
     for_slices(p, slices, task, [&](int64_t n, int64_t count) { route(n, count, 1); });
   });
-  for_rest(p, slices, [&](int64_t n, int64_t count) { route(n, count, num_threads()); });
 }
 
 template <class T>
@@ -114,7 +114,7 @@ void passes_backward(const Problem& p, const BackwardInputs& in, const BackwardO
   for_tasks(slices.tasks, [&](int64_t task, int64_t) {
     for_slices(p, slices, task, [&](int64_t n, int64_t count) { differentiate(task, n, count, 1); });
   });
-  for_rest(p, slices, [&](int64_t n, int64_t count) { differentiate(0, n, count, num_threads()); });
+  if (slices.tasks == 0) differentiate(0, 0, p.B, num_threads());
   add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
   add_up<double>(dbias.get(), bias == 0 ? 0 : tasks, bias, out.dbias);
 }

@@ -45,7 +45,8 @@ struct LanesAccumulateScratch {
 
   LanesAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
-    const int64_t L = plan.L, pair = p.quadratic ? 2 : 1, scored = plan.out_tile >= p.J && !p.side_by_side ? pair : plan.chunk;
+    const int64_t L = plan.L, pair = p.quadratic ? 2 : 1,
+                  scored = plan.out_tile >= p.J && !p.side_by_side ? pair : plan.chunk;
     weights = carve.take(plan.gather_rows ? (p.weight.stride[0] == 0 ? 1 : plan.chunk) * p.weight_size() : 0);
     buffer = carve.take(packing_buffer(p, plan.chunk) * L);
     u = carve.take(plan.chunk * (p.side_by_side ? p.J * p.D : p.pose_size()) * L);
@@ -113,7 +114,8 @@ struct SmallBatchScratch {
   int64_t size;
 
   SmallBatchScratch(const Problem& p, int64_t L, T* base) {
-    constexpr int64_t kNumbers = 256;  // of a capsule's weight; with those of L capsules and their gradients they fill L1
+    constexpr int64_t kNumbers =
+        256;  // of a capsule's weight; with those of L capsules and their gradients they fill L1
     const int64_t row = p.R() * p.K;
     outputs = std::clamp<int64_t>(kNumbers / std::max<int64_t>(1, row), 1, p.J);
     Carver<T> carve(base);

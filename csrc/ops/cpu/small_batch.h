@@ -61,9 +61,12 @@ class SmallBatch {
   void over_blocks(const F& f) const {
     const int64_t tasks = num_threads();
     const Buffer<T> scratch(members() * scratch_size);
-    for_tasks(tasks, [&](int64_t task, int64_t member) {
-      f(task, blocks * task / tasks, blocks * (task + 1) / tasks, scratch.get() + member * scratch_size);
-    });
+    for_tasks(
+        tasks,
+        [&](int64_t task, int64_t member) {
+          f(task, blocks * task / tasks, blocks * (task + 1) / tasks, scratch.get() + member * scratch_size);
+        },
+        true);
   }
 
   const Problem& p;

@@ -39,8 +39,7 @@ struct SmallBatch {
       T* u = at.u + b * size * L;
       Packing::pack(by_capsule(p.u), block.i0, block.count, b, 1, size, at.buffer, u);
       if (p.mask.data == nullptr) continue;
-      for (int64_t l = 0; l < L; ++l)
-        at.valid[b * L + l] = l < block.count && p.mask.at(b, block.i0 + l) ? T(1) : T(0);
+      for (int64_t l = 0; l < L; ++l) at.valid[b * L + l] = l < block.count && p.mask.at(b, block.i0 + l) ? T(1) : T(0);
       keep_valid(at.valid + b * L, size, u);
     }
   }
@@ -83,21 +82,6 @@ struct SmallBatch {
     }
     Packing::interleave(from, block.count, (j1 - j0) * size, at.weight);
     return {at.weight, size, p.K, 1};
-  }
-
-  // Asks for weights that will be transposed next, those of the next output capsules or block: part n of `count`. Each
-  // input capsule's are a stream, and too short a piece of it is read at a time for the processor to see that.
-  static CAPSFAST_INLINE void ask(const Problem& p, const Block& block, int64_t j1, int64_t outputs, int64_t n,
-                                  int64_t count) {
-    const int64_t *stride = p.weight.stride, size = p.R() * p.K, line = 64 / static_cast<int64_t>(sizeof(T));
-    const bool next_block = j1 >= p.J;
-    const int64_t j0 = next_block ? 0 : j1, i0 = block.i0 + (next_block ? L : 0);
-    if (i0 + L > p.I || p.weight.storage != kStorage<T> || stride[3] != 1 || stride[1] != size) return;
-    const T* from = static_cast<const T*>(p.weight.data) + i0 * stride[0] + j0 * size;
-    const int64_t lines = (Packing::min(outputs, p.J - j0) * size + line - 1) / line;
-    for (int64_t l = L * n / count; l < L * (n + 1) / count; ++l) {
-      for (int64_t m = 0; m < lines; ++m) __builtin_prefetch(from + l * stride[0] + m * line, 0, 2);
-    }
   }
 
   // For each of S samples: x [r1 - r][L] = rows r to r1 of w [R, K] times u [K][L], N at a time and what is left in half as
@@ -183,11 +167,19 @@ struct SmallBatch {
     }
   }
 
+  // Asks for as many weights of the next block as one step of this one reads, in the order of memory: the weights of L input
+  // capsules are read side by side, a piece of each at a time, which no processor foresees. Nothing if next is null.
+  static CAPSFAST_INLINE void ask(const T* next, int64_t step) {
+    if (next == nullptr) return;
+#pragma GCC unroll 16
+    for (int l = 0; l < L; ++l) __builtin_prefetch(next + (step * L + l) * L, 0, 2);
+  }
+
   // The votes of a single sample, without transposing the weights: L / K rows (j, d) of K numbers at a time, in one vector
   // of each input capsule. Products are added up over the numbers and lined up over the input capsules at once.
-  // from[l]: the weights of input capsule l. rows: a multiple of L / K.
+  // from[l]: the weights of input capsule l. rows: a multiple of L / K. next: what ask() takes.
   template <int K>
-  static CAPSFAST_INLINE void votes_of_one(const T* const* from, const T* u, int64_t rows, T* x) {
+  static CAPSFAST_INLINE void votes_of_one(const T* const* from, const T* next, const T* u, int64_t rows, T* x) {
     constexpr int G = L / K;
     V pose[L];
     for (int l = 0; l < L; ++l) {
@@ -196,6 +188,7 @@ struct SmallBatch {
       pose[l] = load<L>(repeated);
     }
     for (int64_t row = 0; row < rows; row += G) {
+      ask(next, row / G);
       V votes[G];
 #pragma GCC unroll 16
       for (int c = 0; c < G; ++c) {
@@ -212,10 +205,11 @@ struct SmallBatch {
 
   // The votes of several: L / K rows are transposed at a time and stay in registers for all samples.
   template <int K>
-  static CAPSFAST_INLINE void votes_of_rows(const T* const* from, const T* u, int64_t rows, int64_t samples,
-                                            int64_t next_x, T* x) {
+  static CAPSFAST_INLINE void votes_of_rows(const T* const* from, const T* next, const T* u, int64_t rows,
+                                            int64_t samples, int64_t next_x, T* x) {
     constexpr int G = L / K;
     for (int64_t row = 0; row < rows; row += G) {
+      ask(next, row / G);
       V w[L];
 #pragma GCC unroll 16
       for (int l = 0; l < L; ++l) w[l] = load<L>(from[l] + row * K);
@@ -355,11 +349,13 @@ struct SmallBatch {
     if (!runs(p)) return false;
     const T* from[L];
     for (int64_t l = 0; l < block.count; ++l) from[l] = weight_of(p, block.i0 + l);
+    const bool more = block.i0 + 2 * L <= p.I && p.weight.stride[0] == p.weight_size();
+    const T* const next = more ? weight_of(p, block.i0 + L) : nullptr;
     return with_rows(p, block, [&](auto K) {
       if (p.B == 1) {
-        votes_of_one<decltype(K)::value>(from, u, rows, x);
+        votes_of_one<decltype(K)::value>(from, next, u, rows, x);
       } else {
-        votes_of_rows<decltype(K)::value>(from, u, rows, p.B, sample, x);
+        votes_of_rows<decltype(K)::value>(from, next, u, rows, p.B, sample, x);
       }
     });
   }
@@ -378,14 +374,8 @@ struct SmallBatch {
         const auto x = [&](int64_t b) { return votes + b * sample + (n * p.J + j0) * p.D * L; };
         const auto u = [&](int64_t b) { return at.u + b * p.pose_size() * L; };
         int64_t b = 0;
-        for (; b + 2 <= p.B; b += 2) {
-          ask(p, block, j1, at.outputs, b / 2, (p.B + 1) / 2);
-          votes_of<2>(p, w, j0, j1, u(b), x(b), sample);
-        }
-        if (b < p.B) {
-          ask(p, block, j1, at.outputs, b / 2, (p.B + 1) / 2);
-          votes_of<1>(p, w, j0, j1, u(b), x(b), sample);
-        }
+        for (; b + 2 <= p.B; b += 2) votes_of<2>(p, w, j0, j1, u(b), x(b), sample);
+        if (b < p.B) votes_of<1>(p, w, j0, j1, u(b), x(b), sample);
       }
       for (int64_t b = 0; b < p.B && p.mask.data != nullptr; ++b)
         keep_valid(at.valid + b * L, p.J * p.D, votes + b * sample + n * p.J * p.D * L);
