@@ -24,6 +24,10 @@ struct SmallBatch {
     int64_t output, row, number;  // steps of j, r and k
   };
 
+  struct Runs {
+    int64_t count, rows, pitch;
+  };
+
   // [B, I, n] as [I, B, n]: as packing has it where input capsules are the lanes.
   static View by_capsule(View view) {
     const int64_t sample = view.stride[0];
@@ -235,6 +239,63 @@ struct SmallBatch {
     }
   }
 
+  // The votes of one sample where components d of the weight lie side by side, as in weights that are stored [.., K, D]: those
+  // of an input capsule along the lanes, then transposed. D is a multiple of L.
+  static void votes_of_components(const Problem& p, const Block& block, const T* u, T* x) {
+    const int64_t *stride = p.weight.stride, size = p.weight_size();
+    // Asks for the next block as ask() does, if the input capsules of this one or those of an output capsule lie together.
+    const bool more = block.i0 + 2 * L <= p.I && (stride[0] == size || stride[0] == p.D * p.K);
+    for (int64_t j = 0; j < p.J; ++j) {
+      const T* const next = !more ? nullptr : weight_of(p, block.i0 + L) + (stride[0] == size ? 0 : j * stride[1]);
+      for (int64_t d = 0; d < p.D; d += L) {
+        V votes[L] = {};
+        for (int64_t l = 0; l < block.count; ++l) {
+          const T* w = weight_of(p, block.i0 + l) + j * stride[1] + d;
+          for (int64_t k = 0; k < p.K && next != nullptr; ++k)
+            __builtin_prefetch(next + (((stride[0] == size ? j : 0) * L + l) * p.D + d) * p.K + k * L, 0, 2);
+          V even = V{}, odd = V{};
+          int64_t k = 0;
+          for (; k + 2 <= p.K; k += 2) {
+            even += load<L>(w + k * stride[3]) * u[k * L + l];
+            odd += load<L>(w + (k + 1) * stride[3]) * u[(k + 1) * L + l];
+          }
+          if (k < p.K) even += load<L>(w + k * stride[3]) * u[k * L + l];
+          votes[l] = even + odd;
+        }
+        transpose<T, L>(votes);
+#pragma GCC unroll 16
+        for (int n = 0; n < L; ++n) store<L>(x + (j * p.D + d + n) * L, votes[n]);
+      }
+    }
+  }
+  static bool components_together(const Problem& p) {
+    return p.weight.storage == kStorage<T> && p.weight.stride[2] == 1 && p.weight.stride[3] != 1 && p.P == 1 &&
+           p.D % L == 0;
+  }
+
+  // du of one sample, likewise: the dvotes of an input capsule along the lanes.
+  static void pose_gradient_of_components(const Problem& p, const Block& block, const T* dx, int64_t b,
+                                          const SmallBatchScratch<T>& at) {
+    const int64_t *stride = p.weight.stride, size = p.pose_size();
+    T* const du = at.du + b * size * L;
+    for (int64_t j = 0; j < p.J; ++j) {
+      for (int64_t d = 0; d < p.D; d += L) {
+        V g[L];
+#pragma GCC unroll 16
+        for (int n = 0; n < L; ++n) g[n] = load<L>(dx + (j * p.D + d + n) * L);
+        transpose<T, L>(g);
+        for (int64_t k = 0; k < p.K; ++k) {
+          V products[L];
+          for (int64_t l = 0; l < L; ++l) {
+            const T* w = weight_of(p, block.i0 + (l < block.count ? l : 0)) + j * stride[1] + k * stride[3] + d;
+            products[l] = load<L>(w) * g[l];
+          }
+          store<L>(du + k * L, load<L>(du + k * L) + sums<T, L>(products));
+        }
+      }
+    }
+  }
+
   // dW of L / K rows at a time, in registers until they are transposed. to[l]: dW of input capsule l, added to if `add`.
   template <int K>
   static CAPSFAST_INLINE void weight_gradient_of_rows(const T* dx, const T* u, int64_t rows, int64_t samples,
@@ -263,23 +324,25 @@ struct SmallBatch {
     }
   }
 
-  // du of input capsule l for S samples, each row of the weight times its dvotes, which are strided.
+  // du of input capsule l for S samples: each row of the weight times its dvotes, which are strided.
   template <int K, int S>
-  static CAPSFAST_INLINE void pose_gradient_of_rows(const T* w, const T* dx, int64_t rows, int64_t next_x, int64_t b,
-                                                    int64_t i, bool valid, const View& du) {
+  static CAPSFAST_INLINE void pose_gradient_of_rows(const Runs& runs, const T* w, const T* dx, int64_t next_x,
+                                                    int64_t b, int64_t i, bool valid, const View& du) {
     constexpr int kChains = 4;
     Vec<T, K> a[S][kChains] = {};
-    int64_t row = 0;
-    for (; row + kChains <= rows; row += kChains) {
+    for (int64_t n = 0; n < runs.count; ++n, w += runs.pitch, dx += runs.rows * L) {
+      int64_t row = 0;
+      for (; row + kChains <= runs.rows; row += kChains) {
 #pragma GCC unroll 4
-      for (int c = 0; c < kChains; ++c) {
-        const Vec<T, K> wc = load<K>(w + (row + c) * K);
+        for (int c = 0; c < kChains; ++c) {
+          const Vec<T, K> wc = load<K>(w + (row + c) * K);
 #pragma GCC unroll 4
-        for (int s = 0; s < S; ++s) a[s][c] += wc * dx[s * next_x + (row + c) * L];
+          for (int s = 0; s < S; ++s) a[s][c] += wc * dx[s * next_x + (row + c) * L];
+        }
       }
-    }
-    for (; row < rows; ++row) {
-      for (int s = 0; s < S; ++s) a[s][0] += load<K>(w + row * K) * dx[s * next_x + row * L];
+      for (; row < runs.rows; ++row) {
+        for (int s = 0; s < S; ++s) a[s][0] += load<K>(w + row * K) * dx[s * next_x + row * L];
+      }
     }
     for (int s = 0; s < S; ++s) {
       const auto total = (a[s][0] + a[s][1]) + (a[s][2] + a[s][3]);
@@ -289,10 +352,9 @@ struct SmallBatch {
     }
   }
 
-  // Calls f(constant K) if whole vectors of rows hold the weights of input capsules: K is 4, 8 or 16 and divides L.
+  // Calls f(constant K) if whole vectors of rows hold the weights of full blocks: K is 4, 8 or 16 and divides L.
   template <class F>
-  static bool with_rows(const Problem& p, const Block& block, const F& f) {
-    const int64_t rows = p.J * p.D;
+  static bool with_rows(const Problem& p, const Block& block, int64_t rows, const F& f) {
     if (p.P > 1 || p.K > L || block.count < L || rows % (L / p.K) != 0) return false;
     if constexpr (L >= 8) {
       if (p.K == 8) {
@@ -315,49 +377,58 @@ struct SmallBatch {
     return false;
   }
 
-  // Whether the weight of an input capsule is a run of T.
-  static bool runs(const Problem& p) {
+  // How the weight of an input capsule lies: `count` runs of `rows` rows, `pitch` apart; none if it is no such thing.
+  static Runs runs_of(const Problem& p) {
     const int64_t* stride = p.weight.stride;
-    return is_run<T>(p.weight, {p.J, p.R(), p.K}, {stride[1], stride[2], stride[3]});
+    if (p.weight.storage != kStorage<T> || stride[3] != 1 || stride[2] != p.K) return {0, 0, 0};
+    if (stride[1] == p.D * p.K) return {1, p.J * p.D, 0};
+    return {p.J, p.D, stride[1]};
   }
   static const T* weight_of(const Problem& p, int64_t i) {
     return static_cast<const T*>(p.weight.data) + i * p.weight.stride[0];
   }
 
-  // du of a block, if it can.
+  // du of a block, if it can. For more samples transposed weights serve better.
   static bool pose_gradient_of_block(const Problem& p, const Block& block, const T* dx, int64_t sample,
                                      const SmallBatchScratch<T>& at, const View& du) {
-    const int64_t rows = p.J * p.D;
-    if (p.B > 2 || !runs(p)) return false;  // for more samples transposed weights serve better
-    return with_rows(p, block, [&](auto constant) {
+    const Runs runs = runs_of(p);
+    if (p.B > 2 || runs.count == 0) return false;
+    return with_rows(p, block, runs.rows, [&](auto constant) {
       constexpr int K = decltype(constant)::value;
       for (int64_t l = 0; l < L; ++l) {
         const T* w = weight_of(p, block.i0 + l);
         const auto valid = [&](int64_t b) { return p.mask.data == nullptr || at.valid[b * L + l] > 0; };
-        int64_t b = 0;
-        for (; b + 2 <= p.B && valid(b) == valid(b + 1); b += 2)
-          pose_gradient_of_rows<K, 2>(w, dx + b * sample + l, rows, sample, b, block.i0 + l, valid(b), du);
-        for (; b < p.B; ++b)
-          pose_gradient_of_rows<K, 1>(w, dx + b * sample + l, rows, sample, b, block.i0 + l, valid(b), du);
+        if (p.B == 2 && valid(0) == valid(1)) {
+          pose_gradient_of_rows<K, 2>(runs, w, dx + l, sample, 0, block.i0 + l, valid(0), du);
+          continue;
+        }
+        for (int64_t b = 0; b < p.B; ++b)
+          pose_gradient_of_rows<K, 1>(runs, w, dx + b * sample + l, sample, b, block.i0 + l, valid(b), du);
       }
     });
   }
 
   // Makes the votes of a block in one of these ways, if it can.
   static bool votes_of_block(const Problem& p, const Block& block, const T* u, int64_t sample, T* x) {
-    const int64_t rows = p.J * p.D;
-    if (!runs(p)) return false;
-    const T* from[L];
-    for (int64_t l = 0; l < block.count; ++l) from[l] = weight_of(p, block.i0 + l);
-    const bool more = block.i0 + 2 * L <= p.I && p.weight.stride[0] == p.weight_size();
-    const T* const next = more ? weight_of(p, block.i0 + L) : nullptr;
-    return with_rows(p, block, [&](auto K) {
-      if (p.B == 1) {
-        votes_of_one<decltype(K)::value>(from, next, u, rows, x);
-      } else {
-        votes_of_rows<decltype(K)::value>(from, next, u, rows, p.B, sample, x);
-      }
-    });
+    if (components_together(p)) {
+      for (int64_t b = 0; b < p.B; ++b) votes_of_components(p, block, u + b * p.K * L, x + b * sample);
+      return true;
+    }
+    const Runs runs = runs_of(p);
+    const bool more = block.i0 + 2 * L <= p.I && p.weight.stride[0] == runs.rows * p.K;
+    return runs.count > 0 && with_rows(p, block, runs.rows, [&](auto K) {
+             for (int64_t n = 0; n < runs.count; ++n) {
+               const T* from[L];
+               for (int64_t l = 0; l < L; ++l) from[l] = weight_of(p, block.i0 + l) + n * runs.pitch;
+               const T* const next = more ? weight_of(p, block.i0 + L) + n * runs.pitch : nullptr;
+               T* to = x + n * runs.rows * L;
+               if (p.B == 1) {
+                 votes_of_one<decltype(K)::value>(from, next, u, runs.rows, to);
+               } else {
+                 votes_of_rows<decltype(K)::value>(from, next, u, runs.rows, p.B, sample, to);
+               }
+             }
+           });
   }
 
   // Writes the votes of blocks [n0, n1) to `votes` [B][ceil(I / L)][J D][L].
@@ -477,10 +548,11 @@ struct SmallBatch {
       const bool done_w = !want_w || weight_gradient_of_block(out, p, block, dvotes, sample, at);
       if (done_u && done_w) continue;
       __builtin_memset(at.du, 0, static_cast<size_t>(p.B * size * L) * sizeof(T));
+      if (!done_u && p.B == 1 && components_together(p)) pose_gradient_of_components(p, block, dvotes, 0, at);
       for (int64_t j0 = 0; j0 < p.J; j0 += at.outputs) {
         const int64_t j1 = Packing::min(p.J, j0 + at.outputs);
         const T* const dx = dvotes + j0 * p.D * L;
-        if (!done_u) {
+        if (!done_u && !(p.B == 1 && components_together(p))) {
           const Rows w = weights(p, block, j0, j1, at);
           int64_t b = 0;
           for (; b + 2 <= p.B; b += 2) pose_gradients<2>(p, w, j0, j1, dx + b * sample, sample, at.du + b * size * L);
@@ -519,7 +591,7 @@ struct SmallBatch {
     if (!in_place(out)) return false;
     T* to[L];
     for (int64_t l = 0; l < block.count; ++l) to[l] = weight_gradient_of(out, p, block.i0 + l, 0);
-    return with_rows(p, block, [&](auto K) {
+    return with_rows(p, block, p.J * p.D, [&](auto K) {
       weight_gradient_of_rows<decltype(K)::value>(dx, at.u, p.J * p.D, p.B, sample, out.add, to);
     });
   }
