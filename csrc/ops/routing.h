@@ -51,8 +51,8 @@ struct Problem {
   bool shared_outputs = false;  // one vote for all output capsules, of stride 0: dvotes is the sum over them
   bool together = false;        // a small batch keeps the votes of all samples at once: gradients sum over it
   bool side_by_side = false;    // votes lie in lanes: samples are positions, or capsule_lanes
-  // Lanes are input capsules of the one sample there is, B = 1, and what the passes take for an input capsule is a block of
-  // L of them: votes [ceil(I / L)][J D][L], 0 in lanes without an input capsule and for masked ones.
+  // Lanes are input capsules of a sample, and what the kernels take for an input capsule is a block of L of them: votes
+  // [B][ceil(I / L)][J D][L], 0 in lanes without an input capsule and for masked ones.
   bool capsule_lanes = false;
   View u;                          // [B, I, P K]
   View weight;                     // [I, J, R, K]; the stride over I is 0 if shared

@@ -18,7 +18,7 @@ namespace capsfast {
 struct Plan {
   bool lanes = true;           // layout: lanes, else rows
   bool small_batch = false;    // the votes are made once and kept, then routed with input capsules in lanes
-  int64_t L = 1;               // of a vector: samples in lanes, numbers of a vote in rows
+  int64_t L = 1;               // of a vector: samples or input capsules in lanes, numbers of a vote in rows
   int64_t tiles = 1;           // lanes: ceil(B / L); rows: B
   int64_t capsules = 1;        // input capsules, or blocks of L of them where they are lanes
   int64_t chunk = 1;           // input capsules whose weights and poses are prepared at a time

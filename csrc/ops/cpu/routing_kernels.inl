@@ -13,6 +13,8 @@
 #include "rows.inl"
 #include "rows_gradient.inl"
 #include "rows_accumulate.inl"
+#include "small_batch_rows.inl"
+#include "small_batch_transposed.inl"
 #include "small_batch.inl"
 
 // Calls Pass<T, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of a quadratic pass
