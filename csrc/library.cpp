@@ -113,15 +113,16 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   p.weight.stride[0] = shared_weight ? 0 : J * D * K;
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
   const int64_t widest = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
-  const int64_t lanes = wide == 8 ? driver::kernels_for<double>(p, used).L : driver::kernels_for<float>(p, used).L;
   // What fills whole tiles, and what is left of it: a small batch.
-  const int64_t kept_samples = samples_kept(p, wide), filled = samples_in_tiles(p, lanes, wide);
-  const int64_t in_tiles = filled > 0 ? filled : B;
+  const int64_t filled = samples_in_tiles(p, widest, wide), in_tiles = filled > 0 ? filled : B;
+  p.tiled = filled > 0;
+  const int64_t lanes = wide == 8 ? driver::kernels_for<double>(p, used).L : driver::kernels_for<float>(p, used).L;
   Problem rest = p;
+  rest.tiled = false;
   rest.B = B - in_tiles;
   p.B = in_tiles;
-  const double rest_forward = rest.B == 0 ? 0 : forward_flops(rest, make_plan(rest, lanes, used, wide));
-  const double rest_backward = rest.B == 0 ? 0 : backward_flops(rest, make_plan(rest, lanes, used, wide));
+  const double rest_forward = rest.B == 0 ? 0 : forward_flops(rest, make_plan(rest, widest, used, wide));
+  const double rest_backward = rest.B == 0 ? 0 : backward_flops(rest, make_plan(rest, widest, used, wide));
   const Plan whole = make_plan(p, lanes, used, wide);
   // A small batch is routed by another problem, whose votes are given.
   Problem routed = p;
@@ -142,8 +143,11 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
                                       : RowsAccumulateScratch<float>(routed, plan, nullptr).size;
   const int64_t gradient = in_lanes ? LanesGradientScratch<float>(routed, plan, num_iterations, nullptr).size
                                     : RowsGradientScratch<float>(routed, plan, num_iterations, nullptr).size;
-  const int64_t vectors = (in_lanes ? plan.tiles * plan.L : routed.B) * J * D,
-                kept = whole.small_batch ? kept_samples * ((I + lanes - 1) / lanes) * lanes * J * D : 0;
+  const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : routed.B) * J * D;
+  const Problem& small = whole.small_batch ? p : rest;
+  const int64_t kept_samples = std::min(small.B, samples_kept(small, widest, wide));
+  const int64_t kept =
+      (whole.small_batch || rest.B > 0 ? kept_samples : 0) * ((I + widest - 1) / widest) * widest * J * D;
   py::dict d;
   d["layout"] = whole.small_batch ? "capsules" : plan.lanes ? "lanes" : "rows";
   d["votes_kept"] = whole.small_batch;

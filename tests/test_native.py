@@ -342,3 +342,31 @@ def test_weights_that_are_permuted_views(order: tuple[int, ...], dtype: torch.dt
         for got, wanted in zip(*results[::-1], strict=True):
             tight = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
             torch.testing.assert_close(got, wanted, rtol=tight, atol=tight * float(wanted.abs().max()))
+
+
+@needs_extension
+def test_numbers_of_many_input_capsules_and_short_votes() -> None:
+    """They are copied on the way to the lanes, with more of them in a chunk than an input capsule has votes."""
+    draw = torch.Generator().manual_seed(0)
+    u, weight = torch.randn(1, 1024, 4, generator=draw), torch.randn(1024, 2, 2, 4, generator=draw)
+    precision, strided = torch.rand(1, 2, 2, generator=draw), torch.rand(1, 1024, 2, generator=draw)[..., 0]
+    votes, numbers = torch.randn(1, 9, 2, 2, 40, generator=draw), torch.rand(1, 9, 40, generator=draw)
+
+    def found(backend: str) -> list[torch.Tensor]:
+        leaves = [u.clone().requires_grad_(), precision.clone().requires_grad_()]
+        a = capsfast.routing_pass(leaves[0], weight, precision=leaves[1], activation=strided, backend=backend)
+        given = votes.bfloat16().requires_grad_()
+        b = capsfast.votes_pass(given, activation=numbers.bfloat16(), backend=backend)
+        grads = torch.autograd.grad(a.first.square().sum(), leaves)
+        return [a.mass, a.first, *grads, b.first, torch.autograd.grad(b.first.square().sum(), given)[0]]
+
+    for name, got, wanted in zip(
+        ("mass", "first", "du", "dprecision", "moments", "dvotes"), found("cpp"), found("reference"), strict=True
+    ):
+        torch.testing.assert_close(
+            got,
+            wanted,
+            rtol=1e-2 if name == "dvotes" else 1e-4,
+            atol=1e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

@@ -29,8 +29,7 @@ class Team {
   int64_t members() const { return members_; }
 
   // Member 0: has parts [0, count) of a loop done, by whoever is there. They are handed out one at a time, in order. An
-  // exception of a part is thrown here, when the others are done.
-  // If `own`, member m begins with its own share of the parts, the m-th, so that loops over the same data find it in the
+  // exception of a part is thrown here, when the others are done. If `own`, not in order: member m begins with its own share of the parts, the m-th, so that loops over the same data find it in the
   // cache of the same core; then it helps with others.
   void share(int64_t count, bool own, Part part, const void* loop);
   // A helper: does parts of loops until the team closes.

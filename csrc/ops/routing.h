@@ -50,6 +50,7 @@ struct Problem {
   bool shared_weight = false;   // one weight for all input capsules: dweight is the sum over them
   bool shared_outputs = false;  // one vote for all output capsules, of stride 0: dvotes is the sum over them
   bool together = false;        // a small batch keeps the votes of all samples at once: gradients sum over it
+  bool tiled = false;           // not a small batch, whatever B is: the part of a batch that goes to tiles of samples
   bool side_by_side = false;    // votes lie in lanes: samples are positions, or capsule_lanes
   // Lanes are input capsules of a sample, and what the kernels take for an input capsule is a block of L of them: votes
   // [B][ceil(I / L)][J D][L], 0 in lanes without an input capsule and for masked ones.

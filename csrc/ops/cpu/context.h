@@ -21,7 +21,7 @@ namespace capsfast::driver {
 
 #include "gather.inl"
 
-// Where sample b stands in the arrays of a pass (see passes.h for the two layouts). An array with J D numbers a sample
+// Where sample b stands in the arrays of a pass (see passes.h for the layouts). An array with J D numbers a sample
 // has element (j, d) at `vector` + (j D + d) `stride`; one with J numbers has element j at `scalar` + j `stride`.
 struct Place {
   int64_t vector;

@@ -4,7 +4,8 @@
 // (plan.out_tile >= J) they are made once, scored and added up. Else a first sweep over tiles of output capsules keeps
 // only the scores [chunk][J], and a second sweep makes the votes again and adds them up.
 // A chunk's sums of one tile of output capsules join those of the pass before the next tile begins, while they are in
-// L1. Votes that are given (side_by_side) stand where poses else do: copied to lanes, less the center.
+// L1. Votes that are given (side_by_side) stand where poses else do, copied to lanes, less the center; or are read where
+// they lie, if they lie in lanes and there is no center.
 
 // Q: a quadratic pass.
 template <class T, int K_, bool Q>
@@ -15,7 +16,7 @@ struct LanesAccumulate {
 
   // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
   // count). The pointers are those of AccumulatePass at tile t. weights: [J D K] of each input capsule, `pitch` elements
-  // apart. votes [count][J D][L], if they are given. valid [count][L], if there is a mask.
+  // apart. votes [count][J D][L], if they are given. valid [count][L], if there is a mask or the block is not full.
   struct Tile {
     int64_t t, b0, samples, i0, count;
     const T* center;

@@ -129,7 +129,8 @@ struct LanesPacking {
   }
 
   // Copies the poses of a chunk to u [chunk][P K][L], or its votes less the center, where it is not null, to u
-  // [chunk][J D][L]; with zeros for masked capsules. If there is a mask it is copied to valid [chunk][L] as 1 or 0.
+  // [chunk][J D][L]; with zeros for masked capsules. If there is a mask, or a block is not full, valid
+  // [chunk][L] gets 1 or 0.
   static CAPSFAST_ONCE void pack_poses(const Problem& p, int64_t b0, int64_t samples, int64_t i0, int64_t count,
                                        const T* center, T* buffer, T* u, T* valid) {
     const int64_t size = p.side_by_side ? p.J * p.D : p.pose_size();

@@ -1,6 +1,6 @@
 // Inputs and outputs of a pass over the input capsules, and the table of kernels of an instruction set.
 //
-// There are two layouts. In "lanes" a vector holds one number of L samples and weights are broadcast; an array with n
+// There are two layouts of arrays. In "lanes" a vector holds one number of L samples and weights are broadcast; an array with n
 // numbers a sample is [tiles][n][L] with tiles = ceil(B / L). In "rows", for votes in memory, a vector holds L numbers
 // of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. With Problem::capsule_lanes the
 // kernels of lanes run where arrays are as in rows, but for sums and for what there is of every output capsule, [J][L].
@@ -19,7 +19,7 @@ struct Plan {
   bool lanes = true;           // layout: lanes, else rows
   bool small_batch = false;    // the votes are made once and kept, then routed with input capsules in lanes
   int64_t L = 1;               // of a vector: samples or input capsules in lanes, numbers of a vote in rows
-  int64_t tiles = 1;           // lanes: ceil(B / L); rows: B
+  int64_t tiles = 1;           // lanes: ceil(B / L); rows and capsule_lanes: B
   int64_t capsules = 1;        // input capsules, or blocks of L of them where they are lanes
   int64_t chunk = 1;           // input capsules whose weights and poses are prepared at a time
   int64_t out_tile = 1;        // lanes: output capsules whose votes are held at a time

@@ -51,11 +51,18 @@ int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, (lanes
 // kKeptVotes; a sample's have 1 / K of the size of the weight. Else the lanes layout serves the call, which keeps none.
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
-double sample_votes(const Problem& p, int64_t size) { return double(p.I) * double(p.J) * double(p.D) * double(size); }
+// Blocks of input capsules, the last of which may have lanes to spare.
+int64_t blocks_of(const Problem& p, int64_t lanes) { return divide_up(p.I, lanes); }
+
+double sample_votes(const Problem& p, int64_t lanes, int64_t size) {
+  return double(blocks_of(p, lanes) * lanes) * double(p.J) * double(p.D) * double(size);
+}
 
 bool is_small_batch(const Problem& p, int64_t lanes, int64_t size) {
-  const double kept = double(samples_kept(p, size)) * sample_votes(p, size);
-  return p.B < smallest_lanes_batch(lanes) && kept <= double(kKeptVotes);
+  const double kept = double(samples_kept(p, lanes, size)) * sample_votes(p, lanes, size);
+  // Lanes without an input capsule cost what the others do.
+  const bool few = p.B * blocks_of(p, lanes) * lanes < smallest_lanes_batch(lanes) * p.I;
+  return !p.tiled && few && kept <= double(kKeptVotes);
 }
 
 // `count` parts cut into kTasks each, as far as there are `most`.
@@ -106,11 +113,13 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
 void plan_capsules(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   constexpr int64_t kLong = 1024;  // blocks
   const int64_t votes = p.J * p.D * plan->L * size;
-  plan->chunk = plan->gradient_chunk = std::clamp<int64_t>(kL2 / 2 / votes, 1, 16);
+  plan->gradient_chunk = std::clamp<int64_t>(kL2 / 2 / votes, 1, 16);
+  // Adding a chunk to the sums takes as long as two input capsules.
+  plan->chunk = std::max<int64_t>(4, plan->gradient_chunk);
   plan->tiles = p.B;
   plan->out_tile = plan->gradient_out_tile = p.J;
   plan->splits = std::min(threads, plan->capsules);
-  if (threads > 1) plan->splits = finer(plan->splits, plan->capsules / kLong);
+  if (threads > 1) plan->splits = finer(plan->splits, plan->capsules / kLong / threads * threads);
   plan->gradient_splits = plan->splits;
 }
 
@@ -151,9 +160,9 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
   return slices;
 }
 
-int64_t samples_kept(const Problem& p, int64_t size) {
+int64_t samples_kept(const Problem& p, int64_t lanes, int64_t size) {
   if (p.together) return p.B;
-  const double fit = double(kLasting) / std::max(1.0, sample_votes(p, size));
+  const double fit = double(kLasting) / std::max(1.0, sample_votes(p, lanes, size));
   return fit >= double(p.B) ? std::max<int64_t>(1, p.B) : std::max<int64_t>(1, static_cast<int64_t>(fit));
 }
 
@@ -169,7 +178,7 @@ int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t size) {
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
   Plan plan;
   plan.L = lanes;
-  plan.capsules = p.capsule_lanes ? divide_up(p.I, lanes) : p.I;
+  plan.capsules = p.capsule_lanes ? blocks_of(p, lanes) : p.I;
   plan.small_batch = !p.votes_given && !p.empty() && is_small_batch(p, lanes, size);
   // If there are no votes there is nothing to tile. At most (D = 0) there is a coupling, which follows from the logits.
   const bool nothing = p.B == 0 || p.I == 0 || p.J == 0 || p.D == 0;

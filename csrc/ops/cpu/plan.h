@@ -25,7 +25,7 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t byt
 int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
 // How many samples of a small batch keep their votes at a time.
-int64_t samples_kept(const Problem& p, int64_t bytes_per_number);
+int64_t samples_kept(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
 // How many FLOPs the passes of a plan execute. A multiply-add counts as two.
 double forward_flops(const Problem& p, const Plan& plan);

@@ -107,8 +107,7 @@ struct RowsGradient {
     return B_::read_vector(form.linear + vector, d, D) + twice * B_::read_vector(form.square + vector, d, D);
   }
 
-  // Computes dvotes [J][D] of input capsule n of the block, or [D] if all output capsules share its vote. A small batch
-  // writes them over the votes, so a vote is not read again once its gradient is written.
+  // Computes dvotes [J][D] of input capsule n of the block, or [D] if all output capsules share its vote.
   static void gradients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block, int64_t n,
                         T* dvotes) {
     const Problem& p = *pass.problem;
@@ -151,7 +150,6 @@ struct RowsGradient {
         const Block block{b, i0, i0 + L < range.i1 ? L : range.i1 - i0, votes};
         B_::rows(p, b, i0, block.count, at.rows, votes);
         coefficients(pass, at, block);
-        // A small batch writes dvotes over its votes. No later block reads those of this one.
         for (int64_t n = 0; n < block.count && pass.dvotes.data != nullptr; ++n) write_votes(pass, at, block, n);
       }
     }

@@ -27,10 +27,10 @@ class Carver {
 // Whether lanes may have nothing that counts.
 inline bool masked(const Problem& p) { return p.mask.data != nullptr || p.capsule_lanes; }
 
-// How many numbers of a sample are copied before they go to lanes.
+// How many numbers of a sample are copied before they go to lanes: poses or votes, logits, numbers of input capsules.
 inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
   const int64_t poses = p.side_by_side ? 0 : chunk * p.pose_size(), votes = p.side_by_side ? p.J * p.D : 0;
-  return std::max({poses, votes, p.logits.data != nullptr ? chunk * p.J : 0});
+  return std::max({poses, votes, p.logits.data != nullptr ? chunk * p.J : 0, p.moments ? chunk : 0});
 }
 
 // weights [chunk][J R K], or [1][J R K] if shared: copies, if gather_rows. buffer [L][chunk][P K or J]: copies of poses

@@ -35,10 +35,13 @@ void for_slices(const Problem& p, const Slices& slices, int64_t task, const F& p
 // small batch at a time as keep their votes.
 template <class T, class Tiles, class Small>
 void for_parts(const Problem& p, const Tiles& tiles, const Small& small) {
-  const int64_t in_tiles = samples_in_tiles(p, kernels<T>(isa()).L, sizeof(T));
-  if (in_tiles == p.B) return tiles(p);
-  if (in_tiles > 0) tiles(slice(p, 0, in_tiles));
-  const int64_t kept = samples_kept(p, sizeof(T));
+  const int64_t lanes = kernels<T>(isa()).L, in_tiles = samples_in_tiles(p, lanes, sizeof(T));
+  if (in_tiles > 0 || p.B == 0) {
+    Problem part = in_tiles == p.B ? p : slice(p, 0, in_tiles);
+    part.tiled = true;
+    tiles(part);
+  }
+  const int64_t kept = samples_kept(p, lanes, sizeof(T));
   for (int64_t b = in_tiles; b < p.B; b += kept) small(slice(p, b, std::min(kept, p.B - b)), b);
 }
 

@@ -85,7 +85,7 @@ struct SmallBatch : SmallBatchTransposed<T> {
       if (done_u && done_w) continue;
       __builtin_memset(at.du, 0, static_cast<size_t>(p.B * size * L) * sizeof(T));
       const bool of_components = !done_u && p.B == 1 && B_::components_together(p);
-      if (of_components) B_::pose_gradient_of_components(p, block, dvotes, 0, at);
+      if (of_components) B_::pose_gradient_of_components(p, block, dvotes, at);
       for (int64_t j0 = 0; j0 < p.J; j0 += at.outputs) {
         const int64_t j1 = Packing::min(p.J, j0 + at.outputs);
         const T* const dx = dvotes + j0 * p.D * L;
@@ -131,7 +131,11 @@ struct SmallBatch : SmallBatchTransposed<T> {
     T* to[L];
     for (int64_t l = 0; l < block.count; ++l) to[l] = weight_gradient_of(out, p, block.i0 + l, 0);
     return B_::with_rows(p, block, p.J * p.D, [&](auto K) {
-      B_::template weight_gradient_of_rows<decltype(K)::value>(dx, at.u, p.J * p.D, p.B, sample, out.add, to);
+      if (p.B == 1) {
+        B_::template weight_gradient_of_one<decltype(K)::value>(dx, at.u, p.J * p.D, out.add, to);
+      } else {
+        B_::template weight_gradient_of_rows<decltype(K)::value>(dx, at.u, p.J * p.D, p.B, sample, out.add, to);
+      }
     });
   }
 

@@ -9,11 +9,11 @@ struct SmallBatchRows {
   static constexpr int kAhead = 64;  // votes whose place is asked for ahead of writing them: each sample's are a stream
   using V = Vec<T, L>;
 
-  // Input capsules [i0, i0 + count), count at most L, of which block n is made.
+  // Input capsules [i0, i0 + count), count at most L.
   struct Block {
-    int64_t n, i0, count;
+    int64_t i0, count;
   };
-  static Block block_of(const Problem& p, int64_t n) { return {n, n * L, Packing::min(L, p.I - n * L)}; }
+  static Block block_of(const Problem& p, int64_t n) { return {n * L, Packing::min(L, p.I - n * L)}; }
 
   // How the weight of an input capsule lies: `count` runs of `rows` rows, `pitch` apart; none if it is no such thing.
   struct Runs {
@@ -153,10 +153,10 @@ struct SmallBatchRows {
   }
 
   // du of one sample, likewise: the dvotes of an input capsule along the lanes.
-  static void pose_gradient_of_components(const Problem& p, const Block& block, const T* dx, int64_t b,
+  static void pose_gradient_of_components(const Problem& p, const Block& block, const T* dx,
                                           const SmallBatchScratch<T>& at) {
-    const int64_t *stride = p.weight.stride, size = p.pose_size();
-    T* const du = at.du + b * size * L;
+    const int64_t* stride = p.weight.stride;
+    T* const du = at.du;
     for (int64_t j = 0; j < p.J; ++j) {
       for (int64_t d = 0; d < p.D; d += L) {
         V g[L];
@@ -199,6 +199,21 @@ struct SmallBatchRows {
       for (int l = 0; l < L; ++l) {
         T* here = to[l] + row * K;
         store<L>(here, add ? load<L>(here) + a[l] : a[l]);
+      }
+    }
+  }
+
+  // dW of one sample: one input capsule after the other, as it lies.
+  template <int K>
+  static CAPSFAST_INLINE void weight_gradient_of_one(const T* dx, const T* u, int64_t rows, bool add, T* const* to) {
+    for (int64_t l = 0; l < L; ++l) {
+      T numbers[K];
+      for (int k = 0; k < K; ++k) numbers[k] = u[k * L + l];
+      const Vec<T, K> pose = load<K>(numbers);
+      T* here = to[l];
+      for (int64_t row = 0; row < rows; ++row, here += K) {
+        const Vec<T, K> term = pose * dx[row * L + l];
+        store<K>(here, add ? load<K>(here) + term : term);
       }
     }
   }
