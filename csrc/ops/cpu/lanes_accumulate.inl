@@ -36,37 +36,58 @@ struct LanesAccumulate {
     return view.data == nullptr ? nullptr : rows + i * L;
   }
 
-  // Makes the votes of input capsule i for output capsules [j0, j1) and stores them to x unless it is null. Writes what
-  // the score gives, without its constant, to b [J][L] and, in the backward, what the gradient gives to dc [J][L].
+  // What votes are held against, and where the results go: score.linear and score.square of output capsules [j0, j1) to b
+  // and, in the backward, those of the gradient to dc, both [J][L]. Constants are not in it. A row of theirs has `lanes`
+  // numbers.
+  struct Sets {
+    const T* linear[2];
+    const T* square[2];
+    T* out[2];
+    int64_t count = 0;
+
+    CAPSFAST_INLINE Sets(const Tile& tile, int64_t D, int64_t j0, int64_t j1, int64_t lanes, T* b, T* dc) {
+      const auto add = [&](const Form<T>& form, T* to) {
+        linear[count] = Q && form.squares ? nullptr : form.linear + j0 * D * lanes;
+        square[count] = form.square + (Q ? j0 * D * lanes : 0);
+        out[count++] = to + j0 * L;
+      };
+      if (tile.score.linear != nullptr) {
+        add(tile.score, b);
+      } else {
+        __builtin_memset(b + j0 * L, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
+      }
+      if (tile.gradient.linear != nullptr) add(tile.gradient, dc);
+    }
+  };
+
+  // Makes the votes of input capsule i for output capsules [j0, j1), stores them to x unless it is null, and scores them.
   static CAPSFAST_INLINE void score(const AccumulatePass<T>& pass, const Tile& tile,
                                     const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x, T* b,
                                     T* dc) {
-    const Problem& problem = *pass.problem;
-    const int64_t D = problem.D, K = K_ > 0 ? K_ : problem.K;
-    const T* p[2];
-    const T* q[2];
-    T* out[2];
-    int64_t sets = 0;
-    if (tile.score.linear != nullptr) {
-      p[sets] = Q && tile.score.squares ? nullptr : tile.score.linear + j0 * D * L;
-      q[sets] = tile.score.square + (Q ? j0 * D * L : 0);
-      out[sets++] = b + j0 * L;
-    } else {
-      __builtin_memset(b + j0 * L, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
-    }
-    if (tile.gradient.linear != nullptr) {
-      p[sets] = Q && tile.gradient.squares ? nullptr : tile.gradient.linear + j0 * D * L;
-      q[sets] = tile.gradient.square + (Q ? j0 * D * L : 0);
-      out[sets++] = dc + j0 * L;
-    }
-    if constexpr (K_ == 0) {
-      const T* votes = tile.votes + i * problem.J * D * L;
-      if (problem.capsule_lanes) return B_::template score_stored<Q, true>(votes, problem.J, D, sets, p, q, out);
-      if (problem.side_by_side) return B_::template score_stored<Q, false>(votes, problem.J, D, sets, p, q, out);
-    }
+    const Problem& p = *pass.problem;
+    const Sets sets(tile, p.D, j0, j1, L, b, dc);
     const Votes of = votes_of(pass, tile, at, i, j0);
-    B_::template scored_votes<Q>(
-        of.weight, of.poses, valid(tile, i), of.center, K, problem.P, j1 - j0, D, x, at.x, sets, p, q, out);
+    B_::template scored_votes<Q>(of.weight, of.poses, valid(tile, i), of.center, K_ > 0 ? K_ : p.K, p.P, j1 - j0, p.D,
+                                 x, at.x, sets.count, sets.linear, sets.square, sets.out);
+  }
+
+  // The same where it is not worth its place in every loop.
+  static CAPSFAST_ONCE void score_apart(const AccumulatePass<T>& pass, const Tile& tile,
+                                        const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x,
+                                        T* b, T* dc) {
+    score(pass, tile, at, i, j0, j1, x, b, dc);
+  }
+
+  // Scores votes that are given.
+  static CAPSFAST_INLINE void score_given(const AccumulatePass<T>& pass, const Tile& tile, int64_t i, T* b, T* dc) {
+    const Problem& p = *pass.problem;
+    const Sets sets(tile, p.D, 0, p.J, p.capsule_lanes ? 1 : L, b, dc);
+    const T* votes = tile.votes + i * p.J * p.D * L;
+    if (p.capsule_lanes) {
+      B_::template score_stored<Q, true>(votes, p.J, p.D, sets.count, sets.linear, sets.square, sets.out);
+    } else {
+      B_::template score_stored<Q, false>(votes, p.J, p.D, sets.count, sets.linear, sets.square, sets.out);
+    }
   }
 
   // What makes the votes of an input capsule, from an output capsule on.
@@ -213,7 +234,7 @@ struct LanesAccumulate {
     T* const dc[2] = {at.dc, at.dc + J * L};
     for (int64_t j0 = 0; j0 < J; j0 += step) {
       const int64_t j1 = j0 + step < J ? j0 + step : J;
-      for (int c = 0; c < 2; ++c) score(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
+      for (int c = 0; c < 2; ++c) score_apart(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
     }
     for (int c = 0; c < 2; ++c) coefficients(pass, tile, at, i + c, b[c], dc[c]);
     const T* const* e = tile.gradient.linear != nullptr ? dc : b;
@@ -226,8 +247,8 @@ struct LanesAccumulate {
   }
 
   // From the scores of a whole chunk to coefficients, and their sums.
-  static CAPSFAST_INLINE void chunk_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
-                                                 const LanesAccumulateScratch<T>& at) {
+  static CAPSFAST_ONCE void chunk_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
+                                               const LanesAccumulateScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t size = p.J * L;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
@@ -244,8 +265,7 @@ struct LanesAccumulate {
   // Votes that are given. When a chunk has been scored, a few rows of the sums at a time stay in registers over all of it.
   static void chunk_given(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const int64_t J = pass.problem->J;
-    for (int64_t i = 0; i < tile.count; ++i)
-      score(pass, tile, at, i, 0, J, nullptr, at.scores + i * J * L, at.dc + i * J * L);
+    for (int64_t i = 0; i < tile.count; ++i) score_given(pass, tile, i, at.scores + i * J * L, at.dc + i * J * L);
     chunk_coefficients(pass, tile, at);
     if (pass.first.high == nullptr) return;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
@@ -320,7 +340,7 @@ struct LanesAccumulate {
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       for (int64_t i = 0; i < tile.count; ++i) {
-        score(pass, tile, at, i, j0, j1, nullptr, at.scores + i * J * L, at.dc + i * J * L);
+        score_apart(pass, tile, at, i, j0, j1, nullptr, at.scores + i * J * L, at.dc + i * J * L);
       }
     }
     chunk_coefficients(pass, tile, at);
