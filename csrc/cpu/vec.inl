@@ -140,7 +140,8 @@ CAPSFAST_INLINE void transpose(Vec<T, L>* m) {
   }
 }
 
-// Lane n of the result is the sum of the lanes of m[n]. Overwrites m.
+// Lane n of the result is the sum of the lanes of m[n]. With another H: lane 2 g H + n is that of group g of 2 H neighbouring
+// lanes of m[n]. Overwrites m.
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE Vec<T, L> sums(Vec<T, L>* m) {
   if constexpr (H >= 1) {

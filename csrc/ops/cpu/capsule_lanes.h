@@ -39,14 +39,8 @@ class CapsuleLanes {
 
   // The pass of a split as it has its sums, [B][J D] and [B][J], with such for each lane.
   AccumulatePass<T> begin(const AccumulatePass<T>& split) {
-    AccumulatePass<T> pass = split;
-    pass.problem = &seen;
-    for (const T** vectors :
-         {&pass.center, &pass.score.linear, &pass.score.square, &pass.gradient.linear, &pass.gradient.square})
-      *vectors = at(*vectors, p.J * p.D);
-    for (const T** numbers :
-         {&pass.score.constant, &pass.gradient.constant, &pass.valid_out, &pass.in_max, &pass.in_scale, &pass.c_dc})
-      *numbers = spread(at(*numbers, p.J), p.J);
+    AccumulatePass<T> pass = of_sample(split);
+    for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread(at(*numbers, p.J), p.J);
     for (View* view : {&pass.dcoupling, &pass.dlse, &pass.coupling, &pass.lse})
       *view = across_lanes(samples(p, *view, b), L);
     for (Sum<T>* sum : {&pass.first, &pass.second}) *sum = at(*sum, p.J * p.D);
@@ -69,7 +63,7 @@ class CapsuleLanes {
     return pass;
   }
 
-  // Adds the sums of the lanes to those of the split.
+  // Adds the sums of the lanes to those of the split, if the pass has any.
   void finish(const Kernels<T>& kernels) {
     const T* factor = nullptr;
     if (lanes_.max != nullptr && !lanes_.unweighted) {
@@ -94,14 +88,7 @@ class CapsuleLanes {
   }
 
   GradientPass<T> begin(const GradientPass<T>& given) {
-    GradientPass<T> pass = given;
-    pass.problem = &seen;
-    // Arrays of every iteration: what is between two of them stays that.
-    for (const T** vectors :
-         {&pass.center, &pass.score.linear, &pass.score.square, &pass.gradient.linear, &pass.gradient.square})
-      *vectors = at(*vectors, p.J * p.D);
-    for (const T** numbers : {&pass.score.constant, &pass.gradient.constant, &pass.valid_out})
-      *numbers = spread(at(*numbers, p.J), p.J);
+    GradientPass<T> pass = of_sample(given);
     if (p.softmax_in()) {
       for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread_iterations(*numbers);
     }
@@ -112,6 +99,18 @@ class CapsuleLanes {
   }
 
  private:
+  // What both passes have. In arrays of every iteration, what is between two of them stays that.
+  template <class Pass>
+  Pass of_sample(Pass pass) {
+    pass.problem = &seen;
+    for (const T** vectors :
+         {&pass.center, &pass.score.linear, &pass.score.square, &pass.gradient.linear, &pass.gradient.square})
+      *vectors = at(*vectors, p.J * p.D);
+    for (const T** numbers : {&pass.score.constant, &pass.gradient.constant, &pass.valid_out})
+      *numbers = spread(at(*numbers, p.J), p.J);
+    return pass;
+  }
+
   T* take(int64_t count) { return memory_.emplace_back(count * L).get(); }
 
   const T* at(const T* array, int64_t size) const { return array == nullptr ? nullptr : array + b * size; }

@@ -146,33 +146,40 @@ struct Context {
     const int64_t tasks = plan.tile_groups * plan.splits;
     const int64_t size =
         in_lanes() ? LanesAccumulateScratch<T>(p, plan, nullptr).size : RowsAccumulateScratch<T>(p, plan, nullptr).size;
+    over_ranges(tasks, size, [&](int64_t task, T* memory) {
+      AccumulatePass<T> mine = pass;
+      const int64_t split = task % plan.splits;
+      move(&mine.first, split * layout.vectors());
+      move(&mine.second, split * layout.vectors());
+      move(&mine.mass, split * layout.scalars());
+      move(&mine.norm, split * layout.scalars());
+      if (mine.max != nullptr) mine.max += split * layout.scalars();
+      const Range range = share(plan, task, plan.tile_groups, plan.splits);
+      run_kernel(in_lanes() ? kernel_table.lanes_accumulate : kernel_table.rows_accumulate, mine, range, memory);
+    });
+  }
+
+  // Calls f(task, memory) for the tasks of a pass, with `size` numbers of scratch memory.
+  template <class F>
+  void over_ranges(int64_t tasks, int64_t size, const F& f) const {
     const Buffer<T> scratch(members() * size);
     const int64_t threads = num_threads();
-    for_tasks(
-        tasks,
-        [&](int64_t n, int64_t member) {
-          const int64_t task = p.capsule_lanes ? n : apart(n, tasks, threads);
-          AccumulatePass<T> mine = pass;
-          const int64_t split = task % plan.splits;
-          move(&mine.first, split * layout.vectors());
-          move(&mine.second, split * layout.vectors());
-          move(&mine.mass, split * layout.scalars());
-          move(&mine.norm, split * layout.scalars());
-          if (mine.max != nullptr) mine.max += split * layout.scalars();
-          const Range range = share(plan, task, plan.tile_groups, plan.splits);
-          T* memory = scratch.get() + member * size;
-          if (!p.capsule_lanes) {
-            plan.lanes ? kernel_table.lanes_accumulate(mine, range, memory)
-                       : kernel_table.rows_accumulate(mine, range, memory);
-            return;
-          }
-          for (int64_t b = 0; b < p.B; ++b) {
-            CapsuleLanes<T> lanes(p, b, plan.L);
-            kernel_table.lanes_accumulate(lanes.begin(mine), {0, 1, range.i0, range.i1}, memory);
-            lanes.finish(kernel_table);
-          }
-        },
-        p.capsule_lanes);
+    const auto task = [&](int64_t n, int64_t member) {
+      f(p.capsule_lanes ? n : apart(n, tasks, threads), scratch.get() + member * size);
+    };
+    for_tasks(tasks, task, p.capsule_lanes);
+  }
+
+  // Runs a kernel for a task, or where lanes are input capsules for each sample of it.
+  template <class Pass>
+  void run_kernel(void (*kernel)(const Pass&, const Range&, T*), const Pass& pass, const Range& range,
+                  T* memory) const {
+    if (!p.capsule_lanes) return kernel(pass, range, memory);
+    for (int64_t b = 0; b < p.B; ++b) {
+      CapsuleLanes<T> lanes(p, b, plan.L);
+      kernel(lanes.begin(pass), {0, 1, range.i0, range.i1}, memory);
+      lanes.finish(kernel_table);
+    }
   }
 
   // Copies a tensor [B, n1, n2], or [B, n1] with n2 = 1, to the layout of the passes, times `scale`; zeros in lanes
@@ -259,32 +266,17 @@ struct Context {
     const int64_t terms = p.iterations - pass.first;
     const int64_t size = in_lanes() ? LanesGradientScratch<T>(p, plan, terms, nullptr).size
                                     : RowsGradientScratch<T>(p, plan, terms, nullptr).size;
-    const Buffer<T> scratch(members() * size);
-    const int64_t threads = num_threads();
-    for_tasks(
-        tasks,
-        [&](int64_t n, int64_t member) {
-          const int64_t task = p.capsule_lanes ? n : apart(n, tasks, threads);
-          GradientPass<T> mine = pass;
-          if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
-          if (adders > 0) {
-            const int64_t adder = p.shared_weight ? task : task / splits;
-            mine.dweight_sum = dweight.high() + adder * weights;
-            mine.dweight_low = dweight.low() + adder * weights;
-          }
-          const Range range = share(plan, task, groups, splits);
-          T* memory = scratch.get() + member * size;
-          if (!p.capsule_lanes) {
-            plan.lanes ? kernel_table.lanes_gradient(mine, range, memory)
-                       : kernel_table.rows_gradient(mine, range, memory);
-            return;
-          }
-          for (int64_t b = 0; b < p.B; ++b) {
-            CapsuleLanes<T> lanes(p, b, plan.L);
-            kernel_table.lanes_gradient(lanes.begin(mine), {0, 1, range.i0, range.i1}, memory);
-          }
-        },
-        p.capsule_lanes);
+    over_ranges(tasks, size, [&](int64_t task, T* memory) {
+      GradientPass<T> mine = pass;
+      if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
+      if (adders > 0) {
+        const int64_t adder = p.shared_weight ? task : task / splits;
+        mine.dweight_sum = dweight.high() + adder * weights;
+        mine.dweight_low = dweight.low() + adder * weights;
+      }
+      const Range range = share(plan, task, groups, splits);
+      run_kernel(in_lanes() ? kernel_table.lanes_gradient : kernel_table.rows_gradient, mine, range, memory);
+    });
     dweight.join();
     add_up<T>(dweight.high(), adders, weights, out.dweight);
     for (int64_t group = 0; group < groups; ++group) {

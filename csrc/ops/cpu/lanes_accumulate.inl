@@ -269,11 +269,10 @@ struct LanesAccumulate {
     chunk_coefficients(pass, tile, at);
     if (pass.first.high == nullptr) return;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
-    for (int64_t j = 0; j < J; ++j) add_given<kGiven>(pass, tile, coefficient, j, 0);
+    for (int64_t j = 0; j < J; ++j) add_given<B_::kSums>(pass, tile, coefficient, j, 0);
   }
 
   static constexpr int kAhead = 128;  // votes that are asked for before they are read
-  static constexpr int kGiven = kRegisters >= 32 ? 8 : 4;
 
   // Adds components d to D of the votes for output capsule j, N at a time and what is left in half as many, times e
   // [count][J][L].

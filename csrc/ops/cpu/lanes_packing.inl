@@ -3,6 +3,7 @@
 template <class T>
 struct LanesPacking {
   static constexpr int L = kLanes<T>;
+  static constexpr int kSums = kRegisters >= 32 ? 8 : 4;  // that registers hold beside what is added to them
   using V = Vec<T, L>;
 
   // Transposes from[l] [count] of each sample l < samples to `to` [count][L]. Lanes from `samples` on become 0.

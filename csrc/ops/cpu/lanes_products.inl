@@ -9,7 +9,7 @@ template <class T, int K_>
 struct LanesProducts : Lanes<T, K_> {
   using V = typename Lanes<T, K_>::V;
   static constexpr int L = kLanes<T>;
-  static constexpr int kPoses = kRegisters >= 32 ? 8 : 4;  // accumulators that registers hold beside L rows
+  static constexpr int kPoses = LanesPacking<T>::kSums;
 
   // du[k] += sum over rows of w[row][k] dx[row], for the N components k of a pose.
   template <int N>

@@ -73,7 +73,7 @@ class Buffer {
 constexpr int64_t kLasting = 64 * 1024 * 1024;
 
 // A Buffer that leaves its memory to the next one of its kind, up to kLasting bytes. Where the system hands memory out afresh for
-// every call it clears it first, which can take longer than the call. A second such buffer at the same time is a plain one.
+// every call it clears it first. A second such buffer at the same time is a plain one.
 template <class T>
 class LastingBuffer {
  public:

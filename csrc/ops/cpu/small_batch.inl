@@ -103,8 +103,8 @@ struct SmallBatch : SmallBatchTransposed<T> {
           T* dw = at.dweight + j * R * p.K * L;
           int64_t r = 0;
           for (; r + 2 <= R; r += 2)
-            B_::template weight_gradient<2, B_::kTogether>(p, g + r * L, sample, at.u, 0, dw + r * p.K * L);
-          if (r < R) B_::template weight_gradient<1, B_::kTogether>(p, g + r * L, sample, at.u, 0, dw + r * p.K * L);
+            B_::template weight_gradient<2, B_::kSums>(p, g + r * L, sample, at.u, 0, dw + r * p.K * L);
+          if (r < R) B_::template weight_gradient<1, B_::kSums>(p, g + r * L, sample, at.u, 0, dw + r * p.K * L);
         }
         finish_weight(out, p, block, j0, j1, at);
       }

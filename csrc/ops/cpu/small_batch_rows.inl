@@ -20,19 +20,6 @@ struct SmallBatchRows {
     int64_t count, rows, pitch;
   };
 
-  // Adds up groups of K neighbouring lanes. Lane g K + q of the result is the sum of group g of m[q]. Overwrites m.
-  template <int K, int H = K / 2>
-  static CAPSFAST_INLINE V group_sums(V* m) {
-    if constexpr (H >= 1) {
-#pragma GCC unroll 16
-      for (int q = 0; q < H; ++q)
-        m[q] = swap_blocks<T, L, H, false>(m[q], m[q + H]) + swap_blocks<T, L, H, true>(m[q], m[q + H]);
-      return group_sums<K, H / 2>(m);
-    } else {
-      return m[0];
-    }
-  }
-
   // Transposes the matrix of L / K x L / K blocks of K lanes.
   template <int K, int H = L / 2>
   static CAPSFAST_INLINE void transpose_blocks(V* m) {
@@ -78,7 +65,7 @@ struct SmallBatchRows {
         V m[K];
 #pragma GCC unroll 16
         for (int q = 0; q < K; ++q) m[q] = load<L>(from[c * K + q] + row * K) * pose[c * K + q];
-        votes[c] = group_sums<K>(m);
+        votes[c] = sums<T, L, K / 2>(m);
       }
       transpose_blocks<K>(votes);
 #pragma GCC unroll 16

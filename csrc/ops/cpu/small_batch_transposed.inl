@@ -5,7 +5,7 @@ template <class T>
 struct SmallBatchTransposed : SmallBatchRows<T> {
   static constexpr int L = kLanes<T>;
   static constexpr int kAhead = SmallBatchRows<T>::kAhead;
-  static constexpr int kTogether = kRegisters >= 32 ? 8 : 4;  // sums that are formed at a time
+  static constexpr int kSums = LanesPacking<T>::kSums;
   using V = Vec<T, L>;
   using Packing = LanesPacking<T>;
   using Block = typename SmallBatchRows<T>::Block;
@@ -89,8 +89,8 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
     const int64_t R = p.R();
     for (int64_t j = 0; j < j1 - j0; ++j) {
       for (int64_t pose = 0; pose < p.P; ++pose)
-        products<kTogether, S>(w, w.at + j * w.output * L, u + pose * p.K * L, p.pose_size() * L, p.K, 0, R,
-                               x + (j * p.D + pose * R) * L, next_x);
+        products<kSums, S>(w, w.at + j * w.output * L, u + pose * p.K * L, p.pose_size() * L, p.K, 0, R,
+                           x + (j * p.D + pose * R) * L, next_x);
     }
   }
 
@@ -132,8 +132,8 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
     const int64_t R = p.R();
     for (int64_t j = 0; j < j1 - j0; ++j) {
       for (int64_t pose = 0; pose < p.P; ++pose)
-        pose_gradient<kTogether, S>(w, w.at + j * w.output * L, dx + (j * p.D + pose * R) * L, next_x, R, 0, p.K,
-                                    du + pose * p.K * L, p.pose_size() * L);
+        pose_gradient<kSums, S>(w, w.at + j * w.output * L, dx + (j * p.D + pose * R) * L, next_x, R, 0, p.K,
+                                du + pose * p.K * L, p.pose_size() * L);
     }
   }
 
