@@ -122,7 +122,7 @@ def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) ->
     names = ("native", "routing", "dynamic_routing", "route_votes", "passes", "pose_matrices", "positions")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     chosen_tests = "reach_every_part or every_shape or sixteen_bits or strides"
-    chosen_tests = f"({chosen_tests}) and not test_passes and not 100000 or every_case or permuted"
+    chosen_tests = f"({chosen_tests}) and not test_passes and not 100000 or every_case or permuted or every_length"
     if request.config.getoption("--exhaustive"):
         chosen_tests += " or every_option"
     command = [sys.executable, "-m", "pytest", *files, "--backends", "cpp", "-q", "-x", "-p", "no:cacheprovider"]
@@ -371,3 +371,33 @@ def test_numbers_of_many_input_capsules_and_short_votes() -> None:
             atol=1e-4,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_given_votes_of_every_length(dtype: torch.dtype) -> None:
+    """Where D is no multiple of a vector the last one overlaps with the one before it."""
+    draw = torch.Generator().manual_seed(0)
+    for D in (*range(1, 35), 65):
+        votes = torch.randn(2, 19, 3, D, generator=draw, dtype=dtype)
+        query, center = torch.randn(2, 2, 3, D, generator=draw, dtype=dtype)
+        precision = torch.rand(2, 3, D, generator=draw, dtype=dtype)
+        # A query that nothing counts twice, not even as a product with zero.
+        query[0, 0, -1] = float("inf")
+
+        def found(backend: str, votes: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+            leaves = [x.clone().requires_grad_() for x in (votes, *(x[1:] for x in given))]
+            routed = capsfast.route_votes(leaves[0], 3, backend=backend)
+            asked = dict(zip(("query", "precision", "center"), leaves[1:], strict=True))
+            a = capsfast.votes_pass(leaves[0][1:], **asked, second=True, backend=backend)
+            loss = routed.square().sum() + a.first.square().sum() + a.second.sum() + a.mass.square().sum()
+            sigmoid = capsfast.votes_pass(votes, query=given[0], normalize="sigmoid", backend=backend)
+            return [routed, a.first, a.second, a.mass, sigmoid.first, sigmoid.mass, *torch.autograd.grad(loss, leaves)]
+
+        both = (found(backend, votes, query, precision, center) for backend in ("cpp", "reference"))
+        for place, (got, wanted) in enumerate(zip(*both, strict=True)):
+            near = 1e-5 if dtype == torch.float32 else 1e-12
+            largest = wanted.detach()[wanted.isfinite()].abs().max().item()
+            torch.testing.assert_close(
+                got, wanted, rtol=near, atol=near * largest, msg=lambda text, at=(D, place): f"{at}: {text}"
+            )

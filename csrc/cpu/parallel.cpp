@@ -46,9 +46,9 @@ class Enter {
   Standing before_;
 };
 
-// Whether help pays, of the calls of one thread: not where they wait for it longer than it works, as where something else
-// keeps a core. Both are sums that fade, and a few calls decide, so that one interruption is not taken for that. Without
-// help nothing tells when it would pay again, so it is tried after some calls, after more if it did not.
+// Whether help pays, of the calls of one thread: not where they wait for it longer than it works, as where something
+// else keeps a core. Both are sums that fade, and a few calls decide, so that one interruption is not taken for that.
+// Without help nothing tells when it would pay again, so it is tried after some calls, after more if it did not.
 class Help {
  public:
   bool wanted() { return without_ == 0 || --without_ == 0; }
@@ -74,8 +74,8 @@ class Help {
   int calls_ = 0, without_ = 0, pause_ = kFewest;
 };
 
-// A process that is forked has the memory of its parent, but of its threads only one. OpenMP's region would wait for the
-// others for ever, so such a process, if its parent had opened one before, does without.
+// A process that is forked has the memory of its parent, but of its threads only one. OpenMP's region would wait for
+// the others for ever, so such a process, if its parent had opened one before, does without.
 std::atomic<bool> forked{false};
 
 void note_forks() {

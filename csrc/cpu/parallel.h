@@ -2,9 +2,9 @@
 //
 // Uses torch's own thread pool through the stable ABI, so that torch.set_num_threads holds here too. A call opens one
 // parallel region: the thread that came with the call runs it, the others help with the loops it comes to. A loop waits
-// for those that took a part of it and for no one else: a thread that the system does not run, as something else is busy
-// on its core, would hold up all at the end of every loop. Only beginning and end of the region wait for all. A thread
-// whose calls spend their time with waiting does without help for a while.
+// for those that took a part of it and for no one else: a thread that the system does not run, as something else is
+// busy on its core, would hold up all at the end of every loop. Only beginning and end of the region wait for all. A
+// thread whose calls spend their time with waiting does without help for a while.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -29,8 +29,9 @@ class Team {
   int64_t members() const { return members_; }
 
   // Member 0: has parts [0, count) of a loop done, by whoever is there. They are handed out one at a time, in order. An
-  // exception of a part is thrown here, when the others are done. If `own`, not in order: member m begins with its own share of the parts, the m-th, so that loops over the same data find it in the
-  // cache of the same core; then it helps with others.
+  // exception of a part is thrown here, when the others are done. If `own`, not in order: member m begins with its own
+  // share of the parts, the m-th, so that loops over the same data find it in the cache of the same core; then it helps
+  // with others.
   void share(int64_t count, bool own, Part part, const void* loop);
   // A helper: does parts of loops until the team closes.
   void help(int64_t member);
@@ -85,8 +86,8 @@ void with_team(bool shared, const F& f) {
   run_call(shared, [](const void* context) { (*static_cast<const F*>(context))(); }, &f);
 }
 
-// Calls f(task, member) for tasks [0, count), on members of [0, members()), each of which has one task at a time. `own`: see
-// Team::share().
+// Calls f(task, member) for tasks [0, count), on members of [0, members()), each of which has one task at a time.
+// `own`: see Team::share().
 template <class F>
 void for_tasks(int64_t count, const F& f, bool own = false) {
   if (standing().team != nullptr && count > 1) {

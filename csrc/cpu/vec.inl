@@ -50,6 +50,14 @@ CAPSFAST_INLINE Vec<T, L> broadcast(T x) {
 // The first n < L lanes come from p, the others are 0.
 template <int L, class T>
 CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
+  if constexpr (L <= 4) {
+    // In registers: a vector that is loaded where its numbers were just stored waits for them.
+    Vec<T, L> v{};
+    for (int l = 0; l < L; ++l) {
+      if (l < n) v[l] = p[l];
+    }
+    return v;
+  }
   alignas(sizeof(T) * L) T lanes[L] = {};
   for (int64_t l = 0; l < n; ++l) lanes[l] = p[l];
   return load<L>(lanes);
@@ -79,6 +87,14 @@ CAPSFAST_INLINE void add_exactly(V x, V* high, V* low) {
   const V total = *high + x, back = total - *high;
   *low += (*high - (total - back)) + (x - back);
   *high = total;
+}
+
+// x with zeros in its first n < L lanes.
+template <class T, int L>
+CAPSFAST_INLINE Vec<T, L> from_lane(Vec<T, L> x, int64_t n) {
+  Vec<T, L> lane;
+  for (int l = 0; l < L; ++l) lane[l] = static_cast<T>(l);
+  return lane < static_cast<T>(n) ? Vec<T, L>{} : x;
 }
 
 // The result is b where a is not greater. So a NaN in b is kept and one in a is dropped. Dropping is harmless in a
@@ -140,8 +156,8 @@ CAPSFAST_INLINE void transpose(Vec<T, L>* m) {
   }
 }
 
-// Lane n of the result is the sum of the lanes of m[n]. With another H: lane 2 g H + n is that of group g of 2 H neighbouring
-// lanes of m[n]. Overwrites m.
+// Lane n of the result is the sum of the lanes of m[n]. With another H: lane 2 g H + n is that of group g of 2 H
+// neighbouring lanes of m[n]. Overwrites m.
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE Vec<T, L> sums(Vec<T, L>* m) {
   if constexpr (H >= 1) {

@@ -60,8 +60,8 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
 }
 
 // A contiguous gradient of the shape of `tensor`, which `view` then describes; [0] if no gradient is wanted.
-// positions: the tensor ends in an axis of them. huge_pages: ask for them. Not for dvotes, as large as the votes: where memory was given back to the host of a virtual
-// machine, fresh huge pages were found to cost more than small ones.
+// positions: the tensor ends in an axis of them. huge_pages: ask for them. Not for dvotes, as large as the votes: where
+// memory was given back to the host of a virtual machine, fresh huge pages were found to cost more than small ones.
 inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view, bool positions = false,
                             bool huge_pages = true) {
   if (!wanted) return empty(tensor, {0}, tensor.scalar_type());

@@ -1,5 +1,5 @@
-// The schemas of the ops, as the contracts in capsfast/ops make them (_register.py). They are defined when the library is
-// loaded, not by Python, so that a process without Python finds the ops.
+// The schemas of the ops, as the contracts in capsfast/ops make them (_register.py). They are defined when the library
+// is loaded, not by Python, so that a process without Python finds the ops.
 #pragma once
 
 namespace capsfast {

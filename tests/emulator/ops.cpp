@@ -1,4 +1,5 @@
-// Registers capsfast::emulated_<op>: the routing and the pass ops on CPU tensors, with the CUDA kernels run by the emulator.
+// Registers capsfast::emulated_<op>: the routing and the pass ops on CPU tensors, with the CUDA kernels run by the
+// emulator.
 #include "../../csrc/ops/bindings.h"
 #include "../../csrc/ops/cuda/engine.h"
 #include "../../csrc/ops/pass_bindings.h"

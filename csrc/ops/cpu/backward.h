@@ -1,4 +1,5 @@
-// The backward: an accumulate pass for each iteration from the last to the second, then one gradient pass for all of them.
+// The backward: an accumulate pass for each iteration from the last to the second, then one gradient pass for all of
+// them.
 #pragma once
 
 #include <algorithm>

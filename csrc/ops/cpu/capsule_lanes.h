@@ -1,5 +1,5 @@
-// Passes whose lanes are input capsules (Problem::capsule_lanes), a sample after the other. What belongs to a sample is the
-// same in all lanes and so stands once, as in the rows layout; here it meets what the kernels have in lanes.
+// Passes whose lanes are input capsules (Problem::capsule_lanes), a sample after the other. What belongs to a sample is
+// the same in all lanes and so stands once, as in the rows layout; here it meets what the kernels have in lanes.
 #pragma once
 
 #include <algorithm>
@@ -126,8 +126,8 @@ class CapsuleLanes {
     return lanes;
   }
 
-  // Those of every iteration, [r][B][J], as the kernels look for them: [r][tiles][J][L], of which the first tile is that of
-  // the sample.
+  // Those of every iteration, [r][B][J], as the kernels look for them: [r][tiles][J][L], of which the first tile is
+  // that of the sample.
   const T* spread_iterations(const T* numbers) {
     T* lanes = take(p.iterations * p.B * p.J);
     for (int64_t t = 0; t < p.iterations; ++t) {

@@ -52,8 +52,8 @@ inline Range share(const Plan& plan, int64_t task, int64_t groups, int64_t split
           plan.capsules * (split + 1) / splits};
 }
 
-// The task that is taken as the n-th. Threads take them one after the other: with neighbours they would both ask for the
-// first bytes of one page of dW, which then is cleared twice.
+// The task that is taken as the n-th. Threads take them one after the other: with neighbours they would both ask for
+// the first bytes of one page of dW, which then is cleared twice.
 inline int64_t apart(int64_t n, int64_t tasks, int64_t threads) {
   return tasks % threads == 0 ? n % threads * (tasks / threads) + n / threads : n;
 }

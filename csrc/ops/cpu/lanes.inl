@@ -108,11 +108,11 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     }
   }
 
-  // x = w . u for `outputs` output capsules, less center if Q, both [outputs D][L]. w [outputs D / P][K], u [P K][L]: P poses
-  // that share the weight. Masked lanes become 0 even if the weight holds NaN.
+  // x = w . u for `outputs` output capsules, less center if Q, both [outputs D][L]. w [outputs D / P][K], u [P K][L]: P
+  // poses that share the weight. Masked lanes become 0 even if the weight holds NaN.
   template <bool Q>
-  static CAPSFAST_INLINE void votes(const T* w, const T* u, const T* valid, const T* center, int64_t K, int64_t P,
-                                    int64_t outputs, int64_t D, T* x) {
+  static CAPSFAST_ONCE void votes(const T* w, const T* u, const T* valid, const T* center, int64_t K, int64_t P,
+                                  int64_t outputs, int64_t D, T* x) {
     if (K_ == 0 && P > 1) return votes_of_poses<Q>(w, u, valid, center, K, outputs * (D / P), P, D / P, x);
     const int64_t rows = outputs * D;
     const auto stored = [&](auto count, int64_t row) {
@@ -156,8 +156,8 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
   }
 
   // Computes the votes of `outputs` output capsules and, for each of `sets` arrays p[set] [outputs D][L], the dot
-  // products out[set][j] = votes[j] . p[set][j]; if Q of votes less the center, plus those of their squares with q[set],
-  // which are all if p[set] is null.
+  // products out[set][j] = votes[j] . p[set][j]; if Q of votes less the center, plus those of their squares with
+  // q[set], which are all if p[set] is null.
   // If D is a multiple of R these are taken from registers, and votes are stored only if x is not null. Else votes are
   // stored to x or, if x is null, to `spare`; both are [outputs D][L]. So are those of pose matrices.
   template <bool Q>
@@ -204,6 +204,14 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
         for (int n = 0; n < R; ++n) store<L>(x + (row + n) * L, rows[n]);
       }
     }
+  }
+
+  // The same where it is not worth its place in every loop.
+  template <bool Q>
+  static CAPSFAST_ONCE void scored_votes_apart(const T* w, const T* u, const T* valid, const T* center, int64_t K,
+                                               int64_t P, int64_t outputs, int64_t D, T* x, T* spare, int64_t sets,
+                                               const T* const* p, const T* const* q, T* const* out) {
+    scored_votes<Q>(w, u, valid, center, K, P, outputs, D, x, spare, sets, p, q, out);
   }
 
   // The sum of x[d] p[d] over d < n, in four chains, which hide the latency of the additions.

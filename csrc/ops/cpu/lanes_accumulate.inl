@@ -4,41 +4,21 @@
 // (plan.out_tile >= J) they are made once, scored and added up. Else a first sweep over tiles of output capsules keeps
 // only the scores [chunk][J], and a second sweep makes the votes again and adds them up.
 // A chunk's sums of one tile of output capsules join those of the pass before the next tile begins, while they are in
-// L1. Votes that are given (side_by_side) stand where poses else do, copied to lanes, less the center; or are read where
-// they lie, if they lie in lanes and there is no center.
+// L1. Votes that are given (side_by_side) stand where poses else do, copied to lanes, less the center; or are read
+// where they lie, if they lie in lanes and there is no center.
 
 // Q: a quadratic pass.
 template <class T, int K_, bool Q>
 struct LanesAccumulate {
   using B_ = Lanes<T, K_>;
+  using C_ = LanesCoefficients<T>;
+  using Tile = typename C_::Tile;
   using V = typename B_::V;
   static constexpr int L = B_::L;
 
-  // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
-  // count). The pointers are those of AccumulatePass at tile t. weights: [J D K] of each input capsule, `pitch` elements
-  // apart. votes [count][J D][L], if they are given. valid [count][L], if there is a mask or the block is not full.
-  struct Tile {
-    int64_t t, b0, samples, i0, count;
-    const T* center;
-    Form<T> score, gradient;
-    const T *valid_out, *in_max, *in_scale, *c_dc;
-    const T* weights;
-    int64_t pitch;
-    const T *votes, *valid;
-  };
-
-  static CAPSFAST_INLINE const T* valid(const Tile& tile, int64_t i) {
-    return __builtin_expect(tile.valid == nullptr, 1) ? nullptr : tile.valid + i * L;
-  }
-
-  // What `at` has of input capsule i [L], null if the pass has nothing of its kind.
-  static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
-    return view.data == nullptr ? nullptr : rows + i * L;
-  }
-
-  // What votes are held against, and where the results go: score.linear and score.square of output capsules [j0, j1) to b
-  // and, in the backward, those of the gradient to dc, both [J][L]. Constants are not in it. A row of theirs has `lanes`
-  // numbers.
+  // What votes are held against, and where the results go: score.linear and score.square of output capsules [j0, j1) to
+  // b and, in the backward, those of the gradient to dc, both [J][L]. Constants are not in it. A row of theirs has
+  // `lanes` numbers.
   struct Sets {
     const T* linear[2];
     const T* square[2];
@@ -60,22 +40,23 @@ struct LanesAccumulate {
     }
   };
 
-  // Makes the votes of input capsule i for output capsules [j0, j1), stores them to x unless it is null, and scores them.
+  // Makes the votes of input capsule i for output capsules [j0, j1), stores them to x unless it is null, and scores
+  // them. `apart`: without a copy of the code in the loop that calls it.
+  template <bool apart = K_ == 0>
   static CAPSFAST_INLINE void score(const AccumulatePass<T>& pass, const Tile& tile,
                                     const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x, T* b,
                                     T* dc) {
     const Problem& p = *pass.problem;
     const Sets sets(tile, p.D, j0, j1, L, b, dc);
     const Votes of = votes_of(pass, tile, at, i, j0);
-    B_::template scored_votes<Q>(of.weight, of.poses, valid(tile, i), of.center, K_ > 0 ? K_ : p.K, p.P, j1 - j0, p.D,
-                                 x, at.x, sets.count, sets.linear, sets.square, sets.out);
-  }
-
-  // The same where it is not worth its place in every loop.
-  static CAPSFAST_ONCE void score_apart(const AccumulatePass<T>& pass, const Tile& tile,
-                                        const LanesAccumulateScratch<T>& at, int64_t i, int64_t j0, int64_t j1, T* x,
-                                        T* b, T* dc) {
-    score(pass, tile, at, i, j0, j1, x, b, dc);
+    const int64_t K = K_ > 0 ? K_ : p.K;
+    if constexpr (apart) {
+      B_::template scored_votes_apart<Q>(of.weight, of.poses, tile.valid_of(i), of.center, K, p.P, j1 - j0, p.D, x,
+                                         at.x, sets.count, sets.linear, sets.square, sets.out);
+    } else {
+      B_::template scored_votes<Q>(of.weight, of.poses, tile.valid_of(i), of.center, K, p.P, j1 - j0, p.D, x, at.x,
+                                   sets.count, sets.linear, sets.square, sets.out);
+    }
   }
 
   // Scores votes that are given.
@@ -102,110 +83,6 @@ struct LanesAccumulate {
             Q ? tile.center + j0 * p.D * L : nullptr};
   }
 
-  // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
-  // logits. With the softmax over the input capsules in the forward, b stays the logits, and online() or chunk_online()
-  // goes on from there. Apart from the loop over input capsules, whose registers hold votes.
-  static CAPSFAST_ONCE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
-                                         const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
-    const Problem& p = *pass.problem;
-    const int64_t J = p.J;
-    const bool sample_logits = p.logits.stride[0] != 0;
-    const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
-    const T* activation = row(p.activation, at.activation, i);
-    const T masked = B_::masked_logit(p.normalize);
-    B_::add(tile.score.constant, J, b);
-    B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(tile, i), tile.valid_out, J,
-                  masked, b);
-    if (!p.softmax_in()) {
-      alignas(sizeof(V)) T found[L];
-      B_::normalize(p.normalize, J, p.leaky, row(p.lse, at.lse, i), pass.lse.data == nullptr ? nullptr : found, b);
-      if (pass.lse.data != nullptr) B_::put(pass.lse, tile.b0, tile.samples, tile.i0 + i, found);
-    } else if (tile.in_max != nullptr) {
-      B_::softmax_in(J, tile.in_max, tile.in_scale, b);
-    }
-    if (tile.gradient.linear == nullptr) {
-      if (!p.softmax_in() || tile.in_max != nullptr) B_::weigh(activation, J, b);
-      if (pass.coupling.data != nullptr)
-        B_::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
-      return;
-    }
-    B_::add(tile.gradient.constant, J, dc);
-    if (pass.dcoupling.data != nullptr)
-      B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
-    B_::weigh(activation, J, dc);
-    if (p.normalize == Normalize::out || p.softmax_in()) {
-      B_::softmax_backward(J, b, tile.c_dc, row(pass.dlse, at.dlse, i), dc);
-    } else {
-      B_::derivative(p.normalize, J, b, dc);
-      if (p.normalize == Normalize::none) B_::mask(valid(tile, i), tile.valid_out, J, masked, dc);
-    }
-  }
-
-  // After the maximum of output capsule j has grown: multiplies all that was added up before by `scale`.
-  static void rescale(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at, int64_t j,
-                      V scale, bool chunk_sums) {
-    const int64_t J = pass.problem->J, D = pass.problem->D;
-    const int64_t scalar = (tile.t * J + j) * L, vector = (tile.t * J + j) * D * L;
-    multiply(pass.norm, scalar, L, scale);
-    multiply(pass.first, vector, D * L, scale);
-    if (pass.mass.high != nullptr) multiply(pass.mass, scalar, L, scale);
-    if (Q && pass.second.high != nullptr) multiply(pass.second, vector, D * L, scale);
-    if (!chunk_sums) return;
-    multiply(at.sum + j * D * L, D * L, scale);
-    if (pass.mass.high != nullptr) multiply(at.mass + j * L, L, scale);
-    if (Q && pass.second.high != nullptr) multiply(at.second + j * D * L, D * L, scale);
-  }
-
-  static CAPSFAST_INLINE void multiply(T* to, int64_t count, V scale) {
-    for (int64_t n = 0; n < count; n += L) store<L>(to + n, load<L>(to + n) * scale);
-  }
-  static CAPSFAST_INLINE void multiply(const Sum<T>& sum, int64_t from, int64_t count, V scale) {
-    multiply(sum.high + from, count, scale);
-    multiply(sum.low + from, count, scale);
-  }
-
-  // Softmax over the input capsules, for one of them: replaces scores [J][L] by exp(b - max), max the largest so far.
-  static CAPSFAST_INLINE void online(const AccumulatePass<T>& pass, const Tile& tile,
-                                     const LanesAccumulateScratch<T>& at) {
-    const int64_t J = pass.problem->J;
-    T* max_of = pass.max + tile.t * J * L;
-    for (int64_t j = 0; j < J; ++j) {
-      const V x = load<L>(at.scores + j * L), before = load<L>(max_of + j * L);
-      const V now = max(before, x);
-      V norm = load<L>(at.norm + j * L);
-      if (any_different<T, L>(before, now)) {
-        const V scale = exp<L>(before - now);
-        norm = norm * scale;
-        store<L>(max_of + j * L, now);
-        rescale(pass, tile, at, j, scale, true);
-      }
-      const V e = exp<L>(x - now);
-      store<L>(at.scores + j * L, e);
-      store<L>(at.norm + j * L, norm + e);
-    }
-  }
-
-  // As online(), for the scores of a whole chunk. Sums are rescaled once, for its maximum.
-  static void chunk_online(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
-    const int64_t J = pass.problem->J;
-    T* max_of = pass.max + tile.t * J * L;
-    for (int64_t j = 0; j < J; ++j) {
-      const V before = load<L>(max_of + j * L);
-      V now = before;
-      for (int64_t i = 0; i < tile.count; ++i) now = max(now, load<L>(at.scores + (i * J + j) * L));
-      if (any_different<T, L>(before, now)) rescale(pass, tile, at, j, exp<L>(before - now), false);
-      V norm = V{};
-      for (int64_t i = 0; i < tile.count; ++i) {
-        T* b = at.scores + (i * J + j) * L;
-        const V e = exp<L>(load<L>(b) - now);
-        store<L>(b, e);
-        norm += e;
-      }
-      store<L>(max_of + j * L, now);
-      store<L>(at.norm + j * L, norm);
-    }
-  }
-
   // Adds the votes x [J D][L] of output capsules [j0, j1), weighted by e [J][L], to the sums of the chunk, which have
   // the row of j0 first.
   static CAPSFAST_INLINE void add_votes(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, const T* e,
@@ -221,12 +98,8 @@ struct LanesAccumulate {
     }
   }
 
-  static CAPSFAST_INLINE void add_mass(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, const T* e) {
-    if (pass.mass.high != nullptr) B_::add(e, pass.problem->J, at.mass);
-  }
-
-  // Input capsules i and i + 1 of a quadratic pass at once. Its arrays by output capsule are five, more than L1 holds: each
-  // is read once for both.
+  // Input capsules i and i + 1 of a quadratic pass at once. Its arrays by output capsule are five, more than L1 holds:
+  // each is read once for both.
   static CAPSFAST_INLINE void pair(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
                                    int64_t i) {
     const int64_t J = pass.problem->J, D = pass.problem->D, step = J < 4 ? J : 4;
@@ -234,39 +107,24 @@ struct LanesAccumulate {
     T* const dc[2] = {at.dc, at.dc + J * L};
     for (int64_t j0 = 0; j0 < J; j0 += step) {
       const int64_t j1 = j0 + step < J ? j0 + step : J;
-      for (int c = 0; c < 2; ++c) score_apart(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
+      for (int c = 0; c < 2; ++c) score<true>(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
     }
-    for (int c = 0; c < 2; ++c) coefficients(pass, tile, at, i + c, b[c], dc[c]);
+    for (int c = 0; c < 2; ++c) C_::coefficients(pass, tile, at, i + c, b[c], dc[c]);
     const T* const* e = tile.gradient.linear != nullptr ? dc : b;
     for (int64_t j = 0; j < J; ++j) {
       const int64_t vote = j * D * L;
       B_::add_scaled_squares(
           load<L>(e[0] + j * L), x[0] + vote, load<L>(e[1] + j * L), x[1] + vote, D, at.sum + vote, at.second + vote);
     }
-    for (int c = 0; c < 2; ++c) add_mass(pass, at, e[c]);
+    for (int c = 0; c < 2; ++c) C_::add_mass(pass, at, e[c]);
   }
 
-  // From the scores of a whole chunk to coefficients, and their sums.
-  static CAPSFAST_ONCE void chunk_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
-                                               const LanesAccumulateScratch<T>& at) {
-    const Problem& p = *pass.problem;
-    const int64_t size = p.J * L;
-    const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
-    for (int64_t i = 0; i < tile.count; ++i) coefficients(pass, tile, at, i, at.scores + i * size, at.dc + i * size);
-    if (p.softmax_in() && tile.in_max == nullptr) {
-      chunk_online(pass, tile, at);
-      for (int64_t i = 0; i < tile.count; ++i)
-        B_::weigh(row(p.activation, at.activation, i), p.J, at.scores + i * size);
-    }
-    if (pass.first.high == nullptr) return;
-    for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * size);
-  }
-
-  // Votes that are given. When a chunk has been scored, a few rows of the sums at a time stay in registers over all of it.
+  // Votes that are given. When a chunk has been scored, a few rows of the sums at a time stay in registers over all of
+  // it.
   static void chunk_given(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const int64_t J = pass.problem->J;
     for (int64_t i = 0; i < tile.count; ++i) score_given(pass, tile, i, at.scores + i * J * L, at.dc + i * J * L);
-    chunk_coefficients(pass, tile, at);
+    C_::chunk_coefficients(pass, tile, at);
     if (pass.first.high == nullptr) return;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
     for (int64_t j = 0; j < J; ++j) add_given<B_::kSums>(pass, tile, coefficient, j, 0);
@@ -296,18 +154,11 @@ struct LanesAccumulate {
       const int64_t to = ((tile.t * J + j) * D + d) * L;
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
-        join(first[n], pass.first, to + n * L);
-        if (squares) join(second[n], pass.second, to + n * L);
+        C_::join(first[n], pass.first, to + n * L);
+        if (squares) C_::join(second[n], pass.second, to + n * L);
       }
     }
     if constexpr (N > 1) add_given<N / 2>(pass, tile, e, j, d);
-  }
-
-  static CAPSFAST_INLINE void join(V x, const Sum<T>& sum, int64_t to) {
-    V h = load<L>(sum.high + to), l = load<L>(sum.low + to);
-    add_exactly(x, &h, &l);
-    store<L>(sum.high + to, h);
-    store<L>(sum.low + to, l);
   }
 
   static void chunk(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
@@ -324,14 +175,14 @@ struct LanesAccumulate {
       }
       for (; i < tile.count; ++i) {
         score(pass, tile, at, i, 0, J, at.x, at.scores, at.dc);
-        coefficients(pass, tile, at, i, at.scores, at.dc);
+        C_::coefficients(pass, tile, at, i, at.scores, at.dc);
         if (online_softmax) {
-          online(pass, tile, at);
-          B_::weigh(row(p.activation, at.activation, i), J, at.scores);
+          C_::online(pass, tile, at);
+          B_::weigh(C_::row(p.activation, at.activation, i), J, at.scores);
         }
         if (pass.first.high == nullptr) continue;
         add_votes(pass, at, coefficient, at.x, 0, J);
-        add_mass(pass, at, coefficient);
+        C_::add_mass(pass, at, coefficient);
       }
       if (pass.first.high != nullptr) join_sums(pass, tile, at, 0, J * D);
       return;
@@ -339,17 +190,17 @@ struct LanesAccumulate {
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       for (int64_t i = 0; i < tile.count; ++i) {
-        score_apart(pass, tile, at, i, j0, j1, nullptr, at.scores + i * J * L, at.dc + i * J * L);
+        score<true>(pass, tile, at, i, j0, j1, nullptr, at.scores + i * J * L, at.dc + i * J * L);
       }
     }
-    chunk_coefficients(pass, tile, at);
+    C_::chunk_coefficients(pass, tile, at);
     if (pass.first.high == nullptr) return;
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
       clear_sums(pass, at, (j1 - j0) * D);
       for (int64_t i = 0; i < tile.count; ++i) {
         const Votes of = votes_of(pass, tile, at, i, j0);
-        B_::template votes<Q>(of.weight, of.poses, valid(tile, i), of.center, K, p.P, j1 - j0, D, at.x);
+        B_::template votes<Q>(of.weight, of.poses, tile.valid_of(i), of.center, K, p.P, j1 - j0, D, at.x);
         add_votes(pass, at, coefficient + i * J * L, at.x, j0, j1);
       }
       join_sums(pass, tile, at, j0 * D, (j1 - j0) * D);
@@ -433,11 +284,6 @@ struct LanesAccumulate {
     }
   }
 
-  // Adds `rows` rows of a sum of the chunk, from [rows][L], to those of the pass from `to` on.
-  static void join(const T* from, int64_t rows, const Sum<T>& sum, int64_t to) {
-    for (int64_t n = 0; n < rows * L; n += L) join(load<L>(from + n), sum, to + n);
-  }
-
   static void clear_sums(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t rows) {
     const size_t bytes = static_cast<size_t>(rows * L) * sizeof(T);
     __builtin_memset(at.sum, 0, bytes);
@@ -448,8 +294,8 @@ struct LanesAccumulate {
   static void join_sums(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
                         int64_t row, int64_t rows) {
     const int64_t to = (tile.t * pass.problem->J * pass.problem->D + row) * L;
-    join(at.sum, rows, pass.first, to);
-    if (Q && pass.second.high != nullptr) join(at.second, rows, pass.second, to);
+    C_::join(at.sum, rows, pass.first, to);
+    if (Q && pass.second.high != nullptr) C_::join(at.second, rows, pass.second, to);
   }
 
   static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
@@ -467,10 +313,6 @@ struct LanesAccumulate {
       tile.count = B_::chunk_of(p, i0, range.i1, pass.plan->chunk);
       tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
       for (int64_t t = range.tile0; t < range.tile1; ++t) {
-        tile.t = t;
-        tile.b0 = t * L;
-        tile.samples = B_::lanes_used(p, t, i0);
-        tile.valid = B_::masked(p, tile.samples) ? at.valid : nullptr;
         const int64_t vectors = t * JD * L, scalars = t * J * L;
         tile.center = from(pass.center, vectors);
         tile.score = of_tile(pass.score, vectors, scalars);
@@ -479,14 +321,7 @@ struct LanesAccumulate {
         tile.in_max = from(pass.in_max, scalars);
         tile.in_scale = from(pass.in_scale, scalars);
         tile.c_dc = from(pass.c_dc, scalars);
-        tile.votes = B_::votes_in_place(p, tile.center) ? static_cast<const T*>(p.votes.data) + i0 * JD * L : at.u;
-        B_::pack_poses(p, tile.b0, tile.samples, i0, tile.count, Q ? tile.center : nullptr, at.buffer, at.u, at.valid);
-        if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, i0, tile.count, at.buffer, at.logits);
-        if (p.moments) {
-          B_::pack_numbers(p.activation, p, tile.b0, tile.samples, i0, tile.count, at.valid, at.buffer, at.activation);
-          B_::pack_numbers(p.lse, p, tile.b0, tile.samples, i0, tile.count, at.valid, at.buffer, at.lse);
-          B_::pack_numbers(pass.dlse, p, tile.b0, tile.samples, i0, tile.count, at.valid, at.buffer, at.dlse);
-        }
+        tile.begin(p, t, Q ? tile.center : nullptr, pass.dlse, at);
         if (pass.unweighted) {
           plain(pass, tile, at);
           continue;
@@ -498,8 +333,8 @@ struct LanesAccumulate {
         } else {
           chunk(pass, tile, at);
         }
-        if (p.softmax_in() && tile.in_max == nullptr) join(at.norm, J, pass.norm, scalars);
-        if (pass.mass.high != nullptr) join(at.mass, J, pass.mass, scalars);
+        if (p.softmax_in() && tile.in_max == nullptr) C_::join(at.norm, J, pass.norm, scalars);
+        if (pass.mass.high != nullptr) C_::join(at.mass, J, pass.mass, scalars);
       }
     }
   }

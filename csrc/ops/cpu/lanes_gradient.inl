@@ -1,38 +1,19 @@
 // The gradient pass in the lanes layout, all iterations at once:
 //   dvotes = sum_t [ c_t ds_t + db_t V_t ];  du = W^T dvotes;  dW = sum_b dvotes u^T;  dlogits = sum_t db_t
 // Here t counts from 0 and V_t is what iteration t scored with, so V_0 = 0. A task is alone with its input capsules and
-// samples, so it writes du (or dvotes) and dlogits of a sample once. It also writes dW, unless several tasks have the same input
-// capsules (the batch is split) or the weight is shared: then tasks have partial sums that are added in a fixed order.
+// samples, so it writes du (or dvotes) and dlogits of a sample once. It also writes dW, unless several tasks have the
+// same input capsules (the batch is split) or the weight is shared: then tasks have partial sums that are added in a
+// fixed order.
 
 // Q: a quadratic pass of one iteration. Its votes, less the center, are kept from the score to dvotes.
 template <class T, int K_, bool Q>
 struct LanesGradient {
   using B_ = LanesProducts<T, K_>;
+  using G_ = LanesVoteGradients<T, Q>;
+  using Tile = typename G_::Tile;
   using V = typename B_::V;
   static constexpr int L = B_::L;
   static constexpr int kTogether = 4;  // iterations that are scored each time the votes are made
-
-  struct Tile {
-    int64_t t, b0, samples, i0, count;
-    const T* weights;
-    int64_t pitch;
-    const T *votes, *valid;
-  };
-
-  static CAPSFAST_INLINE const T* valid(const Tile& tile, int64_t i) {
-    return tile.valid == nullptr ? nullptr : tile.valid + i * L;
-  }
-
-  static bool needs_db(const GradientPass<T>& pass, int64_t t) {
-    const bool wanted = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
-    return wanted || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr ||
-           (!pass.problem->gradient_last && t >= pass.scored);
-  }
-
-  static const T* parameters(const T* all, const GradientPass<T>& pass, int64_t iteration, int64_t t) {
-    const int64_t JD = pass.problem->J * pass.problem->D;
-    return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes ? 1 : L);
-  }
 
   // Dot products of the votes with V and ds of every iteration, for output capsules [j0, j1) and all input capsules of
   // a chunk. They go to at.c and at.db.
@@ -55,14 +36,14 @@ struct LanesGradient {
             __builtin_memset(c, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
           } else {
             p_set[sets] =
-                Q && pass.score.squares ? nullptr : parameters(pass.score.linear, pass, t, tile.t) + j0 * D * L;
-            if (Q) q_set[sets] = parameters(pass.score.square, pass, t, tile.t) + j0 * D * L;
+                Q && pass.score.squares ? nullptr : G_::parameters(pass.score.linear, pass, t, tile.t) + j0 * D * L;
+            if (Q) q_set[sets] = G_::parameters(pass.score.square, pass, t, tile.t) + j0 * D * L;
             out[sets++] = c;
           }
-          if (!needs_db(pass, t)) continue;
+          if (!G_::needs_db(pass, t)) continue;
           p_set[sets] =
-              Q && pass.gradient.squares ? nullptr : parameters(pass.gradient.linear, pass, t, tile.t) + j0 * D * L;
-          if (Q) q_set[sets] = parameters(pass.gradient.square, pass, t, tile.t) + j0 * D * L;
+              Q && pass.gradient.squares ? nullptr : G_::parameters(pass.gradient.linear, pass, t, tile.t) + j0 * D * L;
+          if (Q) q_set[sets] = G_::parameters(pass.gradient.square, pass, t, tile.t) + j0 * D * L;
           out[sets++] = dc;
         }
         T* x = Q ? at.held + (i * J + j0) * D * L : nullptr;
@@ -75,130 +56,9 @@ struct LanesGradient {
           }
           continue;
         }
-        const T* center = Q ? parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
-        B_::template scored_votes<Q>(w, at.u + i * B_::pose_size_of(p) * L, valid(tile, i), center, K, p.P, j1 - j0, D,
-                                     x, at.x, sets, p_set, q_set, out);
-      }
-    }
-  }
-
-  // Replaces those dot products by c and db, and writes the gradients of what belongs to an input capsule.
-  static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
-    const Problem& p = *pass.problem;
-    const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
-    const bool sample_logits = p.logits.stride[0] != 0;
-    const T* valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + tile.t * J * L;
-    const T masked = B_::masked_logit(p.normalize);
-    for (int64_t i = 0; i < tile.count; ++i) {
-      const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
-      const T* activation = p.activation.data == nullptr ? nullptr : at.activation + i * L;
-      for (int64_t t = pass.first; t < p.iterations; ++t) {
-        const int64_t scalars = (t * tiles + tile.t) * J * L;
-        T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
-        T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
-        if (pass.score.constant != nullptr) B_::add(pass.score.constant + scalars, J, c);
-        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, valid(tile, i), valid_out, J,
-                      masked, c);
-        if (p.softmax_in()) {
-          B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
-        } else {
-          B_::normalize(p.normalize, J, p.leaky, at.lse + i * L, nullptr, c);
-        }
-        if (!needs_db(pass, t)) {
-          B_::weigh(activation, J, c);
-          continue;
-        }
-        if (pass.gradient.constant != nullptr) B_::add(pass.gradient.constant + scalars, J, dc);
-        if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
-          B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
-        }
-        if (pass.dactivation.data != nullptr) number(pass.dactivation, pass, tile, at, i, B_::total(J, c, dc));
-        B_::weigh(activation, J, dc);
-        if (p.normalize == Normalize::out || p.softmax_in()) {
-          const T* dlse = pass.dlse.data == nullptr ? nullptr : at.dlse + i * L;
-          B_::softmax_backward(J, c, p.softmax_in() ? pass.c_dc + scalars : nullptr, dlse, dc);
-        } else {
-          B_::derivative(p.normalize, J, c, dc);
-          if (p.normalize == Normalize::none) B_::mask(valid(tile, i), valid_out, J, masked, dc);
-        }
-        if (pass.dlse_given.data != nullptr)
-          number(pass.dlse_given, pass, tile, at, i, V{} - B_::total(J, dc, nullptr));
-        B_::weigh(activation, J, c);
-      }
-    }
-  }
-
-  // Writes a number of input capsule i for each sample to `view` [B, I]; 0 where the capsule is masked.
-  static void number(const View& view, const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
-                     int64_t i, V value) {
-    B_::template keep_valid<1>(valid(tile, i), &value);
-    alignas(sizeof(V)) T lanes[L];
-    store<L>(lanes, value);
-    B_::put(view, tile.b0, tile.samples, tile.i0 + i, lanes);
-  }
-
-  // rows[n] = component d + n of dvotes of (i, j), for n < N.
-  template <int N, bool Same = false>
-  static CAPSFAST_INLINE void vote_gradient(const GradientPass<T>& pass, const Tile& tile,
-                                            const LanesGradientScratch<T>& at, int64_t i, int64_t j, int64_t d,
-                                            V* rows) {
-    const Problem& p = *pass.problem;
-    const int64_t pitch = pass.plan->gradient_chunk * p.J * L, row = (j * p.D + d) * (Same ? 1 : L);
-    int64_t from = (i * p.J + j) * L;
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) rows[n] = V{};
-    if constexpr (Q) {
-      const V c = load<L>(at.c + from), db = load<L>(at.db + from);
-      const T* x = at.held + ((i * p.J + j) * p.D + d) * L;
-      const Form<T> gradient = form(pass.gradient, pass, tile), score = form(pass.score, pass, tile);
-      const bool scored = pass.scored == 0;
-#pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) {
-        const V twice = T(2) * load<L>(x + n * L);
-        rows[n] = c * (B_::template parameter<Same>(gradient.linear + row, n) +
-                       twice * B_::template parameter<Same>(gradient.square + row, n));
-        if (!scored) continue;
-        rows[n] += db * (B_::template parameter<Same>(score.linear + row, n) +
-                         twice * B_::template parameter<Same>(score.square + row, n));
-      }
-      return;
-    }
-    for (int64_t t = pass.first; t < p.iterations; ++t, from += pitch) {
-      const V c = load<L>(at.c + from);
-      const T* ds = parameters(pass.gradient.linear, pass, t, tile.t) + row;
-#pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) rows[n] += c * B_::template parameter<Same>(ds, n);
-      if (p.gradient_last || t < pass.scored) continue;
-      const V db = load<L>(at.db + from);
-      const T* V_t = parameters(pass.score.linear, pass, t, tile.t) + row;
-#pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) rows[n] += db * B_::template parameter<Same>(V_t, n);
-    }
-  }
-
-  // The first iteration's form of a tile.
-  static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile) {
-    if (all.linear == nullptr) return {};
-    return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t)};
-  }
-
-  // Writes dvotes of input capsule i for output capsules [j0, j1) to dx [(j1 - j0) D][L].
-  template <bool Same = false>
-  static void vote_gradients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
-                             int64_t i, int64_t j0, int64_t j1, T* dx) {
-    const int64_t D = pass.problem->D;
-    for (int64_t j = j0; j < j1; ++j) {
-      T* to = dx + (j - j0) * D * L;
-      int64_t d = 0;
-      for (; d + 4 <= D; d += 4) {
-        V rows[4];
-        vote_gradient<4, Same>(pass, tile, at, i, j, d, rows);
-        for (int n = 0; n < 4; ++n) store<L>(to + (d + n) * L, rows[n]);
-      }
-      for (; d < D; ++d) {
-        V rows[1];
-        vote_gradient<1, Same>(pass, tile, at, i, j, d, rows);
-        store<L>(to + d * L, rows[0]);
+        const T* center = Q ? G_::parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
+        B_::template scored_votes_apart<Q>(w, at.u + i * B_::pose_size_of(p) * L, tile.valid_of(i), center, K, p.P,
+                                           j1 - j0, D, x, at.x, sets, p_set, q_set, out);
       }
     }
   }
@@ -211,7 +71,7 @@ struct LanesGradient {
     const T* u = at.u + i * K * L;
     for (int64_t d = 0; d < D; d += L) {
       V rows[L];
-      vote_gradient<L>(pass, tile, at, i, j, d, rows);
+      G_::template vote_gradient<L>(pass, tile, at, i, j, d, rows);
       if (pass.du.data != nullptr) {
         const T* w = tile.weights + i * tile.pitch + (j * D + d) * K;
         T* du = at.du + i * K * L;
@@ -240,39 +100,19 @@ struct LanesGradient {
     scatter<T>(pass.dweight, i * size, {1, 1, size}, {0, 0, 1}, at.row);
   }
 
-  static void sum_logits(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
-    const Problem& p = *pass.problem;
-    const int64_t size = tile.count * p.J * L, pitch = pass.plan->gradient_chunk * p.J * L;
-    const bool per_sample = pass.dlogits_sample.data != nullptr;
-    for (int64_t n = 0; n < size; n += L) {
-      V total = per_sample ? V{} : load<L>(at.dlogits + n);
-      for (int64_t t = 0; t < p.iterations - pass.first; ++t) total += load<L>(at.db + t * pitch + n);
-      store<L>(at.dlogits + n, total);
-    }
-    if (per_sample)
-      B_::unpack(at.dlogits, tile.b0, tile.samples, tile.i0, tile.count, p.J, at.buffer, pass.dlogits_sample);
-  }
-
-  static void tile_pass(const GradientPass<T>& pass, Tile& tile, const LanesGradientScratch<T>& at) {
+  static void tile_pass(const GradientPass<T>& pass, Tile& tile, int64_t t, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, D = p.D, K = K_ > 0 ? K_ : p.K, held = pass.plan->gradient_out_tile;
     const bool shared = p.shared_weight;
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
     const int64_t row_blocks = (J * B_::weight_rows_of(p) + L - 1) / L;
-    const T* center = Q ? parameters(pass.center, pass, 0, tile.t) : nullptr;
-    tile.votes = B_::votes_in_place(p, center) ? static_cast<const T*>(p.votes.data) + tile.i0 * p.J * p.D * L : at.u;
-    B_::pack_poses(p, tile.b0, tile.samples, tile.i0, tile.count, center, at.buffer, at.u, at.valid);
-    if (p.logits.data != nullptr) B_::pack_logits(p, tile.b0, tile.samples, tile.i0, tile.count, at.buffer, at.logits);
-    if (p.moments) {
-      B_::pack_numbers(p.activation, p, tile.b0, tile.samples, tile.i0, tile.count, at.valid, at.buffer, at.activation);
-      B_::pack_numbers(p.lse, p, tile.b0, tile.samples, tile.i0, tile.count, at.valid, at.buffer, at.lse);
-      B_::pack_numbers(pass.dlse, p, tile.b0, tile.samples, tile.i0, tile.count, at.valid, at.buffer, at.dlse);
-    }
+    const T* center = Q ? G_::parameters(pass.center, pass, 0, t) : nullptr;
+    tile.begin(p, t, center, pass.dlse, at);
     for (int64_t j0 = 0; j0 < J; j0 += held) score(pass, tile, at, j0, j0 + held < J ? j0 + held : J);
-    coefficients(pass, tile, at);
-    if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) sum_logits(pass, tile, at);
+    G_::coefficients(pass, tile, at);
+    if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) G_::sum_logits(pass, tile, at);
     if (K_ == 0 && p.side_by_side) {
-      if (pass.dvotes.data != nullptr) write_votes(pass, tile, at);
+      if (pass.dvotes.data != nullptr) G_::write_votes(pass, tile, at);
       return;
     }
     if (!want_u && !want_w) return;
@@ -286,7 +126,7 @@ struct LanesGradient {
                     ? static_cast<T*>(pass.dweight.data) + (tile.i0 + i) * p.weight_size()
                     : at.dweight + (shared ? 0 : i) * row_blocks * L * K;
         if (K_ == 0 && p.P > 1) {
-          vote_gradients(pass, tile, at, i, j0, j1, at.dx);
+          G_::vote_gradients(pass, tile, at, i, j0, j1, at.dx);
           products_of_poses(pass, tile, at, i, j0, j1, dw);
           continue;
         }
@@ -294,7 +134,7 @@ struct LanesGradient {
           for (int64_t j = j0; j < j1; ++j) blocks(pass, tile, at, i, j, want_w ? dw : nullptr);
           continue;
         }
-        vote_gradients(pass, tile, at, i, j0, j1, at.dx);
+        G_::vote_gradients(pass, tile, at, i, j0, j1, at.dx);
         if (want_u) B_::pose_gradient(tile.weights + i * tile.pitch + j0 * D * K, K, at.dx, rows, at.du + i * K * L);
         if (!want_w) continue;
         for (int64_t row = rows; row < padded; ++row) store<L>(at.dx + row * L, V{});
@@ -309,32 +149,6 @@ struct LanesGradient {
       }
     }
     B_::unpack(at.du, tile.b0, tile.samples, tile.i0, tile.count, pose, at.buffer, pass.du);
-  }
-
-  // Votes that are given: writes their gradients.
-  static void write_votes(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
-    const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, held = pass.plan->gradient_out_tile;
-    if constexpr (K_ == 0)
-      if (p.capsule_lanes) {
-        // Over the votes, whose masked ones make no gradients.
-        T* const dvotes = static_cast<T*>(pass.dvotes.data) + tile.i0 * J * D * L;
-        for (int64_t i = 0; i < tile.count; ++i) vote_gradients<true>(pass, tile, at, i, 0, J, dvotes + i * J * D * L);
-        return;
-      }
-    for (int64_t i = 0; i < tile.count; ++i) {
-      const View to = B_::of_capsule(pass.dvotes, tile.i0 + i);
-      for (int64_t j0 = 0; j0 < J; j0 += held) {
-        const int64_t j1 = j0 + held < J ? j0 + held : J;
-        vote_gradients(pass, tile, at, i, j0, j1, at.dx);
-        for (int64_t row = 0; row < (j1 - j0) * D && p.mask.data != nullptr; ++row) {
-          V x = load<L>(at.dx + row * L);
-          B_::template keep_valid<1>(valid(tile, i), &x);
-          store<L>(at.dx + row * L, x);
-        }
-        B_::unpack(at.dx, tile.b0, tile.samples, j0, j1 - j0, D, at.buffer, to);
-      }
-    }
   }
 
   // du and dW of pose matrices, from at.dx [j1 - j0][P][R][L]: each pose for itself, whose rows go to at.x.
@@ -372,13 +186,7 @@ struct LanesGradient {
         __builtin_memset(dw, 0, static_cast<size_t>(weight_count * row_size) * sizeof(T));
       if (pass.dlogits != nullptr)
         __builtin_memset(at.dlogits, 0, static_cast<size_t>(tile.count * p.J * L) * sizeof(T));
-      for (int64_t t = range.tile0; t < range.tile1; ++t) {
-        tile.t = t;
-        tile.b0 = t * L;
-        tile.samples = B_::lanes_used(p, t, i0);
-        tile.valid = B_::masked(p, tile.samples) ? at.valid : nullptr;
-        tile_pass(pass, tile, at);
-      }
+      for (int64_t t = range.tile0; t < range.tile1; ++t) tile_pass(pass, tile, t, at);
       if (pass.dweight.data != nullptr) {
         for (int64_t i = 0; i < weight_count; ++i) {
           if (in_place) {

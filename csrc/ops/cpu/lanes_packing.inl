@@ -112,8 +112,8 @@ struct LanesPacking {
   // Whether the passes read votes where they lie.
   static bool votes_in_place(const Problem& p, const T* center) { return p.capsule_lanes && center == nullptr; }
 
-  // Whether some lanes of a chunk have nothing that counts. Lanes without a sample do not matter, as all that is summed over
-  // is in other lanes.
+  // Whether some lanes of a chunk have nothing that counts. Lanes without a sample do not matter, as all that is summed
+  // over is in other lanes.
   static bool masked(const Problem& p, int64_t samples) {
     return p.mask.data != nullptr || (p.capsule_lanes && samples < L);
   }
@@ -186,8 +186,8 @@ struct LanesPacking {
     gather<T>(p.logits, i0 * p.logits.stride[1], {1, count, p.J}, {0, p.logits.stride[1], p.logits.stride[2]}, to);
   }
 
-  // Copies numbers [B, I] of a chunk to lanes, `to` [chunk][L], 0 for masked capsules. Nothing if there are none. valid and
-  // buffer as in pack_poses(), which has filled valid.
+  // Copies numbers [B, I] of a chunk to lanes, `to` [chunk][L], 0 for masked capsules. Nothing if there are none. valid
+  // and buffer as in pack_poses(), which has filled valid.
   static CAPSFAST_ONCE void pack_numbers(const View& view, const Problem& p, int64_t b0, int64_t samples, int64_t i0,
                                          int64_t count, const T* valid, T* buffer, T* to) {
     if (view.data == nullptr) return;

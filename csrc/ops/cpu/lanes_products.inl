@@ -54,7 +54,7 @@ struct LanesProducts : Lanes<T, K_> {
     if constexpr (N > 1) pose_gradients_of_rows<N / 2>(w, k, K, rows, du);
   }
 
-  static void pose_gradient(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
+  static CAPSFAST_ONCE void pose_gradient(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
     if constexpr (K_ > 0 && K_ <= 16) {
       pose_gradient_block<K_>(w, K_, dx, rows, du);
     } else {
@@ -93,7 +93,7 @@ struct LanesProducts : Lanes<T, K_> {
   }
 
   // dw [rows / L][K][L] += sum over samples of dx [rows][L] times u [K][L]. `rows` is a multiple of L.
-  static void weight_gradient(const T* u, int64_t K, const T* dx, int64_t rows, T* dw) {
+  static CAPSFAST_ONCE void weight_gradient(const T* u, int64_t K, const T* dx, int64_t rows, T* dw) {
     for (int64_t row = 0; row < rows; row += L) {
       V m[L];
 #pragma GCC unroll 16
@@ -104,7 +104,7 @@ struct LanesProducts : Lanes<T, K_> {
   }
 
   // Transposes dw [ceil(rows / L)][K][L] to out [rows][K].
-  static void weight_rows(const T* dw, int64_t K, int64_t rows, T* out) {
+  static CAPSFAST_ONCE void weight_rows(const T* dw, int64_t K, int64_t rows, T* out) {
     for (int64_t row = 0; row < rows; row += L) {
       const int64_t some = row + L < rows ? L : rows - row;
       const T* block = dw + row * K;
@@ -134,7 +134,7 @@ struct LanesProducts : Lanes<T, K_> {
   }
 
   // [rows / L][K][L] to [rows][K] where it stands. block [K][L]: scratch.
-  static void transpose_weights(int64_t K, int64_t rows, T* block, T* dw) {
+  static CAPSFAST_ONCE void transpose_weights(int64_t K, int64_t rows, T* block, T* dw) {
     for (int64_t row = 0; row < rows; row += L, dw += K * L) {
       __builtin_memcpy(block, dw, static_cast<size_t>(K * L) * sizeof(T));
       weight_rows(block, K, L, dw);

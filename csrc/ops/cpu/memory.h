@@ -37,8 +37,8 @@ inline bool poisoned() {
   return asked;
 }
 
-// Asks for huge pages in memory that was not touched yet, where it is large: else the kernel is entered at every 4 KiB of
-// it, which for fresh memory takes longer than to fill it.
+// Asks for huge pages in memory that was not touched yet, where it is large: else the kernel is entered at every 4 KiB
+// of it, which for fresh memory takes longer than to fill it.
 inline void advise_huge_pages(void* memory, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 2 * 1024 * 1024;
@@ -72,8 +72,8 @@ class Buffer {
 // The most bytes that stay allocated from one call to the next.
 constexpr int64_t kLasting = 64 * 1024 * 1024;
 
-// A Buffer that leaves its memory to the next one of its kind, up to kLasting bytes. Where the system hands memory out afresh for
-// every call it clears it first. A second such buffer at the same time is a plain one.
+// A Buffer that leaves its memory to the next one of its kind, up to kLasting bytes. Where the system hands memory out
+// afresh for every call it clears it first. A second such buffer at the same time is a plain one.
 template <class T>
 class LastingBuffer {
  public:

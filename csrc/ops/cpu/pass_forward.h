@@ -87,8 +87,8 @@ class PassForward {
     }
   }
 
-  // What the sums of every split are multiplied with, for lane l of a row; saves the normalisers of the softmax over the
-  // input capsules, and the mass where all couplings are the same.
+  // What the sums of every split are multiplied with, for lane l of a row; saves the normalisers of the softmax over
+  // the input capsules, and the mass where all couplings are the same.
   void factor(bool unweighted, int64_t row, int64_t l, T* factors) const {
     const int64_t L = context.plan_lanes(), tile = row / p.J, j = row % p.J, b = tile * L + l, scalar = row * L + l;
     const int64_t splits = context.plan.splits;

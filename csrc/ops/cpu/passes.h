@@ -1,10 +1,10 @@
 // Inputs and outputs of a pass over the input capsules, and the table of kernels of an instruction set.
 //
-// There are two layouts of arrays. In "lanes" a vector holds one number of L samples and weights are broadcast; an array with n
-// numbers a sample is [tiles][n][L] with tiles = ceil(B / L). In "rows", for votes in memory, a vector holds L numbers
-// of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. With Problem::capsule_lanes the
-// kernels of lanes run where arrays are as in rows, but for sums and for what there is of every output capsule, [J][L].
-// T is the type sums are formed in.
+// There are two layouts of arrays. In "lanes" a vector holds one number of L samples and weights are broadcast; an
+// array with n numbers a sample is [tiles][n][L] with tiles = ceil(B / L). In "rows", for votes in memory, a vector
+// holds L numbers of one vote; the array is [B][n], which the shapes below include as tiles = B, L = 1. With
+// Problem::capsule_lanes the kernels of lanes run where arrays are as in rows, but for sums and for what there is of
+// every output capsule, [J][L]. T is the type sums are formed in.
 #pragma once
 
 #include <cstdint>
@@ -49,9 +49,9 @@ struct Form {
   bool squares = false;         // linear holds zeros
 };
 
-// An accumulate pass: sum_i e, sum_i e x and sum_i e x^2 over the votes x, less center if there is one. Forward: e is the
-// coupling c = R activation, where R = normalize(score + logits). Backward: e is dl, the gradient of the logits, made
-// from dc = gradient + dcoupling.
+// An accumulate pass: sum_i e, sum_i e x and sum_i e x^2 over the votes x, less center if there is one. Forward: e is
+// the coupling c = R activation, where R = normalize(score + logits). Backward: e is dl, the gradient of the logits,
+// made from dc = gradient + dcoupling.
 template <class T>
 struct AccumulatePass {
   const Problem* problem = nullptr;
@@ -129,8 +129,8 @@ struct Update {
   T* c_dc = nullptr;  // [tiles][J][L]: ds . s; null where it is not wanted
 };
 
-// The gradients that a small batch derives from dvotes [B][ceil(I / L)][J D][L]. The fields are those of GradientPass; dweight_sum is
-// null unless the weight is shared.
+// The gradients that a small batch derives from dvotes [B][ceil(I / L)][J D][L]. The fields are those of GradientPass;
+// dweight_sum is null unless the weight is shared.
 template <class T>
 struct SmallBatchGradients {
   T* dvotes = nullptr;
@@ -157,7 +157,8 @@ struct Kernels {
   void (*copy_weights)(const Problem&, int64_t i0, int64_t i1, T* out);
   void (*rows_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
   void (*rows_gradient)(const GradientPass<T>&, const Range&, T* scratch);
-  // Adds the lanes of rows x size sums [L], times the factor [L] of the row unless there are none, to sums [rows][size].
+  // Adds the lanes of rows x size sums [L], times the factor [L] of the row unless there are none, to sums
+  // [rows][size].
   void (*fold_capsules)(const Sum<T>& lanes, const T* factor, int64_t rows, int64_t size, const Sum<T>& to);
   // For blocks [n0, n1) of L input capsules of a small batch; small_batch.inl has the shapes.
   void (*small_votes)(const Problem&, int64_t n0, int64_t n1, T* votes, T* scratch);

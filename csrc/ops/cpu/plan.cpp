@@ -47,8 +47,9 @@ void cut(int64_t tiles, int64_t chunks, int64_t threads, int64_t* groups, int64_
 // samples cost as a small batch, which makes their votes once and routes them one by one.
 int64_t smallest_lanes_batch(int64_t lanes) { return std::max<int64_t>(2, (lanes * 11 + 15) / 16); }
 
-// A small batch keeps the votes of so many samples at a time as take kLasting bytes, or of one sample if they take at most
-// kKeptVotes; a sample's have 1 / K of the size of the weight. Else the lanes layout serves the call, which keeps none.
+// A small batch keeps the votes of so many samples at a time as take kLasting bytes, or of one sample if they take at
+// most kKeptVotes; a sample's have 1 / K of the size of the weight. Else the lanes layout serves the call, which keeps
+// none.
 constexpr int64_t kKeptVotes = 128 * 1024 * 1024;
 
 // Blocks of input capsules, the last of which may have lanes to spare.
@@ -80,13 +81,13 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   // Votes that are positions of a tensor are copied to the lanes of a tile, a chunk at a time.
   if (p.side_by_side) plan->chunk = std::clamp<int64_t>(kL2 / 2 / (p.J * vote), 1, plan->chunk);
   cut(plan->tiles, divide_up(p.I, plan->chunk), threads, &plan->tile_groups, &plan->splits);
-  // Finer along the input capsules, where a task reads as much of the weight as it uses. With many tiles a pass is long, and
-  // so are its partial sums.
+  // Finer along the input capsules, where a task reads as much of the weight as it uses. With many tiles a pass is
+  // long, and so are its partial sums.
   if (threads > 1 && plan->tiles < kTasks * threads)
     plan->splits = finer(plan->splits, std::min(divide_up(p.I, plan->chunk), p.I * p.K / kPerSum));
 
-  // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple of
-  // L rows (j, d), that is a multiple of `whole` output capsules.
+  // The gradient pass reads V and ds of every iteration for the output capsules of a tile. For dW a tile has a multiple
+  // of L rows (j, d), that is a multiple of `whole` output capsules.
   const int64_t terms = 2 * p.iterations;
   const int64_t whole = p.side_by_side ? 1 : L / std::gcd(p.R(), L);
   plan->gradient_out_tile = std::max<int64_t>(1, kL1 / (terms * vote * whole)) * whole;
@@ -108,8 +109,9 @@ void plan_lanes(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   plan->weight_in_place = plan->weight_in_place && plan->gradient_groups == 1;
 }
 
-// A chunk is scored and then added up, so it is to stay in L2. A thread has the same input capsules in every pass, those
-// whose votes it has made. Tasks are short: only as many as there are threads, unless there are very many input capsules.
+// A chunk is scored and then added up, so it is to stay in L2. A thread has the same input capsules in every pass,
+// those whose votes it has made. Tasks are short: only as many as there are threads, unless there are very many input
+// capsules.
 void plan_capsules(const Problem& p, int64_t size, int64_t threads, Plan* plan) {
   constexpr int64_t kLong = 1024;  // blocks
   const int64_t votes = p.J * p.D * plan->L * size;
@@ -125,7 +127,7 @@ void plan_capsules(const Problem& p, int64_t size, int64_t threads, Plan* plan) 
 
 void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   plan->L = lanes;
-  while (plan->L > std::max<int64_t>(2, lanes / 4) && p.D <= plan->L / 2) plan->L /= 2;
+  while (plan->L > std::max<int64_t>(2, lanes / 4) && p.D < plan->L) plan->L /= 2;
   plan->tiles = p.B;
   plan->chunk = 64;
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
@@ -142,8 +144,8 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
   Slices slices;
   const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
   if (p.positions > 0) {
-    // Whole tiles, but no more than give every thread a slice. Beside the votes of a few input capsules, what a slice keeps
-    // of the output capsules counts: V and s of every iteration, and sums.
+    // Whole tiles, but no more than give every thread a slice. Beside the votes of a few input capsules, what a slice
+    // keeps of the output capsules counts: V and s of every iteration, and sums.
     const int64_t tiles = divide_up(p.positions, lanes), outputs = 2 * p.iterations + 4;
     const int64_t fit = std::max<int64_t>(1, kSliceBytes / ((bytes + outputs * p.J * p.D * size) * lanes));
     slices.samples = lanes * std::min(fit, std::max<int64_t>(1, tiles * p.B / threads));

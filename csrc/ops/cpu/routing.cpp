@@ -40,7 +40,8 @@ BackwardInputs slice(const BackwardInputs& in, const Problem& p, int64_t b) {
 }
 
 // What the forward leaves for the backward, of a slice of positions. It is not kept from one to the other: it would be
-// r / I of the votes, which have few input capsules, and the backward routes a slice again while its votes are in the cache.
+// r / I of the votes, which have few input capsules, and the backward routes a slice again while its votes are in the
+// cache.
 template <class T>
 class Intermediate {
  public:

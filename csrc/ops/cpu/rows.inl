@@ -112,8 +112,8 @@ struct RowsBlock : Coupling<T, L_> {
     }
   }
 
-  // Sets to[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them: in place if they are a run
-  // of T, else copied to `buffer` [L][J D]. Those of a masked capsule are zeros.
+  // Sets to[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them: in place if they are a
+  // run of T, else copied to `buffer` [L][J D]. Those of a masked capsule are zeros.
   static CAPSFAST_ONCE void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** to) {
     const View& view = p.votes;
     const int64_t J = p.shared_outputs ? 1 : p.J;
@@ -140,31 +140,41 @@ struct Rows : RowsBlock<T, L_> {
   static constexpr int64_t kOutputs = 16;  // output capsules scored at a time: their partial sums stay in L1
   using V = Vec<T, L>;
 
-  // Lanes [d, d + L) of the D numbers at p. If NV > 0, D is NV L; else the last vector may be partly filled.
+  // Where lanes [d, d + L) of D numbers are read and written: the last L lanes begin before d if they have to, which
+  // costs nothing, while every access to a part of a vector costs many.
+  static CAPSFAST_INLINE int64_t place(int64_t d, int64_t D) { return NV > 0 || d + L <= D || D < L ? d : D - L; }
+
+  // Lanes [d, d + L) of the D numbers at p, placed so. If NV > 0, D is NV L. Lanes from D on are 0 if D < L.
   static CAPSFAST_INLINE V read_vector(const T* p, int64_t d, int64_t D) {
-    if constexpr (NV > 0) return load<L>(p + d);
-    return d + L <= D ? load<L>(p + d) : load_part<L>(p + d, D - d);
+    if (NV > 0 || D >= L) return load<L>(p + place(d, D));
+    return load_part<L>(p, D);
   }
   static CAPSFAST_INLINE void write_vector(T* p, V x, int64_t d, int64_t D) {
-    if (NV > 0 || d + L <= D) {
-      store<L>(p + d, x);
+    if (NV > 0 || D >= L) {
+      store<L>(p + place(d, D), x);
     } else {
-      store_part<L>(p + d, x, D - d);
+      store_part<L>(p, x, D);
     }
   }
 
-  // Lanes [d, d + L) of a vote x, less the center if Q.
+  // Lanes [d, d + L) of a vote x, less the center if Q, placed so.
   static CAPSFAST_INLINE V read_vote(const T* x, const T* center, int64_t d, int64_t D) {
     if constexpr (Q) return read_vector(x, d, D) - read_vector(center, d, D);
     (void)center;
     return read_vector(x, d, D);
   }
 
+  // x, placed so, with zeros in lanes that are before d.
+  static CAPSFAST_INLINE V rest(V x, int64_t d, int64_t D) {
+    const int64_t at = place(d, D);
+    return at == d ? x : from_lane<T, L>(x, d - at);
+  }
+
   // out[j][n] = what the form p gives votes[n][j] (without its constant), for `count` input capsules n and all j.
-  // votes[n] is [J][D], `pitch` elements from one output capsule to the next; p and center are [J][D], out is [J][L], part
-  // [kOutputs][L][L]. The votes of a capsule are read from end to end, which the prefetcher can follow.
-  static CAPSFAST_INLINE void dots(const T* const* votes, int64_t pitch, int64_t count, const Form<T>& p,
-                                   const T* center, int64_t J, int64_t D_given, T* part, T* out) {
+  // votes[n] is [J][D], `pitch` elements from one output capsule to the next; p and center are [J][D], out is [J][L],
+  // part [kOutputs][L][L]. The votes of a capsule are read from end to end, which the prefetcher can follow.
+  static CAPSFAST_ONCE void dots(const T* const* votes, int64_t pitch, int64_t count, const Form<T>& p, const T* center,
+                                 int64_t J, int64_t D_given, T* part, T* out) {
     const int64_t D = NV > 0 ? NV * L : D_given;
     for (int64_t j0 = 0; j0 < J; j0 += kOutputs) {
       const int64_t outputs = j0 + kOutputs < J ? kOutputs : J - j0;
@@ -177,11 +187,9 @@ struct Rows : RowsBlock<T, L_> {
 #pragma GCC unroll 2
           for (int64_t d = 0; d < D; d += L) {
             const V v = read_vote(x, center + row, d, D);
-            if constexpr (Q) {
-              a += v * (read_vector(q, d, D) + v * read_vector(p.square + row, d, D));
-            } else {
-              a += v * read_vector(q, d, D);
-            }
+            V of = read_vector(q, d, D);
+            if constexpr (Q) of += v * read_vector(p.square + row, d, D);
+            a += rest(v * of, d, D);
           }
           store<L>(part + (j * L + n) * L, a);
         }
@@ -195,19 +203,41 @@ struct Rows : RowsBlock<T, L_> {
     }
   }
 
-  // sum[j] += c[j L] x and, unless it is null, second[j] += c[j L] x^2 with x = votes[j] for all j, for one input
-  // capsule. c points to its lane of [J][L]; votes as above, sum and second are [J][D].
-  static CAPSFAST_INLINE void add_scaled(const T* c, const T* votes, int64_t pitch, const T* center, int64_t J,
-                                         int64_t D_given, T* sum, T* second) {
-    const int64_t D = NV > 0 ? NV * L : D_given;
-    for (int64_t j = 0; j < J; ++j, votes += pitch) {
-      const V cj = broadcast<L>(c[j * L]);
+  // The length of a row of sums: whole vectors, the last of which may have numbers of the one before it in its first
+  // lanes. Sums are written and read again at once, so their vectors do not overlap as those of the votes do.
+  static CAPSFAST_INLINE int64_t sum_pitch(int64_t D) { return NV > 0 ? NV * L : (D + L - 1) / L * L; }
+
+  // sum[j] += c[j][n] x and, unless it is null, second[j] += c[j][n] x^2 with x = votes[n][j], for `count` input
+  // capsules n and all j. c is [J][L]; votes as above, sum and second are [J][sum_pitch].
+  static CAPSFAST_ONCE void add_scaled(const T* c, const T* const* votes, int64_t pitch, int64_t count, const T* center,
+                                       int64_t J, int64_t D_given, T* sum, T* second) {
+    const int64_t D = NV > 0 ? NV * L : D_given, row = sum_pitch(D);
+    for (int64_t n = 0; n < count; ++n) {
+      const T* x = votes[n];
+      for (int64_t j = 0; j < J; ++j, x += pitch) {
+        const V cj = broadcast<L>(c[j * L + n]);
 #pragma GCC unroll 2
+        for (int64_t d = 0; d < D; d += L) {
+          const V v = read_vote(x, center + (Q ? j * D : 0), d, D);
+          T* const to = sum + j * row + d;
+          store<L>(to, load<L>(to) + cj * v);
+          if (!Q || second == nullptr) continue;
+          T* const squares = second + j * row + d;
+          store<L>(squares, load<L>(squares) + cj * v * v);
+        }
+      }
+    }
+  }
+
+  // Adds such sums to high + low [J][D].
+  static CAPSFAST_ONCE void join_rows(const T* sum, int64_t J, int64_t D_given, T* high, T* low) {
+    const int64_t D = NV > 0 ? NV * L : D_given, row = sum_pitch(D);
+    for (int64_t j = 0; j < J; ++j, sum += row, high += D, low += D) {
       for (int64_t d = 0; d < D; d += L) {
-        const V x = read_vote(votes, center + (Q ? j * D : 0), d, D);
-        write_vector(sum + j * D, read_vector(sum + j * D, d, D) + cj * x, d, D);
-        if (!Q || second == nullptr) continue;
-        write_vector(second + j * D, read_vector(second + j * D, d, D) + cj * x * x, d, D);
+        V h = read_vector(high, d, D), l = read_vector(low, d, D);
+        add_exactly(rest(load<L>(sum + d), d, D), &h, &l);
+        write_vector(high, h, d, D);
+        write_vector(low, l, d, D);
       }
     }
   }

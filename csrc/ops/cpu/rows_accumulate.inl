@@ -14,8 +14,10 @@ struct RowsAccumulate {
 
   // Softmax over the input capsules: replaces scores [J][L] by exp(b - max), where max is the largest so far. If it
   // grows, all that was added up before is rescaled.
-  static void online(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
+  static CAPSFAST_ONCE void online(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at,
+                                   const Block& block) {
     const Problem& p = *pass.problem;
+    const int64_t row = B_::sum_pitch(p.D);
     for (int64_t j = 0; j < p.J; ++j) {
       const int64_t scalar = block.b * p.J + j;
       T& highest = pass.max[scalar];
@@ -26,14 +28,14 @@ struct RowsAccumulate {
         highest = now;
         at.norm[j] *= factor;
         multiply(pass.norm, scalar, 1, factor);
-        multiply(at.sum + j * p.D, p.D, factor);
+        multiply(at.sum + j * row, row, factor);
         multiply(pass.first, scalar * p.D, p.D, factor);
         if (pass.mass.high != nullptr) {
           at.mass[j] *= factor;
           multiply(pass.mass, scalar, 1, factor);
         }
         if (Q && pass.second.high != nullptr) {
-          multiply(at.second + j * p.D, p.D, factor);
+          multiply(at.second + j * row, row, factor);
           multiply(pass.second, scalar * p.D, p.D, factor);
         }
       }
@@ -53,10 +55,8 @@ struct RowsAccumulate {
 
   static void unweighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
-    for (int64_t j = 0; j < p.J; ++j) at.scores[j * L] = 1;
-    for (int64_t n = 0; n < block.count; ++n) {
-      B_::add_scaled(at.scores, block.votes[n], B_::pitch(p), nullptr, p.J, p.D, at.sum, nullptr);
-    }
+    for (int64_t n = 0; n < p.J * L; ++n) at.scores[n] = 1;
+    B_::add_scaled(at.scores, block.votes, B_::pitch(p), block.count, nullptr, p.J, p.D, at.sum, nullptr);
   }
 
   // The sample's form; its linear part is null where there is none.
@@ -114,24 +114,22 @@ struct RowsAccumulate {
       coefficient = at.dc;
     }
     if (pass.first.high == nullptr) return;
-    for (int64_t n = 0; n < block.count; ++n) {
-      T* second = pass.second.high == nullptr ? nullptr : at.second;
-      B_::add_scaled(coefficient + n, block.votes[n], pitch, center, J, D, at.sum, second);
-    }
+    T* second = pass.second.high == nullptr ? nullptr : at.second;
+    B_::add_scaled(coefficient, block.votes, pitch, block.count, center, J, D, at.sum, second);
     if (pass.mass.high != nullptr) B_::add_mass(coefficient, J, at.mass);
   }
 
   static void run(const AccumulatePass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
-    const int64_t JD = p.J * p.D;
+    const int64_t JD = p.J * p.D, sums = p.J * B_::sum_pitch(p.D);
     const RowsAccumulateScratch<T> at(p, *pass.plan, scratch);
     for (int64_t b = range.tile0; b < range.tile1; ++b) {
       for (int64_t from = range.i0; from < range.i1; from += pass.plan->chunk) {
         const int64_t to = from + pass.plan->chunk < range.i1 ? from + pass.plan->chunk : range.i1;
-        __builtin_memset(at.sum, 0, static_cast<size_t>(JD) * sizeof(T));
+        __builtin_memset(at.sum, 0, static_cast<size_t>(sums) * sizeof(T));
         __builtin_memset(at.norm, 0, static_cast<size_t>(p.J) * sizeof(T));
         if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(p.J) * sizeof(T));
-        if (pass.second.high != nullptr) __builtin_memset(at.second, 0, static_cast<size_t>(JD) * sizeof(T));
+        if (pass.second.high != nullptr) __builtin_memset(at.second, 0, static_cast<size_t>(sums) * sizeof(T));
         for (int64_t i0 = from; i0 < to; i0 += L) {
           const T* votes[L];
           const Block block{b, i0, i0 + L < to ? L : to - i0, votes};
@@ -139,10 +137,11 @@ struct RowsAccumulate {
           pass.unweighted ? unweighted(pass, at, block) : weighted(pass, at, block);
         }
         if (pass.first.high == nullptr) continue;
-        join(at.sum, JD, pass.first, b * JD);
+        B_::join_rows(at.sum, p.J, p.D, pass.first.high + b * JD, pass.first.low + b * JD);
         if (pass.norm.high != nullptr) join(at.norm, p.J, pass.norm, b * p.J);
         if (pass.mass.high != nullptr) join(at.mass, p.J, pass.mass, b * p.J);
-        if (pass.second.high != nullptr) join(at.second, JD, pass.second, b * JD);
+        if (pass.second.high != nullptr)
+          B_::join_rows(at.second, p.J, p.D, pass.second.high + b * JD, pass.second.low + b * JD);
       }
     }
   }

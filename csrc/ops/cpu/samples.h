@@ -13,7 +13,8 @@ inline View shifted(View view, int64_t elements) {
   return view;
 }
 
-// A view with an axis B from sample n on. Its samples then are those of that axis or, where there are positions, of theirs.
+// A view with an axis B from sample n on. Its samples then are those of that axis or, where there are positions, of
+// theirs.
 inline View samples(const Problem& p, const View& view, int64_t n) {
   if (p.positions < 0) return shifted(view, n * view.stride[0]);
   View part = shifted(view, n / p.positions * view.stride[0] + n % p.positions * view.position);

@@ -35,9 +35,10 @@ inline int64_t packing_buffer(const Problem& p, int64_t chunk) {
 
 // weights [chunk][J R K], or [1][J R K] if shared: copies, if gather_rows. buffer [L][chunk][P K or J]: copies of poses
 // or logits before they are transposed. u [chunk][P K][L]; where samples are positions the votes, less the center,
-// [chunk][J D][L], and buffer has room for those of an input capsule. logits [chunk][J][L], valid [chunk][L] (0 if masked). scores
-// and dc [scored][J][L], where scored is 1 if all votes are held and else chunk. x [out_tile D][L]: the votes held.
-// sum [out_tile D][L] and norm [J][L]: the sums of a chunk, those of s for a tile of output capsules at a time.
+// [chunk][J D][L], and buffer has room for those of an input capsule. logits [chunk][J][L], valid [chunk][L] (0 if
+// masked). scores and dc [scored][J][L], where scored is 1 if all votes are held and else chunk. x [out_tile D][L]: the
+// votes held. sum [out_tile D][L] and norm [J][L]: the sums of a chunk, those of s for a tile of output capsules at a
+// time.
 template <class T>
 struct LanesAccumulateScratch {
   T *weights, *buffer, *u, *logits, *valid, *scores, *dc, *x, *sum, *norm, *second, *mass, *activation, *lse, *dlse;
@@ -66,11 +67,11 @@ struct LanesAccumulateScratch {
   }
 };
 
-// weights, buffer, u, logits and valid as above, but for rows (j, r) of the weight where it says J D. c and db [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes
-// and their gradients, padded to a multiple of L rows. du [chunk][K][L]. dweight [chunk or 1][ceil(J D / L)][K][L]:
-// blocks of L rows, transposed, and row [J D K], dweight of an input capsule before it is added or converted: both
-// unless dW is added up in place. dlogits [chunk][J][L]. block [K][L]. held [chunk][J D][L]: the votes of a quadratic
-// pass. activation, lse and dlse [chunk][L].
+// weights, buffer, u, logits and valid as above, but for rows (j, r) of the weight where it says J D. c and db
+// [iterations][chunk][J][L]. x and dx [out_tile D][L]: votes and their gradients, padded to a multiple of L rows. du
+// [chunk][K][L]. dweight [chunk or 1][ceil(J D / L)][K][L]: blocks of L rows, transposed, and row [J D K], dweight of
+// an input capsule before it is added or converted: both unless dW is added up in place. dlogits [chunk][J][L]. block
+// [K][L]. held [chunk][J D][L]: the votes of a quadratic pass. activation, lse and dlse [chunk][L].
 template <class T>
 struct LanesGradientScratch {
   T *weights, *buffer, *u, *logits, *valid, *c, *db, *x, *dx, *du, *dweight, *dlogits, *row, *block, *held, *activation,
@@ -105,8 +106,8 @@ struct LanesGradientScratch {
   }
 };
 
-// Of a small batch, for a block of L input capsules and `outputs` output capsules at a time. buffer [L][..]: copies before
-// they are transposed. u and du [B][P K][L]. valid [B][L]. weight and dweight [outputs][R K][L].
+// Of a small batch, for a block of L input capsules and `outputs` output capsules at a time. buffer [L][..]: copies
+// before they are transposed. u and du [B][P K][L]. valid [B][L]. weight and dweight [outputs][R K][L].
 template <class T>
 struct SmallBatchScratch {
   int64_t outputs;
@@ -130,8 +131,8 @@ struct SmallBatchScratch {
 };
 
 // For blocks of L input capsules. rows [L][J D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of 16
-// output capsules. scores and dc [J][L]. sum [J D] and norm [J]: the sums of a chunk. second and mass: as sum and norm.
-// activation, lse and dlse [L].
+// output capsules. scores and dc [J][L]. sum [J][vectors of D][L] and norm [J]: the sums of a chunk. second and mass:
+// as sum and norm. activation, lse and dlse [L].
 template <class T>
 struct RowsAccumulateScratch {
   T *rows, *part, *scores, *dc, *sum, *norm, *second, *mass, *activation, *lse, *dlse;
@@ -139,14 +140,14 @@ struct RowsAccumulateScratch {
 
   RowsAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
-    const int64_t L = plan.L;
+    const int64_t L = plan.L, sums = p.J * ((p.D + L - 1) / L * L);
     rows = carve.take(plan.gather_rows ? L * p.J * p.D : 0);
     part = carve.take(16 * L * L);
     scores = carve.take(p.J * L);
     dc = carve.take(p.J * L);
-    sum = carve.take(p.J * p.D);
+    sum = carve.take(sums);
     norm = carve.take(p.J);
-    second = carve.take(p.moments ? p.J * p.D : 0);
+    second = carve.take(p.moments ? sums : 0);
     mass = carve.take(p.moments ? p.J : 0);
     activation = carve.take(p.moments ? L : 0);
     lse = carve.take(p.moments ? L : 0);

@@ -1,6 +1,6 @@
-// The steps of a small batch where whole vectors hold what the weight has for an input capsule: rows (j, d) of K = 4, 8 or
-// 16 numbers, or components d that lie side by side. L vectors, one of each input capsule of a block, are worked on in
-// registers.
+// The steps of a small batch where whole vectors hold what the weight has for an input capsule: rows (j, d) of K = 4, 8
+// or 16 numbers, or components d that lie side by side. L vectors, one of each input capsule of a block, are worked on
+// in registers.
 
 template <class T>
 struct SmallBatchRows {
@@ -37,16 +37,17 @@ struct SmallBatchRows {
     }
   }
 
-  // Asks for as many weights of the next block as one step of this one reads, in the order of memory: the weights of L input
-  // capsules are read side by side, a piece of each at a time, which no processor foresees. Nothing if next is null.
+  // Asks for as many weights of the next block as one step of this one reads, in the order of memory: the weights of L
+  // input capsules are read side by side, a piece of each at a time, which no processor foresees. Nothing if next is
+  // null.
   static CAPSFAST_INLINE void ask(const T* next, int64_t step) {
     if (next == nullptr) return;
 #pragma GCC unroll 16
     for (int l = 0; l < L; ++l) __builtin_prefetch(next + (step * L + l) * L, 0, 2);
   }
 
-  // The votes of a single sample, without transposing the weights: L / K rows (j, d) of K numbers at a time, in one vector
-  // of each input capsule. Products are added up over the numbers and lined up over the input capsules at once.
+  // The votes of a single sample, without transposing the weights: L / K rows (j, d) of K numbers at a time, in one
+  // vector of each input capsule. Products are added up over the numbers and lined up over the input capsules at once.
   // from[l]: the weights of input capsule l. rows: a multiple of L / K. next: what ask() takes.
   template <int K>
   static CAPSFAST_INLINE void votes_of_one(const T* const* from, const T* next, const T* u, int64_t rows, T* x) {
@@ -105,11 +106,12 @@ struct SmallBatchRows {
     }
   }
 
-  // The votes of one sample where components d of the weight lie side by side, as in weights that are stored [.., K, D]: those
-  // of an input capsule along the lanes, then transposed. D is a multiple of L.
+  // The votes of one sample where components d of the weight lie side by side, as in weights that are stored [.., K,
+  // D]: those of an input capsule along the lanes, then transposed. D is a multiple of L.
   static void votes_of_components(const Problem& p, const Block& block, const T* u, T* x) {
     const int64_t *stride = p.weight.stride, size = p.weight_size();
-    // Asks for the next block as ask() does, if the input capsules of this one or those of an output capsule lie together.
+    // Asks for the next block as ask() does, if the input capsules of this one or those of an output capsule lie
+    // together.
     const bool more = block.i0 + 2 * L <= p.I && (stride[0] == size || stride[0] == p.D * p.K);
     for (int64_t j = 0; j < p.J; ++j) {
       const T* const next = !more ? nullptr : weight_of(p, block.i0 + L) + (stride[0] == size ? 0 : j * stride[1]);
@@ -162,7 +164,8 @@ struct SmallBatchRows {
     }
   }
 
-  // dW of L / K rows at a time, in registers until they are transposed. to[l]: dW of input capsule l, added to if `add`.
+  // dW of L / K rows at a time, in registers until they are transposed. to[l]: dW of input capsule l, added to if
+  // `add`.
   template <int K>
   static CAPSFAST_INLINE void weight_gradient_of_rows(const T* dx, const T* u, int64_t rows, int64_t samples,
                                                       int64_t next_x, bool add, T* const* to) {

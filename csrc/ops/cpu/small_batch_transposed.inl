@@ -1,5 +1,5 @@
-// The steps of a small batch for any K and any weight, pose matrices too: the weights of a block and of a few output capsules
-// are transposed to lanes, in L1, and serve all samples.
+// The steps of a small batch for any K and any weight, pose matrices too: the weights of a block and of a few output
+// capsules are transposed to lanes, in L1, and serve all samples.
 
 template <class T>
 struct SmallBatchTransposed : SmallBatchRows<T> {
@@ -50,8 +50,8 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
     return {at.weight, size, p.K, 1};
   }
 
-  // For each of S samples: x [r1 - r][L] = rows r to r1 of w [R, K] times u [K][L], N at a time and what is left in half as
-  // many. The poses and votes of two samples are next_u and next_x apart.
+  // For each of S samples: x [r1 - r][L] = rows r to r1 of w [R, K] times u [K][L], N at a time and what is left in
+  // half as many. The poses and votes of two samples are next_u and next_x apart.
   template <int N, int S>
   static CAPSFAST_INLINE void products(const Rows& w, const T* from, const T* u, int64_t next_u, int64_t K, int64_t r,
                                        int64_t r1, T* x, int64_t next_x) {
@@ -94,8 +94,8 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
     }
   }
 
-  // For each of S samples: du[k] += sum over rows r < R of w[r][k] g[r], numbers k to K, N at a time and what is left in
-  // half as many.
+  // For each of S samples: du[k] += sum over rows r < R of w[r][k] g[r], numbers k to K, N at a time and what is left
+  // in half as many.
   template <int N, int S>
   static CAPSFAST_INLINE void pose_gradient(const Rows& w, const T* from, const T* g, int64_t next_g, int64_t R,
                                             int64_t k, int64_t K, T* du, int64_t next_u) {
@@ -137,8 +137,8 @@ struct SmallBatchTransposed : SmallBatchRows<T> {
     }
   }
 
-  // dw[m][k] += the sum over samples and poses of dx[m] u[k], for M rows and numbers k to K, N at a time and what is left in
-  // half as many. dx and u: those of the first sample.
+  // dw[m][k] += the sum over samples and poses of dx[m] u[k], for M rows and numbers k to K, N at a time and what is
+  // left in half as many. dx and u: those of the first sample.
   template <int M, int N>
   static CAPSFAST_INLINE void weight_gradient(const Problem& p, const T* dx, int64_t next_x, const T* u, int64_t k,
                                               T* dw) {

@@ -182,8 +182,8 @@ CAPSFAST_DEVICE void end_rows(int pairs, Shared<T> rows) {
   }
 }
 
-// Replaces logits by c and, if there is ds, dc by db = c (dc - mean + dlse). If `all.max` is null, `rows` [pair][3] holds
-// max, scale and mean.
+// Replaces logits by c and, if there is ds, dc by db = c (dc - mean + dlse). If `all.max` is null, `rows` [pair][3]
+// holds max, scale and mean.
 template <class T, int kSamples>
 CAPSFAST_DEVICE void normalise(const Inputs& in, const Tile& tile, const Scoring<T>& with, const Normaliser<T>& all,
                                Shared<T> rows, const Scores<T, kSamples>& scores) {

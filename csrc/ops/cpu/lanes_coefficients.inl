@@ -1,0 +1,193 @@
+// What the passes of the lanes layout do with scores, whatever votes they come from: coupling coefficients, the
+// gradient of the logits, and sums that go on from chunk to chunk. None of it depends on K or on how votes are scored.
+
+// A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
+// count). weights: [J D K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if they are given.
+// valid [count][L], if there is a mask or the block is not full.
+template <class T>
+struct LanesTile {
+  static constexpr int L = kLanes<T>;
+  using Packing = LanesPacking<T>;
+
+  int64_t t, b0, samples, i0, count;
+  const T* weights;
+  int64_t pitch;
+  const T *votes, *valid;
+
+  CAPSFAST_INLINE const T* valid_of(int64_t i) const {
+    return __builtin_expect(valid == nullptr, 1) ? nullptr : valid + i * L;
+  }
+
+  // Copies what the samples of tile `tile` have of the chunk to `at`: poses or votes less the center, logits, numbers
+  // of input capsules.
+  template <class At>
+  CAPSFAST_ONCE void begin(const Problem& p, int64_t tile, const T* center, const View& dlse, const At& at) {
+    t = tile;
+    b0 = t * L;
+    samples = Packing::lanes_used(p, t, i0);
+    valid = Packing::masked(p, samples) ? at.valid : nullptr;
+    votes = Packing::votes_in_place(p, center) ? static_cast<const T*>(p.votes.data) + i0 * p.J * p.D * L : at.u;
+    Packing::pack_poses(p, b0, samples, i0, count, center, at.buffer, at.u, at.valid);
+    if (p.logits.data != nullptr) Packing::pack_logits(p, b0, samples, i0, count, at.buffer, at.logits);
+    if (!p.moments) return;
+    Packing::pack_numbers(p.activation, p, b0, samples, i0, count, at.valid, at.buffer, at.activation);
+    Packing::pack_numbers(p.lse, p, b0, samples, i0, count, at.valid, at.buffer, at.lse);
+    Packing::pack_numbers(dlse, p, b0, samples, i0, count, at.valid, at.buffer, at.dlse);
+  }
+};
+
+template <class T>
+struct LanesCoefficients : Coupling<T, kLanes<T>> {
+  static constexpr int L = kLanes<T>;
+  using V = Vec<T, L>;
+  using C_ = Coupling<T, L>;
+  using Packing = LanesPacking<T>;
+
+  // The pointers are those of AccumulatePass at the tile.
+  struct Tile : LanesTile<T> {
+    const T* center;
+    Form<T> score, gradient;
+    const T *valid_out, *in_max, *in_scale, *c_dc;
+  };
+
+  // What `at` has of input capsule i [L], null if the pass has nothing of its kind.
+  static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
+    return view.data == nullptr ? nullptr : rows + i * L;
+  }
+
+  // Turns scores into the coefficients of the sums: b becomes the coupling and, in the backward, dc the gradient of the
+  // logits. With the softmax over the input capsules in the forward, b stays the logits, and online() or chunk_online()
+  // goes on from there. Apart from the loop over input capsules, whose registers hold votes.
+  static CAPSFAST_ONCE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
+                                         const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J;
+    const bool sample_logits = p.logits.stride[0] != 0;
+    const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
+    const T* activation = row(p.activation, at.activation, i);
+    const T masked = C_::masked_logit(p.normalize);
+    C_::add(tile.score.constant, J, b);
+    C_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, tile.valid_of(i), tile.valid_out,
+                  J, masked, b);
+    if (!p.softmax_in()) {
+      alignas(sizeof(V)) T found[L];
+      C_::normalize(p.normalize, J, p.leaky, row(p.lse, at.lse, i), pass.lse.data == nullptr ? nullptr : found, b);
+      if (pass.lse.data != nullptr) Packing::put(pass.lse, tile.b0, tile.samples, tile.i0 + i, found);
+    } else if (tile.in_max != nullptr) {
+      C_::softmax_in(J, tile.in_max, tile.in_scale, b);
+    }
+    if (tile.gradient.linear == nullptr) {
+      if (!p.softmax_in() || tile.in_max != nullptr) C_::weigh(activation, J, b);
+      if (pass.coupling.data != nullptr)
+        Packing::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
+      return;
+    }
+    C_::add(tile.gradient.constant, J, dc);
+    if (pass.dcoupling.data != nullptr)
+      Packing::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
+    C_::weigh(activation, J, dc);
+    if (p.normalize == Normalize::out || p.softmax_in()) {
+      C_::softmax_backward(J, b, tile.c_dc, row(pass.dlse, at.dlse, i), dc);
+    } else {
+      C_::derivative(p.normalize, J, b, dc);
+      if (p.normalize == Normalize::none) C_::mask(tile.valid_of(i), tile.valid_out, J, masked, dc);
+    }
+  }
+
+  // After the maximum of output capsule j has grown: multiplies all that was added up before by `scale`.
+  static CAPSFAST_ONCE void rescale(const AccumulatePass<T>& pass, const Tile& tile,
+                                    const LanesAccumulateScratch<T>& at, int64_t j, V scale, bool chunk_sums) {
+    const int64_t J = pass.problem->J, D = pass.problem->D;
+    const int64_t scalar = (tile.t * J + j) * L, vector = (tile.t * J + j) * D * L;
+    multiply(pass.norm, scalar, L, scale);
+    multiply(pass.first, vector, D * L, scale);
+    if (pass.mass.high != nullptr) multiply(pass.mass, scalar, L, scale);
+    if (pass.second.high != nullptr) multiply(pass.second, vector, D * L, scale);
+    if (!chunk_sums) return;
+    multiply(at.sum + j * D * L, D * L, scale);
+    if (pass.mass.high != nullptr) multiply(at.mass + j * L, L, scale);
+    if (pass.second.high != nullptr) multiply(at.second + j * D * L, D * L, scale);
+  }
+
+  static CAPSFAST_INLINE void multiply(T* to, int64_t count, V scale) {
+    for (int64_t n = 0; n < count; n += L) store<L>(to + n, load<L>(to + n) * scale);
+  }
+  static CAPSFAST_INLINE void multiply(const Sum<T>& sum, int64_t from, int64_t count, V scale) {
+    multiply(sum.high + from, count, scale);
+    multiply(sum.low + from, count, scale);
+  }
+
+  // Softmax over the input capsules, for one of them: replaces scores [J][L] by exp(b - max), max the largest so far.
+  static CAPSFAST_ONCE void online(const AccumulatePass<T>& pass, const Tile& tile,
+                                   const LanesAccumulateScratch<T>& at) {
+    const int64_t J = pass.problem->J;
+    T* max_of = pass.max + tile.t * J * L;
+    for (int64_t j = 0; j < J; ++j) {
+      const V x = load<L>(at.scores + j * L), before = load<L>(max_of + j * L);
+      const V now = max(before, x);
+      V norm = load<L>(at.norm + j * L);
+      if (any_different<T, L>(before, now)) {
+        const V scale = exp<L>(before - now);
+        norm = norm * scale;
+        store<L>(max_of + j * L, now);
+        rescale(pass, tile, at, j, scale, true);
+      }
+      const V e = exp<L>(x - now);
+      store<L>(at.scores + j * L, e);
+      store<L>(at.norm + j * L, norm + e);
+    }
+  }
+
+  // As online(), for the scores of a whole chunk. Sums are rescaled once, for its maximum.
+  static void chunk_online(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
+    const int64_t J = pass.problem->J;
+    T* max_of = pass.max + tile.t * J * L;
+    for (int64_t j = 0; j < J; ++j) {
+      const V before = load<L>(max_of + j * L);
+      V now = before;
+      for (int64_t i = 0; i < tile.count; ++i) now = max(now, load<L>(at.scores + (i * J + j) * L));
+      if (any_different<T, L>(before, now)) rescale(pass, tile, at, j, exp<L>(before - now), false);
+      V norm = V{};
+      for (int64_t i = 0; i < tile.count; ++i) {
+        T* b = at.scores + (i * J + j) * L;
+        const V e = exp<L>(load<L>(b) - now);
+        store<L>(b, e);
+        norm += e;
+      }
+      store<L>(max_of + j * L, now);
+      store<L>(at.norm + j * L, norm);
+    }
+  }
+
+  static CAPSFAST_INLINE void add_mass(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, const T* e) {
+    if (pass.mass.high != nullptr) C_::add(e, pass.problem->J, at.mass);
+  }
+
+  // From the scores of a whole chunk to coefficients, and their sums.
+  static CAPSFAST_ONCE void chunk_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
+                                               const LanesAccumulateScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t size = p.J * L;
+    const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
+    for (int64_t i = 0; i < tile.count; ++i) coefficients(pass, tile, at, i, at.scores + i * size, at.dc + i * size);
+    if (p.softmax_in() && tile.in_max == nullptr) {
+      chunk_online(pass, tile, at);
+      for (int64_t i = 0; i < tile.count; ++i)
+        C_::weigh(row(p.activation, at.activation, i), p.J, at.scores + i * size);
+    }
+    if (pass.first.high == nullptr) return;
+    for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * size);
+  }
+
+  static CAPSFAST_INLINE void join(V x, const Sum<T>& sum, int64_t to) {
+    V h = load<L>(sum.high + to), l = load<L>(sum.low + to);
+    add_exactly(x, &h, &l);
+    store<L>(sum.high + to, h);
+    store<L>(sum.low + to, l);
+  }
+
+  // Adds `rows` rows of a sum of the chunk, from [rows][L], to those of the pass from `to` on.
+  static void join(const T* from, int64_t rows, const Sum<T>& sum, int64_t to) {
+    for (int64_t n = 0; n < rows * L; n += L) join(load<L>(from + n), sum, to + n);
+  }
+};

@@ -1,0 +1,182 @@
+// What the gradient pass in the lanes layout makes of scores, whatever votes they come from: coupling coefficients, the
+// gradients of the logits and of the votes. None of it depends on K. lanes_gradient.inl has the formulas.
+
+// Q: a quadratic pass of one iteration.
+template <class T, bool Q>
+struct LanesVoteGradients {
+  using B_ = Lanes<T, 0>;
+  using V = Vec<T, kLanes<T>>;
+  using Tile = LanesTile<T>;
+  static constexpr int L = kLanes<T>;
+
+  static bool needs_db(const GradientPass<T>& pass, int64_t t) {
+    const bool wanted = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
+    return wanted || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr ||
+           (!pass.problem->gradient_last && t >= pass.scored);
+  }
+
+  static const T* parameters(const T* all, const GradientPass<T>& pass, int64_t iteration, int64_t t) {
+    const int64_t JD = pass.problem->J * pass.problem->D;
+    return all + (iteration * pass.plan->tiles + t) * JD * (pass.problem->capsule_lanes ? 1 : L);
+  }
+
+  // Replaces dot products with V and ds, in at.c and at.db, by c and db, and writes the gradients of what belongs to an
+  // input capsule.
+  static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
+    const bool sample_logits = p.logits.stride[0] != 0;
+    const T* valid_out = pass.valid_out == nullptr ? nullptr : pass.valid_out + tile.t * J * L;
+    const T masked = B_::masked_logit(p.normalize);
+    for (int64_t i = 0; i < tile.count; ++i) {
+      const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
+      const T* activation = p.activation.data == nullptr ? nullptr : at.activation + i * L;
+      for (int64_t t = pass.first; t < p.iterations; ++t) {
+        const int64_t scalars = (t * tiles + tile.t) * J * L;
+        T* c = at.c + ((t - pass.first) * chunk + i) * J * L;
+        T* dc = at.db + ((t - pass.first) * chunk + i) * J * L;
+        if (pass.score.constant != nullptr) B_::add(pass.score.constant + scalars, J, c);
+        B_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, tile.valid_of(i), valid_out,
+                      J, masked, c);
+        if (p.softmax_in()) {
+          B_::softmax_in(J, pass.in_max + scalars, pass.in_scale + scalars, c);
+        } else {
+          B_::normalize(p.normalize, J, p.leaky, at.lse + i * L, nullptr, c);
+        }
+        if (!needs_db(pass, t)) {
+          B_::weigh(activation, J, c);
+          continue;
+        }
+        if (pass.gradient.constant != nullptr) B_::add(pass.gradient.constant + scalars, J, dc);
+        if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
+          B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
+        }
+        if (pass.dactivation.data != nullptr) number(pass.dactivation, pass, tile, at, i, B_::total(J, c, dc));
+        B_::weigh(activation, J, dc);
+        if (p.normalize == Normalize::out || p.softmax_in()) {
+          const T* dlse = pass.dlse.data == nullptr ? nullptr : at.dlse + i * L;
+          B_::softmax_backward(J, c, p.softmax_in() ? pass.c_dc + scalars : nullptr, dlse, dc);
+        } else {
+          B_::derivative(p.normalize, J, c, dc);
+          if (p.normalize == Normalize::none) B_::mask(tile.valid_of(i), valid_out, J, masked, dc);
+        }
+        if (pass.dlse_given.data != nullptr)
+          number(pass.dlse_given, pass, tile, at, i, V{} - B_::total(J, dc, nullptr));
+        B_::weigh(activation, J, c);
+      }
+    }
+  }
+
+  // Writes a number of input capsule i for each sample to `view` [B, I]; 0 where the capsule is masked.
+  static void number(const View& view, const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
+                     int64_t i, V value) {
+    B_::template keep_valid<1>(tile.valid_of(i), &value);
+    alignas(sizeof(V)) T lanes[L];
+    store<L>(lanes, value);
+    B_::put(view, tile.b0, tile.samples, tile.i0 + i, lanes);
+  }
+
+  // rows[n] = component d + n of dvotes of (i, j), for n < N.
+  template <int N, bool Same = false>
+  static CAPSFAST_INLINE void vote_gradient(const GradientPass<T>& pass, const Tile& tile,
+                                            const LanesGradientScratch<T>& at, int64_t i, int64_t j, int64_t d,
+                                            V* rows) {
+    const Problem& p = *pass.problem;
+    const int64_t pitch = pass.plan->gradient_chunk * p.J * L, row = (j * p.D + d) * (Same ? 1 : L);
+    int64_t from = (i * p.J + j) * L;
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) rows[n] = V{};
+    if constexpr (Q) {
+      const V c = load<L>(at.c + from), db = load<L>(at.db + from);
+      const T* x = at.held + ((i * p.J + j) * p.D + d) * L;
+      const Form<T> gradient = form(pass.gradient, pass, tile), score = form(pass.score, pass, tile);
+      const bool scored = pass.scored == 0;
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) {
+        const V twice = T(2) * load<L>(x + n * L);
+        rows[n] = c * (B_::template parameter<Same>(gradient.linear + row, n) +
+                       twice * B_::template parameter<Same>(gradient.square + row, n));
+        if (!scored) continue;
+        rows[n] += db * (B_::template parameter<Same>(score.linear + row, n) +
+                         twice * B_::template parameter<Same>(score.square + row, n));
+      }
+      return;
+    }
+    for (int64_t t = pass.first; t < p.iterations; ++t, from += pitch) {
+      const V c = load<L>(at.c + from);
+      const T* ds = parameters(pass.gradient.linear, pass, t, tile.t) + row;
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) rows[n] += c * B_::template parameter<Same>(ds, n);
+      if (p.gradient_last || t < pass.scored) continue;
+      const V db = load<L>(at.db + from);
+      const T* V_t = parameters(pass.score.linear, pass, t, tile.t) + row;
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) rows[n] += db * B_::template parameter<Same>(V_t, n);
+    }
+  }
+
+  // The first iteration's form of a tile.
+  static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile) {
+    if (all.linear == nullptr) return {};
+    return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t)};
+  }
+
+  // Writes dvotes of input capsule i for output capsules [j0, j1) to dx [(j1 - j0) D][L].
+  template <bool Same = false>
+  static void vote_gradients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
+                             int64_t i, int64_t j0, int64_t j1, T* dx) {
+    const int64_t D = pass.problem->D;
+    for (int64_t j = j0; j < j1; ++j) {
+      T* to = dx + (j - j0) * D * L;
+      int64_t d = 0;
+      for (; d + 4 <= D; d += 4) {
+        V rows[4];
+        vote_gradient<4, Same>(pass, tile, at, i, j, d, rows);
+        for (int n = 0; n < 4; ++n) store<L>(to + (d + n) * L, rows[n]);
+      }
+      for (; d < D; ++d) {
+        V rows[1];
+        vote_gradient<1, Same>(pass, tile, at, i, j, d, rows);
+        store<L>(to + d * L, rows[0]);
+      }
+    }
+  }
+
+  static void sum_logits(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t size = tile.count * p.J * L, pitch = pass.plan->gradient_chunk * p.J * L;
+    const bool per_sample = pass.dlogits_sample.data != nullptr;
+    for (int64_t n = 0; n < size; n += L) {
+      V total = per_sample ? V{} : load<L>(at.dlogits + n);
+      for (int64_t t = 0; t < p.iterations - pass.first; ++t) total += load<L>(at.db + t * pitch + n);
+      store<L>(at.dlogits + n, total);
+    }
+    if (per_sample)
+      B_::unpack(at.dlogits, tile.b0, tile.samples, tile.i0, tile.count, p.J, at.buffer, pass.dlogits_sample);
+  }
+
+  // Votes that are given: writes their gradients.
+  static void write_votes(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, D = p.D, held = pass.plan->gradient_out_tile;
+    if (p.capsule_lanes) {
+      // Over the votes, whose masked ones make no gradients.
+      T* const dvotes = static_cast<T*>(pass.dvotes.data) + tile.i0 * J * D * L;
+      for (int64_t i = 0; i < tile.count; ++i) vote_gradients<true>(pass, tile, at, i, 0, J, dvotes + i * J * D * L);
+      return;
+    }
+    for (int64_t i = 0; i < tile.count; ++i) {
+      const View to = B_::of_capsule(pass.dvotes, tile.i0 + i);
+      for (int64_t j0 = 0; j0 < J; j0 += held) {
+        const int64_t j1 = j0 + held < J ? j0 + held : J;
+        vote_gradients(pass, tile, at, i, j0, j1, at.dx);
+        for (int64_t row = 0; row < (j1 - j0) * D && p.mask.data != nullptr; ++row) {
+          V x = load<L>(at.dx + row * L);
+          B_::template keep_valid<1>(tile.valid_of(i), &x);
+          store<L>(at.dx + row * L, x);
+        }
+        B_::unpack(at.dx, tile.b0, tile.samples, j0, j1 - j0, D, at.buffer, to);
+      }
+    }
+  }
+};
