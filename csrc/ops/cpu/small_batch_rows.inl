@@ -37,13 +37,19 @@ struct SmallBatchRows {
     }
   }
 
-  // Asks for as many weights of the next block as one step of this one reads, in the order of memory: the weights of L
-  // input capsules are read side by side, a piece of each at a time, which no processor foresees. Nothing if next is
-  // null.
-  static CAPSFAST_INLINE void ask(const T* next, int64_t step) {
-    if (next == nullptr) return;
+  static constexpr int64_t kNear = 256 * 1024;  // bytes of weights that stay in the caches until the next block
+
+  // Asks for as many weights ahead as one step reads, from row numbers on: those of the next block in the order of
+  // memory, as the weights of L input capsules are read side by side, a piece of each at a time, which no processor
+  // foresees. If next is null, those that follow of each input capsule.
+  static CAPSFAST_INLINE void ask(const T* next, const T* const* from, int64_t row) {
+    if (next != nullptr) {
 #pragma GCC unroll 16
-    for (int l = 0; l < L; ++l) __builtin_prefetch(next + (step * L + l) * L, 0, 2);
+      for (int l = 0; l < L; ++l) __builtin_prefetch(next + row * L + l * L, 0, 2);
+    } else {
+#pragma GCC unroll 16
+      for (int l = 0; l < L; ++l) __builtin_prefetch(from[l] + row + 16 * L, 0, 2);
+    }
   }
 
   // The votes of a single sample, without transposing the weights: L / K rows (j, d) of K numbers at a time, in one
@@ -59,7 +65,7 @@ struct SmallBatchRows {
       pose[l] = load<L>(repeated);
     }
     for (int64_t row = 0; row < rows; row += G) {
-      ask(next, row / G);
+      ask(next, from, row * K);
       V votes[G];
 #pragma GCC unroll 16
       for (int c = 0; c < G; ++c) {
@@ -80,7 +86,7 @@ struct SmallBatchRows {
                                             int64_t samples, int64_t next_x, T* x) {
     constexpr int G = L / K;
     for (int64_t row = 0; row < rows; row += G) {
-      ask(next, row / G);
+      ask(next, from, row * K);
       V w[L];
 #pragma GCC unroll 16
       for (int l = 0; l < L; ++l) w[l] = load<L>(from[l] + row * K);
@@ -298,7 +304,8 @@ struct SmallBatchRows {
       return true;
     }
     const Runs runs = runs_of(p);
-    const bool more = block.i0 + 2 * L <= p.I && p.weight.stride[0] == runs.rows * p.K;
+    const int64_t size = runs.rows * p.K;
+    const bool more = block.i0 + 2 * L <= p.I && p.weight.stride[0] == size && size * L * int64_t{sizeof(T)} <= kNear;
     return runs.count > 0 && with_rows(p, block, runs.rows, [&](auto K) {
              for (int64_t n = 0; n < runs.count; ++n) {
                const T* from[L];
