@@ -170,8 +170,7 @@ def route_votes(
     given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
     checks.parameters(op, "votes", votes, (B, I, J, D), given, spatial)
     if spatial:
-        # Votes that output capsules share are read with stride 0.
-        votes = votes.expand(-1, -1, J, -1, -1)
+        votes = positions.of_votes(votes, J, spatial)
         logits, bias, mask, out_mask = (positions.spread(name, given[name], spatial) for name in given)
     v, c = _route_votes.call(
         votes, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend

@@ -141,8 +141,7 @@ def votes_pass(
     J = checks.outputs(op, "votes", votes, 2, {name: getattr(parameters, name) for name in _SAY_J})
     checks.parameters(op, "votes", votes, (B, I, J, D), parameters._asdict(), spatial)
     if spatial:
-        # Votes that output capsules share are read with stride 0.
-        votes = votes.expand(-1, -1, J, -1, -1)
+        votes = positions.of_votes(votes, J, spatial)
         given = parameters._asdict()
         parameters = PassParameters(**{name: positions.spread(name, given[name], spatial) for name in given})
     found = _votes_pass.call(votes, parameters, J, options, return_weights, return_lse, backend)

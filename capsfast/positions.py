@@ -5,8 +5,18 @@ from torch import Tensor
 from .axes import axes_of
 
 
+def alone(spatial: tuple[int, ...]) -> bool:
+    """Whether there are axes of positions that hold a single one: it is routed as votes without such axes are."""
+    return len(spatial) > 0 and all(size == 1 for size in spatial)
+
+
+def of_votes(votes: Tensor, J: int, spatial: tuple[int, ...]) -> Tensor:
+    """Votes ``[B, I, J or 1, D, S]`` as the ops take them: of all J, with stride 0 where output capsules share them."""
+    return votes.squeeze(-1) if alone(spatial) else votes.expand(-1, -1, J, -1, -1)
+
+
 def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
-    """An argument with an axis B: to one axis for all positions.
+    """An argument with an axis B: to one axis for all positions, or none for a single one.
 
     What has no axes of positions holds everywhere. Nothing happens if ``spatial`` is empty.
     """
@@ -15,6 +25,8 @@ def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor 
     axes = axes_of(name, value)
     if axes[0] != "B":
         return value
+    if alone(spatial):
+        return value.reshape(value.shape[: len(axes)])
     if value.dim() > len(axes):
         return value.flatten(len(axes))
     count = 1
@@ -24,7 +36,9 @@ def spread(name: str, value: Tensor | None, spatial: tuple[int, ...]) -> Tensor 
 
 
 def restore(value: Tensor, spatial: tuple[int, ...]) -> Tensor:
-    """The opposite for a result, which ends in one axis for all positions."""
+    """The opposite for a result, which ends in one axis for all positions, or in none for a single one."""
+    if alone(spatial):
+        return value.reshape(*value.shape, *spatial)
     return value.reshape(*value.shape[:-1], *spatial) if len(spatial) > 1 else value
 
 

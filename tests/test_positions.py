@@ -35,14 +35,16 @@ CASES = (
     PassCase(logits="IJ", activation=True, weights=True, lse=True),
     *(normalized(EVERYTHING, how) for how in ("out", "in", "sigmoid", "none", "lse")),
 )
-# Shape, then positions: fewer and more than lanes, one axis and three, more outputs than are held at a time.
+# Shape, then positions: fewer and more than lanes and than half of them, one axis and three, more outputs than are held
+# at a time, a single one.
 SHAPES = (
     ((2, 5, 4, 5, 1), (3, 7)),
     ((1, 3, 3, 16, 1), (37,)),
     ((3, 2, 2, 3, 1), (2, 3, 2)),
     ((2, 70, 3, 8, 1), (16,)),
     ((1, 4, 130, 8, 1), (17,)),
-    ((2, 1, 1, 1, 1), (1, 1)),
+    ((2, 3, 4, 9, 1), (2, 3)),
+    ((3, 5, 4, 5, 1), (1, 1)),
 )
 
 
@@ -105,6 +107,22 @@ def test_every_position_is_a_sample(backend: Backend, case: Case | PassCase) -> 
             assert_close(value.to(device), wanted[name].unflatten(0, (B, S)).sum(1))
         else:
             assert_close(samples(name, value), wanted[name])
+
+
+@pytest.mark.parametrize("spatial", [(1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("J", [1, 3])
+def test_a_single_position_is_routed_as_votes_without(spatial: tuple[int, ...], J: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    votes = torch.randn(2, 5, J, 4, generator=draw)
+    logits, query = torch.randn(2, 5, 3, generator=draw), torch.randn(2, 3, 4, generator=draw)
+    there = (Ellipsis, *(None,) * len(spatial))
+    v, c = capsfast.route_votes(votes[there], logits=logits[there], return_coupling=True)
+    wanted = capsfast.route_votes(votes, logits=logits, return_coupling=True)
+    assert torch.equal(v, wanted[0][there]) and torch.equal(c, wanted[1][there])
+    given = {"query": query, "second": True, "return_lse": True}
+    moments = capsfast.votes_pass(votes[there], logits=logits[there], **given)
+    for got, alone in zip(moments, capsfast.votes_pass(votes, logits=logits, **given), strict=True):
+        assert got is alone is None or torch.equal(got, alone[there])
 
 
 @pytest.mark.parametrize("layout", ["sliced", "transposed", "channels last"])

@@ -47,21 +47,30 @@ CAPSFAST_INLINE Vec<T, L> broadcast(T x) {
   return x - Vec<T, L>{};
 }
 
-// The first n < L lanes come from p, the others are 0.
+#if CAPSFAST_X86
+// Vectors of which only the first n < L lanes are there, with the masks of AVX-512 and AVX2. A template, so that sets
+// without them may not have it.
 template <int L, class T>
-CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
-  if constexpr (L <= 4) {
-    // In registers: a vector that is loaded where its numbers were just stored waits for them.
-    Vec<T, L> v{};
-    for (int l = 0; l < L; ++l) {
-      if (l < n) v[l] = p[l];
+CAPSFAST_INLINE Vec<T, L> load_masked(const T* p, int64_t n) {
+  if constexpr (kBytes == 64) {
+    const auto mask = static_cast<uint16_t>((1u << n) - 1);
+    if constexpr (sizeof(T) == 4) {
+      if constexpr (L == 16) return _mm512_maskz_loadu_ps(mask, p);
+      if constexpr (L == 8) return _mm256_maskz_loadu_ps(static_cast<uint8_t>(mask), p);
+    } else {
+      if constexpr (L == 8) return _mm512_maskz_loadu_pd(static_cast<uint8_t>(mask), p);
+      if constexpr (L == 4) return _mm256_maskz_loadu_pd(static_cast<uint8_t>(mask), p);
     }
-    return v;
+  } else {
+    using Int = typename IntOf<T>::type;
+    Vec<Int, L> lane;
+    for (int l = 0; l < L; ++l) lane[l] = l;
+    const auto mask = reinterpret_cast<Vec<long long, 4>>(lane < static_cast<Int>(n));
+    if constexpr (sizeof(T) == 4) return _mm256_maskload_ps(p, mask);
+    if constexpr (sizeof(T) == 8) return _mm256_maskload_pd(p, mask);
   }
-  alignas(sizeof(T) * L) T lanes[L] = {};
-  for (int64_t l = 0; l < n; ++l) lanes[l] = p[l];
-  return load<L>(lanes);
 }
+#endif
 
 // n < 2 H numbers in two runs of the largest power of two that fits, which may overlap.
 template <int H, class T>
@@ -72,6 +81,25 @@ CAPSFAST_INLINE void copy_part(T* p, const T* from, int64_t n) {
   } else if constexpr (H > 1) {
     copy_part<H / 2>(p, from, n);
   }
+}
+
+// The first n < L lanes come from p, the others are 0.
+template <int L, class T>
+CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
+#if CAPSFAST_X86
+  if constexpr (kBytes >= 32 && L * sizeof(T) >= 32) return load_masked<L>(p, n);
+#endif
+  if constexpr (L <= 4) {
+    // In registers: a vector that is loaded where its numbers were just stored waits for them.
+    Vec<T, L> v{};
+    for (int l = 0; l < L; ++l) {
+      if (l < n) v[l] = p[l];
+    }
+    return v;
+  }
+  alignas(sizeof(T) * L) T lanes[L] = {};
+  copy_part<(L > 1 ? L / 2 : 1)>(lanes, p, n);
+  return load<L>(lanes);
 }
 
 template <int L, class T>

@@ -78,12 +78,14 @@ void add_up(T* parts, int64_t count, int64_t size, const View& to) {
   });
 }
 
-// The kernels of a call. A batch that fills half of the widest registers at most takes kernels of half their width: of
-// those two instructions run where one of the widest does on many machines, and a tile then costs half.
+// The kernels of a call. A batch, or as many positions, that fills half of the widest registers at most takes kernels
+// of half their width: of those two instructions run where one of the widest does on many machines, and a tile then
+// costs half.
 template <class T>
 const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
   const Kernels<T>& widest = kernels<T>(isa());
-  const bool fits = isa() == Isa::avx512 && !p.votes_given && p.B <= widest.L / 2;
+  const bool tiles = !p.votes_given || (p.side_by_side && !p.capsule_lanes);
+  const bool fits = isa() == Isa::avx512 && tiles && p.B <= widest.L / 2;
   return fits && make_plan(p, widest.L, threads, sizeof(T)).lanes ? kernels<T>(Isa::avx2) : widest;
 }
 

@@ -35,15 +35,11 @@ template <class T>
 inline constexpr Storage kStorage = sizeof(T) == 4 ? Storage::f32 : Storage::f64;
 
 // Copies the box [n[0]][n[1]][n[2]] of `view` that begins at element `offset`, with strides s, to contiguous `out`.
+// Rows that follow each other are one.
 template <class T>
 void gather(const View& view, int64_t offset, const int64_t (&n)[3], const int64_t (&s)[3], T* out) {
+  if (s[2] == 1 && s[1] == n[2] && n[1] > 1) return gather<T>(view, offset, {1, n[0], n[1] * n[2]}, {0, s[0], 1}, out);
   for (int64_t a = 0; a < n[0]; ++a) {
-    if (view.storage == kStorage<T> && s[2] == 1 && s[1] == n[2]) {
-      const T* from = static_cast<const T*>(view.data) + offset + a * s[0];
-      __builtin_memcpy(out, from, static_cast<size_t>(n[1] * n[2]) * sizeof(T));
-      out += n[1] * n[2];
-      continue;
-    }
     for (int64_t b = 0; b < n[1]; ++b) {
       const int64_t from = offset + a * s[0] + b * s[1];
       if (view.storage == kStorage<T> && s[2] == 1) {
@@ -65,6 +61,7 @@ void gather(const View& view, int64_t offset, const int64_t (&n)[3], const int64
 // The opposite of gather().
 template <class T>
 void scatter(const View& view, int64_t offset, const int64_t (&n)[3], const int64_t (&s)[3], const T* in) {
+  if (s[2] == 1 && s[1] == n[2] && n[1] > 1) return scatter<T>(view, offset, {1, n[0], n[1] * n[2]}, {0, s[0], 1}, in);
   for (int64_t a = 0; a < n[0]; ++a) {
     for (int64_t b = 0; b < n[1]; ++b) {
       const int64_t to = offset + a * s[0] + b * s[1];

@@ -41,7 +41,7 @@ struct LanesPacking {
   // contiguous and of type T it is first copied to `buffer` [L][n1][n2].
   static CAPSFAST_ONCE void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                  T* buffer, T* to) {
-    if (view.stride[0] == 1 && view.storage == kStorage<T>) return pack_lanes(view, b0, samples, i0, n1, n2, to);
+    if (view.stride[0] == 1) return pack_lanes(view, b0, samples, i0, n1, n2, to);
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
     const T* from[L] = {};
     for (int64_t l = 0; l < samples; ++l) {
@@ -59,7 +59,7 @@ struct LanesPacking {
   // The opposite of pack().
   static CAPSFAST_ONCE void unpack(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                    T* buffer, const View& view) {
-    if (view.stride[0] == 1 && view.storage == kStorage<T>) return unpack_lanes(from, b0, samples, i0, n1, n2, view);
+    if (view.stride[0] == 1) return unpack_lanes(from, b0, samples, i0, n1, n2, view);
     const int64_t n[3] = {1, n1, n2}, s[3] = {0, view.stride[1], view.stride[2]};
     const bool run = is_run<T>(view, n, s);
     T* to[L] = {};
@@ -77,24 +77,30 @@ struct LanesPacking {
   // pack() and unpack() where samples lie side by side.
   static CAPSFAST_ONCE void pack_lanes(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1,
                                        int64_t n2, T* to) {
-    const T* from = static_cast<const T*>(view.data) + b0 + i0 * view.stride[1];
     for (int64_t n = 0; n < n1; ++n) {
       for (int64_t m = 0; m < n2; ++m, to += L) {
-        const T* row = from + n * view.stride[1] + m * view.stride[2];
-        store<L>(to, samples == L ? load<L>(row) : load_part<L>(row, samples));
+        const int64_t at = b0 + (i0 + n) * view.stride[1] + m * view.stride[2];
+        if (view.storage == kStorage<T>) {
+          const T* row = static_cast<const T*>(view.data) + at;
+          store<L>(to, samples == L ? load<L>(row) : load_part<L>(row, samples));
+        } else {
+          store<L>(to, V{});
+          gather<T>(view, at, {1, 1, samples}, {0, 0, 1}, to);
+        }
       }
     }
   }
   static CAPSFAST_ONCE void unpack_lanes(const T* from, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                          const View& view) {
-    T* to = static_cast<T*>(view.data) + b0 + i0 * view.stride[1];
     for (int64_t n = 0; n < n1; ++n) {
       for (int64_t m = 0; m < n2; ++m, from += L) {
-        T* row = to + n * view.stride[1] + m * view.stride[2];
-        if (samples == L) {
-          store<L>(row, load<L>(from));
+        const int64_t at = b0 + (i0 + n) * view.stride[1] + m * view.stride[2];
+        if (view.storage != kStorage<T>) {
+          scatter<T>(view, at, {1, 1, samples}, {0, 0, 1}, from);
+        } else if (samples == L) {
+          store<L>(static_cast<T*>(view.data) + at, load<L>(from));
         } else {
-          store_part<L>(row, load<L>(from), samples);
+          store_part<L>(static_cast<T*>(view.data) + at, load<L>(from), samples);
         }
       }
     }

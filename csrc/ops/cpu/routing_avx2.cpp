@@ -11,6 +11,8 @@
 #include "scratch.h"
 
 #if CAPSFAST_X86
+#include <immintrin.h>
+
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else

@@ -11,6 +11,8 @@
 #include "scratch.h"
 
 #if CAPSFAST_X86
+#include <immintrin.h>
+
 #if defined(__clang__)
 #pragma clang attribute push( \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
