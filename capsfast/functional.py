@@ -163,7 +163,7 @@ def route_votes(
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)
     votes, spatial = checks.votes(op, votes)
-    if spatial and share_batch_logits:
+    if spatial and share_batch_logits and not positions.alone(spatial):
         raise ValueError(f"{op}: share_batch_logits needs votes [B, I, J, D], got axes of positions {list(spatial)}")
     B, I, _, D = votes.shape[:4]
     J = checks.outputs(op, "votes", votes, 2, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)

@@ -1,17 +1,29 @@
-"""Axes of positions, which votes that a convolution made have behind the others: one axis for the ops."""
+"""Axes of positions, which votes that a convolution made have behind the others: one axis for the ops, or none."""
 
+import torch
 from torch import Tensor
 
 from .axes import axes_of
 
 
 def alone(spatial: tuple[int, ...]) -> bool:
-    """Whether there are axes of positions that hold a single one: it is routed as votes without such axes are."""
+    """Whether there are axes of positions that hold a single one: it is routed as votes without such axes are.
+
+    A size that a traced graph learns only when it runs counts as more.
+    """
+    if torch.compiler.is_compiling():
+        # Its import takes a second, but not where something is compiled.
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return len(spatial) > 0 and all(guard_or_false(size == 1) for size in spatial)
     return len(spatial) > 0 and all(size == 1 for size in spatial)
 
 
 def of_votes(votes: Tensor, J: int, spatial: tuple[int, ...]) -> Tensor:
-    """Votes ``[B, I, J or 1, D, S]`` as the ops take them: of all J, with stride 0 where output capsules share them."""
+    """Votes ``[B, I, J or 1, D, S]`` as the ops take them.
+
+    Without the axis of a single position; else of all J, with stride 0 where output capsules share them.
+    """
     return votes.squeeze(-1) if alone(spatial) else votes.expand(-1, -1, J, -1, -1)
 
 

@@ -97,9 +97,10 @@ double peak_flops() {
   return 2.0 * 12 * double(table.L) * double(kRounds) * double(threads) / seconds;
 }
 
-// The plan the CPU kernels choose for a shape, without logits and with contiguous storage.
+// The plan the CPU kernels choose for a shape, without logits and with contiguous storage. With positions, that of the
+// first slice of them.
 py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int64_t num_iterations, bool votes_given,
-                     int64_t itemsize, bool shared_weight, int64_t threads) {
+                     int64_t itemsize, bool shared_weight, int64_t threads, int64_t positions) {
   Problem p;
   p.B = B;
   p.I = I;
@@ -113,6 +114,13 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   p.weight.stride[0] = shared_weight ? 0 : J * D * K;
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
   const int64_t widest = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
+  if (positions > 0) {
+    p.positions = positions;
+    p.B = B = std::min(make_slices(p, widest, used, wide, false).samples, positions);
+    p.positions = -1;
+    p.votes_given = votes_given = p.side_by_side = true;
+    p.K = 1;
+  }
   // What fills whole tiles, and what is left of it: a small batch.
   const int64_t filled = samples_in_tiles(p, widest, wide), in_tiles = filled > 0 ? filled : B;
   p.tiled = filled > 0;
@@ -130,7 +138,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
     routed.votes_given = routed.side_by_side = routed.capsule_lanes = true;
     routed.K = 1;
   }
-  const Slices slices = votes_given ? make_slices(routed, lanes, used, wide, false) : Slices{};
+  const Slices slices = votes_given && !p.side_by_side ? make_slices(routed, lanes, used, wide, false) : Slices{};
   // If the batch is cut into slices, each task routes slices by itself: a few samples, planned for one thread.
   if (slices.tasks > 0) routed.B = slices.samples;
   Plan plan = make_plan(routed, lanes, slices.tasks > 0 ? 1 : used, wide);
@@ -187,6 +195,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("peak_flops", &peak_flops, "Measured float32 multiply-adds on registers, as FLOP per second of all threads.");
   m.def("launch_plan", &launch_plan, py::arg("B"), py::arg("I"), py::arg("J"), py::arg("D"), py::arg("K") = 1,
         py::arg("num_iterations") = 3, py::arg("votes_given") = false, py::arg("itemsize") = 4,
-        py::arg("shared_weight") = false, py::arg("threads") = 0,
+        py::arg("shared_weight") = false, py::arg("threads") = 0, py::arg("positions") = 0,
         "How the CPU kernels cut a call: layout, tiles, tasks, scratch bytes, FLOPs, bytes that must move.");
 }

@@ -311,6 +311,11 @@ def test_half_a_tile_of_samples_takes_half_wide_kernels() -> None:
     assert [each["layout"] for each in found] == ["lanes"] * 3
     assert [each["lanes"] for each in found] == [8, 8, 16]
     assert [each["instruction_set"] for each in found] == ["avx2", "avx2", "avx512"]
+    # Positions of a slice, which are at most those of one tile here: two threads have a sample each.
+    found = [plan((2, 5, 3, 6), positions=S, threads=2) for S in (1, 8, 9, 49)]
+    assert [each["layout"] for each in found] == ["lanes"] * 4
+    assert [each["lanes"] for each in found] == [8, 8, 16, 16]
+    assert [each["instruction_set"] for each in found] == ["avx2", "avx2", "avx512", "avx512"]
 
 
 # The orders in which layers keep their weights, as the ways from theirs to [I, J, D, K].
@@ -382,7 +387,7 @@ def test_given_votes_of_every_length(dtype: torch.dtype) -> None:
         votes = torch.randn(2, 19, 3, D, generator=draw, dtype=dtype)
         query, center = torch.randn(2, 2, 3, D, generator=draw, dtype=dtype)
         precision = torch.rand(2, 3, D, generator=draw, dtype=dtype)
-        # A query that nothing counts twice, not even as a product with zero.
+        # Infinite: a repeated lane that is multiplied by zero instead of cleared gives NaN.
         query[0, 0, -1] = float("inf")
 
         def found(backend: str, votes: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
@@ -390,9 +395,25 @@ def test_given_votes_of_every_length(dtype: torch.dtype) -> None:
             routed = capsfast.route_votes(leaves[0], 3, backend=backend)
             asked = dict(zip(("query", "precision", "center"), leaves[1:], strict=True))
             a = capsfast.votes_pass(leaves[0][1:], **asked, second=True, backend=backend)
-            loss = routed.square().sum() + a.first.square().sum() + a.second.sum() + a.mass.square().sum()
+            other = capsfast.route_votes(leaves[0], 3, softmax="in", backend=backend)
+            loss = (
+                routed.square().sum()
+                + other.square().sum()
+                + a.first.square().sum()
+                + a.second.sum()
+                + a.mass.square().sum()
+            )
             sigmoid = capsfast.votes_pass(votes, query=given[0], normalize="sigmoid", backend=backend)
-            return [routed, a.first, a.second, a.mass, sigmoid.first, sigmoid.mass, *torch.autograd.grad(loss, leaves)]
+            return [
+                routed,
+                other,
+                a.first,
+                a.second,
+                a.mass,
+                sigmoid.first,
+                sigmoid.mass,
+                *torch.autograd.grad(loss, leaves),
+            ]
 
         both = (found(backend, votes, query, precision, center) for backend in ("cpp", "reference"))
         for place, (got, wanted) in enumerate(zip(*both, strict=True)):

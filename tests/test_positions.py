@@ -43,7 +43,7 @@ SHAPES = (
     ((3, 2, 2, 3, 1), (2, 3, 2)),
     ((2, 70, 3, 8, 1), (16,)),
     ((1, 4, 130, 8, 1), (17,)),
-    ((2, 3, 4, 9, 1), (2, 3)),
+    ((2, 3, 4, 9, 1), (2, 2)),
     ((3, 5, 4, 5, 1), (1, 1)),
 )
 
@@ -62,7 +62,9 @@ def make(
 @pytest.mark.usual(triton={"case": [LOADED, QUADRATIC, EVERYTHING]})
 @pytest.mark.against_reference
 def test_every_case(backend: Backend, case: Case | PassCase) -> None:
-    check(make((2, 3, 3, 4, 1), (3, 6), case, torch.float32, backend.device), backend)
+    # More than half a tile of positions, and less: kernels of half the width.
+    for spatial in ((3, 6), (5,))[: 1 if backend.emulated else 2]:
+        check(make((2, 3, 3, 4, 1), spatial, case, torch.float32, backend.device), backend)
 
 
 @pytest.mark.parametrize(("shape", "spatial"), SHAPES, ids=str)
@@ -188,10 +190,11 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend) -> None:
 
 
 @pytest.mark.fused
+@pytest.mark.parametrize("spatial", [(3, 6), (1,)], ids=str)
 @pytest.mark.parametrize("case", [PLAIN, EVERYTHING], ids=str)
-@pytest.mark.usual(triton={"case": [EVERYTHING]})
-def test_compiled(backend: Backend, case: Case | PassCase) -> None:
-    problem = make((2, 3, 3, 4, 1), (3, 6), case, backend.widest, backend.device)
+@pytest.mark.usual(triton={"case": [EVERYTHING], "spatial": [(3, 6)]})
+def test_compiled(backend: Backend, case: Case | PassCase, spatial: tuple[int, ...]) -> None:
+    problem = make((2, 3, 3, 4, 1), spatial, case, backend.widest, backend.device)
 
     def first(inputs: dict[str, Tensor]) -> Tensor:
         return problems.call(problem, inputs, backend.name)[0]
@@ -203,6 +206,34 @@ def test_compiled(backend: Backend, case: Case | PassCase) -> None:
     (dvotes,) = torch.autograd.grad(got.square().sum(), inputs["votes"])
     plain = {name: value.clone().requires_grad_() for name, value in problem.inputs.items()}
     assert_close(dvotes, torch.autograd.grad(first(plain).square().sum(), plain["votes"])[0])
+
+
+def test_a_size_that_only_the_run_knows() -> None:
+    votes = torch.randn(2, 3, 4, 5, 6)
+    torch._dynamo.decorators.mark_unbacked(votes, 4)
+    call = torch.compile(capsfast.route_votes, fullgraph=True, backend="aot_eager")
+    assert_close(call(votes), capsfast.route_votes(votes))
+
+
+@pytest.mark.fused
+@pytest.mark.usual(triton={"backend": []})
+def test_ops_take_a_single_position(backend: Backend) -> None:
+    """As a graph asks for that was traced with more. The functions do without its axis."""
+    votes = torch.randn(2, 3, 3, 4, 6, device=backend.device)
+    none = (None,) * 9
+    for name, arguments in (
+        ("votes_pass", (*none, 3, "in", False, True, True, True)),
+        ("route_votes", (*none[:4], 3, 2, "in", "full", False, "paper", 1e-8, True)),
+    ):
+        found = []
+        for given in (votes[..., :1], votes):
+            leaf = given.clone().requires_grad_()
+            outputs = backend.op(name)(leaf, *arguments)
+            first = next(output for output in outputs if output.dim() == 4)
+            found.append([*outputs, *torch.autograd.grad(first.square().sum(), leaf)])
+        for got, wanted in zip(*found, strict=True):
+            if got.dim() > 1 and got.shape[-1] == 1:
+                assert_close(got, wanted[..., :1])
 
 
 @pytest.mark.fused

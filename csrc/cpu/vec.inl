@@ -48,8 +48,8 @@ CAPSFAST_INLINE Vec<T, L> broadcast(T x) {
 }
 
 #if CAPSFAST_X86
-// Vectors of which only the first n < L lanes are there, with the masks of AVX-512 and AVX2. A template, so that sets
-// without them may not have it.
+// Vectors of which only the first n < L lanes are there, with the masks of AVX-512 and AVX2. A template is compiled
+// only where it is called, so the portable kernels may have it.
 template <int L, class T>
 CAPSFAST_INLINE Vec<T, L> load_masked(const T* p, int64_t n) {
   if constexpr (kBytes == 64) {
@@ -72,6 +72,20 @@ CAPSFAST_INLINE Vec<T, L> load_masked(const T* p, int64_t n) {
 }
 #endif
 
+// The first n < L lanes come from p, the others are 0.
+template <int L, class T>
+CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
+#if CAPSFAST_X86
+  if constexpr (kBytes >= 32 && L * sizeof(T) >= 32) return load_masked<L>(p, n);
+#endif
+  // In registers: a vector that is loaded where its numbers were just stored waits for them. Longer ones have masks.
+  Vec<T, L> v{};
+  for (int l = 0; l < L; ++l) {
+    if (l < n) v[l] = p[l];
+  }
+  return v;
+}
+
 // n < 2 H numbers in two runs of the largest power of two that fits, which may overlap.
 template <int H, class T>
 CAPSFAST_INLINE void copy_part(T* p, const T* from, int64_t n) {
@@ -83,30 +97,11 @@ CAPSFAST_INLINE void copy_part(T* p, const T* from, int64_t n) {
   }
 }
 
-// The first n < L lanes come from p, the others are 0.
-template <int L, class T>
-CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
-#if CAPSFAST_X86
-  if constexpr (kBytes >= 32 && L * sizeof(T) >= 32) return load_masked<L>(p, n);
-#endif
-  if constexpr (L <= 4) {
-    // In registers: a vector that is loaded where its numbers were just stored waits for them.
-    Vec<T, L> v{};
-    for (int l = 0; l < L; ++l) {
-      if (l < n) v[l] = p[l];
-    }
-    return v;
-  }
-  alignas(sizeof(T) * L) T lanes[L] = {};
-  copy_part<(L > 1 ? L / 2 : 1)>(lanes, p, n);
-  return load<L>(lanes);
-}
-
 template <int L, class T>
 CAPSFAST_INLINE void store_part(T* p, Vec<T, L> v, int64_t n) {
   alignas(sizeof(T) * L) T lanes[L];
   store<L>(lanes, v);
-  copy_part<(L > 1 ? L / 2 : 1)>(p, lanes, n);
+  copy_part<L / 2>(p, lanes, n);
 }
 
 // Adds x to *high, and what that addition rounds off to *low (Knuth's two-sum).
@@ -119,7 +114,7 @@ CAPSFAST_INLINE void add_exactly(V x, V* high, V* low) {
 
 // x with zeros in its first n < L lanes.
 template <class T, int L>
-CAPSFAST_INLINE Vec<T, L> from_lane(Vec<T, L> x, int64_t n) {
+CAPSFAST_INLINE Vec<T, L> clear_first(Vec<T, L> x, int64_t n) {
   Vec<T, L> lane;
   for (int l = 0; l < L; ++l) lane[l] = static_cast<T>(l);
   return lane < static_cast<T>(n) ? Vec<T, L>{} : x;

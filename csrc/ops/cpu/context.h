@@ -84,8 +84,7 @@ void add_up(T* parts, int64_t count, int64_t size, const View& to) {
 template <class T>
 const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
   const Kernels<T>& widest = kernels<T>(isa());
-  const bool tiles = !p.votes_given || (p.side_by_side && !p.capsule_lanes);
-  const bool fits = isa() == Isa::avx512 && tiles && p.B <= widest.L / 2;
+  const bool fits = isa() == Isa::avx512 && p.B <= widest.L / 2;
   return fits && make_plan(p, widest.L, threads, sizeof(T)).lanes ? kernels<T>(Isa::avx2) : widest;
 }
 

@@ -50,6 +50,9 @@ void gather(const View& view, int64_t offset, const int64_t (&n)[3], const int64
       } else if (view.storage == Storage::f16 && s[2] == 1) {
         const uint16_t* source = static_cast<const uint16_t*>(view.data) + from;
         for (int64_t c = 0; c < n[2]; ++c) out[c] = static_cast<T>(half_to_float(source[c]));
+      } else if (view.storage == kStorage<T>) {
+        const T* source = static_cast<const T*>(view.data) + from;
+        for (int64_t c = 0; c < n[2]; ++c) out[c] = source[c * s[2]];
       } else {
         for (int64_t c = 0; c < n[2]; ++c) out[c] = read<T>(view, from + c * s[2]);
       }
@@ -73,6 +76,9 @@ void scatter(const View& view, int64_t offset, const int64_t (&n)[3], const int6
       } else if (view.storage == Storage::f16 && s[2] == 1) {
         uint16_t* target = static_cast<uint16_t*>(view.data) + to;
         for (int64_t c = 0; c < n[2]; ++c) target[c] = float_to_half(static_cast<float>(in[c]));
+      } else if (view.storage == kStorage<T>) {
+        T* const target = static_cast<T*>(view.data) + to;
+        for (int64_t c = 0; c < n[2]; ++c) target[c * s[2]] = in[c];
       } else {
         for (int64_t c = 0; c < n[2]; ++c) write<T>(view, to + c * s[2], in[c]);
       }

@@ -206,7 +206,7 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     }
   }
 
-  // The same where it is not worth its place in every loop.
+  // scored_votes() in one copy that is called, for loops that inlining it does not make faster.
   template <bool Q>
   static CAPSFAST_ONCE void scored_votes_apart(const T* w, const T* u, const T* valid, const T* center, int64_t K,
                                                int64_t P, int64_t outputs, int64_t D, T* x, T* spare, int64_t sets,

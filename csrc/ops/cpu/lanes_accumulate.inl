@@ -11,8 +11,8 @@
 template <class T, int K_, bool Q>
 struct LanesAccumulate {
   using B_ = Lanes<T, K_>;
-  using C_ = LanesCoefficients<T>;
-  using Tile = typename C_::Tile;
+  using Coefficients = LanesCoefficients<T>;
+  using Tile = typename Coefficients::Tile;
   using V = typename B_::V;
   static constexpr int L = B_::L;
 
@@ -109,14 +109,14 @@ struct LanesAccumulate {
       const int64_t j1 = j0 + step < J ? j0 + step : J;
       for (int c = 0; c < 2; ++c) score<true>(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
     }
-    for (int c = 0; c < 2; ++c) C_::coefficients(pass, tile, at, i + c, b[c], dc[c]);
+    for (int c = 0; c < 2; ++c) Coefficients::coefficients(pass, tile, at, i + c, b[c], dc[c]);
     const T* const* e = tile.gradient.linear != nullptr ? dc : b;
     for (int64_t j = 0; j < J; ++j) {
       const int64_t vote = j * D * L;
       B_::add_scaled_squares(
           load<L>(e[0] + j * L), x[0] + vote, load<L>(e[1] + j * L), x[1] + vote, D, at.sum + vote, at.second + vote);
     }
-    for (int c = 0; c < 2; ++c) C_::add_mass(pass, at, e[c]);
+    for (int c = 0; c < 2; ++c) Coefficients::add_mass(pass, at, e[c]);
   }
 
   // Votes that are given. When a chunk has been scored, a few rows of the sums at a time stay in registers over all of
@@ -124,7 +124,7 @@ struct LanesAccumulate {
   static void chunk_given(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
     const int64_t J = pass.problem->J;
     for (int64_t i = 0; i < tile.count; ++i) score_given(pass, tile, i, at.scores + i * J * L, at.dc + i * J * L);
-    C_::chunk_coefficients(pass, tile, at);
+    Coefficients::chunk_coefficients(pass, tile, at);
     if (pass.first.high == nullptr) return;
     const T* coefficient = tile.gradient.linear != nullptr ? at.dc : at.scores;
     for (int64_t j = 0; j < J; ++j) add_given<B_::kSums>(pass, tile, coefficient, j, 0);
@@ -154,8 +154,8 @@ struct LanesAccumulate {
       const int64_t to = ((tile.t * J + j) * D + d) * L;
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
-        C_::join(first[n], pass.first, to + n * L);
-        if (squares) C_::join(second[n], pass.second, to + n * L);
+        Coefficients::join(first[n], pass.first, to + n * L);
+        if (squares) Coefficients::join(second[n], pass.second, to + n * L);
       }
     }
     if constexpr (N > 1) add_given<N / 2>(pass, tile, e, j, d);
@@ -170,19 +170,19 @@ struct LanesAccumulate {
     if (held >= J) {
       clear_sums(pass, at, J * D);
       int64_t i = 0;
-      if (Q && pass.second.high != nullptr && !online_softmax) {
-        for (; i + 2 <= tile.count; i += 2) pair(pass, tile, at, i);
+      if constexpr (Q) {
+        for (; pass.second.high != nullptr && !online_softmax && i + 2 <= tile.count; i += 2) pair(pass, tile, at, i);
       }
       for (; i < tile.count; ++i) {
         score(pass, tile, at, i, 0, J, at.x, at.scores, at.dc);
-        C_::coefficients(pass, tile, at, i, at.scores, at.dc);
+        Coefficients::coefficients(pass, tile, at, i, at.scores, at.dc);
         if (online_softmax) {
-          C_::online(pass, tile, at);
-          B_::weigh(C_::row(p.activation, at.activation, i), J, at.scores);
+          Coefficients::online(pass, tile, at);
+          B_::weigh(Coefficients::row(p.activation, at.activation, i), J, at.scores);
         }
         if (pass.first.high == nullptr) continue;
         add_votes(pass, at, coefficient, at.x, 0, J);
-        C_::add_mass(pass, at, coefficient);
+        Coefficients::add_mass(pass, at, coefficient);
       }
       if (pass.first.high != nullptr) join_sums(pass, tile, at, 0, J * D);
       return;
@@ -193,7 +193,7 @@ struct LanesAccumulate {
         score<true>(pass, tile, at, i, j0, j1, nullptr, at.scores + i * J * L, at.dc + i * J * L);
       }
     }
-    C_::chunk_coefficients(pass, tile, at);
+    Coefficients::chunk_coefficients(pass, tile, at);
     if (pass.first.high == nullptr) return;
     for (int64_t j0 = 0; j0 < J; j0 += held) {
       const int64_t j1 = j0 + held < J ? j0 + held : J;
@@ -294,8 +294,8 @@ struct LanesAccumulate {
   static void join_sums(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at,
                         int64_t row, int64_t rows) {
     const int64_t to = (tile.t * pass.problem->J * pass.problem->D + row) * L;
-    C_::join(at.sum, rows, pass.first, to);
-    if (Q && pass.second.high != nullptr) C_::join(at.second, rows, pass.second, to);
+    Coefficients::join(at.sum, rows, pass.first, to);
+    if (Q && pass.second.high != nullptr) Coefficients::join(at.second, rows, pass.second, to);
   }
 
   static const T* from(const T* all, int64_t offset) { return all == nullptr ? nullptr : all + offset; }
@@ -309,9 +309,7 @@ struct LanesAccumulate {
     const LanesAccumulateScratch<T> at(p, *pass.plan, scratch);
     Tile tile{};
     for (int64_t i0 = range.i0; i0 < range.i1; i0 += tile.count) {
-      tile.i0 = i0;
-      tile.count = B_::chunk_of(p, i0, range.i1, pass.plan->chunk);
-      tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
+      tile.begin_chunk(p, i0, range.i1, pass.plan->chunk, at.weights);
       for (int64_t t = range.tile0; t < range.tile1; ++t) {
         const int64_t vectors = t * JD * L, scalars = t * J * L;
         tile.center = from(pass.center, vectors);
@@ -321,7 +319,7 @@ struct LanesAccumulate {
         tile.in_max = from(pass.in_max, scalars);
         tile.in_scale = from(pass.in_scale, scalars);
         tile.c_dc = from(pass.c_dc, scalars);
-        tile.begin(p, t, Q ? tile.center : nullptr, pass.dlse, at);
+        tile.begin(p, t, tile.center, pass.dlse, at);
         if (pass.unweighted) {
           plain(pass, tile, at);
           continue;
@@ -333,8 +331,8 @@ struct LanesAccumulate {
         } else {
           chunk(pass, tile, at);
         }
-        if (p.softmax_in() && tile.in_max == nullptr) C_::join(at.norm, J, pass.norm, scalars);
-        if (pass.mass.high != nullptr) C_::join(at.mass, J, pass.mass, scalars);
+        if (p.softmax_in() && tile.in_max == nullptr) Coefficients::join(at.norm, J, pass.norm, scalars);
+        if (pass.mass.high != nullptr) Coefficients::join(at.mass, J, pass.mass, scalars);
       }
     }
   }

@@ -1,46 +1,11 @@
 // What the passes of the lanes layout do with scores, whatever votes they come from: coupling coefficients, the
 // gradient of the logits, and sums that go on from chunk to chunk. None of it depends on K or on how votes are scored.
 
-// A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
-// count). weights: [J D K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if they are given.
-// valid [count][L], if there is a mask or the block is not full.
 template <class T>
-struct LanesTile {
-  static constexpr int L = kLanes<T>;
-  using Packing = LanesPacking<T>;
-
-  int64_t t, b0, samples, i0, count;
-  const T* weights;
-  int64_t pitch;
-  const T *votes, *valid;
-
-  CAPSFAST_INLINE const T* valid_of(int64_t i) const {
-    return __builtin_expect(valid == nullptr, 1) ? nullptr : valid + i * L;
-  }
-
-  // Copies what the samples of tile `tile` have of the chunk to `at`: poses or votes less the center, logits, numbers
-  // of input capsules.
-  template <class At>
-  CAPSFAST_ONCE void begin(const Problem& p, int64_t tile, const T* center, const View& dlse, const At& at) {
-    t = tile;
-    b0 = t * L;
-    samples = Packing::lanes_used(p, t, i0);
-    valid = Packing::masked(p, samples) ? at.valid : nullptr;
-    votes = Packing::votes_in_place(p, center) ? static_cast<const T*>(p.votes.data) + i0 * p.J * p.D * L : at.u;
-    Packing::pack_poses(p, b0, samples, i0, count, center, at.buffer, at.u, at.valid);
-    if (p.logits.data != nullptr) Packing::pack_logits(p, b0, samples, i0, count, at.buffer, at.logits);
-    if (!p.moments) return;
-    Packing::pack_numbers(p.activation, p, b0, samples, i0, count, at.valid, at.buffer, at.activation);
-    Packing::pack_numbers(p.lse, p, b0, samples, i0, count, at.valid, at.buffer, at.lse);
-    Packing::pack_numbers(dlse, p, b0, samples, i0, count, at.valid, at.buffer, at.dlse);
-  }
-};
-
-template <class T>
-struct LanesCoefficients : Coupling<T, kLanes<T>> {
+struct LanesCoefficients {
   static constexpr int L = kLanes<T>;
   using V = Vec<T, L>;
-  using C_ = Coupling<T, L>;
+  using Couplings = Coupling<T, L>;
   using Packing = LanesPacking<T>;
 
   // The pointers are those of AccumulatePass at the tile.
@@ -65,32 +30,33 @@ struct LanesCoefficients : Coupling<T, kLanes<T>> {
     const bool sample_logits = p.logits.stride[0] != 0;
     const T* logits = p.logits.data == nullptr ? nullptr : at.logits + i * J * (sample_logits ? L : 1);
     const T* activation = row(p.activation, at.activation, i);
-    const T masked = C_::masked_logit(p.normalize);
-    C_::add(tile.score.constant, J, b);
-    C_::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, tile.valid_of(i), tile.valid_out,
-                  J, masked, b);
+    const T masked = Couplings::masked_logit(p.normalize);
+    Couplings::add(tile.score.constant, J, b);
+    Couplings::add_prior(sample_logits ? nullptr : logits, sample_logits ? logits : nullptr, tile.valid_of(i),
+                         tile.valid_out, J, masked, b);
     if (!p.softmax_in()) {
       alignas(sizeof(V)) T found[L];
-      C_::normalize(p.normalize, J, p.leaky, row(p.lse, at.lse, i), pass.lse.data == nullptr ? nullptr : found, b);
+      Couplings::normalize(
+          p.normalize, J, p.leaky, row(p.lse, at.lse, i), pass.lse.data == nullptr ? nullptr : found, b);
       if (pass.lse.data != nullptr) Packing::put(pass.lse, tile.b0, tile.samples, tile.i0 + i, found);
     } else if (tile.in_max != nullptr) {
-      C_::softmax_in(J, tile.in_max, tile.in_scale, b);
+      Couplings::softmax_in(J, tile.in_max, tile.in_scale, b);
     }
     if (tile.gradient.linear == nullptr) {
-      if (!p.softmax_in() || tile.in_max != nullptr) C_::weigh(activation, J, b);
+      if (!p.softmax_in() || tile.in_max != nullptr) Couplings::weigh(activation, J, b);
       if (pass.coupling.data != nullptr)
         Packing::template transfer<true>(pass.coupling, tile.b0, tile.samples, tile.i0 + i, J, b);
       return;
     }
-    C_::add(tile.gradient.constant, J, dc);
+    Couplings::add(tile.gradient.constant, J, dc);
     if (pass.dcoupling.data != nullptr)
       Packing::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
-    C_::weigh(activation, J, dc);
+    Couplings::weigh(activation, J, dc);
     if (p.normalize == Normalize::out || p.softmax_in()) {
-      C_::softmax_backward(J, b, tile.c_dc, row(pass.dlse, at.dlse, i), dc);
+      Couplings::softmax_backward(J, b, tile.c_dc, row(pass.dlse, at.dlse, i), dc);
     } else {
-      C_::derivative(p.normalize, J, b, dc);
-      if (p.normalize == Normalize::none) C_::mask(tile.valid_of(i), tile.valid_out, J, masked, dc);
+      Couplings::derivative(p.normalize, J, b, dc);
+      if (p.normalize == Normalize::none) Couplings::mask(tile.valid_of(i), tile.valid_out, J, masked, dc);
     }
   }
 
@@ -160,7 +126,7 @@ struct LanesCoefficients : Coupling<T, kLanes<T>> {
   }
 
   static CAPSFAST_INLINE void add_mass(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, const T* e) {
-    if (pass.mass.high != nullptr) C_::add(e, pass.problem->J, at.mass);
+    if (pass.mass.high != nullptr) Couplings::add(e, pass.problem->J, at.mass);
   }
 
   // From the scores of a whole chunk to coefficients, and their sums.
@@ -173,7 +139,7 @@ struct LanesCoefficients : Coupling<T, kLanes<T>> {
     if (p.softmax_in() && tile.in_max == nullptr) {
       chunk_online(pass, tile, at);
       for (int64_t i = 0; i < tile.count; ++i)
-        C_::weigh(row(p.activation, at.activation, i), p.J, at.scores + i * size);
+        Couplings::weigh(row(p.activation, at.activation, i), p.J, at.scores + i * size);
     }
     if (pass.first.high == nullptr) return;
     for (int64_t i = 0; i < tile.count; ++i) add_mass(pass, at, coefficient + i * size);

@@ -9,8 +9,8 @@
 template <class T, int K_, bool Q>
 struct LanesGradient {
   using B_ = LanesProducts<T, K_>;
-  using G_ = LanesVoteGradients<T, Q>;
-  using Tile = typename G_::Tile;
+  using VoteGradients = LanesVoteGradients<T, Q>;
+  using Tile = LanesTile<T>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
   static constexpr int kTogether = 4;  // iterations that are scored each time the votes are made
@@ -35,15 +35,17 @@ struct LanesGradient {
           if (t < pass.scored) {
             __builtin_memset(c, 0, static_cast<size_t>((j1 - j0) * L) * sizeof(T));
           } else {
-            p_set[sets] =
-                Q && pass.score.squares ? nullptr : G_::parameters(pass.score.linear, pass, t, tile.t) + j0 * D * L;
-            if (Q) q_set[sets] = G_::parameters(pass.score.square, pass, t, tile.t) + j0 * D * L;
+            p_set[sets] = Q && pass.score.squares
+                              ? nullptr
+                              : VoteGradients::parameters(pass.score.linear, pass, t, tile.t) + j0 * D * L;
+            if (Q) q_set[sets] = VoteGradients::parameters(pass.score.square, pass, t, tile.t) + j0 * D * L;
             out[sets++] = c;
           }
-          if (!G_::needs_db(pass, t)) continue;
-          p_set[sets] =
-              Q && pass.gradient.squares ? nullptr : G_::parameters(pass.gradient.linear, pass, t, tile.t) + j0 * D * L;
-          if (Q) q_set[sets] = G_::parameters(pass.gradient.square, pass, t, tile.t) + j0 * D * L;
+          if (!VoteGradients::needs_db(pass, t)) continue;
+          p_set[sets] = Q && pass.gradient.squares
+                            ? nullptr
+                            : VoteGradients::parameters(pass.gradient.linear, pass, t, tile.t) + j0 * D * L;
+          if (Q) q_set[sets] = VoteGradients::parameters(pass.gradient.square, pass, t, tile.t) + j0 * D * L;
           out[sets++] = dc;
         }
         T* x = Q ? at.held + (i * J + j0) * D * L : nullptr;
@@ -56,7 +58,7 @@ struct LanesGradient {
           }
           continue;
         }
-        const T* center = Q ? G_::parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
+        const T* center = Q ? VoteGradients::parameters(pass.center, pass, 0, tile.t) + j0 * D * L : nullptr;
         B_::template scored_votes_apart<Q>(w, at.u + i * B_::pose_size_of(p) * L, tile.valid_of(i), center, K, p.P,
                                            j1 - j0, D, x, at.x, sets, p_set, q_set, out);
       }
@@ -71,7 +73,7 @@ struct LanesGradient {
     const T* u = at.u + i * K * L;
     for (int64_t d = 0; d < D; d += L) {
       V rows[L];
-      G_::template vote_gradient<L>(pass, tile, at, i, j, d, rows);
+      VoteGradients::template vote_gradient<L>(pass, tile, at, i, j, d, rows);
       if (pass.du.data != nullptr) {
         const T* w = tile.weights + i * tile.pitch + (j * D + d) * K;
         T* du = at.du + i * K * L;
@@ -106,13 +108,13 @@ struct LanesGradient {
     const bool shared = p.shared_weight;
     const bool want_u = pass.du.data != nullptr, want_w = pass.dweight.data != nullptr;
     const int64_t row_blocks = (J * B_::weight_rows_of(p) + L - 1) / L;
-    const T* center = Q ? G_::parameters(pass.center, pass, 0, t) : nullptr;
+    const T* center = Q ? VoteGradients::parameters(pass.center, pass, 0, t) : nullptr;
     tile.begin(p, t, center, pass.dlse, at);
     for (int64_t j0 = 0; j0 < J; j0 += held) score(pass, tile, at, j0, j0 + held < J ? j0 + held : J);
-    G_::coefficients(pass, tile, at);
-    if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) G_::sum_logits(pass, tile, at);
+    VoteGradients::coefficients(pass, tile, at);
+    if (pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr) VoteGradients::sum_logits(pass, tile, at);
     if (K_ == 0 && p.side_by_side) {
-      if (pass.dvotes.data != nullptr) G_::write_votes(pass, tile, at);
+      if (pass.dvotes.data != nullptr) VoteGradients::write_votes(pass, tile, at);
       return;
     }
     if (!want_u && !want_w) return;
@@ -126,7 +128,7 @@ struct LanesGradient {
                     ? static_cast<T*>(pass.dweight.data) + (tile.i0 + i) * p.weight_size()
                     : at.dweight + (shared ? 0 : i) * row_blocks * L * K;
         if (K_ == 0 && p.P > 1) {
-          G_::vote_gradients(pass, tile, at, i, j0, j1, at.dx);
+          VoteGradients::vote_gradients(pass, tile, at, i, j0, j1, at.dx);
           products_of_poses(pass, tile, at, i, j0, j1, dw);
           continue;
         }
@@ -134,7 +136,7 @@ struct LanesGradient {
           for (int64_t j = j0; j < j1; ++j) blocks(pass, tile, at, i, j, want_w ? dw : nullptr);
           continue;
         }
-        G_::vote_gradients(pass, tile, at, i, j0, j1, at.dx);
+        VoteGradients::vote_gradients(pass, tile, at, i, j0, j1, at.dx);
         if (want_u) B_::pose_gradient(tile.weights + i * tile.pitch + j0 * D * K, K, at.dx, rows, at.du + i * K * L);
         if (!want_w) continue;
         for (int64_t row = rows; row < padded; ++row) store<L>(at.dx + row * L, V{});
@@ -176,9 +178,7 @@ struct LanesGradient {
                   row_size = row_blocks * p.K * L;
     Tile tile{};
     for (int64_t i0 = range.i0; i0 < range.i1; i0 += tile.count) {
-      tile.i0 = i0;
-      tile.count = B_::chunk_of(p, i0, range.i1, chunk);
-      tile.weights = B_::weight_chunk(p, i0, tile.count, at.weights, &tile.pitch);
+      tile.begin_chunk(p, i0, range.i1, chunk, at.weights);
       const int64_t weight_count = shared ? 1 : tile.count;
       T* const dw =
           pass.dweight.data != nullptr && in_place ? static_cast<T*>(pass.dweight.data) + i0 * row_size : at.dweight;

@@ -37,8 +37,9 @@ struct LanesPacking {
     }
   }
 
-  // Copies [b0, b0 + samples) x [i0, i0 + n1) x [0, n2) of a [B, I, n2] tensor to lanes, `to` [n1][n2][L]. If it is not
-  // contiguous and of type T it is first copied to `buffer` [L][n1][n2].
+  // Copies [b0, b0 + samples) x [i0, i0 + n1) x [0, n2) of a [B, I, n2] tensor to lanes, `to` [n1][n2][L]. Where
+  // samples do not lie side by side, and are not contiguous and of type T, they are first copied to `buffer`
+  // [L][n1][n2].
   static CAPSFAST_ONCE void pack(const View& view, int64_t b0, int64_t samples, int64_t i0, int64_t n1, int64_t n2,
                                  T* buffer, T* to) {
     if (view.stride[0] == 1) return pack_lanes(view, b0, samples, i0, n1, n2, to);

@@ -51,7 +51,7 @@ struct LanesVoteGradients {
         if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
           B_::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
         }
-        if (pass.dactivation.data != nullptr) number(pass.dactivation, pass, tile, at, i, B_::total(J, c, dc));
+        if (pass.dactivation.data != nullptr) number(pass.dactivation, tile, i, B_::total(J, c, dc));
         B_::weigh(activation, J, dc);
         if (p.normalize == Normalize::out || p.softmax_in()) {
           const T* dlse = pass.dlse.data == nullptr ? nullptr : at.dlse + i * L;
@@ -60,16 +60,14 @@ struct LanesVoteGradients {
           B_::derivative(p.normalize, J, c, dc);
           if (p.normalize == Normalize::none) B_::mask(tile.valid_of(i), valid_out, J, masked, dc);
         }
-        if (pass.dlse_given.data != nullptr)
-          number(pass.dlse_given, pass, tile, at, i, V{} - B_::total(J, dc, nullptr));
+        if (pass.dlse_given.data != nullptr) number(pass.dlse_given, tile, i, V{} - B_::total(J, dc, nullptr));
         B_::weigh(activation, J, c);
       }
     }
   }
 
   // Writes a number of input capsule i for each sample to `view` [B, I]; 0 where the capsule is masked.
-  static void number(const View& view, const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
-                     int64_t i, V value) {
+  static void number(const View& view, const Tile& tile, int64_t i, V value) {
     B_::template keep_valid<1>(tile.valid_of(i), &value);
     alignas(sizeof(V)) T lanes[L];
     store<L>(lanes, value);

@@ -5,6 +5,7 @@
 #include "coupling.inl"
 #include "gather.inl"
 #include "lanes_packing.inl"
+#include "lanes_tile.inl"
 #include "lanes.inl"
 #include "lanes_coefficients.inl"
 #include "lanes_update.inl"

@@ -140,34 +140,34 @@ struct Rows : RowsBlock<T, L_> {
   static constexpr int64_t kOutputs = 16;  // output capsules scored at a time: their partial sums stay in L1
   using V = Vec<T, L>;
 
-  // Where lanes [d, d + L) of D numbers are read and written: the last L lanes begin before d if they have to, which
-  // costs nothing, while every access to a part of a vector costs many.
-  static CAPSFAST_INLINE int64_t place(int64_t d, int64_t D) { return NV > 0 || d + L <= D || D < L ? d : D - L; }
+  // Where the vector of numbers [d, d + L) of a row begins. The last vector of a row of D >= L numbers ends with it: it
+  // repeats lanes of the one before rather than being read and written in part, which is dear. Reading and writing them
+  // twice does no harm; sums must clear_repeated() first. Shorter rows are one vector in part.
+  static CAPSFAST_INLINE int64_t begin_of(int64_t d, int64_t D) { return NV > 0 || d + L <= D || D < L ? d : D - L; }
 
-  // Lanes [d, d + L) of the D numbers at p, placed so. If NV > 0, D is NV L. Lanes from D on are 0 if D < L.
+  // The vector of numbers [d, d + L) of the row p. If NV > 0, D is NV L. Lanes from D on are 0 if D < L.
   static CAPSFAST_INLINE V read_vector(const T* p, int64_t d, int64_t D) {
-    if (NV > 0 || D >= L) return load<L>(p + place(d, D));
+    if (NV > 0 || D >= L) return load<L>(p + begin_of(d, D));
     return load_part<L>(p, D);
   }
   static CAPSFAST_INLINE void write_vector(T* p, V x, int64_t d, int64_t D) {
     if (NV > 0 || D >= L) {
-      store<L>(p + place(d, D), x);
+      store<L>(p + begin_of(d, D), x);
     } else {
       store_part<L>(p, x, D);
     }
   }
 
-  // Lanes [d, d + L) of a vote x, less the center if Q, placed so.
+  // That of a vote x, less the center if Q.
   static CAPSFAST_INLINE V read_vote(const T* x, const T* center, int64_t d, int64_t D) {
     if constexpr (Q) return read_vector(x, d, D) - read_vector(center, d, D);
     (void)center;
     return read_vector(x, d, D);
   }
 
-  // x, placed so, with zeros in lanes that are before d.
-  static CAPSFAST_INLINE V rest(V x, int64_t d, int64_t D) {
-    const int64_t at = place(d, D);
-    return at == d ? x : from_lane<T, L>(x, d - at);
+  static CAPSFAST_INLINE V clear_repeated(V x, int64_t d, int64_t D) {
+    const int64_t begin = begin_of(d, D);
+    return begin == d ? x : clear_first<T, L>(x, d - begin);
   }
 
   // out[j][n] = what the form p gives votes[n][j] (without its constant), for `count` input capsules n and all j.
@@ -186,10 +186,10 @@ struct Rows : RowsBlock<T, L_> {
           V a = V{};
 #pragma GCC unroll 2
           for (int64_t d = 0; d < D; d += L) {
-            const V v = read_vote(x, center + row, d, D);
-            V of = read_vector(q, d, D);
-            if constexpr (Q) of += v * read_vector(p.square + row, d, D);
-            a += rest(v * of, d, D);
+            const V v = read_vote(x, center + (Q ? row : 0), d, D);
+            V factor = read_vector(q, d, D);
+            if constexpr (Q) factor += v * read_vector(p.square + row, d, D);
+            a += clear_repeated(v * factor, d, D);
           }
           store<L>(part + (j * L + n) * L, a);
         }
@@ -203,8 +203,8 @@ struct Rows : RowsBlock<T, L_> {
     }
   }
 
-  // The length of a row of sums: whole vectors, the last of which may have numbers of the one before it in its first
-  // lanes. Sums are written and read again at once, so their vectors do not overlap as those of the votes do.
+  // The length of a row of sums: whole vectors, whose repeated lanes mean nothing. They are written and read again at
+  // once, so they must not overlap as those of the votes do.
   static CAPSFAST_INLINE int64_t sum_pitch(int64_t D) { return NV > 0 ? NV * L : (D + L - 1) / L * L; }
 
   // sum[j] += c[j][n] x and, unless it is null, second[j] += c[j][n] x^2 with x = votes[n][j], for `count` input
@@ -235,7 +235,7 @@ struct Rows : RowsBlock<T, L_> {
     for (int64_t j = 0; j < J; ++j, sum += row, high += D, low += D) {
       for (int64_t d = 0; d < D; d += L) {
         V h = read_vector(high, d, D), l = read_vector(low, d, D);
-        add_exactly(rest(load<L>(sum + d), d, D), &h, &l);
+        add_exactly(clear_repeated(load<L>(sum + d), d, D), &h, &l);
         write_vector(high, h, d, D);
         write_vector(low, l, d, D);
       }

@@ -17,7 +17,7 @@ struct RowsAccumulate {
   static CAPSFAST_ONCE void online(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at,
                                    const Block& block) {
     const Problem& p = *pass.problem;
-    const int64_t row = B_::sum_pitch(p.D);
+    const int64_t pitch = B_::sum_pitch(p.D);
     for (int64_t j = 0; j < p.J; ++j) {
       const int64_t scalar = block.b * p.J + j;
       T& highest = pass.max[scalar];
@@ -28,14 +28,14 @@ struct RowsAccumulate {
         highest = now;
         at.norm[j] *= factor;
         multiply(pass.norm, scalar, 1, factor);
-        multiply(at.sum + j * row, row, factor);
+        multiply(at.sum + j * pitch, pitch, factor);
         multiply(pass.first, scalar * p.D, p.D, factor);
         if (pass.mass.high != nullptr) {
           at.mass[j] *= factor;
           multiply(pass.mass, scalar, 1, factor);
         }
         if (Q && pass.second.high != nullptr) {
-          multiply(at.second + j * row, row, factor);
+          multiply(at.second + j * pitch, pitch, factor);
           multiply(pass.second, scalar * p.D, p.D, factor);
         }
       }

@@ -38,17 +38,18 @@ struct SmallBatchRows {
   }
 
   static constexpr int64_t kNear = 256 * 1024;  // bytes of weights that stay in the caches until the next block
+  static constexpr int kStepsAhead = 16;  // vectors of an input capsule between asking for weights and reading them
 
-  // Asks for as many weights ahead as one step reads, from row numbers on: those of the next block in the order of
-  // memory, as the weights of L input capsules are read side by side, a piece of each at a time, which no processor
-  // foresees. If next is null, those that follow of each input capsule.
-  static CAPSFAST_INLINE void ask(const T* next, const T* const* from, int64_t row) {
+  // Asks for as many weights as one step reads, number `at` of each input capsule being read now. If next is not null
+  // they are those of the next block, in the order of memory: the weights of L input capsules are read side by side, a
+  // piece of each at a time, which no processor foresees. Else they follow in each of these.
+  static CAPSFAST_INLINE void ask(const T* next, const T* const* from, int64_t at) {
     if (next != nullptr) {
 #pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) __builtin_prefetch(next + row * L + l * L, 0, 2);
+      for (int l = 0; l < L; ++l) __builtin_prefetch(next + (at + l) * L, 0, 2);
     } else {
 #pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) __builtin_prefetch(from[l] + row + 16 * L, 0, 2);
+      for (int l = 0; l < L; ++l) __builtin_prefetch(from[l] + at + kStepsAhead * L, 0, 2);
     }
   }
 

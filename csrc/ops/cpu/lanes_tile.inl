@@ -1,0 +1,44 @@
+// What a pass of the lanes layout works on at a time.
+
+// A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
+// count). weights: [J D K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if they are given.
+// valid [count][L], if there is a mask or the block is not full.
+template <class T>
+struct LanesTile {
+  static constexpr int L = kLanes<T>;
+  using Packing = LanesPacking<T>;
+
+  int64_t t, b0, samples, i0, count;
+  const T* weights;
+  int64_t pitch;
+  const T *votes, *valid;
+
+  CAPSFAST_INLINE const T* valid_of(int64_t i) const {
+    return __builtin_expect(valid == nullptr, 1) ? nullptr : valid + i * L;
+  }
+
+  // Begins a chunk of the weights of input capsules [from, to), at most `most` of them, at `to_weights` where they are
+  // copied.
+  void begin_chunk(const Problem& p, int64_t from, int64_t to, int64_t most, T* to_weights) {
+    i0 = from;
+    count = Packing::chunk_of(p, from, to, most);
+    weights = Packing::weight_chunk(p, from, count, to_weights, &pitch);
+  }
+
+  // Copies what the samples of tile `tile` have of the chunk to `at`: poses or votes less the center, logits, numbers
+  // of input capsules.
+  template <class At>
+  CAPSFAST_ONCE void begin(const Problem& p, int64_t tile, const T* center, const View& dlse, const At& at) {
+    t = tile;
+    b0 = t * L;
+    samples = Packing::lanes_used(p, t, i0);
+    valid = Packing::masked(p, samples) ? at.valid : nullptr;
+    votes = Packing::votes_in_place(p, center) ? static_cast<const T*>(p.votes.data) + i0 * p.J * p.D * L : at.u;
+    Packing::pack_poses(p, b0, samples, i0, count, center, at.buffer, at.u, at.valid);
+    if (p.logits.data != nullptr) Packing::pack_logits(p, b0, samples, i0, count, at.buffer, at.logits);
+    if (!p.moments) return;
+    Packing::pack_numbers(p.activation, p, b0, samples, i0, count, at.valid, at.buffer, at.activation);
+    Packing::pack_numbers(p.lse, p, b0, samples, i0, count, at.valid, at.buffer, at.lse);
+    Packing::pack_numbers(dlse, p, b0, samples, i0, count, at.valid, at.buffer, at.dlse);
+  }
+};
