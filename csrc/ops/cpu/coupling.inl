@@ -125,7 +125,7 @@ struct Coupling {
   }
 
   // The sum over j of x[j] y[j], or if y is null of x[j], in parts.
-  static CAPSFAST_ONCE V total(int64_t J, const T* x, const T* y) {
+  static CAPSFAST_INLINE V total(int64_t J, const T* x, const T* y) {
     V all = V{};
     for (int64_t j0 = 0; j0 < J; j0 += kPart) {
       V part = V{};

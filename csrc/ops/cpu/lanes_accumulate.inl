@@ -320,6 +320,7 @@ struct LanesAccumulate {
         tile.in_scale = from(pass.in_scale, scalars);
         tile.c_dc = from(pass.c_dc, scalars);
         tile.begin(p, t, tile.center, pass.dlse, at);
+        tile.only_scores = Coefficients::has_only_scores(pass, tile);
         if (pass.unweighted) {
           plain(pass, tile, at);
           continue;

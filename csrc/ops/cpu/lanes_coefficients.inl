@@ -13,7 +13,17 @@ struct LanesCoefficients {
     const T* center;
     Form<T> score, gradient;
     const T *valid_out, *in_max, *in_scale, *c_dc;
+    bool only_scores;  // the coupling is the softmax over j of the scores, and nothing else has a part in it
   };
+
+  static bool has_only_scores(const AccumulatePass<T>& pass, const Tile& tile) {
+    const Problem& p = *pass.problem;
+    const bool masked = tile.valid != nullptr || tile.valid_out != nullptr;
+    const bool added = p.logits.data != nullptr || tile.score.constant != nullptr || tile.gradient.constant != nullptr;
+    const bool more = p.activation.data != nullptr || pass.dlse.data != nullptr || pass.dcoupling.data != nullptr;
+    const bool written = pass.lse.data != nullptr || pass.coupling.data != nullptr;
+    return p.normalize == Normalize::out && !masked && !added && !more && !written;
+  }
 
   // What `at` has of input capsule i [L], null if the pass has nothing of its kind.
   static CAPSFAST_INLINE const T* row(const View& view, const T* rows, int64_t i) {
@@ -25,6 +35,13 @@ struct LanesCoefficients {
   // goes on from there. Apart from the loop over input capsules, whose registers hold votes.
   static CAPSFAST_ONCE void coefficients(const AccumulatePass<T>& pass, const Tile& tile,
                                          const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
+    if (!tile.only_scores) return any_coefficients(pass, tile, at, i, b, dc);
+    Couplings::softmax_out(pass.problem->J, pass.problem->leaky, nullptr, b);
+    if (tile.gradient.linear != nullptr) Couplings::softmax_backward(pass.problem->J, b, nullptr, nullptr, dc);
+  }
+
+  static CAPSFAST_ONCE void any_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
+                                             const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J;
     const bool sample_logits = p.logits.stride[0] != 0;

@@ -23,6 +23,28 @@ struct LanesVoteGradients {
   // Replaces dot products with V and ds, in at.c and at.db, by c and db, and writes the gradients of what belongs to an
   // input capsule.
   static void coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
+    if (!has_only_scores(pass, tile)) return any_coefficients(pass, tile, at);
+    const int64_t J = pass.problem->J, size = J * L, pitch = pass.plan->gradient_chunk * size;
+    for (int64_t i = 0; i < tile.count; ++i) {
+      for (int64_t t = pass.first; t < pass.problem->iterations; ++t) {
+        const int64_t place = (t - pass.first) * pitch + i * size;
+        B_::softmax_out(J, pass.problem->leaky, nullptr, at.c + place);
+        if (needs_db(pass, t)) B_::softmax_backward(J, at.c + place, nullptr, nullptr, at.db + place);
+      }
+    }
+  }
+
+  // Whether couplings are softmaxes over j of the scores, and nothing else has a part in them.
+  static bool has_only_scores(const GradientPass<T>& pass, const Tile& tile) {
+    const Problem& p = *pass.problem;
+    const bool masked = tile.valid != nullptr || pass.valid_out != nullptr;
+    const bool added = p.logits.data != nullptr || pass.score.constant != nullptr || pass.gradient.constant != nullptr;
+    const bool more = p.activation.data != nullptr || pass.dlse.data != nullptr || pass.dcoupling.data != nullptr;
+    const bool written = pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr;
+    return p.normalize == Normalize::out && !masked && !added && !more && !written;
+  }
+
+  static void any_coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
     const Problem& p = *pass.problem;
     const int64_t J = p.J, chunk = pass.plan->gradient_chunk, tiles = pass.plan->tiles;
     const bool sample_logits = p.logits.stride[0] != 0;
