@@ -203,8 +203,17 @@ def test_forward_mode_is_refused_and_not_ignored(backend: Backend) -> None:
             tangent = forward_ad.unpack_dual(capsfast.dynamic_routing(dual, weight, backend=backend.name)).tangent
             assert tangent is not None and tangent.any()
             return
-        with pytest.raises(NotImplementedError, match="jvp"):
+        told = r'capsfast\.dynamic_routing: .* no forward-mode derivative .*; use backend="reference"'
+        with pytest.raises(NotImplementedError, match=told):
             capsfast.dynamic_routing(dual, weight, backend=backend.name)
+    # Of a pass, and over its backward.
+    query = torch.randn(2, 2, 5, device=backend.device)
+
+    def loss(u: Tensor) -> Tensor:
+        return capsfast.routing_pass(u, weight, query=query, backend=backend.name).first.square().sum()
+
+    with pytest.raises(NotImplementedError, match=r"capsfast\.routing_pass: .* no forward-mode derivative"):
+        torch.func.jvp(torch.func.grad(loss), (u,), (u,))
 
 
 def test_func_grad_under_autocast(backend: Backend) -> None:

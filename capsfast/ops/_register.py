@@ -157,8 +157,9 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
             save(ctx, inputs, output)
             return output
 
-    Transformed.backward = staticmethod(backward)  # type: ignore[assignment]
-    Eager.backward = staticmethod(backward)  # type: ignore[assignment]
+    for function in (Transformed, Eager):
+        function.backward = staticmethod(backward)  # type: ignore[assignment]
+        function.jvp = staticmethod(_forward_mode(name))  # type: ignore[assignment]
 
     def call(*inputs: Any) -> Any:
         if type(inputs[0]) is not Tensor:
@@ -175,8 +176,7 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
                 return Transformed.apply(*_cast(inputs, torch.get_autocast_dtype(device), cast))
         if casting:
             return op(*inputs)
-        # Under forward-mode differentiation the Function raises an error, as it has no jvp. The op would silently drop
-        # the tangent.
+        # Under forward-mode differentiation the Function raises an error. The op would silently drop the tangent.
         differentiated = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in inputs)
         if differentiated or forward_ad._current_level >= 0:
             return Eager.apply(*inputs)
@@ -209,6 +209,18 @@ def _second_derivative(name: str) -> Callable[..., Any]:
         )
 
     return backward
+
+
+def _forward_mode(name: str) -> Callable[..., Any]:
+    op = name.removeprefix(PREFIX["triton"]).removesuffix("_backward")
+
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        raise NotImplementedError(
+            f"capsfast.{op}: the fused backends have no forward-mode derivative (jvp), got an argument with a tangent; "
+            f'use backend="reference"'
+        )
+
+    return jvp
 
 
 def _register_autocast(name: str, device: str, cast: int) -> None:
