@@ -120,6 +120,19 @@ def test_gate_uses_a_slice_of_a_large_batch(monkeypatch: pytest.MonkeyPatch) -> 
     assert "du is not zero" in gate.check(mixes_samples).reason
 
 
+@pytest.mark.parametrize("case", [TINY_BOTH, dataclasses.replace(TINY_BOTH, op="route_votes", K=0)], ids=str)
+def test_the_gate_takes_the_first_capsules_of_what_is_too_large(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("capsfast.bench.gate.TRUTH_INPUTS", case.input_bytes // 4 - 1)
+    gate = Gate(case, input_set(case, CPU))
+    assert gate.case == dataclasses.replace(case, I=case.I - 1)
+    assert [tuple(tensor.shape) for tensor in gate.inputs.tensors] == list(gate.case.shapes.values())
+    right = contender(EAGER).make(case)
+    assert gate.check(right).reason == ""
+    assert "v has relative error" in gate.check(lambda *tensors: 1.01 * right(*tensors)).reason
+    (row,) = measure(case, [contender(EAGER)], CPU, seconds=0, least_rounds=1, with_memory=False)
+    assert row.status == "ok" and row.case == case
+
+
 def test_gate_finds_a_missing_gradient_and_nan() -> None:
     gate = Gate(TINY_BOTH, input_set(TINY_BOTH, CPU))
     right = contender(EAGER).make(TINY_BOTH)

@@ -114,6 +114,9 @@ ROOFLINE: list[dict[str, int | str]] = [
     {"B": 32, "I": 18432},
 ]
 
+# Up to a weight of 5 GB. Too much for the einsum contenders on most machines.
+LONG: list[dict[str, int | str]] = [{"B": 4, "I": n} for n in (62_500, 250_000, 1_000_000)]
+
 # Sizes at which every contender takes milliseconds: for tests and for checking an installation.
 SMOKE: list[dict[str, int | str]] = [{"B": 4, "I": 64}, {"B": 3, "I": 33, "J": 5, "D": 7, "K": 3, "r": 2}]
 
@@ -122,7 +125,7 @@ QUICK: list[dict[str, int | str]] = [{"B": 1}, {"B": 16}, {"B": 128}]
 
 
 # Sweeps that are not an axis; "quick" has its own directions.
-_OTHERS = {"roofline": ROOFLINE, "smoke": SMOKE}
+_OTHERS = {"roofline": ROOFLINE, "long": LONG, "smoke": SMOKE}
 SWEEPS = (*AXES, *_OTHERS, "quick", "all")
 
 

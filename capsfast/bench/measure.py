@@ -143,6 +143,8 @@ def _gate_and_time(
         rows[each.name] = Row(case, each.name, "wrong" if verdict.reason else "ok", verdict.reason, {}, verdict.errors)
         if not verdict.reason:
             steps[each.name] = step(forward, case, sets)
+            if gate.case != case:
+                steps[each.name](0)  # the first call of this size
     on_step("timing")
     if steps and device.type == "cuda":
         rows |= _time_on_gpu(case, {name: rows[name] for name in steps}, steps, len(sets), device, seconds, with_memory)

@@ -22,7 +22,7 @@ from .progress import plain, progress
 from .tables import case_line, case_table, reasons, roofline_table
 
 # Sweeps for which the report plots or tabulates memory: it takes a process for every contender.
-REMEMBERED = ("smoke", "I", "J", "batch")
+REMEMBERED = ("smoke", "I", "J", "batch", "long")
 # More cases than that get a line each instead of a table.
 MOST_TABLES = 8
 
@@ -40,7 +40,8 @@ def bench(
         int | None, typer.Option(min=1, help="Least turns of a contender on a case; default 3, with --record 5.")
     ] = None,
     memory: Annotated[
-        bool, typer.Option(help="Peak memory too, in the sweeps I, J, batch and smoke; in quick for the last case.")
+        bool,
+        typer.Option(help="Peak memory too, in the sweeps I, J, batch, long and smoke; in quick for the last case."),
     ] = True,
     baselines: Annotated[bool, typer.Option(help="Measure others than capsfast too.")] = True,
     keep: Annotated[
