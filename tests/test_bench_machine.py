@@ -69,6 +69,7 @@ def test_machine_is_named_after_the_kind_of_cpu() -> None:
     assert record.machine_name({**intel, "gpu": "NVIDIA H200"}) == "nvidia-h200"
     assert record.name(found, "both") == "amd-epyc-2-threads"
     assert record.name(found, "route_votes") == "amd-epyc-2-threads-route-votes"
+    assert record.name(found, "both", "long") == "amd-epyc-2-threads-long"
     assert "microarchitecture" in record.machine(CPU)
 
 
@@ -85,7 +86,9 @@ def test_records_of_the_checkout_are_named_after_their_machine() -> None:
         ops = {row.case.op for row in rows}
         # Records from before the generation of a CPU was kept have it in their name alone.
         if "microarchitecture" in surroundings["machine"]:
-            assert record.name(surroundings["machine"], ops.pop() if len(ops) == 1 else "both") == path.stem
+            op = ops.pop() if len(ops) == 1 else "both"
+            long = {row.case for row in rows} <= set(sweep("long"))
+            assert record.name(surroundings["machine"], op, "long" if long else "all") == path.stem
 
 
 @needs_extension

@@ -62,9 +62,9 @@ def machine_name(found: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def name(found: dict[str, Any], op: str) -> str:
-    """Of a record: that of its machine. One of route_votes alone is a record beside the other."""
-    return machine_name(found) + ("-route-votes" if op == "route_votes" else "")
+def name(found: dict[str, Any], op: str, sweep: str = "") -> str:
+    """Of a record: that of its machine. One of route_votes alone or of the sweep long is beside it."""
+    return machine_name(found) + ("-route-votes" if op == "route_votes" else "") + ("-long" if sweep == "long" else "")
 
 
 def _triton() -> str | None:

@@ -69,7 +69,7 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     surroundings = record.environment(where)
-    path = _results() / f"{record.name(surroundings['machine'], op)}.json" if keep else json
+    path = _results() / f"{record.name(surroundings['machine'], op, name)}.json" if keep else json
 
     rows: list[Row] = []
     total = len(cases)
