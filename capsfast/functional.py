@@ -110,7 +110,8 @@ def dynamic_routing(
     Raises:
         ValueError: a shape, a value or a device does not fit.
         TypeError: not a dense floating-point tensor, or dtypes that differ.
-        RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
+        RuntimeError: the demanded backend cannot serve the call; a second or a forward-mode derivative of a fused
+            backend.
     """
     op = "capsfast.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps)

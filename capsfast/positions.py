@@ -11,12 +11,16 @@ def alone(spatial: tuple[int, ...]) -> bool:
 
     A size that a traced graph learns only when it runs counts as more.
     """
-    if torch.compiler.is_compiling():
-        # Its import takes a second, but not where something is compiled.
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
+    return bool(spatial) and all(_is_one(size) for size in spatial)
 
-        return len(spatial) > 0 and all(guard_or_false(size == 1) for size in spatial)
-    return len(spatial) > 0 and all(size == 1 for size in spatial)
+
+def _is_one(size: int) -> bool:
+    if not torch.compiler.is_compiling():
+        return size == 1
+    # Its import takes a second, but not where something is compiled.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size == 1)
 
 
 def of_votes(votes: Tensor, J: int, spatial: tuple[int, ...]) -> Tensor:

@@ -151,6 +151,7 @@ def test_float64_on_a_gpu_is_for_the_reference(monkeypatch: pytest.MonkeyPatch) 
         chosen.append(choice.select(op, torch.device("cuda", 0), *rest))
         return "reference"
 
+    # That the reference is slow is said once a process, and not the matter here.
     monkeypatch.setattr(choice, "_warned", True)
     monkeypatch.setattr(ops.dynamic_routing, "select", select_there)
     for dtype in (torch.float32, torch.float64):

@@ -71,6 +71,10 @@ def test_contender_is_skipped_where_it_would_need_too_much_memory() -> None:
     assert "GiB, the limit is 8.0 GiB" in contender(BROADCAST).why_not(wide, CPU)
     assert contender(BROADCAST).why_not(TINY, CPU) == ""
     assert "the limit is 0.0 GiB" in contender(EAGER).why_not(CANONICAL, CPU, free=2**20)
+    # Inputs and gradients count against what is free alone.
+    longest = sweep("long")[-1]
+    assert contender("capsfast cpp").why_not(longest, CPU, free=22 * 2**30) == ""
+    assert "the limit is 6.0 GiB" in contender("capsfast cpp").why_not(longest, CPU, free=8 * 2**30)
     elsewhere = Contender("elsewhere", lambda case: torch.neg, lambda case: 0, ("cuda",))
     assert elsewhere.why_not(TINY, CPU) == "runs on cuda only"
 
@@ -131,6 +135,15 @@ def test_the_gate_takes_the_first_capsules_of_what_is_too_large(case: Case, monk
     assert "v has relative error" in gate.check(lambda *tensors: 1.01 * right(*tensors)).reason
     (row,) = measure(case, [contender(EAGER)], CPU, seconds=0, least_rounds=1, with_memory=False)
     assert row.status == "ok" and row.case == case
+
+    def only_short(*tensors: Tensor) -> Tensor:
+        if tensors[0].shape[1] == case.I:
+            raise RuntimeError("too long")
+        return right(*tensors)
+
+    failing = dataclasses.replace(contender(EAGER), make=lambda case: only_short)
+    (row,) = measure(case, [failing], CPU, seconds=0, least_rounds=1, with_memory=False)
+    assert row.status == "failed" and row.reason == "RuntimeError: too long"
 
 
 def test_gate_finds_a_missing_gradient_and_nan() -> None:

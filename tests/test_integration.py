@@ -197,6 +197,14 @@ def test_second_derivatives(backend: Backend, op: str) -> None:
 
 def test_forward_mode_is_refused_and_not_ignored(backend: Backend) -> None:
     u, weight = torch.randn(2, 3, 4, device=backend.device), torch.randn(3, 2, 5, 4, device=backend.device)
+    # Of a pass, and over its backward.
+    query = torch.randn(2, 2, 5, device=backend.device)
+
+    def loss(u: Tensor) -> Tensor:
+        return capsfast.routing_pass(u, weight, query=query, backend=backend.name).first.square().sum()
+
+    if not backend.fused:
+        assert torch.func.jvp(torch.func.grad(loss), (u,), (u,))[1].any()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(u, torch.ones_like(u))
         if not backend.fused:
@@ -206,12 +214,6 @@ def test_forward_mode_is_refused_and_not_ignored(backend: Backend) -> None:
         told = r'capsfast\.dynamic_routing: .* no forward-mode derivative .*; use backend="reference"'
         with pytest.raises(NotImplementedError, match=told):
             capsfast.dynamic_routing(dual, weight, backend=backend.name)
-    # Of a pass, and over its backward.
-    query = torch.randn(2, 2, 5, device=backend.device)
-
-    def loss(u: Tensor) -> Tensor:
-        return capsfast.routing_pass(u, weight, query=query, backend=backend.name).first.square().sum()
-
     with pytest.raises(NotImplementedError, match=r"capsfast\.routing_pass: .* no forward-mode derivative"):
         torch.func.jvp(torch.func.grad(loss), (u,), (u,))
 

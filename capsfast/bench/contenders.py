@@ -56,10 +56,15 @@ class Contender:
         needed = growth + 2 * case.input_bytes + case.gradient_bytes
         most = CUDA_LIMIT if device.type == "cuda" else LIMIT
         # What every contender has is no reason to leave one out, as long as it is there.
-        for bytes_, limit in ((growth, most), (needed, needed if free is None else free * 3 // 4)):
-            if bytes_ > limit:
-                return f"would need about {bytes_ / GIB:.1f} GiB, the limit is {limit / GIB:.1f} GiB"
+        if growth > most:
+            return _too_much(growth, most)
+        if free is not None and needed > free * 3 // 4:
+            return _too_much(needed, free * 3 // 4)
         return ""
+
+
+def _too_much(needed: int, limit: int) -> str:
+    return f"would need about {needed / GIB:.1f} GiB, the limit is {limit / GIB:.1f} GiB"
 
 
 def _backend(name: str, case: Case) -> Forward:

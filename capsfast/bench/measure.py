@@ -137,14 +137,14 @@ def _gate_and_time(
             # The first call: compiles what is compiled.
             with deadline(first_call_seconds, "the first call"):
                 verdict = gate.check(forward)
+                if gate.case != case and not verdict.reason:
+                    step(forward, case, sets)(0)  # of this size, too
         except Exception as error:  # a contender may fail in any way; the others go on
             rows[each.name] = Row(case, each.name, "failed", _first_line(error))
             continue
         rows[each.name] = Row(case, each.name, "wrong" if verdict.reason else "ok", verdict.reason, {}, verdict.errors)
         if not verdict.reason:
             steps[each.name] = step(forward, case, sets)
-            if gate.case != case:
-                steps[each.name](0)  # the first call of this size
     on_step("timing")
     if steps and device.type == "cuda":
         rows |= _time_on_gpu(case, {name: rows[name] for name in steps}, steps, len(sets), device, seconds, with_memory)

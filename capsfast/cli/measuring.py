@@ -45,7 +45,7 @@ def bench(
     ] = True,
     baselines: Annotated[bool, typer.Option(help="Measure others than capsfast too.")] = True,
     keep: Annotated[
-        bool, typer.Option("--record", help="Write benchmarks/results/<machine>.json, or <machine>-route-votes.json.")
+        bool, typer.Option("--record", help="Write benchmarks/results/<machine>.json; -route-votes or -long behind it.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with that record after an interruption.")] = False,

@@ -107,7 +107,7 @@ struct LanesAccumulate {
     T* const dc[2] = {at.dc, at.dc + J * L};
     for (int64_t j0 = 0; j0 < J; j0 += step) {
       const int64_t j1 = j0 + step < J ? j0 + step : J;
-      for (int c = 0; c < 2; ++c) score<true>(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
+      for (int c = 0; c < 2; ++c) score(pass, tile, at, i + c, j0, j1, x[c] + j0 * D * L, b[c], dc[c]);
     }
     for (int c = 0; c < 2; ++c) Coefficients::coefficients(pass, tile, at, i + c, b[c], dc[c]);
     const T* const* e = tile.gradient.linear != nullptr ? dc : b;

@@ -17,12 +17,9 @@ struct LanesCoefficients {
   };
 
   static bool has_only_scores(const AccumulatePass<T>& pass, const Tile& tile) {
-    const Problem& p = *pass.problem;
-    const bool masked = tile.valid != nullptr || tile.valid_out != nullptr;
-    const bool added = p.logits.data != nullptr || tile.score.constant != nullptr || tile.gradient.constant != nullptr;
-    const bool more = p.activation.data != nullptr || pass.dlse.data != nullptr || pass.dcoupling.data != nullptr;
+    const bool more = pass.dlse.data != nullptr || pass.dcoupling.data != nullptr;
     const bool written = pass.lse.data != nullptr || pass.coupling.data != nullptr;
-    return p.normalize == Normalize::out && !masked && !added && !more && !written;
+    return !more && !written && tile.has_only_scores(*pass.problem, tile.valid_out, tile.score, tile.gradient);
   }
 
   // What `at` has of input capsule i [L], null if the pass has nothing of its kind.

@@ -25,6 +25,14 @@ struct LanesTile {
     weights = Packing::weight_chunk(p, from, count, to_weights, &pitch);
   }
 
+  // Whether couplings are softmaxes over j of scores alone, as far as it is the problem, the masks and what is added to
+  // scores that say.
+  bool has_only_scores(const Problem& p, const T* valid_out, const Form<T>& score, const Form<T>& gradient) const {
+    const bool masked = valid != nullptr || valid_out != nullptr;
+    const bool added = p.logits.data != nullptr || score.constant != nullptr || gradient.constant != nullptr;
+    return p.normalize == Normalize::out && !masked && !added && p.activation.data == nullptr;
+  }
+
   // Copies what the samples of tile `tile` have of the chunk to `at`: poses or votes less the center, logits, numbers
   // of input capsules.
   template <class At>

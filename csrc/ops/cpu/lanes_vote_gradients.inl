@@ -34,14 +34,10 @@ struct LanesVoteGradients {
     }
   }
 
-  // Whether couplings are softmaxes over j of the scores, and nothing else has a part in them.
   static bool has_only_scores(const GradientPass<T>& pass, const Tile& tile) {
-    const Problem& p = *pass.problem;
-    const bool masked = tile.valid != nullptr || pass.valid_out != nullptr;
-    const bool added = p.logits.data != nullptr || pass.score.constant != nullptr || pass.gradient.constant != nullptr;
-    const bool more = p.activation.data != nullptr || pass.dlse.data != nullptr || pass.dcoupling.data != nullptr;
+    const bool more = pass.dlse.data != nullptr || pass.dcoupling.data != nullptr;
     const bool written = pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr;
-    return p.normalize == Normalize::out && !masked && !added && !more && !written;
+    return !more && !written && tile.has_only_scores(*pass.problem, pass.valid_out, pass.score, pass.gradient);
   }
 
   static void any_coefficients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at) {
