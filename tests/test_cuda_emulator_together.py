@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from .emulator import backend as emulator
-from .emulator.planted import blocks_at_a_time, check_found, check_right, clusters_at_a_time, device, run, settings
+from .emulator.planted import check_found, check_right, device, max_active_blocks, max_active_clusters, run, settings
 from .support.backends import Shape
 from .support.problems import PLAIN, make
 from .support.problems import run as run_op
@@ -156,12 +156,12 @@ def test_launches_are_counted_by_how_their_blocks_run() -> None:
 
 def test_how_much_runs_at_a_time() -> None:
     with device(multiprocessors=6, shared_bytes=100_000, shared_bytes_together=150_000):
-        assert [blocks_at_a_time(kib * 1024) for kib in (0, 72, 73, 97, 98)] == [2, 2, 1, 1, -1]
-        assert [clusters_at_a_time(size, 1024) for size in (1, 2, 4, 8)] == [12, 6, 3, 1]
-        assert [clusters_at_a_time(size, 97 * 1024) for size in (1, 2, 4, 8)] == [6, 3, 1, 0]
+        assert [max_active_blocks(kib * 1024) for kib in (0, 72, 73, 97, 98)] == [2, 2, 1, 1, -1]
+        assert [max_active_clusters(size, 1024) for size in (1, 2, 4, 8)] == [12, 6, 3, 1]
+        assert [max_active_clusters(size, 97 * 1024) for size in (1, 2, 4, 8)] == [6, 3, 1, 0]
     with device(clusters=False):
-        assert blocks_at_a_time(1024) == 2
-        assert clusters_at_a_time(2, 1024) == 0
+        assert max_active_blocks(1024) == 2
+        assert max_active_clusters(2, 1024) == 0
 
 
 def test_a_device_is_restored() -> None:

@@ -33,7 +33,7 @@ struct Grid {
 CAPSFAST_DEVICE int thread() { return static_cast<int>(threadIdx.x); }
 // The same index, read from the hardware at each call. The compiler cannot merge two calls, so it does not keep the
 // index and what is computed from it in registers between them.
-CAPSFAST_DEVICE int thread_anew() {
+CAPSFAST_DEVICE int reread_thread_idx() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
@@ -319,8 +319,8 @@ class Launching {
 // Launches and checks for errors, without waiting for the kernel. False if all blocks were to run at the same time and
 // do not fit: the device may have less room than it reports, for example if processes share it.
 template <class Args>
-[[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
-                            const Args& args, Together together) {
+[[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
+                              const Args& args, Together together) {
   allow_shared(kernel, shared_bytes);
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
@@ -335,13 +335,13 @@ template <class Args>
 template <class Args>
 void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream, const Args& args,
             Together together = {}) {
-  if (!launched(kernel, grid, threads, shared_bytes, stream, args, together))
+  if (!try_launch(kernel, grid, threads, shared_bytes, stream, args, together))
     check(cudaErrorCooperativeLaunchTooLarge, "a kernel launch");
 }
 
 // How many blocks of a kernel a multiprocessor runs at the same time.
 template <class Args>
-int64_t blocks_at_a_time(Kernel<Args> kernel, int threads, int shared_bytes) {
+int64_t max_active_blocks(Kernel<Args> kernel, int threads, int shared_bytes) {
   allow_shared(kernel, shared_bytes);
   int blocks = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<size_t>(shared_bytes)),
@@ -352,7 +352,7 @@ int64_t blocks_at_a_time(Kernel<Args> kernel, int threads, int shared_bytes) {
 // How many clusters of `size` blocks the device runs at the same time. 0 if the kernel was compiled for an architecture
 // without clusters: PTX that is translated for a newer device keeps the abilities of the older one.
 template <class Args>
-int64_t clusters_at_a_time(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
+int64_t max_active_clusters(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "cudaFuncGetAttributes");
   if (compiled.ptxVersion < 90) return 0;

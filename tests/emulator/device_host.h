@@ -20,7 +20,7 @@ using emulator::Together;
 using Grid = emulator::Dim;
 
 inline int thread() { return Block::current().thread(); }
-inline int thread_anew() { return thread(); }
+inline int reread_thread_idx() { return thread(); }
 inline int threads() { return Block::current().threads(); }
 inline int64_t block_x() { return Block::current().place().index.x; }
 inline int64_t block_y() { return Block::current().place().index.y; }
@@ -228,21 +228,21 @@ void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Strea
 }
 
 template <class Args>
-[[nodiscard]] bool launched(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
-                            const Args& args, Together together) {
+[[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
+                              const Args& args, Together together) {
   if (together.grid && emulator::Machine::current().crowded) return false;
   launch(kernel, grid, threads, shared_bytes, stream, args, together);
   return true;
 }
 
 template <class Args>
-int64_t blocks_at_a_time(Kernel<Args>, int threads, int shared_bytes) {
-  return emulator::Machine::current().blocks_at_a_time(threads, shared_bytes);
+int64_t max_active_blocks(Kernel<Args>, int threads, int shared_bytes) {
+  return emulator::Machine::current().max_active_blocks(threads, shared_bytes);
 }
 
 template <class Args>
-int64_t clusters_at_a_time(Kernel<Args>, int size, int threads, int shared_bytes) {
-  return emulator::Machine::current().clusters_at_a_time(size, threads, shared_bytes);
+int64_t max_active_clusters(Kernel<Args>, int size, int threads, int shared_bytes) {
+  return emulator::Machine::current().max_active_clusters(size, threads, shared_bytes);
 }
 
 }  // namespace capsfast::gpu

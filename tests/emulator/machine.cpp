@@ -20,13 +20,13 @@ void Machine::check_block(int threads, int64_t shared) const {
     fault(std::to_string(shared) + " bytes of shared memory, a block can have " + std::to_string(shared_bytes));
 }
 
-int64_t Machine::blocks_at_a_time(int threads, int64_t shared) const {
+int64_t Machine::max_active_blocks(int threads, int64_t shared) const {
   check_block(threads, shared);
   return std::min<int64_t>(2, shared_bytes_together / (shared + 1024));
 }
 
-int64_t Machine::clusters_at_a_time(int size, int threads, int64_t shared) const {
-  const int64_t blocks = blocks_at_a_time(threads, shared) * multiprocessors;
+int64_t Machine::max_active_clusters(int size, int threads, int64_t shared) const {
+  const int64_t blocks = max_active_blocks(threads, shared) * multiprocessors;
   return clusters ? blocks / size : 0;
 }
 
@@ -39,11 +39,11 @@ void Machine::check_launch(const Dim& grid, int threads, int64_t shared, const T
   if (size != 1 && size != 2 && size != 4 && size != 8) fault(cluster + ", 1, 2, 4 and 8 are possible");
   if (grid.x % size != 0) fault(cluster + " do not divide a grid of " + to_string(grid));
   if (size > 1 && !clusters) fault(cluster + " on a device without clusters");
-  if (size > 1 && clusters_at_a_time(size, threads, shared) == 0) fault(cluster + " do not fit the device");
+  if (size > 1 && max_active_clusters(size, threads, shared) == 0) fault(cluster + " do not fit the device");
   if (!together.grid) return;
   if (!cooperative) fault("a cooperative launch on a device without");
-  const int64_t most =
-      size > 1 ? clusters_at_a_time(size, threads, shared) * size : blocks_at_a_time(threads, shared) * multiprocessors;
+  const int64_t most = size > 1 ? max_active_clusters(size, threads, shared) * size
+                                : max_active_blocks(threads, shared) * multiprocessors;
   const int64_t blocks = grid.x * grid.y * grid.z;
   if (blocks > most)
     fault("a cooperative launch of " + std::to_string(blocks) + " blocks, the device runs " + std::to_string(most) +

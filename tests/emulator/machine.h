@@ -39,9 +39,9 @@ struct Machine {
   static Machine& current();
 
   // How many blocks one multiprocessor runs at the same time. At most two, so that few blocks fill the device.
-  int64_t blocks_at_a_time(int threads, int64_t shared) const;
+  int64_t max_active_blocks(int threads, int64_t shared) const;
   // How many clusters of `size` blocks the device runs at the same time. A cluster may span all multiprocessors.
-  int64_t clusters_at_a_time(int size, int threads, int64_t shared) const;
+  int64_t max_active_clusters(int size, int threads, int64_t shared) const;
   // Faults if a GPU would refuse the launch.
   void check_launch(const Dim& grid, int threads, int64_t shared, const Together& together) const;
 

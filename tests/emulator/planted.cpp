@@ -21,11 +21,11 @@ extern "C" __attribute__((visibility("default"))) const char* capsfast_run_plant
 }
 
 // How many blocks (size 0) or clusters of `size` blocks run at the same time; -1 if the emulator finds a fault.
-extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_at_a_time(int size, int threads,
-                                                                                     int shared_bytes) {
+extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_max_active(int size, int threads,
+                                                                                      int shared_bytes) {
   const gpu::Kernel<Args> kernel = of_a_block.at("rotate").run;
   try {
-    return size == 0 ? gpu::blocks_at_a_time(kernel, threads, shared_bytes)
-                     : gpu::clusters_at_a_time(kernel, size, threads, shared_bytes);
+    return size == 0 ? gpu::max_active_blocks(kernel, threads, shared_bytes)
+                     : gpu::max_active_clusters(kernel, size, threads, shared_bytes);
   } catch (const emulator::Fault&) { return -1; }
 }

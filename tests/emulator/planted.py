@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 def _loaded() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library("planted")))
     loaded.capsfast_run_planted.restype = ctypes.c_char_p
-    loaded.capsfast_planted_at_a_time.restype = ctypes.c_int64
+    loaded.capsfast_planted_max_active.restype = ctypes.c_int64
     return loaded
 
 
@@ -61,11 +61,11 @@ def settings() -> list[int]:
     return found
 
 
-def blocks_at_a_time(shared_bytes: int) -> int:
+def max_active_blocks(shared_bytes: int) -> int:
     """Blocks of two warps on a multiprocessor; -1 where the emulator finds a fault."""
-    return int(_loaded().capsfast_planted_at_a_time(0, 64, shared_bytes))
+    return int(_loaded().capsfast_planted_max_active(0, 64, shared_bytes))
 
 
-def clusters_at_a_time(size: int, shared_bytes: int) -> int:
+def max_active_clusters(size: int, shared_bytes: int) -> int:
     """Clusters of such blocks on the device."""
-    return int(_loaded().capsfast_planted_at_a_time(size, 64, shared_bytes))
+    return int(_loaded().capsfast_planted_max_active(size, 64, shared_bytes))

@@ -48,7 +48,7 @@ struct Place {
 // lane has at a time.
 template <class F>
 CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
-  const int warps = gpu::threads() / 32, thread = gpu::thread_anew(), lane = thread % 32;
+  const int warps = gpu::threads() / 32, thread = gpu::reread_thread_idx(), lane = thread % 32;
   const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y(), blocks = gpu::blocks_x() * gpu::blocks_y();
   Place at;
   at.lanes = lanes_for(in.D / width);

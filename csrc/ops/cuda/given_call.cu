@@ -16,7 +16,7 @@ class ResidentCall {
         kernels(kernels_of(problem, plan.shape)) {
     // The device may refuse such a cluster: an instance of a partitioned GPU may be too small for it, and kernels that
     // were compiled for an older architecture have no clusters.
-    while (plan.cluster > 1 && clusters_at_a_time(backward) == 0) plan = planned(plan.cluster / 2, backward);
+    while (plan.cluster > 1 && max_active_clusters(backward) == 0) plan = planned(plan.cluster / 2, backward);
   }
 
   bool serves() const { return plan.cluster > 0; }
@@ -54,9 +54,9 @@ class ResidentCall {
     return plan_resident(p, {on.multiprocessors(), on.shared_bytes(), on.shared_bytes_together(), cluster}, backward);
   }
 
-  int64_t clusters_at_a_time(bool backward) const {
-    return backward ? gpu::clusters_at_a_time(kernels.backward, plan.cluster, plan.shape.threads, plan.memory.end)
-                    : gpu::clusters_at_a_time(kernels.forward, plan.cluster, plan.shape.threads, plan.memory.end);
+  int64_t max_active_clusters(bool backward) const {
+    return backward ? gpu::max_active_clusters(kernels.backward, plan.cluster, plan.shape.threads, plan.memory.end)
+                    : gpu::max_active_clusters(kernels.forward, plan.cluster, plan.shape.threads, plan.memory.end);
   }
 };
 

@@ -14,7 +14,7 @@ struct Output {
   bool mine;        // the thread has such a place
 
   CAPSFAST_DEVICE Output(const GivenShape& shape, const Inputs& in) : lanes(1 << shape.output_lanes_log) {
-    const int of_one = static_cast<int>(in.D) / GivenSize::few, thread = gpu::thread_anew();
+    const int of_one = static_cast<int>(in.D) / GivenSize::few, thread = gpu::reread_thread_idx();
     lane = thread & (lanes - 1);
     j = thread >> shape.output_lanes_log;
     mine = j < in.J && lane < of_one;

@@ -53,7 +53,7 @@ CAPSFAST_DEVICE float scale_of(float sum) { return sum == 0.0f ? 0.0f : gpu::rec
 template <bool kBackward, int kCount, class Tr>
 CAPSFAST_DEVICE void softmax_warp(const Inputs& in, const Spot<Tr>& at, float (&b)[kCount], float (&dc)[kCount]) {
   constexpr float kNear = 40.0f;  // up to here exp(b) and its product with dc are well within float32
-  const int J = static_cast<int>(in.J), lane = gpu::thread_anew() % 32;
+  const int J = static_cast<int>(in.J), lane = gpu::reread_thread_idx() % 32;
   float sum[kCount], mean[kCount], rest[kCount];
   bool far = false;
 #pragma unroll

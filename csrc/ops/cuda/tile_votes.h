@@ -55,7 +55,7 @@ struct Lane {
 };
 
 CAPSFAST_DEVICE Lane this_lane() {
-  const int thread = gpu::thread_anew(), lane = thread % 32;
+  const int thread = gpu::reread_thread_idx(), lane = thread % 32;
   return {thread, thread / 32, lane / 4, lane % 4};
 }
 

@@ -10,11 +10,12 @@ TileKernel<kBackward> tile_kernel_of() {
       [](const TilePasses<kBackward>& args, int threads, const Launch& at) {
         const Inputs& in = args.steps.in;
         const int bytes = Tr::bytes(static_cast<int>(in.J), threads, in.softmax_in);
-        return gpu::launched(
+        return gpu::try_launch(
             tile_kernel<E, K, D, kBackward, kTwo>, at.grid, threads, bytes, at.stream, args, {1, args.together});
       },
       [](int J, bool softmax_in, int threads) {
-        return gpu::blocks_at_a_time(tile_kernel<E, K, D, kBackward, kTwo>, threads, Tr::bytes(J, threads, softmax_in));
+        return gpu::max_active_blocks(
+            tile_kernel<E, K, D, kBackward, kTwo>, threads, Tr::bytes(J, threads, softmax_in));
       },
   };
 }
