@@ -103,10 +103,10 @@ class Global {
  public:
   Global() = default;
   __host__ __device__ Global(T* data, int64_t) : data_(data) {}
-  CAPSFAST_DEVICE T& operator[](int64_t n) const { return data_[n]; }
+  CAPSFAST_DEVICE T& operator[](int64_t n) const { return global()[n]; }
   template <class Vector>
   CAPSFAST_DEVICE Vector vector(int64_t n) const {
-    return *reinterpret_cast<const Vector*>(data_ + n);
+    return *reinterpret_cast<const Vector*>(global() + n);
   }
   __host__ __device__ explicit operator bool() const { return data_ != nullptr; }
   // The same memory as elements of another type.
@@ -121,6 +121,12 @@ class Global {
   __host__ __device__ operator Global<const T>() const { return {data_, 0}; }
 
  private:
+  // Where a kernel chooses between pointers, the compiler loses track of the kind of memory they point to. Accesses then
+  // take generic instructions, which find out at run time.
+  CAPSFAST_DEVICE T* global() const {
+    __builtin_assume(__isGlobal(data_));
+    return data_;
+  }
   T* data_ = nullptr;
 };
 
