@@ -1,11 +1,23 @@
 """The emulator's clusters, cooperative launches and asynchronous copies, and the devices it can be."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
 from .emulator import backend as emulator
-from .emulator.planted import check_found, check_right, device, max_active_blocks, max_active_clusters, run, settings
+from .emulator.backend import take_questions
+from .emulator.planted import (
+    check_found,
+    check_right,
+    device,
+    max_active_blocks,
+    max_active_clusters,
+    run,
+    run_meanwhile,
+    settings,
+)
 from .support.backends import Shape
 from .support.problems import PLAIN, make
 from .support.problems import run as run_op
@@ -164,6 +176,58 @@ def test_how_much_runs_at_a_time() -> None:
         assert max_active_clusters(2, 1024) == 0
 
 
+@pytest.mark.parametrize("kib", [47, 48, 49, 99])
+def test_a_launch_may_ask_for_all_that_a_block_can_have(kib: int) -> None:
+    with device():
+        assert max_active_blocks(kib * 1024) > 0
+        assert run_meanwhile(much=99 * 1024, less=kib * 1024) == ""
+    with device():  # in the other order
+        assert run_meanwhile(much=kib * 1024, less=99 * 1024) == ""
+
+
+def test_threads_that_each_set_what_they_need_take_it_from_others() -> None:
+    wanted, allowed = 90 * 1024, 60 * 1024
+    message = f"{wanted} bytes of shared memory, the kernel may ask for {allowed}"
+    with device():
+        assert message in run_meanwhile(wanted, allowed, own=True)
+    with device():
+        assert "the kernel may ask for 49152" in run_meanwhile(wanted, 1024, own=True)
+
+
+def test_the_device_is_asked_once() -> None:
+    sizes = [1024, 60 * 1024, 99 * 1024]
+    with device():
+        take_questions(kernels="planted")
+        first = [max_active_blocks(size) for size in sizes] + [max_active_clusters(2, size) for size in sizes]
+        assert take_questions(kernels="planted") == 2 * 3 + 2  # and what a block can have, and that the kernel may
+        again = [max_active_blocks(size) for size in sizes] + [max_active_clusters(2, size) for size in sizes]
+        assert take_questions(kernels="planted") == 0
+        assert first == again == [2, 1, 1, 2, 1, 1]
+    with device(shared_bytes=60 * 1024):  # another device
+        assert max_active_blocks(60 * 1024) == 1
+        assert take_questions(kernels="planted") == 3
+
+
+def test_threads_ask_the_device_once() -> None:
+    sizes = list(range(1, 401))
+    with device(), ThreadPoolExecutor(4) as pool:
+        take_questions(kernels="planted")
+        answers = list(pool.map(max_active_blocks, sizes * 4))
+        assert answers == [2] * len(answers)
+        assert take_questions(kernels="planted") == len(sizes)
+
+
+def test_answers_do_not_pile_up() -> None:
+    with device():
+        for size in range(3000):
+            max_active_blocks(size)
+        take_questions(kernels="planted")
+        max_active_blocks(2999)
+        assert take_questions(kernels="planted") == 0
+        max_active_blocks(0)
+        assert take_questions(kernels="planted") == 1
+
+
 def test_a_device_is_restored() -> None:
     usual = settings()
     with device():
@@ -196,3 +260,15 @@ def test_ops_run_on_the_emulated_device() -> None:
     emulator.take_launches()
     run_op(problem, emulator.NAME)
     assert emulator.take_launches()["TilePasses"] > 0
+
+
+@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
+def test_ops_ask_the_device_at_the_first_call_alone(op: str) -> None:
+    emulator.install()
+    problem = make(Shape(1, 200, 10, 16, 8), PLAIN, op, dtype=torch.float32)
+    with emulator.device(multiprocessors=4):
+        emulator.take_questions()
+        run_op(problem, emulator.NAME)
+        assert emulator.take_questions() > 0
+        run_op(problem, emulator.NAME)
+        assert emulator.take_questions() == 0

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "check.h"
+#include "limits.h"
 
 #define CAPSFAST_DEVICE __device__ __forceinline__
 // A kernel whose blocks have at most `threads` threads. The compiler leaves each thread so few registers that a
@@ -121,8 +122,8 @@ class Global {
   __host__ __device__ operator Global<const T>() const { return {data_, 0}; }
 
  private:
-  // Where a kernel chooses between pointers, the compiler loses track of the kind of memory they point to. Accesses then
-  // take generic instructions, which find out at run time.
+  // Where a kernel chooses between pointers, the compiler loses track of the kind of memory they point to. Accesses
+  // then take generic instructions, which find out at run time.
   CAPSFAST_DEVICE T* global() const {
     __builtin_assume(__isGlobal(data_));
     return data_;
@@ -282,17 +283,6 @@ struct Together {
   bool grid = false;
 };
 
-template <class Args>
-using Kernel = void (*)(Args);
-
-template <class Args>
-void allow_shared(Kernel<Args> kernel, int shared_bytes) {
-  if (shared_bytes > 48 * 1024) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-          "cudaFuncSetAttribute");
-  }
-}
-
 // The configuration of a launch, with the attributes for `together`.
 class Launching {
  public:
@@ -345,24 +335,39 @@ void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Strea
     check(cudaErrorCooperativeLaunchTooLarge, "a kernel launch");
 }
 
-// How many blocks of a kernel a multiprocessor runs at the same time.
-template <class Args>
-int64_t max_active_blocks(Kernel<Args> kernel, int threads, int shared_bytes) {
-  allow_shared(kernel, shared_bytes);
+inline int Driver::device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+inline int Driver::shared_bytes(int device) {
+  int bytes = 0;
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  return bytes;
+}
+
+inline int Driver::fixed_shared_bytes(const void* kernel) {
+  cudaFuncAttributes compiled{};
+  check(cudaFuncGetAttributes(&compiled, kernel), "cudaFuncGetAttributes");
+  return static_cast<int>(compiled.sharedSizeBytes);
+}
+
+inline void Driver::allow_shared(const void* kernel, int bytes) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
+}
+
+inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int shared_bytes) {
   int blocks = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, static_cast<size_t>(shared_bytes)),
         "an occupancy query");
   return blocks;
 }
 
-// How many clusters of `size` blocks the device runs at the same time. 0 if the kernel was compiled for an architecture
-// without clusters: PTX that is translated for a newer device keeps the abilities of the older one.
-template <class Args>
-int64_t max_active_clusters(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
+inline int64_t Driver::max_active_clusters(const void* kernel, int size, int threads, int shared_bytes) {
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "cudaFuncGetAttributes");
-  if (compiled.ptxVersion < 90) return 0;
-  allow_shared(kernel, shared_bytes);
+  if (compiled.ptxVersion < 90) return 0;  // PTX translated for a newer device keeps the abilities of the older one
   const Launching launching({size, 1, 1}, threads, shared_bytes, nullptr, {size, false});
   int clusters = 0;
   check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &launching.config()), "an occupancy query");

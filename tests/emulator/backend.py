@@ -66,6 +66,13 @@ def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
     return taken
 
 
+def take_questions(kernels: str = "ops") -> int:
+    """How often the host asked something of the device, or told it something, since the last call."""
+    ask = ctypes.CDLL(str(library(kernels))).capsfast_take_questions
+    ask.restype = ctypes.c_int64
+    return int(ask())
+
+
 @contextmanager
 def device(
     multiprocessors: int = 2,

@@ -7,6 +7,7 @@
 #include <string>
 #include <type_traits>
 
+#include "../../csrc/cuda/limits.h"
 #include "team.h"
 
 #define CAPSFAST_DEVICE inline
@@ -213,18 +214,23 @@ class Copies {
 
 struct Stream {};
 
+// Launches a kernel that may ask for as much shared memory as it does.
 template <class Args>
-using Kernel = void (*)(Args);
-
-template <class Args>
-void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args,
-            Together together = {}) {
+void launch_allowed(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, const Args& args,
+                    Together together) {
   // The type of the arguments, from "... [with Args = capsfast::cuda::TilePasses<true>]", without <...>.
   std::string name = __PRETTY_FUNCTION__;
   name = name.substr(name.find("Args = ") + 7);
   emulator::Team::launch(
-      grid, threads, static_cast<size_t>(shared_bytes), together, [&] { kernel(args); },
-      name.substr(0, name.find_first_of("<;]")));
+      reinterpret_cast<const void*>(kernel), grid, threads, static_cast<size_t>(shared_bytes), together,
+      [&] { kernel(args); }, name.substr(0, name.find_first_of("<;]")));
+}
+
+template <class Args>
+void launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream, const Args& args,
+            Together together = {}) {
+  allow_shared(kernel, shared_bytes);
+  launch_allowed(kernel, grid, threads, shared_bytes, args, together);
 }
 
 template <class Args>
@@ -235,14 +241,17 @@ template <class Args>
   return true;
 }
 
-template <class Args>
-int64_t max_active_blocks(Kernel<Args>, int threads, int shared_bytes) {
-  return emulator::Machine::current().max_active_blocks(threads, shared_bytes);
+inline int Driver::device() { return emulator::Machine::current().number; }
+inline int Driver::shared_bytes(int) { return static_cast<int>(emulator::Machine::asked().shared_bytes); }
+inline int Driver::fixed_shared_bytes(const void*) { return 0; }
+inline void Driver::allow_shared(const void* kernel, int bytes) {
+  emulator::Machine::asked().allow_shared(kernel, bytes);
 }
-
-template <class Args>
-int64_t max_active_clusters(Kernel<Args>, int size, int threads, int shared_bytes) {
-  return emulator::Machine::current().max_active_clusters(size, threads, shared_bytes);
+inline int64_t Driver::max_active_blocks(const void* kernel, int threads, int shared_bytes) {
+  return emulator::Machine::asked().max_active_blocks(kernel, threads, shared_bytes);
+}
+inline int64_t Driver::max_active_clusters(const void* kernel, int size, int threads, int shared_bytes) {
+  return emulator::Machine::asked().max_active_clusters(kernel, size, threads, shared_bytes);
 }
 
 }  // namespace capsfast::gpu

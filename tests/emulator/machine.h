@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -35,18 +36,25 @@ struct Machine {
   int64_t multiprocessors = 2, shared_bytes = 99 * 1024, shared_bytes_together = 100 * 1024;
   bool clusters = true, cooperative = true;
   bool crowded = false;  // cooperative launches are refused, as if other processes used the device
+  int number = 0;        // of the device: each time the settings change it is another one
+  int64_t questions = 0;
+  // How much shared memory blocks of a kernel may ask for. Without an entry it is 48 KiB.
+  std::map<const void*, int64_t> allowed;
 
   static Machine& current();
+  // The same, for the host's questions, which are counted.
+  static Machine& asked();
 
+  void allow_shared(const void* kernel, int64_t bytes);
   // How many blocks one multiprocessor runs at the same time. At most two, so that few blocks fill the device.
-  int64_t max_active_blocks(int threads, int64_t shared) const;
+  int64_t max_active_blocks(const void* kernel, int threads, int64_t shared) const;
   // How many clusters of `size` blocks the device runs at the same time. A cluster may span all multiprocessors.
-  int64_t max_active_clusters(int size, int threads, int64_t shared) const;
+  int64_t max_active_clusters(const void* kernel, int size, int threads, int64_t shared) const;
   // Faults if a GPU would refuse the launch.
-  void check_launch(const Dim& grid, int threads, int64_t shared, const Together& together) const;
+  void check_launch(const void* kernel, const Dim& grid, int threads, int64_t shared, const Together& together) const;
 
  private:
-  void check_block(int threads, int64_t shared) const;
+  void check_block(const void* kernel, int threads, int64_t shared) const;
 };
 
 }  // namespace capsfast::emulator

@@ -1,6 +1,8 @@
 // Runs the kernels of planted.h for the Python tests.
 #include "planted.h"
 
+#include <vector>
+
 using namespace planted;
 
 // Runs a kernel with `size` numbers in `in` and `out`. Returns the fault that the emulator found, or "".
@@ -28,4 +30,22 @@ extern "C" __attribute__((visibility("default"))) int64_t capsfast_planted_max_a
     return size == 0 ? gpu::max_active_blocks(kernel, threads, shared_bytes)
                      : gpu::max_active_clusters(kernel, size, threads, shared_bytes);
   } catch (const emulator::Fault&) { return -1; }
+}
+
+// Launches a kernel with `much` shared memory. Just before the launch, as another thread of the host may, it plans one
+// with less. own: as if each thread set what the kernel may ask for to what it needs.
+extern "C" __attribute__((visibility("default"))) const char* capsfast_run_planted_meanwhile(int much, int less,
+                                                                                             bool own) {
+  const Kernel& chosen = of_a_block.at("rotate");
+  static std::string found;
+  found.clear();
+  try {
+    std::vector<float> numbers(kThreads);
+    const Args args{"", Global<float>(numbers.data(), kThreads), Global<float>(numbers.data(), kThreads)};
+    gpu::allow_shared(chosen.run, much);
+    gpu::max_active_blocks(chosen.run, chosen.threads, less);
+    if (own) gpu::Driver::allow_shared(reinterpret_cast<const void*>(chosen.run), less);
+    gpu::launch_allowed(chosen.run, chosen.grid, chosen.threads, much, args, {});
+  } catch (const emulator::Fault& fault_found) { found = fault_found.what(); }
+  return found.c_str();
 }

@@ -18,6 +18,7 @@ Floats = NDArray[np.float32]
 def _loaded() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library("planted")))
     loaded.capsfast_run_planted.restype = ctypes.c_char_p
+    loaded.capsfast_run_planted_meanwhile.restype = ctypes.c_char_p
     loaded.capsfast_planted_max_active.restype = ctypes.c_int64
     return loaded
 
@@ -45,6 +46,15 @@ def check_found(kernel: str, fault: str, message: str, size: int = 64) -> None:
         assert message in run(kernel, fault, size)[0]
     assert run("rotate")[0] == ""
     assert run("both", size=256)[0] == ""
+
+
+def run_meanwhile(much: int, less: int, own: bool = False) -> str:
+    """What the emulator found in a launch beside which another thread plans one with less shared memory.
+
+    With ``own`` as if each of them set what the kernel may ask for to what it needs.
+    """
+    found: bytes = _loaded().capsfast_run_planted_meanwhile(much, less, own)
+    return found.decode()
 
 
 def device(**settings: Any) -> AbstractContextManager[None]:

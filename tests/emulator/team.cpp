@@ -30,10 +30,10 @@ std::map<std::string, int> Team::take_launches() {
   return taken;
 }
 
-void Team::launch(const Dim& grid, int threads, size_t shared_bytes, const Together& together,
+void Team::launch(const void* kernel, const Dim& grid, int threads, size_t shared_bytes, const Together& together,
                   const std::function<void()>& body, const std::string& name) {
   if (Launching::now) fault("a launch inside of a launch");
-  Machine::current().check_launch(grid, threads, static_cast<int64_t>(shared_bytes), together);
+  Machine::current().check_launch(kernel, grid, threads, static_cast<int64_t>(shared_bytes), together);
   ++launched()[name + (together.cluster > 1 ? " cluster" + std::to_string(together.cluster) : "") +
                (together.grid ? " cooperative" : "")];
   static int64_t launches = 0;

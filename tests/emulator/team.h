@@ -17,7 +17,7 @@ class Team {
  public:
   // Runs `body` as every thread of every block. Half of the launches run teams, blocks and threads in the opposite
   // order, so that a result that depends on the order differs from launch to launch.
-  static void launch(const Dim& grid, int threads, size_t shared_bytes, const Together& together,
+  static void launch(const void* kernel, const Dim& grid, int threads, size_t shared_bytes, const Together& together,
                      const std::function<void()>& body, const std::string& name);
   // How often each kernel was launched since the last call. A kernel is named by the type of its arguments and the kind
   // of launch.

@@ -1,0 +1,95 @@
+// How much of a device a kernel gets: its shared memory, and how many of its blocks run at the same time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+namespace capsfast::gpu {
+
+template <class Args>
+using Kernel = void (*)(Args);
+
+// What is asked of the device itself. device.h defines these functions, and the emulator does.
+struct Driver {
+  static int device();  // the current one
+  // The most shared memory that a block may have, in bytes.
+  static int shared_bytes(int device);
+  // The shared memory that every block of the kernel has without asking for it.
+  static int fixed_shared_bytes(const void* kernel);
+  // Sets how much shared memory blocks of the kernel may ask for on the current device.
+  static void allow_shared(const void* kernel, int bytes);
+  static int64_t max_active_blocks(const void* kernel, int threads, int shared_bytes);
+  static int64_t max_active_clusters(const void* kernel, int size, int threads, int shared_bytes);
+};
+
+// Remembers what the device said: asking at every call would take longer than a small launch.
+class Limits {
+ public:
+  static Limits& get() {
+    static Limits& limits = *new Limits;  // never deleted: threads may launch kernels while the process ends
+    return limits;
+  }
+
+  // Lets blocks of the kernel ask for `bytes` of shared memory. What a kernel may ask for holds for the launches of all
+  // threads, so it never becomes less: beyond what every kernel may ask for it is all that the device has.
+  void allow_shared(const void* kernel, int bytes) {
+    if (bytes == 0) return;
+    const int device = Driver::device();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = allowed_.find({kernel, device});
+    if (known != allowed_.end() && bytes <= known->second) return;
+    const int fixed = Driver::fixed_shared_bytes(kernel);
+    int allowed = kUsualSharedBytes - fixed;
+    if (bytes > allowed) {
+      allowed = Driver::shared_bytes(device) - fixed;
+      Driver::allow_shared(kernel, allowed);
+    }
+    allowed_[{kernel, device}] = allowed;
+  }
+
+  // How many clusters of `size` blocks the device runs at the same time; with size 0, how many blocks a multiprocessor.
+  int64_t max_active(const void* kernel, int size, int threads, int shared_bytes) {
+    allow_shared(kernel, shared_bytes);
+    const Question question{kernel, Driver::device(), size, threads, shared_bytes};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = active_.find(question);
+    if (known != active_.end()) return known->second;
+    const int64_t answer = size == 0 ? Driver::max_active_blocks(kernel, threads, shared_bytes)
+                                     : Driver::max_active_clusters(kernel, size, threads, shared_bytes);
+    if (active_.size() >= kMostAnswers) active_.clear();
+    return active_[question] = answer;
+  }
+
+ private:
+  static constexpr int kUsualSharedBytes = 48 * 1024;
+  static constexpr size_t kMostAnswers = 1024;  // shared memory depends on the shapes, of which there is no end
+
+  using Question = std::tuple<const void*, int, int, int, int>;
+  std::mutex mutex_;
+  std::map<std::pair<const void*, int>, int> allowed_;
+  std::map<Question, int64_t> active_;
+};
+
+template <class Args>
+void allow_shared(Kernel<Args> kernel, int bytes) {
+  Limits::get().allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+}
+
+// How many blocks of a kernel a multiprocessor runs at the same time.
+template <class Args>
+int64_t max_active_blocks(Kernel<Args> kernel, int threads, int shared_bytes) {
+  return Limits::get().max_active(reinterpret_cast<const void*>(kernel), 0, threads, shared_bytes);
+}
+
+// How many clusters of `size` blocks the device runs at the same time. 0 if the kernel was compiled for an architecture
+// without clusters.
+template <class Args>
+int64_t max_active_clusters(Kernel<Args> kernel, int size, int threads, int shared_bytes) {
+  return Limits::get().max_active(reinterpret_cast<const void*>(kernel), size, threads, shared_bytes);
+}
+
+}  // namespace capsfast::gpu
