@@ -3,9 +3,13 @@
 What every backend must do is tested where the backends are; here are the sides of these kernels' tiles.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from .support.accuracy import check, relative_l2
 from .support.backends import ALL_DTYPES, Backend, Shape
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, relayout, run
 
+ROOT = Path(__file__).parent.parent
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
 # The options that a tile kernel treats, all at once and one by one.
 TILED = (
@@ -136,6 +141,41 @@ def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -
     assert "TilePasses cooperative" in emulator.take_launches(ways=True)
     for name, value in together.items():  # the same sums in the same order
         assert torch.equal(value, apart[name]), name
+
+
+# Prints the launches of a call, and its results bit by bit.
+ALONE = """
+import hashlib
+
+import torch
+from tests.emulator import backend as emulator
+from tests.support.backends import Shape
+from tests.support.problems import LOADED, make, run
+
+emulator.install()
+with emulator.device(multiprocessors=6, shared_bytes_together=228 * 1024):
+    results = run(make(Shape(33, 130, 3, 16, 8), LOADED, dtype=torch.float32), emulator.NAME)
+print(*sorted(emulator.take_launches(ways=True)), sep="|")
+print({name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in results.items()})
+"""
+
+
+def test_cooperative_launches_can_be_forbidden_in_the_environment() -> None:
+    def in_a_new_process(value: str) -> tuple[set[str], str]:
+        environment = os.environ | {"CAPSFAST_COOPERATIVE": value}
+        ran = subprocess.run(
+            [sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120
+        )
+        assert ran.returncode == 0, ran.stderr
+        launched, results = ran.stdout.splitlines()
+        return set(launched.split("|")), results
+
+    together, apart = in_a_new_process(""), in_a_new_process("0")
+    assert "TilePasses cooperative" in together[0]
+    assert "TilePasses" in apart[0]
+    assert not any("cooperative" in name for name in apart[0])
+    assert together[1] == apart[1]
+    assert in_a_new_process("1") == together
 
 
 @pytest.mark.parametrize("B", [3, 20])

@@ -44,7 +44,7 @@ Context::Context(const torch::stable::Tensor& tensor)
   shared_bytes_ = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
   shared_bytes_together_ = attribute_of<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(device);
   clusters_ = attribute_of<cudaDevAttrClusterLaunch>(device) != 0;
-  cooperative_ = attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
+  cooperative_ = cooperative_wanted() && attribute_of<cudaDevAttrCooperativeLaunch>(device) != 0;
 }
 
 Context::~Context() = default;

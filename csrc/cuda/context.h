@@ -4,11 +4,23 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <string_view>
 
 #include "device.h"
 
 namespace capsfast::gpu {
+
+// Whether launches may be cooperative. Such a launch needs the whole device, so it waits for kernels that stay on some
+// multiprocessors for long, as those of communication do. The environment variable is read once.
+inline bool cooperative_wanted() {
+  static const bool wanted = [] {
+    const char* value = std::getenv("CAPSFAST_COOPERATIVE");
+    return value == nullptr || std::string_view(value) != "0";
+  }();
+  return wanted;
+}
 
 class Context {
  public:
@@ -24,7 +36,7 @@ class Context {
   int64_t shared_bytes() const { return shared_bytes_; }
   // The shared memory of a multiprocessor, in bytes, for all its blocks. A block takes a KiB more than it asks for.
   int64_t shared_bytes_together() const { return shared_bytes_together_; }
-  // Whether the device has clusters, and whether it has cooperative launches.
+  // Whether the device has clusters, and whether it has cooperative launches and they are wanted.
   bool clusters() const { return clusters_; }
   bool cooperative() const { return cooperative_; }
 

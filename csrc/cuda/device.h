@@ -313,14 +313,14 @@ class Launching {
 };
 
 // Launches and checks for errors, without waiting for the kernel. False if all blocks were to run at the same time and
-// do not fit: the device may have less room than it reports, for example if processes share it.
+// the driver refuses that: the device may have less room than it reports, for example if processes share it.
 template <class Args>
 [[nodiscard]] bool try_launch(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, Stream stream,
                               const Args& args, Together together) {
   allow_shared(kernel, shared_bytes);
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
-  if (together.grid && code == cudaErrorCooperativeLaunchTooLarge) {
+  if (together.grid && (code == cudaErrorCooperativeLaunchTooLarge || code == cudaErrorNotSupported)) {
     static_cast<void>(cudaGetLastError());  // clears the error, which a later check would report
     return false;
   }

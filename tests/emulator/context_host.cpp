@@ -12,7 +12,7 @@ Context::Context(const torch::stable::Tensor&) {
   shared_bytes_ = machine.shared_bytes;
   shared_bytes_together_ = machine.shared_bytes_together;
   clusters_ = machine.clusters;
-  cooperative_ = machine.cooperative;
+  cooperative_ = cooperative_wanted() && machine.cooperative;
 }
 
 Context::~Context() = default;
