@@ -100,13 +100,6 @@ class Backward {
       }
       general.norm = {row_max, row_scale, row_mean};
     }
-    if constexpr (std::is_same_v<T, float>) {
-      if (call.given) {
-        const StreamPlan& stream = call.given->plan;
-        return last_pass(call, out, general, stream.final_rows, stream.final_splits,
-                         [&](const FinalArgs<float>& args) { call.given->final(args); });
-      }
-    }
     general_last_pass(call, out, general);
   }
 

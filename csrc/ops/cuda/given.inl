@@ -1,4 +1,4 @@
-// The kernels for given votes of one element type; included by given_<type>.cu and given_resident_<type>.cu.
+// The kernels for given votes of one element type; included by given_resident_<type>.cu.
 #include "given.h"
 
 namespace capsfast::cuda {
@@ -15,18 +15,6 @@ GivenResidentKernels given_resident_kernels(Exchange exchange, int numbers) {
   if (exchange == Exchange::block) return resident_kernels<GivenTraits<E, kFew, Exchange::block>>();
   return numbers == kMany ? resident_kernels<GivenTraits<E, kMany, Exchange::none>>()
                           : resident_kernels<GivenTraits<E, kFew, Exchange::none>>();
-}
-
-template <class Tr>
-GivenStreamKernels stream_kernels() {
-  return {given_forward_kernel<Tr>, given_backward_kernel<Tr>, given_final_kernel<Tr>};
-}
-
-template <class E>
-GivenStreamKernels given_stream_kernels(Exchange exchange) {
-  constexpr int kFew = GivenSize::few;
-  return exchange == Exchange::none ? stream_kernels<GivenTraits<E, kFew, Exchange::none>>()
-                                    : stream_kernels<GivenTraits<E, kFew, Exchange::block>>();
 }
 
 }  // namespace capsfast::cuda

@@ -1,6 +1,8 @@
 #include "given_call.h"
 
 #include "call.h"
+#include "given.h"
+#include "given_layout.h"
 
 namespace capsfast::cuda {
 
@@ -20,10 +22,6 @@ class ResidentCall {
   }
 
   bool serves() const { return plan.cluster > 0; }
-
-  Resident resident() const {
-    return {plan.shape, plan.memory, given_access(p, plan.shape), plan.capsules, plan.stage, plan.together};
-  }
 
   template <class Args>
   void launch(gpu::Kernel<Args> kernel, const Args& args, int64_t clusters) const {
@@ -45,8 +43,14 @@ class ResidentCall {
 
  private:
   static GivenResidentKernels kernels_of(const Problem& p, const GivenShape& shape) {
-    return for_given(
-        p, [&](auto type) { return given_resident_kernels<decltype(type)>(shape.exchange, shape.numbers); });
+    switch (p.votes.storage) {
+      case Storage::bf16:
+        return given_resident_kernels<BFloat16>(shape.exchange, shape.numbers);
+      case Storage::f16:
+        return given_resident_kernels<Float16>(shape.exchange, shape.numbers);
+      default:
+        return given_resident_kernels<float>(shape.exchange, shape.numbers);
+    }
   }
 
   ResidentPlan planned(int64_t cluster, bool backward) const {
@@ -70,7 +74,7 @@ bool resident_forward(const Problem& p, const ForwardOutputs& out, const Tensor&
   GivenResidentArgs args{};
   args.in = call.in;
   args.squash = call.squash;
-  args.resident = resident.resident();
+  args.resident = resident.plan;
   args.iterations = static_cast<int>(p.iterations);
   args.v = operand(out.v, {p.B, p.J, p.D});
   args.coupling = operand(out.coupling, {p.B, p.I, p.J});
@@ -90,29 +94,29 @@ bool resident_backward(const Problem& p, const BackwardInputs& in, const Backwar
   if (!resident.serves()) return false;
   Call<float>& call = resident.call;
   GivenResidentBackwardArgs args{};
+  args.in = call.in;
   args.squash = call.squash;
-  args.resident = resident.resident();
-  FinalArgs<float>& last = args.last;
-  last.in = call.in;
-  last.first = first_term(p);
-  last.iterations = p.iterations;
-  last.gradient_last = p.gradient_last;
-  last.dcoupling = operand(in.dcoupling, {p.B, p.I, p.J});
-  last.dvotes = operand(out.dweight, {p.B, p.I, p.J, p.D});
-  if (out.per_sample_logits) last.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
+  args.resident = resident.plan;
+  args.first = static_cast<int>(first_term(p));
+  args.iterations = static_cast<int>(p.iterations);
+  args.gradient_last = p.gradient_last;
   args.dv = operand(in.dv, {p.B, p.J, p.D});
   args.coupling = operand(in.coupling, {p.B, p.I, p.J});
+  args.dcoupling = operand(in.dcoupling, {p.B, p.I, p.J});
+  args.dvotes = operand(out.dweight, {p.B, p.I, p.J, p.D});
+  if (out.per_sample_logits) args.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
   args.s = {static_cast<const float*>(in.s), p.iterations * call.vectors()};
   if (p.softmax_in()) args.norm = {static_cast<const float*>(in.norm), 2 * p.iterations * call.scalars()};
   if (out.dbias.data != nullptr) args.ds = call.scratch<float>(p.iterations * call.vectors());
   const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
   const int64_t clusters = logits > 0 ? resident.clusters_that_join() : p.B;
-  if (logits > 0) last.dlogits = call.scratch<double>(clusters * logits);
+  if (logits > 0) args.dlogits = call.scratch<double>(clusters * logits);
   resident.launch(resident.kernels.backward, args, clusters);
-  const int64_t terms = p.iterations - last.first;
+  const int64_t terms = p.iterations - first_term(p);
   if (args.ds)
-    call.sum_rows(args.ds.from(last.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
-  if (logits > 0) call.sum_rows(last.dlogits, clusters, logits, out.dlogits);
+    call.sum_rows(
+        args.ds.from(first_term(p) * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
+  if (logits > 0) call.sum_rows(args.dlogits, clusters, logits, out.dlogits);
   return true;
 }
 

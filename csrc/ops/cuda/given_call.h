@@ -1,5 +1,5 @@
-// Calls of route_votes with the resident kernels, if a sample fits the shared memory of a cluster. They take one
-// launch; the streaming kernels take one for each pass.
+// Calls of route_votes in one launch, if a sample fits the shared memory of a cluster. Else the general kernels, which
+// take one for each pass, serve them.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,23 +1,83 @@
 // The last pass over a block's votes, for all iterations at once: dvotes = sum_t c_t ds_t + db_t V_{t-1} and
-// dlogits = sum_t db_t. Its Source (given_passes.h) also has `V(t)`, what iteration t scored with, `ds(t)` and the
-// normaliser `column(t)`, of the thread's output capsule. t counts from 0.
+// dlogits = sum_t db_t.
 #pragma once
 
-#include "given_votes.h"
+#include "between.h"
+#include "given_passes.h"
 
 namespace capsfast::cuda {
 
+struct GivenResidentBackwardArgs {
+  Inputs in;
+  Squashing squash;
+  ResidentPlan resident;
+  int first, iterations;  // iterations [first, iterations) have gradients
+  bool gradient_last;
+  Operand dv;                   // [B, J, D]
+  Operand coupling, dcoupling;  // [B, I, J], both or none
+  Global<const float> s;        // [r, B, J, D]
+  Global<const float> norm;     // [2, r, B, J], softmax over the input capsules
+  Global<float> ds;             // [r, B, J, D], written if dbias is wanted, else absent
+  Operand dvotes;               // [B, I, J, D], contiguous
+  Operand dlogits_sample;       // [B, I, J], if the logits are [B, I, J]
+  Global<double> dlogits;       // [clusters, I, J], if the logits are [I, J]
+};
+
+// V, ds and the normalisers of the iterations that have gradients, in shared memory. V of iteration t is what it scored
+// with; t counts from 0.
+struct Terms {
+  const Inputs& in;
+  int first, J, fours;
+  Shared<Four> V, ds;
+  Shared<float> norm;
+
+  CAPSFAST_DEVICE Terms(const GivenResidentBackwardArgs& a, const GivenMemory& memory)
+      : in(a.in),
+        first(a.first),
+        J(static_cast<int>(a.in.J)),
+        fours(static_cast<int>(a.in.J * a.in.D) / GivenSize::few),
+        V(gpu::shared<Four>(memory.V, count(a) * fours)),
+        ds(gpu::shared<Four>(memory.ds, count(a) * fours)),
+        norm(gpu::shared<float>(memory.norm, a.in.softmax_in ? 3 * count(a) * J : 0)) {}
+
+  CAPSFAST_DEVICE int at(int t) const { return t - first; }
+  template <class Tr>
+  CAPSFAST_DEVICE typename Tr::Numbers V_of(const Spot<Tr>& spot, int t) const {
+    return read_vector(spot, in, V, at(t) * J);
+  }
+  template <class Tr>
+  CAPSFAST_DEVICE typename Tr::Numbers ds_of(const Spot<Tr>& spot, int t) const {
+    return read_vector(spot, in, ds, at(t) * J);
+  }
+  // For the softmax over the input capsules, else nothing.
+  template <class Tr>
+  CAPSFAST_DEVICE Column column_of(const Spot<Tr>& spot, int t) const {
+    if constexpr (!Tr::in) return {};
+    const int n = 3 * (at(t) * J + spot.j);
+    return {norm[n], norm[n + 1], norm[n + 2]};
+  }
+  CAPSFAST_DEVICE void set_column(int t, int j, const Column& column) const {
+    const int n = 3 * (at(t) * J + j);
+    norm[n] = column.max;
+    norm[n + 1] = column.scale;
+    norm[n + 2] = column.mean;
+  }
+
+ private:
+  static CAPSFAST_DEVICE int count(const GivenResidentBackwardArgs& a) { return a.iterations - a.first; }
+};
+
 // What the last pass has to compute.
 struct LastPass {
-  const FinalArgs<float>& a;
-  int together;            // iterations whose softmaxes share barriers
+  const GivenResidentBackwardArgs& a;
+  const Terms& terms;
   Global<double> dlogits;  // [I, J], this block's own sum, or absent
   bool fresh;              // dlogits is not written yet
 
   CAPSFAST_DEVICE bool wants_logits() const { return a.dlogits_sample.data || a.dlogits; }
   // Whether dvotes have the term db V(t): not in the first iteration, where V(0) = 0, and not with gradient="last".
-  CAPSFAST_DEVICE bool with_db(int64_t t) const { return t > 0 && !a.gradient_last; }
-  CAPSFAST_DEVICE Operand dcoupling(int64_t t) const { return t + 1 == a.iterations ? a.dcoupling : Operand{}; }
+  CAPSFAST_DEVICE bool with_db(int t) const { return t > 0 && !a.gradient_last; }
+  CAPSFAST_DEVICE Operand dcoupling(int t) const { return t + 1 == a.iterations ? a.dcoupling : Operand{}; }
 };
 
 // Gradients of kCount votes and of their logits, summed over the iterations so far.
@@ -28,29 +88,29 @@ struct Gradients {
 };
 
 // Adds the terms of iteration t.
-template <int kNumbers, int kCount, class Source>
-CAPSFAST_DEVICE void add_iteration(const LastPass& pass, int64_t t, const float (&c)[kCount], const float (&db)[kCount],
-                                   const Source& source, Gradients<kNumbers, kCount>* to) {
-  const Vector<kNumbers> ds = source.ds(t);
+template <class Tr, int kCount>
+CAPSFAST_DEVICE void add_iteration(const Spot<Tr>& at, const LastPass& pass, int t, const float (&c)[kCount],
+                                   const float (&db)[kCount], Gradients<Tr::numbers, kCount>* to) {
+  const typename Tr::Numbers ds = pass.terms.ds_of(at, t);
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     add(c[n], ds, &to->votes[n]);
     to->logits[n] += db[n];
   }
   if (!pass.with_db(t)) return;
-  const Vector<kNumbers> V = source.V(t);
+  const typename Tr::Numbers V = pass.terms.V_of(at, t);
 #pragma unroll
   for (int n = 0; n < kCount; ++n) add(db[n], V, &to->votes[n]);
 }
 
 // b = votes . V(t) and dc = votes . ds(t), or 0 if they are not needed.
-template <class Tr, int kCount, class Source>
-CAPSFAST_DEVICE void agree(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount], const LastPass& pass,
-                           int64_t t, const Source& source, float (&b)[kCount], float (&dc)[kCount]) {
+template <class Tr, int kCount>
+CAPSFAST_DEVICE void agree(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount], const LastPass& pass, int t,
+                           float (&b)[kCount], float (&dc)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) b[n] = dc[n] = 0.0f;
-  if (t > 0) dots(at, votes, source.V(t), b);
-  if (pass.with_db(t) || pass.wants_logits()) dots(at, votes, source.ds(t), dc);
+  if (t > 0) dots(at, votes, pass.terms.V_of(at, t), b);
+  if (pass.with_db(t) || pass.wants_logits()) dots(at, votes, pass.terms.ds_of(at, t), dc);
 }
 
 template <class Tr, int kCount>
@@ -72,30 +132,29 @@ CAPSFAST_DEVICE void write_gradients(const Inputs& in, const Spot<Tr>& at, const
   }
 }
 
-template <class Tr, class Source>
-CAPSFAST_DEVICE void last_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source,
+template <class Tr>
+CAPSFAST_DEVICE void last_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, SharedVotes<Tr>& from,
                                const LastPass& pass, const GivenScores& scores) {
   constexpr int kCount = Tr::backward;
-  const int J = static_cast<int>(in.J), size = scores.slots * J;
+  const int J = static_cast<int>(in.J), size = scores.slots * J, together = pass.a.resident.together;
   const bool valid = in.out_mask.at(part.b, at.j);
   for (int first = 0; first < part.count; first += kCount * at.rows) {
     const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
     typename Tr::Numbers votes[kCount];
-    source.fetch(at, chunk, votes);
+    from.fetch(at, chunk, votes);
     clear(chunk, votes);
     Gradients<Tr::numbers, kCount> gradients = {};
     float b[kCount], dc[kCount];
-    for (int64_t t = pass.a.first; t < pass.a.iterations; t += pass.together) {
+    for (int t = pass.a.first; t < pass.a.iterations; t += together) {
       if constexpr (Tr::exchange != Exchange::block) {
-        agree(at, votes, pass, t, source, b, dc);
-        softmax<Tr, true>(in, at, part, chunk, pass.dcoupling(t), source.column(t), scores, b, dc);
-        add_iteration(pass, t, b, dc, source, &gradients);
+        agree(at, votes, pass, t, b, dc);
+        softmax<Tr, true>(in, at, part, chunk, pass.dcoupling(t), pass.terms.column_of(at, t), scores, b, dc);
+        add_iteration(at, pass, t, b, dc, &gradients);
       } else {
-        const int terms =
-            pass.a.iterations - t < pass.together ? static_cast<int>(pass.a.iterations - t) : pass.together;
+        const int left = pass.a.iterations - t, terms = left < together ? left : together;
         gpu::warp_barrier();
         for (int term = 0; term < terms; ++term) {
-          agree(at, votes, pass, t + term, source, b, dc);
+          agree(at, votes, pass, t + term, b, dc);
           exclude(chunk, b);
           put(at, J, part, chunk, term * size, b, in.logits, scores.b);
           put(at, J, part, chunk, term * size, dc, pass.dcoupling(t + term), scores.dc);
@@ -106,7 +165,7 @@ CAPSFAST_DEVICE void last_pass(const Inputs& in, const Spot<Tr>& at, const Part&
         for (int term = 0; term < terms; ++term) {
           take(at, J, chunk, term * size, scores.b, b);
           take(at, J, chunk, term * size, scores.dc, dc);
-          add_iteration(pass, t + term, b, dc, source, &gradients);
+          add_iteration(at, pass, t + term, b, dc, &gradients);
         }
       }
     }

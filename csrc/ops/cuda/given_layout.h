@@ -1,4 +1,4 @@
-// Shared memory and grids of the resident and of the streaming kernels for given votes.
+// Shared memory and clusters of the kernels for given votes.
 #pragma once
 
 #include "given_plan.h"
@@ -57,12 +57,14 @@ struct Offer {
 
 struct ResidentPlan {
   GivenShape shape{};
-  int cluster = 0;              // blocks that share a sample; 0 if no cluster can hold one
-  bool twice = false;           // a multiprocessor has shared memory for two blocks
-  bool alone = false;           // each block has a multiprocessor to itself
-  int capsules = 0, stage = 0;  // input capsules of a block; of a stage of its copies
-  int together = 1;             // iterations of the last pass whose softmaxes share barriers
   GivenMemory memory{};
+  Access access{};
+  int cluster = 0;     // blocks that share a sample; 0 if no cluster can hold one
+  int capsules = 0;    // input capsules of a block
+  int stage = 0;       // input capsules of a stage of its copies, a multiple of those of a chunk
+  int together = 1;    // iterations of the last pass whose softmaxes share barriers
+  bool twice = false;  // a multiprocessor has shared memory for two blocks
+  bool alone = false;  // each block has a multiprocessor to itself
 };
 
 // Iterations [first_term(), iterations) have gradients in the backward.
@@ -82,6 +84,7 @@ inline ResidentPlan resident_of(const Problem& p, const GivenShape& shape, int64
   needs.backward = backward;
   ResidentPlan plan;
   plan.shape = shape;
+  plan.access = given_access(p, shape);
   plan.cluster = static_cast<int>(cluster);
   plan.capsules = static_cast<int>(capsules);
   plan.stage = static_cast<int>(divide_up(divide_up(capsules, GivenSize::stages), chunk) * chunk);
@@ -115,31 +118,10 @@ inline ResidentPlan smallest_resident(const Problem& p, const GivenShape& shape,
 // Even a batch of one goes here: routing a sample that fits a cluster takes little time compared with a launch for each
 // pass.
 inline ResidentPlan plan_resident(const Problem& p, const Offer& offer, bool backward) {
-  const ResidentPlan plan = smallest_resident(p, given_shape(p, true, backward, false), offer, backward);
+  const ResidentPlan plan = smallest_resident(p, given_shape(p, backward, false), offer, backward);
   if (!plan.alone) return plan;
-  const ResidentPlan large = smallest_resident(p, given_shape(p, true, backward, true), offer, backward);
+  const ResidentPlan large = smallest_resident(p, given_shape(p, backward, true), offer, backward);
   return large.cluster == plan.cluster ? large : plan;
-}
-
-// The grids of the streaming passes: `splits` along the input capsules, `rows` along the batch. In the last pass every
-// row has its own sum of dlogits [I, J].
-struct StreamPlan {
-  int64_t splits, rows, final_splits, final_rows;
-};
-
-inline StreamPlan plan_stream(const Problem& p, const GivenShape& shape, int64_t multiprocessors) {
-  const int64_t blocks = GivenSize::blocks * multiprocessors, chunks = divide_up(p.I, shape.rows * shape.votes(true));
-  const auto cut = [&](int64_t least, int64_t rows) {
-    return std::clamp<int64_t>(
-        std::max(least, divide_up(blocks, rows)), 1, std::min<int64_t>(chunks, GivenSize::splits));
-  };
-  StreamPlan plan;
-  plan.rows = std::min<int64_t>(p.B, 65535);
-  plan.splits = cut(chunks / GivenSize::each_split, plan.rows);
-  const bool joins = p.logits.data != nullptr && p.logits.stride[0] == 0;
-  plan.final_rows = joins ? std::min<int64_t>(p.B, GivenSize::parts) : plan.rows;
-  plan.final_splits = cut(1, plan.final_rows);
-  return plan;
 }
 
 }  // namespace capsfast::cuda

@@ -1,11 +1,8 @@
 // The passes over a block's votes: sum_i c votes in the forward, sum_i db votes in the backward.
-//
-// A Source is where the votes are. Its `fetch(at, chunk, votes)` reads this thread's components of the votes of a
-// chunk.
 #pragma once
 
-#include "final.h"
 #include "given_scores.h"
+#include "given_votes.h"
 
 namespace capsfast::cuda {
 
@@ -104,9 +101,10 @@ struct ForwardPass {
   Operand coupling;  // [B, I, J], written
 };
 
-template <class Tr, class Source>
-CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source,
-                                              const ForwardPass<Tr>& pass, const GivenScores& scores) {
+template <class Tr>
+CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& at, const Part& part,
+                                              SharedVotes<Tr>& from, const ForwardPass<Tr>& pass,
+                                              const GivenScores& scores) {
   using E = typename Tr::Type;
   constexpr int kCount = Tr::forward;
   const bool valid = in.out_mask.at(part.b, at.j);
@@ -114,7 +112,7 @@ CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& 
   for (int first = 0; first < part.count; first += kCount * at.rows) {
     const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
     typename Tr::Numbers votes[kCount];
-    source.fetch(at, chunk, votes);
+    from.fetch(at, chunk, votes);
     clear(chunk, votes);
     float c[kCount];
 #pragma unroll
@@ -146,9 +144,9 @@ CAPSFAST_DEVICE Sum<Tr::numbers> forward_pass(const Inputs& in, const Spot<Tr>& 
 }
 
 // sum_i db votes of one iteration.
-template <class Tr, class Source>
+template <class Tr>
 CAPSFAST_DEVICE Sum<Tr::numbers> backward_pass(
-    const Inputs& in, const Spot<Tr>& at, const Part& part, Source& source, const typename Tr::Numbers& V,
+    const Inputs& in, const Spot<Tr>& at, const Part& part, SharedVotes<Tr>& from, const typename Tr::Numbers& V,
     const typename Tr::Numbers& ds, const Operand& dcoupling, const Column& column, const GivenScores& scores) {
   constexpr int kCount = Tr::backward;
   const bool valid = in.out_mask.at(part.b, at.j);
@@ -156,7 +154,7 @@ CAPSFAST_DEVICE Sum<Tr::numbers> backward_pass(
   for (int first = 0; first < part.count; first += kCount * at.rows) {
     const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
     typename Tr::Numbers votes[kCount];
-    source.fetch(at, chunk, votes);
+    from.fetch(at, chunk, votes);
     clear(chunk, votes);
     float b[kCount], dc[kCount];
     dots(at, votes, V, b);

@@ -15,13 +15,8 @@ struct GivenSize {
   static constexpr int wide = 4;          // how many scores a lane loads at a time in the softmax over J
   static constexpr int together = 4;      // iterations of the last pass whose softmaxes share a pair of barriers
   static constexpr int stages = 4;  // copies of a sample, awaited one by one: a quarter of the votes suffices to start
-  static constexpr int samples = 16;     // at most for a cluster: their copies need barriers, half a KiB in all
-  static constexpr int cluster = 8;      // blocks of a cluster at most: every device with clusters has so many
-  static constexpr int each_split = 64;  // chunks that a float32 sum of a thread runs over, unless `splits` is reached
-  static constexpr int splits = 1024;    // at most: for one sample the partial sums take a few MiB
-  static constexpr int blocks = 8;       // streaming blocks for each multiprocessor: several rounds even out the work
-  static constexpr int parts =
-      32;  // sums of dlogits [I, J] in the streaming last pass: more would let more blocks run, but take more memory
+  static constexpr int samples = 16;  // at most for a cluster: their copies need barriers, half a KiB in all
+  static constexpr int cluster = 8;   // blocks of a cluster at most: every device with clusters has so many
 };
 
 // Which threads have to exchange scores for the softmax. none: softmax over the input capsules, where each thread keeps
@@ -60,7 +55,7 @@ struct GivenShape {
 // number.
 enum class Access : int { runs, vectors, numbers };
 
-// Where the arrays of a block begin in its shared memory, in bytes. A resident block has its votes before them.
+// Where the arrays of a block begin in its shared memory, in bytes. The votes come before them.
 // Elements are vectors of four floats where the shape says Q = J D / 4, else floats.
 struct GivenMemory {
   int sums, columns;          // [rows][Q]; [rows][J][2], max and total of each row
@@ -101,13 +96,11 @@ inline const char* why_not_given(const Problem& p) {
 }
 
 // alone: a multiprocessor runs one block of this shape at a time, else two.
-inline GivenShape given_shape(const Problem& p, bool resident, bool backward, bool alone) {
+inline GivenShape given_shape(const Problem& p, bool backward, bool alone) {
   GivenShape shape{};
-  // Only resident blocks give a thread `many` numbers: neighbouring threads that read device memory should read
-  // neighbouring addresses, four numbers each.
   const int64_t all = p.J * lanes_of(p, GivenSize::few), wide = p.J * lanes_of(p, GivenSize::many);
-  const bool many = resident && p.D % GivenSize::many == 0 &&
-                    (p.softmax_in() ? all <= given_threads(GivenSize::many, true) : wide <= 32);
+  const bool many =
+      p.D % GivenSize::many == 0 && (p.softmax_in() ? all <= given_threads(GivenSize::many, true) : wide <= 32);
   shape.numbers = many ? GivenSize::many : GivenSize::few;
   shape.exchange = p.softmax_in() ? Exchange::none : many ? Exchange::warp : Exchange::block;
   shape.lanes = static_cast<int>(lanes_of(p, shape.numbers));

@@ -7,14 +7,13 @@
 #pragma once
 
 #include "given_outputs.h"
-#include "given_votes.h"
 
 namespace capsfast::cuda {
 
 struct GivenResidentArgs {
   Inputs in;
   Squashing squash;
-  Resident resident;
+  ResidentPlan resident;
   int iterations;
   Operand v;           // [B, J, D], contiguous
   Operand coupling;    // [B, I, J], written
@@ -26,7 +25,7 @@ struct GivenResidentArgs {
 // how many samples came before. f must have a barrier of the cluster after its last join_cluster(): no block may leave
 // or begin another sample while others still read its sums.
 template <class F>
-CAPSFAST_DEVICE void each_sample(const Inputs& in, const Resident& resident, const F& f) {
+CAPSFAST_DEVICE void each_sample(const Inputs& in, const ResidentPlan& resident, const F& f) {
   const int rank = gpu::cluster_rank(), size = gpu::cluster_size();
   for (int before = 0;; ++before) {
     const int64_t b = (gpu::block_x() + before * gpu::blocks_x()) / size;
@@ -34,19 +33,6 @@ CAPSFAST_DEVICE void each_sample(const Inputs& in, const Resident& resident, con
     if (before > 0) gpu::barrier();  // no thread still reads the votes of the sample before
     f(Part(in, b, rank, resident.capsules), before);
   }
-}
-
-// This thread's components (Spot) of `from`, a vector [J, D] for each output capsule; `vector` is the number of output
-// capsules before it. 0 for a thread without a place.
-template <class Tr>
-CAPSFAST_DEVICE typename Tr::Numbers read_vector(const Spot<Tr>& at, const Inputs& in, const Shared<Four>& from,
-                                                 int vector) {
-  typename Tr::Numbers to = {};
-  if (!at.mine) return to;
-#pragma unroll
-  for (int n = 0; n < Tr::Numbers::fours; ++n)
-    to.set_four(n, from.vector<Four>((vector + at.j) * (static_cast<int>(in.D) / GivenSize::few) + at.four(n)));
-  return to;
 }
 
 // Writes s, the normaliser of iteration t and, in the last one, v.
@@ -72,7 +58,7 @@ template <class Tr>
 CAPSFAST_KERNEL(Tr::forward_threads, 1)
 given_resident_kernel(GivenResidentArgs a) {
   const Inputs& in = a.in;
-  const Resident& resident = a.resident;
+  const ResidentPlan& resident = a.resident;
   const Spot<Tr> at(resident.shape, in);
   const GivenScores scores(in, resident.shape, at, resident.memory, 1, false);
   const Shared<Four> all_V = gpu::shared<Four>(resident.memory.V, static_cast<int>(in.J * in.D) / GivenSize::few);

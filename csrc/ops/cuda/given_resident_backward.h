@@ -8,72 +8,10 @@
 
 namespace capsfast::cuda {
 
-struct GivenResidentBackwardArgs {
-  Squashing squash;
-  Resident resident;
-  FinalArgs<float> last;     // V, ds and norm are unused: Terms has them. dlogits [clusters, I, J]
-  Operand dv;                // [B, J, D]
-  Operand coupling;          // [B, I, J], if last.dcoupling is there
-  Global<const float> s;     // [r, B, J, D]
-  Global<const float> norm;  // [2, r, B, J], softmax over the input capsules
-  Global<float> ds;          // [r, B, J, D], written if dbias is wanted, else absent
-};
-
-// V, ds and the normalisers of the iterations that have gradients, in shared memory. V of iteration t is what it scored
-// with; t counts from 0.
-struct Terms {
-  int first, J, fours;
-  Shared<Four> V, ds;
-  Shared<float> norm;
-
-  CAPSFAST_DEVICE Terms(const FinalArgs<float>& a, const GivenMemory& memory)
-      : first(static_cast<int>(a.first)),
-        J(static_cast<int>(a.in.J)),
-        fours(static_cast<int>(a.in.J * a.in.D) / GivenSize::few),
-        V(gpu::shared<Four>(memory.V, count(a) * fours)),
-        ds(gpu::shared<Four>(memory.ds, count(a) * fours)),
-        norm(gpu::shared<float>(memory.norm, a.in.softmax_in ? 3 * count(a) * J : 0)) {}
-
-  CAPSFAST_DEVICE int at(int64_t t) const { return static_cast<int>(t) - first; }
-  CAPSFAST_DEVICE Column column(int64_t t, int j) const {
-    const int n = 3 * (at(t) * J + j);
-    return {norm[n], norm[n + 1], norm[n + 2]};
-  }
-  CAPSFAST_DEVICE void set_column(int64_t t, int j, const Column& column) const {
-    const int n = 3 * (at(t) * J + j);
-    norm[n] = column.max;
-    norm[n + 1] = column.scale;
-    norm[n + 2] = column.mean;
-  }
-
- private:
-  static CAPSFAST_DEVICE int count(const FinalArgs<float>& a) { return static_cast<int>(a.iterations - a.first); }
-};
-
-// The Source of the resident last pass: the votes of a block and its Terms.
-template <class Tr>
-struct ResidentSource : SharedVotes<Tr> {
-  CAPSFAST_DEVICE ResidentSource(const Inputs& inputs, const Spot<Tr>& spot, const Part& part, const Resident& resident,
-                                 int before, const Terms& with)
-      : SharedVotes<Tr>(inputs, spot, part, resident, before), in(inputs), at(spot), terms(with) {}
-
-  CAPSFAST_DEVICE typename Tr::Numbers V(int64_t t) const {
-    return read_vector(at, in, terms.V, terms.at(t) * terms.J);
-  }
-  CAPSFAST_DEVICE typename Tr::Numbers ds(int64_t t) const {
-    return read_vector(at, in, terms.ds, terms.at(t) * terms.J);
-  }
-  CAPSFAST_DEVICE Column column(int64_t t) const { return Tr::in ? terms.column(t, at.j) : Column{}; }
-
-  const Inputs& in;
-  const Spot<Tr>& at;
-  const Terms& terms;
-};
-
 // This thread's components of the saved s_t.
-CAPSFAST_DEVICE FourVector saved(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, int64_t t) {
+CAPSFAST_DEVICE FourVector saved(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, int t) {
   FourVector s = {};
-  if (at.mine) s.set_four(0, a.s.vector<Four>(GivenSize::few * four_at(at, t * a.last.in.B + b)));
+  if (at.mine) s.set_four(0, a.s.vector<Four>(GivenSize::few * four_at(at, t * a.in.B + b)));
   return s;
 }
 
@@ -81,9 +19,9 @@ CAPSFAST_DEVICE FourVector saved(const GivenResidentBackwardArgs& a, const Outpu
 CAPSFAST_DEVICE void restore(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, bool valid,
                              const Terms& terms) {
   FourVector V = {};
-  for (int64_t t = 0; t < a.last.iterations; ++t) {
-    if (at.mine && t >= a.last.first) terms.V[terms.at(t) * terms.fours + at.four] = V.four(0);
-    if (t + 1 < a.last.iterations) add(1.0f, squashed(a.squash, at, valid, saved(a, at, b, t)), &V);
+  for (int t = 0; t < a.iterations; ++t) {
+    if (at.mine && t >= a.first) terms.V[terms.at(t) * terms.fours + at.four] = V.four(0);
+    if (t + 1 < a.iterations) add(1.0f, squashed(a.squash, at, valid, saved(a, at, b, t)), &V);
   }
 }
 
@@ -92,11 +30,11 @@ template <class Tr>
 CAPSFAST_DEVICE Sum<Tr::numbers> agreement_given(const GivenResidentBackwardArgs& a, const Spot<Tr>& at,
                                                  const Part& part) {
   Sum<Tr::numbers> sum;
-  const int64_t *c = a.coupling.stride, *dc = a.last.dcoupling.stride;
+  const int64_t *c = a.coupling.stride, *dc = a.dcoupling.stride;
   for (int capsule = at.row; capsule < part.count && at.leads(); capsule += at.rows) {
     const int64_t i = part.begin + capsule;
     const float here = a.coupling.read<float>(part.b * c[0] + i * c[1] + at.j * c[2]) *
-                       a.last.dcoupling.read<float>(part.b * dc[0] + i * dc[1] + at.j * dc[2]);
+                       a.dcoupling.read<float>(part.b * dc[0] + i * dc[1] + at.j * dc[2]);
     // Component 0 is not always the first of this thread's (Spot::four).
 #pragma unroll
     for (int n = 0; n < Tr::Numbers::fours; ++n) sum.value.value[GivenSize::few * n] += at.four(n) == 0 ? here : 0.0f;
@@ -107,15 +45,15 @@ CAPSFAST_DEVICE Sum<Tr::numbers> agreement_given(const GivenResidentBackwardArgs
 // Computes ds_t from g, the gradient of v_t, and the normaliser of iteration t. Other threads can read them after a
 // barrier. given: what dcoupling adds to sum_i c dc.
 CAPSFAST_DEVICE void differentiate(const GivenResidentBackwardArgs& a, const Output& at, int64_t b, bool valid,
-                                   const Terms& terms, int64_t t, const FourVector& g, float given) {
-  const Inputs& in = a.last.in;
+                                   const Terms& terms, int t, const FourVector& g, float given) {
+  const Inputs& in = a.in;
   const FourVector s = saved(a, at, b, t), ds = differentiated(a.squash, at, valid, s, g);
   const float mean = in.softmax_in ? lane_sum(product(ds, s) + given, at.lanes) : 0.0f;
   if (!at.mine) return;
   terms.ds[terms.at(t) * terms.fours + at.four] = ds.four(0);
   if (in.softmax_in && at.lane == 0) {
     const int64_t row = (t * in.B + b) * in.J + at.j;
-    terms.set_column(t, at.j, {a.norm[row], a.norm[row + a.last.iterations * in.B * in.J], mean});
+    terms.set_column(t, at.j, {a.norm[row], a.norm[row + a.iterations * in.B * in.J], mean});
   }
   if (a.ds && gpu::cluster_rank() == 0) a.ds.as<Four>()[four_at(at, t * in.B + b)] = ds.four(0);
 }
@@ -123,19 +61,19 @@ CAPSFAST_DEVICE void differentiate(const GivenResidentBackwardArgs& a, const Out
 template <class Tr>
 CAPSFAST_KERNEL(Tr::backward_threads, 1)
 given_resident_backward_kernel(GivenResidentBackwardArgs a) {
-  const Inputs& in = a.last.in;
-  const Resident& resident = a.resident;
+  const Inputs& in = a.in;
+  const ResidentPlan& resident = a.resident;
   const Spot<Tr> at(resident.shape, in);
   const GivenScores scores(in, resident.shape, at, resident.memory, resident.together, true);
-  const Terms terms(a.last, resident.memory);
+  const Terms terms(a, resident.memory);
   each_sample(in, resident, [&](const Part& part, int before) {
-    ResidentSource<Tr> source(in, at, part, resident, before, terms);
+    SharedVotes<Tr> votes(in, at, part, resident, before);
     const Output output(resident.shape, in);
     const bool valid = output.mine && in.out_mask.at(part.b, output.j);
     int joined = 0;
     restore(a, output, part.b, valid, terms);
     float given = 0.0f;
-    if (Tr::in && a.last.dcoupling.data)
+    if (Tr::in && a.dcoupling.data)
       given = join_cluster<false>(in, at, output, resident.memory, joined++ % 2, agreement_given(a, at, part))
                   .value.value[0];
     FourVector g = {};
@@ -145,23 +83,23 @@ given_resident_backward_kernel(GivenResidentBackwardArgs a) {
         g.value[n] = a.dv.read<float>(
             part.b * stride[0] + output.j * stride[1] + (GivenSize::few * output.lane + n) * stride[2]);
     }
-    for (int64_t t = a.last.iterations - 1;; --t) {
-      const bool last = t + 1 == a.last.iterations;
+    for (int t = a.iterations - 1;; --t) {
+      const bool last = t + 1 == a.iterations;
       differentiate(a, output, part.b, valid, terms, t, g, last ? given : 0.0f);
-      if (t == a.last.first) break;
+      if (t == a.first) break;
       gpu::barrier();
-      const Operand dcoupling = last ? a.last.dcoupling : Operand{};
-      const Sum<Tr::numbers> mine =
-          backward_pass(in, at, part, source, source.V(t), source.ds(t), dcoupling, source.column(t), scores);
+      const Operand dcoupling = last ? a.dcoupling : Operand{};
+      const Sum<Tr::numbers> mine = backward_pass(
+          in, at, part, votes, terms.V_of(at, t), terms.ds_of(at, t), dcoupling, terms.column_of(at, t), scores);
       // v is part of V of all later iterations, so g is the sum over the passes of all of them.
       if (last) g = {};
       add(1.0f, join_cluster<false>(in, at, output, resident.memory, joined++ % 2, mine).value, &g);
     }
     gpu::cluster_barrier();
     Global<double> dlogits;
-    if (a.last.dlogits) dlogits = a.last.dlogits.from(gpu::block_x() / gpu::cluster_size() * in.I * in.J, in.I * in.J);
-    const LastPass last{a.last, resident.together, dlogits, before == 0};
-    if (a.last.dvotes.data || last.wants_logits()) last_pass(in, at, part, source, last, scores);
+    if (a.dlogits) dlogits = a.dlogits.from(gpu::block_x() / gpu::cluster_size() * in.I * in.J, in.I * in.J);
+    const LastPass last{a, terms, dlogits, before == 0};
+    if (a.dvotes.data || last.wants_logits()) last_pass(in, at, part, votes, last, scores);
   });
 }
 

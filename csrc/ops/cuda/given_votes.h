@@ -1,35 +1,22 @@
-// Reading votes, from a block's shared memory or from device memory, and writing dvotes.
+// Reading votes and vectors of the output capsules from a block's shared memory, and writing dvotes.
 #pragma once
 
-#include "given_join.h"
+#include "given_layout.h"
+#include "given_rows.h"
 
 namespace capsfast::cuda {
 
-// Calls f(n, unit) for the units of this thread's numbers of a vote, in the thread's order (Spot::unit). The vote
-// begins at element `vote` of `from`, its components are `step` apart. numbers: read number by number, else unit by
-// unit.
-template <class Tr, class F>
-CAPSFAST_DEVICE void read_units(const Global<const typename Tr::Type>& from, int64_t vote, int64_t step, bool numbers,
-                                const Spot<Tr>& at, const F& f) {
-#pragma unroll
-  for (int n = 0; n < Tr::units; ++n) {
-    const int64_t element = vote + (at.from + at.unit(n) * Tr::unit) * step;
-    typename Tr::Unit unit;
-    if (numbers) {
-#pragma unroll
-      for (int k = 0; k < Tr::unit; ++k) unit.value[k] = from[element + k * step];
-    } else {
-      unit = from.template vector<typename Tr::Unit>(element);
-    }
-    f(n, unit);
-  }
-}
-
-// Stores a unit as the n-th of this thread's numbers.
+// This thread's components (Spot) of `from`, a vector [J, D] for each output capsule; `vector` is the number of output
+// capsules before it. 0 for a thread without a place.
 template <class Tr>
-CAPSFAST_DEVICE void set_unit(int n, const typename Tr::Unit& unit, typename Tr::Numbers* to) {
+CAPSFAST_DEVICE typename Tr::Numbers read_vector(const Spot<Tr>& at, const Inputs& in, const Shared<Four>& from,
+                                                 int vector) {
+  typename Tr::Numbers to = {};
+  if (!at.mine) return to;
 #pragma unroll
-  for (int k = 0; k < Tr::unit; ++k) to->value[n * Tr::unit + k] = wide(unit.value[k]);
+  for (int n = 0; n < Tr::Numbers::fours; ++n)
+    to.set_four(n, from.vector<Four>((vector + at.j) * (static_cast<int>(in.D) / GivenSize::few) + at.four(n)));
+  return to;
 }
 
 // Writes the `units` of this thread, which begin at unit `first` of `to`. All lanes of a warp call it; `mine` says
@@ -90,18 +77,8 @@ CAPSFAST_DEVICE void write_votes(const Operand& to, const Spot<Tr>& at, const Pa
   });
 }
 
-// The plan of a resident kernel, as the kernel gets it.
-struct Resident {
-  GivenShape shape;
-  GivenMemory memory;
-  Access access;
-  int capsules;  // input capsules of a block
-  int stage;     // input capsules of a stage, a multiple of those of a chunk
-  int together;  // iterations of the last pass whose softmaxes share barriers
-};
-
-// A Source (given_passes.h): votes in shared memory. They are copied there in stages, and the first pass waits for each
-// stage when it gets there.
+// The votes of a block in its shared memory. They are copied there in stages, and the first pass waits for each stage
+// when it gets there.
 template <class Tr>
 class SharedVotes {
   using E = typename Tr::Type;
@@ -110,7 +87,7 @@ class SharedVotes {
  public:
   // Starts the copies. All threads of the block call it when none reads the votes of the sample before any more.
   // before: how many samples the block has had.
-  CAPSFAST_DEVICE SharedVotes(const Inputs& in, const Spot<Tr>& at, const Part& part, const Resident& resident,
+  CAPSFAST_DEVICE SharedVotes(const Inputs& in, const Spot<Tr>& at, const Part& part, const ResidentPlan& resident,
                               int before)
       : copies_(resident.memory.copies + Copies::bytes * before),
         capsule_(static_cast<int>(in.J * in.D)),
@@ -131,14 +108,24 @@ class SharedVotes {
     next_ = GivenSize::stages;  // there is no copy to wait for
     const Shared<typename Tr::Unit> to = gpu::shared<typename Tr::Unit>(0, part.count * capsule_ / Tr::unit);
     for (int capsule = at.row; capsule < part.count && at.mine; capsule += at.rows) {
-      read_units(from, start + capsule * stride[1] + at.j * stride[2], stride[3], resident.access == Access::numbers,
-                 at, [&](int n, const typename Tr::Unit& unit) {
-                   to[(capsule * capsule_ + vote_ + at.from) / Tr::unit + at.unit(n)] = unit;
-                 });
+      const int64_t vote = start + capsule * stride[1] + at.j * stride[2];
+#pragma unroll
+      for (int n = 0; n < Tr::units; ++n) {
+        const int64_t element = vote + (at.from + at.unit(n) * Tr::unit) * stride[3];
+        typename Tr::Unit unit;
+        if (resident.access == Access::numbers) {
+#pragma unroll
+          for (int k = 0; k < Tr::unit; ++k) unit.value[k] = from[element + k * stride[3]];
+        } else {
+          unit = from.template vector<typename Tr::Unit>(element);
+        }
+        to[(capsule * capsule_ + vote_ + at.from) / Tr::unit + at.unit(n)] = unit;
+      }
     }
     gpu::barrier();
   }
 
+  // Reads this thread's components of the votes of a chunk.
   template <int kCount>
   CAPSFAST_DEVICE void fetch(const Spot<Tr>& at, const Chunk& chunk, typename Tr::Numbers (&votes)[kCount]) {
     if (next_ < GivenSize::stages && chunk.first >= next_ * stage_) copies_.wait(next_++);
@@ -147,8 +134,11 @@ class SharedVotes {
       // A thread without a capsule reads the last one, whose votes it does not use.
       const int vote = least(chunk.first + at.row + n * at.rows, last_) * capsule_ + vote_ + at.from;
 #pragma unroll
-      for (int k = 0; k < Tr::units; ++k)
-        set_unit<Tr>(k, votes_.template vector<typename Tr::Unit>(vote + at.unit(k) * Tr::unit), &votes[n]);
+      for (int k = 0; k < Tr::units; ++k) {
+        const auto unit = votes_.template vector<typename Tr::Unit>(vote + at.unit(k) * Tr::unit);
+#pragma unroll
+        for (int e = 0; e < Tr::unit; ++e) votes[n].value[k * Tr::unit + e] = wide(unit.value[e]);
+      }
     }
   }
 
@@ -158,42 +148,6 @@ class SharedVotes {
   Copies copies_;
   int capsule_, vote_, last_, stage_, next_ = 0;
   Shared<E> votes_;
-};
-
-// A Source (given_passes.h): votes in device memory, read where they are used.
-template <class Tr>
-class MemoryVotes {
- public:
-  CAPSFAST_DEVICE MemoryVotes(const Inputs& in, const Spot<Tr>& at, const Part& part, Access access)
-      : votes_(in.matrix.data.template as<const typename Tr::Type>()),
-        start_(part.b * in.matrix.stride[0] + part.begin * in.matrix.stride[1] + at.j * in.matrix.stride[2]),
-        capsule_(in.matrix.stride[1]),
-        number_(in.matrix.stride[3]),
-        last_(part.count - 1),
-        numbers_(access == Access::numbers) {}
-
-  template <int kCount>
-  CAPSFAST_DEVICE void fetch(const Spot<Tr>& at, const Chunk& chunk, typename Tr::Numbers (&votes)[kCount]) const {
-    // One branch around all loads of a chunk instead of one for each load, so that they are under way together.
-    numbers_ ? fetch_as(at, chunk, true, votes) : fetch_as(at, chunk, false, votes);
-  }
-
- private:
-  template <int kCount>
-  CAPSFAST_DEVICE void fetch_as(const Spot<Tr>& at, const Chunk& chunk, bool numbers,
-                                typename Tr::Numbers (&votes)[kCount]) const {
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      const int here = chunk.first + at.row + n * at.rows, capsule = here < last_ ? here : last_;
-      read_units(votes_, start_ + capsule * capsule_, number_, numbers, at,
-                 [&](int k, const typename Tr::Unit& unit) { set_unit<Tr>(k, unit, &votes[n]); });
-    }
-  }
-
-  Global<const typename Tr::Type> votes_;
-  int64_t start_, capsule_, number_;
-  int last_;
-  bool numbers_;
 };
 
 }  // namespace capsfast::cuda
