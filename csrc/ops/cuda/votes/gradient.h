@@ -2,19 +2,19 @@
 // dlogits = sum_t db_t.
 #pragma once
 
-#include "between.h"
-#include "given_passes.h"
+#include "../between.h"
+#include "accumulate.h"
 
 namespace capsfast::cuda {
 
-struct GivenResidentBackwardArgs {
+struct VotesBackwardArgs {
   Inputs in;
   Squashing squash;
-  ResidentPlan resident;
+  VotesPlan plan;
   int first, iterations;  // iterations [first, iterations) have gradients
   bool gradient_last;
   Operand dv;                   // [B, J, D]
-  Operand coupling, dcoupling;  // [B, I, J], both or none
+  Operand coupling, dcoupling;  // [B, I, J]; without dcoupling no coupling is needed
   Global<const float> s;        // [r, B, J, D]
   Global<const float> norm;     // [2, r, B, J], softmax over the input capsules
   Global<float> ds;             // [r, B, J, D], written if dbias is wanted, else absent
@@ -27,33 +27,33 @@ struct GivenResidentBackwardArgs {
 // with; t counts from 0.
 struct Terms {
   const Inputs& in;
-  int first, J, fours;
-  Shared<Four> V, ds;
+  int first, J, quads;
+  Shared<Quad> V, ds;
   Shared<float> norm;
 
-  CAPSFAST_DEVICE Terms(const GivenResidentBackwardArgs& a, const GivenMemory& memory)
+  CAPSFAST_DEVICE Terms(const VotesBackwardArgs& a, const VotesMemory& memory)
       : in(a.in),
         first(a.first),
         J(static_cast<int>(a.in.J)),
-        fours(static_cast<int>(a.in.J * a.in.D) / GivenSize::few),
-        V(gpu::shared<Four>(memory.V, count(a) * fours)),
-        ds(gpu::shared<Four>(memory.ds, count(a) * fours)),
+        quads(static_cast<int>(a.in.J * a.in.D) / VotesSize::few),
+        V(gpu::shared<Quad>(memory.V, count(a) * quads)),
+        ds(gpu::shared<Quad>(memory.ds, count(a) * quads)),
         norm(gpu::shared<float>(memory.norm, a.in.softmax_in ? 3 * count(a) * J : 0)) {}
 
   CAPSFAST_DEVICE int at(int t) const { return t - first; }
-  template <class Tr>
-  CAPSFAST_DEVICE typename Tr::Numbers V_of(const Spot<Tr>& spot, int t) const {
-    return read_vector(spot, in, V, at(t) * J);
+  template <class Traits>
+  CAPSFAST_DEVICE typename Traits::Elements V_of(const ThreadCoord<Traits>& thread, int t) const {
+    return read_vector(thread, in, V, at(t) * J);
   }
-  template <class Tr>
-  CAPSFAST_DEVICE typename Tr::Numbers ds_of(const Spot<Tr>& spot, int t) const {
-    return read_vector(spot, in, ds, at(t) * J);
+  template <class Traits>
+  CAPSFAST_DEVICE typename Traits::Elements ds_of(const ThreadCoord<Traits>& thread, int t) const {
+    return read_vector(thread, in, ds, at(t) * J);
   }
   // For the softmax over the input capsules, else nothing.
-  template <class Tr>
-  CAPSFAST_DEVICE Column column_of(const Spot<Tr>& spot, int t) const {
-    if constexpr (!Tr::in) return {};
-    const int n = 3 * (at(t) * J + spot.j);
+  template <class Traits>
+  CAPSFAST_DEVICE Column column_of(const ThreadCoord<Traits>& thread, int t) const {
+    if constexpr (!Traits::in) return {};
+    const int n = 3 * (at(t) * J + thread.j);
     return {norm[n], norm[n + 1], norm[n + 2]};
   }
   CAPSFAST_DEVICE void set_column(int t, int j, const Column& column) const {
@@ -64,12 +64,12 @@ struct Terms {
   }
 
  private:
-  static CAPSFAST_DEVICE int count(const GivenResidentBackwardArgs& a) { return a.iterations - a.first; }
+  static CAPSFAST_DEVICE int count(const VotesBackwardArgs& a) { return a.iterations - a.first; }
 };
 
 // What the last pass has to compute.
 struct LastPass {
-  const GivenResidentBackwardArgs& a;
+  const VotesBackwardArgs& a;
   const Terms& terms;
   Global<double> dlogits;  // [I, J], this block's own sum, or absent
   bool fresh;              // dlogits is not written yet
@@ -81,46 +81,48 @@ struct LastPass {
 };
 
 // Gradients of kCount votes and of their logits, summed over the iterations so far.
-template <int kNumbers, int kCount>
+template <int kElements, int kCount>
 struct Gradients {
-  Vector<kNumbers> votes[kCount];
+  Vector<kElements> votes[kCount];
   float logits[kCount];
 };
 
 // Adds the terms of iteration t.
-template <class Tr, int kCount>
-CAPSFAST_DEVICE void add_iteration(const Spot<Tr>& at, const LastPass& pass, int t, const float (&c)[kCount],
-                                   const float (&db)[kCount], Gradients<Tr::numbers, kCount>* to) {
-  const typename Tr::Numbers ds = pass.terms.ds_of(at, t);
+template <class Traits, int kCount>
+CAPSFAST_DEVICE void add_iteration_gradients(const ThreadCoord<Traits>& at, const LastPass& pass, int t,
+                                             const float (&c)[kCount], const float (&db)[kCount],
+                                             Gradients<Traits::elements, kCount>* to) {
+  const typename Traits::Elements ds = pass.terms.ds_of(at, t);
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     add(c[n], ds, &to->votes[n]);
     to->logits[n] += db[n];
   }
   if (!pass.with_db(t)) return;
-  const typename Tr::Numbers V = pass.terms.V_of(at, t);
+  const typename Traits::Elements V = pass.terms.V_of(at, t);
 #pragma unroll
   for (int n = 0; n < kCount; ++n) add(db[n], V, &to->votes[n]);
 }
 
 // b = votes . V(t) and dc = votes . ds(t), or 0 if they are not needed.
-template <class Tr, int kCount>
-CAPSFAST_DEVICE void agree(const Spot<Tr>& at, const typename Tr::Numbers (&votes)[kCount], const LastPass& pass, int t,
-                           float (&b)[kCount], float (&dc)[kCount]) {
+template <class Traits, int kCount>
+CAPSFAST_DEVICE void score_iteration(const ThreadCoord<Traits>& at, const typename Traits::Elements (&votes)[kCount],
+                                     const LastPass& pass, int t, float (&b)[kCount], float (&dc)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) b[n] = dc[n] = 0.0f;
   if (t > 0) dots(at, votes, pass.terms.V_of(at, t), b);
   if (pass.with_db(t) || pass.wants_logits()) dots(at, votes, pass.terms.ds_of(at, t), dc);
 }
 
-template <class Tr, int kCount>
-CAPSFAST_DEVICE void write_gradients(const Inputs& in, const Spot<Tr>& at, const Part& part, const Chunk& chunk,
-                                     const LastPass& pass, const Gradients<Tr::numbers, kCount>& gradients) {
+template <class Traits, int kCount>
+CAPSFAST_DEVICE void write_gradients(const Inputs& in, const ThreadCoord<Traits>& at, const Part& part,
+                                     const Chunk& chunk, const LastPass& pass,
+                                     const Gradients<Traits::elements, kCount>& gradients) {
   if (pass.a.dvotes.data) write_votes(pass.a.dvotes, at, part, chunk, gradients.votes);
   if (!at.leads()) return;
   const Operand& sample = pass.a.dlogits_sample;
   if (sample.data)
-    each_element<kCount>(sample, at, part, chunk.first, chunk.inside, [&](int n, int64_t m) {
+    for_each_vote<kCount>(sample, at, part, chunk.first, chunk.inside, [&](int n, int64_t m) {
       sample.write<float>(m, gradients.logits[n]);
     });
   if (!pass.dlogits) return;
@@ -132,40 +134,40 @@ CAPSFAST_DEVICE void write_gradients(const Inputs& in, const Spot<Tr>& at, const
   }
 }
 
-template <class Tr>
-CAPSFAST_DEVICE void last_pass(const Inputs& in, const Spot<Tr>& at, const Part& part, SharedVotes<Tr>& from,
-                               const LastPass& pass, const GivenScores& scores) {
-  constexpr int kCount = Tr::backward;
-  const int J = static_cast<int>(in.J), size = scores.slots * J, together = pass.a.resident.together;
+template <class Traits>
+CAPSFAST_DEVICE void last_pass(const Inputs& in, const ThreadCoord<Traits>& at, const Part& part,
+                               SharedVotes<Traits>& from, const LastPass& pass, const VotesScores& scores) {
+  constexpr int kCount = Traits::backward;
+  const int J = static_cast<int>(in.J), size = scores.slots * J, together = pass.a.plan.together;
   const bool valid = in.out_mask.at(part.b, at.j);
   for (int first = 0; first < part.count; first += kCount * at.rows) {
     const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
-    typename Tr::Numbers votes[kCount];
+    typename Traits::Elements votes[kCount];
     from.fetch(at, chunk, votes);
-    clear(chunk, votes);
-    Gradients<Tr::numbers, kCount> gradients = {};
+    clear_invalid(chunk, votes);
+    Gradients<Traits::elements, kCount> gradients = {};
     float b[kCount], dc[kCount];
     for (int t = pass.a.first; t < pass.a.iterations; t += together) {
-      if constexpr (Tr::exchange != Exchange::block) {
-        agree(at, votes, pass, t, b, dc);
-        softmax<Tr, true>(in, at, part, chunk, pass.dcoupling(t), pass.terms.column_of(at, t), scores, b, dc);
-        add_iteration(at, pass, t, b, dc, &gradients);
+      if constexpr (Traits::exchange != Exchange::block) {
+        score_iteration(at, votes, pass, t, b, dc);
+        softmax<Traits, true>(in, at, part, chunk, pass.dcoupling(t), pass.terms.column_of(at, t), scores, b, dc);
+        add_iteration_gradients(at, pass, t, b, dc, &gradients);
       } else {
         const int left = pass.a.iterations - t, terms = left < together ? left : together;
         gpu::warp_barrier();
         for (int term = 0; term < terms; ++term) {
-          agree(at, votes, pass, t + term, b, dc);
-          exclude(chunk, b);
-          put(at, J, part, chunk, term * size, b, in.logits, scores.b);
-          put(at, J, part, chunk, term * size, dc, pass.dcoupling(t + term), scores.dc);
+          score_iteration(at, votes, pass, t + term, b, dc);
+          exclude_invalid(chunk, b);
+          store_scores(at, J, part, chunk, term * size, b, in.logits, scores.b);
+          store_scores(at, J, part, chunk, term * size, dc, pass.dcoupling(t + term), scores.dc);
         }
         gpu::barrier();
         softmax_block<true>(in, part, first, terms, scores);
         gpu::barrier();
         for (int term = 0; term < terms; ++term) {
-          take(at, J, chunk, term * size, scores.b, b);
-          take(at, J, chunk, term * size, scores.dc, dc);
-          add_iteration(at, pass, t + term, b, dc, &gradients);
+          load_scores(at, J, chunk, term * size, scores.b, b);
+          load_scores(at, J, chunk, term * size, scores.dc, dc);
+          add_iteration_gradients(at, pass, t + term, b, dc, &gradients);
         }
       }
     }

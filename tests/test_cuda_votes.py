@@ -1,4 +1,4 @@
-"""The CUDA kernels for votes that are given, through the emulator: which serve a call, and what only they treat apart.
+"""The CUDA kernels for votes, through the emulator: which calls they serve, and what only they treat apart.
 
 What every backend must do with votes is tested in test_routing.py and test_route_votes.py.
 """
@@ -20,7 +20,7 @@ from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, ru
 OP = "route_votes"
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
 KIB = 1024
-RESIDENT = {"GivenResidentArgs", "GivenResidentBackwardArgs"}
+VOTES = {"VotesForwardArgs", "VotesBackwardArgs"}
 GENERAL = {"ReduceArgs", "FinalArgs"}
 CASES = (
     PLAIN,
@@ -38,7 +38,7 @@ IN_WARPS = (
     Shape(2, 70, 1, 16, 1),
     Shape(1, 3, 2, 128, 1),
 )
-# Through shared memory: few numbers a lane, more outputs than a warp has lanes, than a lane has scores at a time.
+# Through shared memory: few elements a lane, more outputs than a warp has lanes, than a lane has scores at a time.
 IN_BLOCKS = (
     Shape(2, 9, 10, 8, 1),
     Shape(1, 5, 33, 16, 1),
@@ -61,13 +61,13 @@ def votes_of(shape: Shape | tuple[int, ...], case: Case = PLAIN, dtype: torch.dt
 def launches(problem: Problem, ways: bool = False) -> set[str]:
     emulator.take_launches()
     run(problem, emulator.NAME)
-    return {name for name in emulator.take_launches(ways) if name.startswith(("Given", "Reduce", "Final"))}
+    return {name for name in emulator.take_launches(ways) if name.startswith(("Votes", "Reduce", "Final"))}
 
 
-def check_resident(problem: Problem, slack: float = 2) -> None:
+def check_votes(problem: Problem, slack: float = 2) -> None:
     """On a device whose blocks hold a sample."""
     with emulator.device(shared_bytes=227 * KIB):
-        assert launches(problem) == RESIDENT
+        assert launches(problem) == VOTES
         check(problem, BACKEND, slack)
 
 
@@ -75,14 +75,14 @@ def check_resident(problem: Problem, slack: float = 2) -> None:
 @pytest.mark.parametrize("shape", [*IN_WARPS, *IN_BLOCKS], ids=str)
 @pytest.mark.usual(case=CASES[1:4])
 def test_shapes(shape: Shape, case: Case) -> None:
-    check_resident(votes_of(shape, case))
+    check_votes(votes_of(shape, case))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT], ids=str)
 @pytest.mark.parametrize("shape", [(2, 29, 10, 16), (3, 200, 4, 4), (2, 9, 2, 96), (2, 40, 5, 12)], ids=str)
 def test_sixteen_bits(shape: tuple[int, ...], case: Case, dtype: torch.dtype) -> None:
-    check_resident(votes_of(shape, case, dtype))
+    check_votes(votes_of(shape, case, dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -103,8 +103,8 @@ def test_sixteen_bits(shape: tuple[int, ...], case: Case, dtype: torch.dtype) ->
 def test_clusters(shape: tuple[int, ...], kib: int, forward: int, backward: int, case: Case) -> None:
     problem = votes_of(shape, case)
     ways = {
-        f"GivenResident{args}Args" + (f" cluster{size}" if size > 1 else "")
-        for args, size in (("", forward), ("Backward", backward))
+        f"Votes{args}Args" + (f" cluster{size}" if size > 1 else "")
+        for args, size in (("Forward", forward), ("Backward", backward))
     }
     with emulator.device(multiprocessors=8, shared_bytes=kib * KIB):
         ran = launches(problem, ways=True)
@@ -116,19 +116,19 @@ def test_idle_multiprocessors_get_blocks() -> None:
     # Half of the input capsules for each of two; a quarter would be less than a chunk.
     problem = votes_of((1, 300, 4, 16))
     with emulator.device(multiprocessors=8, shared_bytes=99 * KIB, shared_bytes_together=228 * KIB):
-        assert launches(problem, ways=True) == {f"{name} cluster2" for name in RESIDENT}
+        assert launches(problem, ways=True) == {f"{name} cluster2" for name in VOTES}
         check(problem, BACKEND)
     with emulator.device(multiprocessors=1, shared_bytes=99 * KIB, shared_bytes_together=228 * KIB):
-        assert launches(problem, ways=True) == RESIDENT
+        assert launches(problem, ways=True) == VOTES
 
 
 def test_a_device_without_room_for_a_cluster_gets_a_smaller_one() -> None:
     problem = votes_of((9, 80, 4, 16))
     device = {"shared_bytes": 55 * KIB, "shared_bytes_together": 56 * KIB}
     with emulator.device(multiprocessors=2, **device):
-        assert "GivenResidentArgs cluster4" in launches(problem, ways=True)
+        assert "VotesForwardArgs cluster4" in launches(problem, ways=True)
     with emulator.device(multiprocessors=1, **device):
-        assert launches(problem, ways=True) == {"GivenResidentArgs", "GivenResidentBackwardArgs cluster2"}
+        assert launches(problem, ways=True) == {"VotesForwardArgs", "VotesBackwardArgs cluster2"}
         check(problem, BACKEND)
 
 
@@ -136,7 +136,7 @@ def test_a_device_without_room_for_a_cluster_gets_a_smaller_one() -> None:
 def test_blocks_without_input_capsules(case: Case) -> None:
     # Nine of them, two for each of eight blocks: the last three have none.
     problem = votes_of((2, 9, 25, 64), case)
-    for kib, args in ((42, "GivenResidentArgs"), (75, "GivenResidentBackwardArgs")):
+    for kib, args in ((42, "VotesForwardArgs"), (75, "VotesBackwardArgs")):
         with emulator.device(multiprocessors=8, shared_bytes=kib * KIB):
             assert case == LOADED_OUT or f"{args} cluster8" in launches(problem, ways=True)
             check(problem, BACKEND)
@@ -145,14 +145,14 @@ def test_blocks_without_input_capsules(case: Case) -> None:
 @pytest.mark.parametrize("case", [LOADED_OUT, replace(LOADED, logits="IJ")], ids=str)
 @pytest.mark.parametrize("shape", [(70, 5, 3, 16), (70, 9, 5, 4)], ids=str)
 def test_a_cluster_has_many_samples_where_they_share_their_logits(shape: tuple[int, ...], case: Case) -> None:
-    check_resident(votes_of(shape, case))
+    check_votes(votes_of(shape, case))
 
 
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT], ids=str)
 @pytest.mark.parametrize("shape", [(3, 37, 4, 16), (3, 50, 5, 8)], ids=str)
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
 def test_strides(layout: str, shape: tuple[int, ...], case: Case) -> None:
-    check_resident(votes_of(shape, case).laid_out(layout))
+    check_votes(votes_of(shape, case).laid_out(layout))
 
 
 def moved(votes: Tensor, by: int) -> Tensor:
@@ -190,7 +190,7 @@ def test_alignment(lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype) -> N
     for shape in ((2, 29, 4, 16), (2, 49, 3, 4)):
         problem = votes_of(shape, PLAIN, dtype)
         problem.inputs["votes"] = lay_out(problem.inputs["votes"])
-        check_resident(problem)
+        check_votes(problem)
 
 
 @pytest.mark.parametrize("softmax", ["out", "in"])
@@ -222,7 +222,7 @@ def test_logits_far_from_0(shape: tuple[int, ...], softmax: str, leaky: bool) ->
     logits[:, 3] = torch.tensor([-math.inf, 0.0, -math.inf, 1.0])
     logits[:, 4] = torch.tensor([60.0, 50.0, -60.0, 45.0])
     logits[:, 5] = -math.inf
-    check_resident(problem)
+    check_votes(problem)
 
 
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT], ids=str)
@@ -256,13 +256,13 @@ def test_the_bias_alone_needs_no_votes(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [PLAIN, LOADED], ids=str)
 def test_sums_are_as_exact_as_einsum(case: Case) -> None:
-    check_resident(votes_of((2, 350, 10, 16), case), slack=1)
+    check_votes(votes_of((2, 350, 10, 16), case), slack=1)
 
 
 def check_general(problem: Problem, forward: bool = False, **device: Any) -> None:
     """No launch of the kernels for votes but, with ``forward``, that of the forward."""
     with emulator.device(**device):
-        assert launches(problem) == GENERAL | ({"GivenResidentArgs"} if forward else set())
+        assert launches(problem) == GENERAL | ({"VotesForwardArgs"} if forward else set())
         check(problem, BACKEND)
 
 
