@@ -47,6 +47,20 @@ CAPSFAST_DEVICE void add_votes(const float (&c)[kCount], const Vector<kElements>
   }
 }
 
+// Calls f(chunk, votes) for the chunks of a part, one after the other; votes that are not valid are 0.
+template <int kCount, class Traits, class F>
+CAPSFAST_DEVICE void for_each_chunk(const Inputs& in, const ThreadCoord<Traits>& at, const Part& part,
+                                    SharedVotes<Traits>& from, const F& f) {
+  const bool valid = in.out_mask.at(part.b, at.j);
+  for (int first = 0; first < part.count; first += kCount * at.rows) {
+    const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
+    typename Traits::Elements votes[kCount];
+    from.fetch(at, chunk, votes);
+    clear_invalid(chunk, votes);
+    f(chunk, votes);
+  }
+}
+
 template <class Traits>
 struct ForwardPass {
   bool unweighted;  // every coefficient is 1
@@ -63,13 +77,8 @@ CAPSFAST_DEVICE Sum<Traits::elements> forward_pass(const Inputs& in, const Threa
                                                    const VotesScores& scores) {
   using E = typename Traits::Type;
   constexpr int kCount = Traits::forward;
-  const bool valid = in.out_mask.at(part.b, at.j);
   Sum<Traits::elements> sum;
-  for (int first = 0; first < part.count; first += kCount * at.rows) {
-    const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
-    typename Traits::Elements votes[kCount];
-    from.fetch(at, chunk, votes);
-    clear_invalid(chunk, votes);
+  for_each_chunk<kCount>(in, at, part, from, [&](const Chunk& chunk, const auto& votes) {
     float c[kCount];
 #pragma unroll
     for (int n = 0; n < kCount; ++n) c[n] = pass.unweighted ? 1.0f : 0.0f;
@@ -89,13 +98,13 @@ CAPSFAST_DEVICE Sum<Traits::elements> forward_pass(const Inputs& in, const Threa
         if (pass.coupling.data && at.leads()) {
           const Global<E> to = pass.coupling.data.template as<E>();
           for_each_vote<kCount>(
-              pass.coupling, at, part, first, chunk.inside, [&](int n, int64_t m) { narrow(c[n], &to[m]); });
+              pass.coupling, at, part, chunk.first, chunk.inside, [&](int n, int64_t m) { narrow(c[n], &to[m]); });
         }
-        if (Traits::in) continue;
+        if (Traits::in) return;
       }
     }
     add_votes(c, votes, &sum.value);
-  }
+  });
   return sum;
 }
 
@@ -106,19 +115,14 @@ CAPSFAST_DEVICE Sum<Traits::elements> backward_pass(
     const typename Traits::Elements& V, const typename Traits::Elements& ds, const Operand& dcoupling,
     const Column& column, const VotesScores& scores) {
   constexpr int kCount = Traits::backward;
-  const bool valid = in.out_mask.at(part.b, at.j);
   Sum<Traits::elements> sum;
-  for (int first = 0; first < part.count; first += kCount * at.rows) {
-    const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
-    typename Traits::Elements votes[kCount];
-    from.fetch(at, chunk, votes);
-    clear_invalid(chunk, votes);
+  for_each_chunk<kCount>(in, at, part, from, [&](const Chunk& chunk, const auto& votes) {
     float b[kCount], dc[kCount];
     dots(at, votes, V, b);
     dots(at, votes, ds, dc);
     softmax<Traits, true>(in, at, part, chunk, dcoupling, column, scores, b, dc);
     add_votes(dc, votes, &sum.value);
-  }
+  });
   return sum;
 }
 

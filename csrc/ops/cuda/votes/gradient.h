@@ -139,12 +139,7 @@ CAPSFAST_DEVICE void last_pass(const Inputs& in, const ThreadCoord<Traits>& at, 
                                SharedVotes<Traits>& from, const LastPass& pass, const VotesScores& scores) {
   constexpr int kCount = Traits::backward;
   const int J = static_cast<int>(in.J), size = scores.slots * J, together = pass.a.plan.together;
-  const bool valid = in.out_mask.at(part.b, at.j);
-  for (int first = 0; first < part.count; first += kCount * at.rows) {
-    const Chunk chunk = chunk_at<kCount>(in, at, part, valid, first);
-    typename Traits::Elements votes[kCount];
-    from.fetch(at, chunk, votes);
-    clear_invalid(chunk, votes);
+  for_each_chunk<kCount>(in, at, part, from, [&](const Chunk& chunk, const auto& votes) {
     Gradients<Traits::elements, kCount> gradients = {};
     float b[kCount], dc[kCount];
     for (int t = pass.a.first; t < pass.a.iterations; t += together) {
@@ -162,7 +157,7 @@ CAPSFAST_DEVICE void last_pass(const Inputs& in, const ThreadCoord<Traits>& at, 
           store_scores(at, J, part, chunk, term * size, dc, pass.dcoupling(t + term), scores.dc);
         }
         gpu::barrier();
-        softmax_block<true>(in, part, first, terms, scores);
+        softmax_block<true>(in, part, chunk.first, terms, scores);
         gpu::barrier();
         for (int term = 0; term < terms; ++term) {
           load_scores(at, J, chunk, term * size, scores.b, b);
@@ -172,7 +167,7 @@ CAPSFAST_DEVICE void last_pass(const Inputs& in, const ThreadCoord<Traits>& at, 
       }
     }
     write_gradients(in, at, part, chunk, pass, gradients);
-  }
+  });
 }
 
 }  // namespace capsfast::cuda

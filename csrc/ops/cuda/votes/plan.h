@@ -155,36 +155,6 @@ class SharedLayout {
   int64_t end_;
 };
 
-// What the shared memory of a block has to hold.
-struct VotesNeeds {
-  int64_t votes = 0;     // bytes of votes
-  int64_t blocks = 1;    // blocks of a cluster
-  int64_t terms = 0;     // for how many iterations V and ds
-  int64_t together = 1;  // for how many iterations scores
-  bool backward = false;
-};
-
-inline VotesMemory votes_memory(const Problem& p, const VotesShape& shape, const VotesNeeds& needs) {
-  const int64_t bytes = sizeof(float), vectors = p.J * p.D * bytes;
-  const bool follows = p.softmax_in() && !needs.backward, shares = needs.blocks > 1;
-  const int64_t scores =
-      shape.exchange == Exchange::block ? needs.together * shape.rows * shape.votes(needs.backward) * p.J * bytes : 0;
-  SharedLayout layout(needs.votes);
-  VotesMemory memory{};
-  memory.sums = layout.add(shape.rows * vectors);
-  memory.columns = layout.add(follows ? shape.rows * p.J * 2 * bytes : 0);
-  memory.shares = layout.add(shares ? 2 * vectors : 0);
-  memory.share_columns = layout.add(shares && follows ? 2 * p.J * 2 * bytes : 0);
-  memory.V = layout.add(needs.terms * vectors);
-  memory.ds = layout.add(needs.backward ? needs.terms * vectors : 0);
-  memory.norm = layout.add(p.softmax_in() ? needs.terms * p.J * 3 * bytes : 0);
-  memory.b = layout.add(scores);
-  memory.dc = layout.add(needs.backward ? scores : 0);
-  memory.copies = layout.add(needs.votes > 0 ? 8 * VotesSize::stages * VotesSize::samples : 0);
-  memory.end = layout.add(0);
-  return memory;
-}
-
 // What a device offers the blocks of a launch. Names as in gpu::Context.
 struct DeviceLimits {
   int64_t multiprocessors, shared_bytes, shared_bytes_together;
@@ -205,27 +175,43 @@ struct VotesPlan {
 
 // Iterations [first_term(), iterations) have gradients in the backward.
 inline int64_t first_term(const Problem& p) { return p.gradient_last ? p.iterations - 1 : 0; }
-inline int64_t terms_together(const Problem& p, const VotesShape& shape) {
-  return shape.exchange == Exchange::block ? std::min<int64_t>(VotesSize::together, p.iterations - first_term(p)) : 1;
+
+// What the shared memory of a block holds behind its votes.
+inline VotesMemory votes_memory(const Problem& p, const VotesPlan& plan, bool backward) {
+  const VotesShape& shape = plan.shape;
+  const int64_t bytes = sizeof(float), vectors = p.J * p.D * bytes;
+  const int64_t terms = backward ? p.iterations - first_term(p) : 1;
+  const bool follows = p.softmax_in() && !backward, shares = plan.cluster > 1;
+  const int64_t scores =
+      shape.exchange == Exchange::block ? plan.together * shape.rows * shape.votes(backward) * p.J * bytes : 0;
+  SharedLayout layout(plan.capsules * p.J * p.D * votes_element_bytes(p));
+  VotesMemory memory{};
+  memory.sums = layout.add(shape.rows * vectors);
+  memory.columns = layout.add(follows ? shape.rows * p.J * 2 * bytes : 0);
+  memory.shares = layout.add(shares ? 2 * vectors : 0);
+  memory.share_columns = layout.add(shares && follows ? 2 * p.J * 2 * bytes : 0);
+  memory.V = layout.add(terms * vectors);
+  memory.ds = layout.add(backward ? terms * vectors : 0);
+  memory.norm = layout.add(p.softmax_in() ? terms * p.J * 3 * bytes : 0);
+  memory.b = layout.add(scores);
+  memory.dc = layout.add(backward ? scores : 0);
+  memory.copies = layout.add(8 * VotesSize::stages * VotesSize::samples);
+  memory.end = layout.add(0);
+  return memory;
 }
 
 // The plan for a cluster of that many blocks, whether it fits or not.
 inline VotesPlan plan_cluster(const Problem& p, const VotesShape& shape, int64_t cluster, bool backward) {
   const int64_t capsules = divide_up(p.I, cluster), chunk = shape.rows * shape.votes(backward);
-  VotesNeeds needs;
-  needs.votes = capsules * p.J * p.D * votes_element_bytes(p);
-  needs.blocks = cluster;
-  needs.terms = backward ? p.iterations - first_term(p) : 1;
-  needs.together = backward ? terms_together(p, shape) : 1;
-  needs.backward = backward;
   VotesPlan plan;
   plan.shape = shape;
   plan.access = votes_access(p, shape);
   plan.cluster = static_cast<int>(cluster);
   plan.capsules = static_cast<int>(capsules);
   plan.stage = static_cast<int>(divide_up(divide_up(capsules, VotesSize::stages), chunk) * chunk);
-  plan.together = static_cast<int>(needs.together);
-  plan.memory = votes_memory(p, shape, needs);
+  if (backward && shape.exchange == Exchange::block)
+    plan.together = static_cast<int>(std::min<int64_t>(VotesSize::together, p.iterations - first_term(p)));
+  plan.memory = votes_memory(p, plan, backward);
   return plan;
 }
 
