@@ -12,7 +12,7 @@ import pytest
 
 from capsfast import native
 
-SPECIALISED = ("tile", "given")
+SPECIALISED = ("tile", "votes")
 # Registers a thread, by what the name of a kernel begins with: what twelve warps of a multiprocessor may have, or 255.
 MOST_REGISTERS = {"tile": 168, "": 255}
 STATIC_SHARED = 48 * 1024
@@ -64,10 +64,8 @@ def test_every_kernel_is_there_for_every_architecture(kernels: list[Kernel]) -> 
         # Three types, K and D each; forward and backward, one row tile or two.
         assert here.count("tile_kernel") == 3 * 3 * 3 * 4
         assert here.count("tile_final_kernel") == 3 * 3 * 3
-        # Three types; numbers and exchanges of GivenTraits.
-        assert here.count("given_resident_kernel") == here.count("given_resident_backward_kernel") == 3 * 4
-        for streaming in ("given_forward_kernel", "given_backward_kernel", "given_final_kernel"):
-            assert here.count(streaming) == 3 * 2
+        # Three types; elements and exchanges of VotesTraits.
+        assert here.count("votes_forward_kernel") == here.count("votes_backward_kernel") == 3 * 4
         for general in ("reduce_kernel", "rows_kernel", "final_kernel"):
             assert here.count(general) == 4 * 2
 

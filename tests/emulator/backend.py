@@ -53,7 +53,8 @@ def install() -> None:
 def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
     """How often kernels were launched since the last call, by the name of their arguments such as "TilePasses".
 
-    With ``ways`` launches of blocks that run together count apart: "ResidentArgs cluster4", "TilePasses cooperative".
+    With ``ways`` launches of blocks that run together count apart: "VotesForwardArgs cluster4",
+    "TilePasses cooperative".
     """
     loaded = ctypes.CDLL(str(library(kernels)))
     loaded.capsfast_take_launches.restype = ctypes.c_char_p

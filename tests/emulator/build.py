@@ -53,7 +53,7 @@ def library(name: str) -> Path:
         flags = (*FLAGS, *TORCH_FLAGS, f"-I{torch_home / 'include'}")
         link = (f"-L{torch_home / 'lib'}", "-ltorch_cpu", "-ltorch")
         sources += [HERE / "context_host.cpp"]
-        sources += sorted((ROOT / "csrc" / "ops" / "cuda").glob("*.cu"))
+        sources += sorted((ROOT / "csrc" / "ops" / "cuda").rglob("*.cu"))
     flags = (*flags, f"-I{HERE}")
     folder = ROOT / "build" / "emulator" / _state((name, *flags, *link))
     found = folder / f"{name}.so"
@@ -63,7 +63,7 @@ def library(name: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if found.exists():
             return found
-        objects = [folder / f"{path.name}.o" for path in sources]
+        objects = [folder / ("_".join(path.relative_to(ROOT).parts) + ".o") for path in sources]
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
             list(pool.map(_compile, sources, objects, [flags] * len(sources)))
         partial = folder / f"{name}.partial"

@@ -1,8 +1,8 @@
 // The backward: a reducing pass for each iteration from the last to the second, then one last pass for all iterations.
 #include "call.h"
-#include "given_call.h"
 #include "last_pass.h"
 #include "steps.h"
+#include "votes/launch.h"
 
 namespace capsfast::cuda {
 
@@ -100,13 +100,6 @@ class Backward {
       }
       general.norm = {row_max, row_scale, row_mean};
     }
-    if constexpr (std::is_same_v<T, float>) {
-      if (call.given) {
-        const StreamPlan& stream = call.given->plan;
-        return last_pass(call, out, general, stream.final_rows, stream.final_splits,
-                         [&](const FinalArgs<float>& args) { call.given->final(args); });
-      }
-    }
     general_last_pass(call, out, general);
   }
 
@@ -133,7 +126,7 @@ class Backward {
 
 template <class T>
 void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const Tensor& like) {
-  if (p.B == 0 || p.J == 0 || resident_backward(p, in, out, like)) return;
+  if (p.B == 0 || p.J == 0 || votes_backward(p, in, out, like)) return;
   Backward<T>(p, in, out, like).run();
 }
 

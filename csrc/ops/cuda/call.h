@@ -4,14 +4,12 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <initializer_list>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
 #include "../../cuda/context.h"
 #include "between.h"
 #include "general.h"
-#include "given_launch.h"
 #include "routing.h"
 #include "tiles.h"
 
@@ -70,8 +68,7 @@ class Call {
       : p(problem),
         context(like),
         in(inputs_of(problem)),
-        given(why_not_given(problem) == nullptr ? std::make_optional<GivenPasses>(problem, context) : std::nullopt),
-        plan(plan_of(problem, given.has_value(), context.multiprocessors())),
+        plan(plan_general<T>(problem, context.multiprocessors())),
         tiled(std::is_same_v<T, float> && why_no_tiles(problem) == nullptr),
         two(tiled && two_row_tiles(problem, context.shared_bytes())),
         tiles(tiled ? plan_tiles(problem, two, context.multiprocessors(),
@@ -110,8 +107,8 @@ class Call {
   // capsules.
   Parts<T> parts(bool with_columns) {
     Parts<T> to{};
-    to.splits = given ? given->plan.splits : tiled ? tiles.splits : plan.splits;
-    if (given || tiled) {
+    to.splits = tiled ? tiles.splits : plan.splits;
+    if (tiled) {
       to.sum_tile = scratch<float>(to.splits * vectors());
     } else {
       to.sum = scratch<double>(to.splits * (vectors() + (p.moments ? scalars() : 0)));
@@ -142,9 +139,6 @@ class Call {
     if (p.I == 0) return;
     if constexpr (std::is_same_v<T, float>) {
       if (tiled) return static_cast<void>(launch_tiles<kBackward>(steps, n, n + 1, false));
-    }
-    if constexpr (std::is_same_v<T, float>) {
-      if (given) return given->reduce(steps.pass(n));
     }
     ReduceArgs<T> pass = steps.pass(n);
     if (rows != nullptr) pass.norm = *rows;
@@ -255,7 +249,6 @@ class Call {
   const Problem& p;
   const gpu::Context context;
   const Inputs in;
-  const std::optional<GivenPasses> given;  // of route_votes, unless the general kernels serve it
   const GeneralPlan plan;
   const bool tiled;  // whether the reducing passes run on tensor cores
   const bool two;    // whether their blocks have two row tiles, 32 samples
@@ -263,13 +256,6 @@ class Call {
   const Squashing squash;
 
  private:
-  static GeneralPlan plan_of(const Problem& p, bool given, int64_t multiprocessors) {
-    GeneralPlan plan = plan_general<T>(p, multiprocessors);
-    // In the passes over given votes a block has all output capsules of an input capsule.
-    if (given) plan.rows_apart = plan.final_rows_apart = false;
-    return plan;
-  }
-
   const Tensor& like_;
   std::vector<Tensor> memory_;
 };

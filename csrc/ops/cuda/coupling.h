@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "votes.h"
+#include "general_votes.h"
 
 namespace capsfast::cuda {
 

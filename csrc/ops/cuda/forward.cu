@@ -1,7 +1,7 @@
 // The forward: each iteration is a reducing pass, after which s, v and V are computed from its sums.
 #include "call.h"
-#include "given_call.h"
 #include "steps.h"
+#include "votes/launch.h"
 
 namespace capsfast::cuda {
 
@@ -26,7 +26,7 @@ ForwardSteps<T> steps_of(Call<T>& call, const Problem& p, const ForwardOutputs& 
 
 template <class T>
 void forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
-  if (p.B == 0 || p.J == 0 || resident_forward(p, out, like)) return;
+  if (p.B == 0 || p.J == 0 || votes_forward(p, out, like)) return;
   Call<T> call(p, like, false);
   const ForwardSteps<T> steps = steps_of(call, p, out);
   if (call.template run_together<false>(steps)) return;

@@ -1,18 +1,19 @@
-#include "given_call.h"
+#include "launch.h"
 
-#include "call.h"
+#include "../call.h"
+#include "kernels.h"
 
 namespace capsfast::cuda {
 
 namespace {
 
-// A call with its plan for the resident kernels.
-class ResidentCall {
+// A call with its plan for these kernels.
+class VotesCall {
  public:
-  ResidentCall(const Problem& problem, const Tensor& like, bool backward)
+  VotesCall(const Problem& problem, const Tensor& like, bool backward)
       : call(problem, like, backward),
         p(problem),
-        plan(planned(call.context.clusters() ? GivenSize::cluster : 1, backward)),
+        plan(planned(call.context.clusters() ? VotesSize::cluster : 1, backward)),
         kernels(kernels_of(problem, plan.shape)) {
     // The device may refuse such a cluster: an instance of a partitioned GPU may be too small for it, and kernels that
     // were compiled for an older architecture have no clusters.
@@ -21,10 +22,6 @@ class ResidentCall {
 
   bool serves() const { return plan.cluster > 0; }
 
-  Resident resident() const {
-    return {plan.shape, plan.memory, given_access(p, plan.shape), plan.capsules, plan.stage, plan.together};
-  }
-
   template <class Args>
   void launch(gpu::Kernel<Args> kernel, const Args& args, int64_t clusters) const {
     gpu::launch(kernel, {clusters * plan.cluster, 1, 1}, plan.shape.threads, plan.memory.end, call.context.stream(),
@@ -32,26 +29,32 @@ class ResidentCall {
   }
 
   // How many clusters to launch if each has its own sum of dlogits [I, J]: as many as the device runs at the same time,
-  // but at least so many that none has more than GivenSize::samples samples.
+  // but at least so many that none has more than VotesSize::samples samples.
   int64_t clusters_that_join() const {
-    const int64_t least = divide_up(p.B, GivenSize::samples);
+    const int64_t least = divide_up(p.B, VotesSize::samples);
     return std::clamp<int64_t>(2 * call.context.multiprocessors() / plan.cluster, least, p.B);
   }
 
   Call<float> call;
   const Problem& p;
-  ResidentPlan plan;
-  const GivenResidentKernels kernels;
+  VotesPlan plan;
+  const VotesKernels kernels;
 
  private:
-  static GivenResidentKernels kernels_of(const Problem& p, const GivenShape& shape) {
-    return for_given(
-        p, [&](auto type) { return given_resident_kernels<decltype(type)>(shape.exchange, shape.numbers); });
+  static VotesKernels kernels_of(const Problem& p, const VotesShape& shape) {
+    switch (p.votes.storage) {
+      case Storage::bf16:
+        return votes_kernels<BFloat16>(shape.exchange, shape.elements);
+      case Storage::f16:
+        return votes_kernels<Float16>(shape.exchange, shape.elements);
+      default:
+        return votes_kernels<float>(shape.exchange, shape.elements);
+    }
   }
 
-  ResidentPlan planned(int64_t cluster, bool backward) const {
+  VotesPlan planned(int64_t cluster, bool backward) const {
     const gpu::Context& on = call.context;
-    return plan_resident(p, {on.multiprocessors(), on.shared_bytes(), on.shared_bytes_together(), cluster}, backward);
+    return plan_votes(p, {on.multiprocessors(), on.shared_bytes(), on.shared_bytes_together(), cluster}, backward);
   }
 
   int64_t max_active_clusters(bool backward) const {
@@ -62,57 +65,57 @@ class ResidentCall {
 
 }  // namespace
 
-bool resident_forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
-  if (why_not_given(p) != nullptr) return false;
-  const ResidentCall resident(p, like, false);
-  if (!resident.serves()) return false;
-  const Call<float>& call = resident.call;
-  GivenResidentArgs args{};
+bool votes_forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
+  if (why_not_votes(p) != nullptr) return false;
+  const VotesCall votes(p, like, false);
+  if (!votes.serves()) return false;
+  const Call<float>& call = votes.call;
+  VotesForwardArgs args{};
   args.in = call.in;
   args.squash = call.squash;
-  args.resident = resident.resident();
+  args.plan = votes.plan;
   args.iterations = static_cast<int>(p.iterations);
   args.v = operand(out.v, {p.B, p.J, p.D});
   args.coupling = operand(out.coupling, {p.B, p.I, p.J});
   args.s = {static_cast<float*>(out.s), p.iterations * call.vectors()};
   if (p.softmax_in()) args.norm = {static_cast<float*>(out.norm), 2 * p.iterations * call.scalars()};
-  resident.launch(resident.kernels.forward, args, p.B);
+  votes.launch(votes.kernels.forward, args, p.B);
   return true;
 }
 
-bool resident_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const Tensor& like) {
+bool votes_backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out, const Tensor& like) {
   // If only dbias is wanted, of one iteration, the kernel would not read the votes it has started to copy, and a block
   // must not leave before its copies have arrived.
   const bool reads_votes =
       out.dweight.data != nullptr || out.dlogits.data != nullptr || first_term(p) + 1 < p.iterations;
-  if (why_not_given(p) != nullptr || !reads_votes) return false;
-  ResidentCall resident(p, like, true);
-  if (!resident.serves()) return false;
-  Call<float>& call = resident.call;
-  GivenResidentBackwardArgs args{};
+  if (why_not_votes(p) != nullptr || !reads_votes) return false;
+  VotesCall votes(p, like, true);
+  if (!votes.serves()) return false;
+  Call<float>& call = votes.call;
+  VotesBackwardArgs args{};
+  args.in = call.in;
   args.squash = call.squash;
-  args.resident = resident.resident();
-  FinalArgs<float>& last = args.last;
-  last.in = call.in;
-  last.first = first_term(p);
-  last.iterations = p.iterations;
-  last.gradient_last = p.gradient_last;
-  last.dcoupling = operand(in.dcoupling, {p.B, p.I, p.J});
-  last.dvotes = operand(out.dweight, {p.B, p.I, p.J, p.D});
-  if (out.per_sample_logits) last.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
+  args.plan = votes.plan;
+  args.first = static_cast<int>(first_term(p));
+  args.iterations = static_cast<int>(p.iterations);
+  args.gradient_last = p.gradient_last;
   args.dv = operand(in.dv, {p.B, p.J, p.D});
   args.coupling = operand(in.coupling, {p.B, p.I, p.J});
+  args.dcoupling = operand(in.dcoupling, {p.B, p.I, p.J});
+  args.dvotes = operand(out.dweight, {p.B, p.I, p.J, p.D});
+  if (out.per_sample_logits) args.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
   args.s = {static_cast<const float*>(in.s), p.iterations * call.vectors()};
   if (p.softmax_in()) args.norm = {static_cast<const float*>(in.norm), 2 * p.iterations * call.scalars()};
   if (out.dbias.data != nullptr) args.ds = call.scratch<float>(p.iterations * call.vectors());
   const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
-  const int64_t clusters = logits > 0 ? resident.clusters_that_join() : p.B;
-  if (logits > 0) last.dlogits = call.scratch<double>(clusters * logits);
-  resident.launch(resident.kernels.backward, args, clusters);
-  const int64_t terms = p.iterations - last.first;
+  const int64_t clusters = logits > 0 ? votes.clusters_that_join() : p.B;
+  if (logits > 0) args.dlogits = call.scratch<double>(clusters * logits);
+  votes.launch(votes.kernels.backward, args, clusters);
+  const int64_t terms = p.iterations - first_term(p);
   if (args.ds)
-    call.sum_rows(args.ds.from(last.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
-  if (logits > 0) call.sum_rows(last.dlogits, clusters, logits, out.dlogits);
+    call.sum_rows(
+        args.ds.from(first_term(p) * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
+  if (logits > 0) call.sum_rows(args.dlogits, clusters, logits, out.dlogits);
   return true;
 }
 

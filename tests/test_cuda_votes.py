@@ -1,13 +1,12 @@
-"""The CUDA kernels for votes that are given, through the emulator: which serve a call, and what only they treat apart.
+"""The CUDA kernels for votes, through the emulator: which calls they serve, and what only they treat apart.
 
 What every backend must do with votes is tested in test_routing.py and test_route_votes.py.
 """
 
 import math
-import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, ru
 OP = "route_votes"
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
 KIB = 1024
-RESIDENT = {"GivenResidentArgs", "GivenResidentBackwardArgs"}
-STREAMING = {"GivenReduceArgs", "GivenFinalArgs"}
+VOTES = {"VotesForwardArgs", "VotesBackwardArgs"}
+GENERAL = {"ReduceArgs", "FinalArgs"}
 CASES = (
     PLAIN,
     LOADED,
@@ -39,7 +38,7 @@ IN_WARPS = (
     Shape(2, 70, 1, 16, 1),
     Shape(1, 3, 2, 128, 1),
 )
-# Through shared memory: few numbers a lane, more outputs than a warp has lanes, than a lane has scores at a time.
+# Through shared memory: few elements a lane, more outputs than a warp has lanes, than a lane has scores at a time.
 IN_BLOCKS = (
     Shape(2, 9, 10, 8, 1),
     Shape(1, 5, 33, 16, 1),
@@ -48,8 +47,6 @@ IN_BLOCKS = (
     Shape(1, 2, 5, 100, 1),
     Shape(1, 1, 512, 4, 1),
 )
-
-Device = AbstractContextManager[None]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,68 +61,28 @@ def votes_of(shape: Shape | tuple[int, ...], case: Case = PLAIN, dtype: torch.dt
 def launches(problem: Problem, ways: bool = False) -> set[str]:
     emulator.take_launches()
     run(problem, emulator.NAME)
-    return {name for name in emulator.take_launches(ways) if name.startswith(("Given", "Reduce", "Final"))}
+    return {name for name in emulator.take_launches(ways) if name.startswith(("Votes", "Reduce", "Final"))}
 
 
-def resident(problem: Problem) -> Device:
-    """A device whose blocks hold a sample."""
-    return emulator.device(shared_bytes=227 * KIB)
-
-
-def streaming(problem: Problem) -> Device:
-    """A device without clusters, whose blocks hold no more than the streaming kernels need."""
-    shared_bytes = KIB
-    while True:
-        with emulator.device(shared_bytes=shared_bytes, clusters=False):
-            try:
-                run(problem, emulator.NAME)
-            except RuntimeError as error:
-                needed = re.search(r"(\d+) bytes of shared memory, a block can have", str(error))
-                if needed is None:
-                    raise
-                shared_bytes = int(needed[1])
-            else:
-                return emulator.device(shared_bytes=shared_bytes, clusters=False)
-
-
-def long_enough(
-    shape: Shape | tuple[int, ...],
-    device: Callable[[Problem], Device],
-    case: Case = PLAIN,
-    dtype: torch.dtype = torch.float32,
-) -> Problem:
-    """For streaming so many input capsules that their votes are more than all else a block of the last pass needs."""
-    B, I, J, D = shape[:4]
-    if device is streaming:
-        I += 56 * KIB // (J * D * dtype.itemsize)
-    return make(Shape(B, I, J, D, 1), case, OP, dtype)
-
-
-def check_on(device: Callable[[Problem], Device], problem: Problem, slack: float = 2) -> None:
-    with device(problem):
-        assert launches(problem) == (RESIDENT if device is resident else STREAMING)
+def check_votes(problem: Problem, slack: float = 2) -> None:
+    """On a device whose blocks hold a sample."""
+    with emulator.device(shared_bytes=227 * KIB):
+        assert launches(problem) == VOTES
         check(problem, BACKEND, slack)
 
 
-both = pytest.mark.parametrize("device", [resident, streaming], ids=lambda device: device.__name__)
-
-
-@both
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shape", [*IN_WARPS, *IN_BLOCKS], ids=str)
 @pytest.mark.usual(case=CASES[1:4])
-def test_shapes(shape: Shape, case: Case, device: Callable[[Problem], Device]) -> None:
-    check_on(device, long_enough(shape, device, case))
+def test_shapes(shape: Shape, case: Case) -> None:
+    check_votes(votes_of(shape, case))
 
 
-@both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT], ids=str)
 @pytest.mark.parametrize("shape", [(2, 29, 10, 16), (3, 200, 4, 4), (2, 9, 2, 96), (2, 40, 5, 12)], ids=str)
-def test_sixteen_bits(
-    shape: tuple[int, ...], case: Case, dtype: torch.dtype, device: Callable[[Problem], Device]
-) -> None:
-    check_on(device, long_enough(shape, device, case, dtype))
+def test_sixteen_bits(shape: tuple[int, ...], case: Case, dtype: torch.dtype) -> None:
+    check_votes(votes_of(shape, case, dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -146,8 +103,8 @@ def test_sixteen_bits(
 def test_clusters(shape: tuple[int, ...], kib: int, forward: int, backward: int, case: Case) -> None:
     problem = votes_of(shape, case)
     ways = {
-        f"GivenResident{args}Args" + (f" cluster{size}" if size > 1 else "")
-        for args, size in (("", forward), ("Backward", backward))
+        f"Votes{args}Args" + (f" cluster{size}" if size > 1 else "")
+        for args, size in (("Forward", forward), ("Backward", backward))
     }
     with emulator.device(multiprocessors=8, shared_bytes=kib * KIB):
         ran = launches(problem, ways=True)
@@ -159,19 +116,19 @@ def test_idle_multiprocessors_get_blocks() -> None:
     # Half of the input capsules for each of two; a quarter would be less than a chunk.
     problem = votes_of((1, 300, 4, 16))
     with emulator.device(multiprocessors=8, shared_bytes=99 * KIB, shared_bytes_together=228 * KIB):
-        assert launches(problem, ways=True) == {f"{name} cluster2" for name in RESIDENT}
+        assert launches(problem, ways=True) == {f"{name} cluster2" for name in VOTES}
         check(problem, BACKEND)
     with emulator.device(multiprocessors=1, shared_bytes=99 * KIB, shared_bytes_together=228 * KIB):
-        assert launches(problem, ways=True) == RESIDENT
+        assert launches(problem, ways=True) == VOTES
 
 
 def test_a_device_without_room_for_a_cluster_gets_a_smaller_one() -> None:
     problem = votes_of((9, 80, 4, 16))
     device = {"shared_bytes": 55 * KIB, "shared_bytes_together": 56 * KIB}
     with emulator.device(multiprocessors=2, **device):
-        assert "GivenResidentArgs cluster4" in launches(problem, ways=True)
+        assert "VotesForwardArgs cluster4" in launches(problem, ways=True)
     with emulator.device(multiprocessors=1, **device):
-        assert launches(problem, ways=True) == {"GivenResidentArgs", "GivenResidentBackwardArgs cluster2"}
+        assert launches(problem, ways=True) == {"VotesForwardArgs", "VotesBackwardArgs cluster2"}
         check(problem, BACKEND)
 
 
@@ -179,7 +136,7 @@ def test_a_device_without_room_for_a_cluster_gets_a_smaller_one() -> None:
 def test_blocks_without_input_capsules(case: Case) -> None:
     # Nine of them, two for each of eight blocks: the last three have none.
     problem = votes_of((2, 9, 25, 64), case)
-    for kib, args in ((42, "GivenResidentArgs"), (75, "GivenResidentBackwardArgs")):
+    for kib, args in ((42, "VotesForwardArgs"), (75, "VotesBackwardArgs")):
         with emulator.device(multiprocessors=8, shared_bytes=kib * KIB):
             assert case == LOADED_OUT or f"{args} cluster8" in launches(problem, ways=True)
             check(problem, BACKEND)
@@ -188,15 +145,14 @@ def test_blocks_without_input_capsules(case: Case) -> None:
 @pytest.mark.parametrize("case", [LOADED_OUT, replace(LOADED, logits="IJ")], ids=str)
 @pytest.mark.parametrize("shape", [(70, 5, 3, 16), (70, 9, 5, 4)], ids=str)
 def test_a_cluster_has_many_samples_where_they_share_their_logits(shape: tuple[int, ...], case: Case) -> None:
-    check_on(resident, votes_of(shape, case))
+    check_votes(votes_of(shape, case))
 
 
-@both
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT], ids=str)
 @pytest.mark.parametrize("shape", [(3, 37, 4, 16), (3, 50, 5, 8)], ids=str)
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
-def test_strides(layout: str, shape: tuple[int, ...], case: Case, device: Callable[[Problem], Device]) -> None:
-    check_on(device, long_enough(shape, device, case).laid_out(layout))
+def test_strides(layout: str, shape: tuple[int, ...], case: Case) -> None:
+    check_votes(votes_of(shape, case).laid_out(layout))
 
 
 def moved(votes: Tensor, by: int) -> Tensor:
@@ -215,7 +171,6 @@ def padded(votes: Tensor, axis: int, by: int) -> Tensor:
     return view
 
 
-@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "lay_out",
@@ -231,25 +186,20 @@ def padded(votes: Tensor, axis: int, by: int) -> Tensor:
     ],
 )
 @pytest.mark.usual(dtype=[torch.bfloat16])
-def test_alignment(
-    lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Callable[[Problem], Device]
-) -> None:
+def test_alignment(lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     for shape in ((2, 29, 4, 16), (2, 49, 3, 4)):
-        problem = long_enough(shape, device, PLAIN, dtype)
+        problem = votes_of(shape, PLAIN, dtype)
         problem.inputs["votes"] = lay_out(problem.inputs["votes"])
-        check_on(device, problem)
+        check_votes(problem)
 
 
-@both
 @pytest.mark.parametrize("softmax", ["out", "in"])
 @pytest.mark.parametrize("shape", [(3, 29, 4, 16), (3, 49, 5, 4)], ids=str)
-def test_what_a_mask_takes_out_may_hold_anything(
-    shape: tuple[int, ...], softmax: str, device: Callable[[Problem], Device]
-) -> None:
-    problem = long_enough(shape, device, Case(softmax=softmax, mask=True, out_mask=True, logits="BIJ"))
+def test_what_a_mask_takes_out_may_hold_anything(shape: tuple[int, ...], softmax: str) -> None:
+    problem = votes_of(shape, Case(softmax=softmax, mask=True, out_mask=True, logits="BIJ"))
     dead = ~problem.masks["mask"][:, :, None] | ~problem.masks["out_mask"][:, None, :]
     problem.inputs["votes"][dead] = 0
-    with device(problem):
+    with emulator.device(shared_bytes=227 * KIB):
         clean = run(problem, emulator.NAME)
         for bad in (math.nan, math.inf, -math.inf):
             problem.inputs["votes"][dead] = bad
@@ -260,14 +210,11 @@ def test_what_a_mask_takes_out_may_hold_anything(
         assert not clean[name][dead].any(), name
 
 
-@both
 @pytest.mark.parametrize("leaky", [False, True])
 @pytest.mark.parametrize("softmax", ["out", "in"])
 @pytest.mark.parametrize("shape", [(3, 29, 4, 16), (3, 49, 4, 4)], ids=str)
-def test_logits_far_from_0(
-    shape: tuple[int, ...], softmax: str, leaky: bool, device: Callable[[Problem], Device]
-) -> None:
-    problem = long_enough(shape, device, Case(softmax=softmax, logits="BIJ", leaky=leaky))
+def test_logits_far_from_0(shape: tuple[int, ...], softmax: str, leaky: bool) -> None:
+    problem = votes_of(shape, Case(softmax=softmax, logits="BIJ", leaky=leaky))
     logits = problem.inputs["logits"]
     logits[:, 0] = 1e4
     logits[:, 1] = -1e4
@@ -275,53 +222,48 @@ def test_logits_far_from_0(
     logits[:, 3] = torch.tensor([-math.inf, 0.0, -math.inf, 1.0])
     logits[:, 4] = torch.tensor([60.0, 50.0, -60.0, 45.0])
     logits[:, 5] = -math.inf
-    check_on(device, problem)
+    check_votes(problem)
 
 
-@both
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT], ids=str)
 @pytest.mark.parametrize("shape", [(5, 61, 4, 16), (5, 61, 5, 4)], ids=str)
-def test_repeats_are_bitwise_equal(shape: tuple[int, ...], case: Case, device: Callable[[Problem], Device]) -> None:
-    problem = long_enough(shape, device, case)
-    with device(problem):
+def test_repeats_are_bitwise_equal(shape: tuple[int, ...], case: Case) -> None:
+    problem = votes_of(shape, case)
+    with emulator.device(shared_bytes=227 * KIB):
         results = [run(problem, emulator.NAME) for _ in range(3)]  # the emulator turns around at every launch
     for name, value in results[0].items():
         assert all(torch.equal(value, other[name]) for other in results[1:]), name
 
 
-@both
 @pytest.mark.parametrize("need", [("votes",), ("logits",), ("bias",), ()], ids="+".join)
 @pytest.mark.parametrize("case", [Case(logits="IJ", bias=True), Case(softmax="in", logits="BIJ", bias=True)], ids=str)
-def test_only_some_inputs_need_a_gradient(
-    case: Case, need: tuple[str, ...], device: Callable[[Problem], Device]
-) -> None:
-    problem = long_enough((3, 37, 4, 16), device, case)
-    with device(problem):
+def test_only_some_inputs_need_a_gradient(case: Case, need: tuple[str, ...]) -> None:
+    problem = votes_of((3, 37, 4, 16), case)
+    with emulator.device(shared_bytes=227 * KIB):
         everything, some = run(problem, emulator.NAME), run(problem, emulator.NAME, need)
     assert some.keys() == {"v", "c", *(f"d{name}" for name in need)}
     for name, value in some.items():
         torch.testing.assert_close(value, everything[name], rtol=0, atol=0)
 
 
-@both
 @pytest.mark.parametrize("case", [Case(num_iterations=1, bias=True), Case(gradient="last", bias=True)], ids=str)
-def test_the_bias_alone_needs_no_votes(case: Case, device: Callable[[Problem], Device]) -> None:
-    problem = long_enough((3, 37, 4, 16), device, case)
-    with device(problem):
+def test_the_bias_alone_needs_no_votes(case: Case) -> None:
+    problem = votes_of((3, 37, 4, 16), case)
+    with emulator.device(shared_bytes=227 * KIB):
         everything, some = run(problem, emulator.NAME), run(problem, emulator.NAME, ("bias",))
     torch.testing.assert_close(some["dbias"], everything["dbias"])
 
 
-@both
 @pytest.mark.parametrize("case", [PLAIN, LOADED], ids=str)
-def test_sums_are_as_exact_as_einsum(case: Case, device: Callable[[Problem], Device]) -> None:
-    check_on(device, votes_of((2, 350, 10, 16), case), slack=1)
+def test_sums_are_as_exact_as_einsum(case: Case) -> None:
+    check_votes(votes_of((2, 350, 10, 16), case), slack=1)
 
 
-def test_more_iterations_than_shared_memory_holds_are_streamed_back() -> None:
-    problem = votes_of((2, 9, 20, 16), Case(num_iterations=40))
-    assert launches(problem) == {"GivenResidentArgs", *STREAMING}
-    check(problem, BACKEND)
+def check_general(problem: Problem, forward: bool = False, **device: Any) -> None:
+    """No launch of the kernels for votes but, with ``forward``, that of the forward."""
+    with emulator.device(**device):
+        assert launches(problem) == GENERAL | ({"VotesForwardArgs"} if forward else set())
+        check(problem, BACKEND)
 
 
 @pytest.mark.parametrize(
@@ -331,11 +273,34 @@ def test_more_iterations_than_shared_memory_holds_are_streamed_back() -> None:
         ((2, 3, 4, 6), torch.float32),
         ((2, 3, 4, 132), torch.float32),
         ((1, 2, 513, 4), torch.float32),
-        ((1, 2, 65, 20), torch.float32),  # lanes for 32 numbers
+        ((1, 2, 65, 20), torch.float32),  # lanes for 32 elements
+        ((2, 3, 4, 6), torch.bfloat16),
+        ((2, 3, 4, 9), torch.float16),
     ],
     ids=str,
 )
 def test_what_they_do_not_serve_goes_to_the_general_kernels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    problem = votes_of(shape, PLAIN, dtype)
-    assert launches(problem) == {"ReduceArgs", "FinalArgs"}
-    check(problem, BACKEND)
+    check_general(votes_of(shape, PLAIN, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usual(dtype=[torch.float32])
+def test_a_sample_too_large_for_a_block_goes_to_the_general_kernels(case: Case, dtype: torch.dtype) -> None:
+    problem = votes_of((2, 40 * 1024 // dtype.itemsize // 16, 4, 16), case, dtype)
+    check_general(problem, clusters=False)
+    check_general(problem.laid_out("transposed"), clusters=False)
+
+
+def test_a_sample_too_large_for_a_cluster_goes_to_the_general_kernels() -> None:
+    check_general(votes_of((1, 1300, 10, 16)))
+
+
+# The backward keeps V and ds of all iterations beside the votes.
+@pytest.mark.parametrize(("case", "kib"), [(PLAIN, 138), (LOADED, 144), (LOADED_OUT, 138)], ids=str)
+def test_a_backward_too_large_for_a_block_goes_to_the_general_kernels(case: Case, kib: int) -> None:
+    check_general(votes_of((2, 100, 20, 16), case), forward=True, shared_bytes=kib * KIB, clusters=False)
+
+
+def test_more_iterations_than_shared_memory_holds_go_back_through_the_general_kernels() -> None:
+    check_general(votes_of((2, 9, 20, 16), Case(num_iterations=40)), forward=True)
