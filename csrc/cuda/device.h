@@ -18,6 +18,10 @@
 #include "limits.h"
 
 #define CAPSFAST_DEVICE __device__ __forceinline__
+// A function that is called, so that it is compiled once for all kernels of a file and takes none of their registers.
+#define CAPSFAST_CALLED __device__ __noinline__
+// Before the argument of a kernel that hands it on to such a function: else it would be copied.
+#define CAPSFAST_IN_PLACE const __grid_constant__
 // A kernel whose blocks have at most `threads` threads. The compiler leaves each thread so few registers that a
 // multiprocessor can run `blocks` blocks at the same time.
 #define CAPSFAST_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
@@ -95,6 +99,13 @@ CAPSFAST_DEVICE bool any(bool value) { return __any_sync(0xFFFFFFFFu, value) != 
 CAPSFAST_DEVICE float reciprocal(float x) {
   float to;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(x));
+  return to;
+}
+
+// 2^x with an error of two ulp; 0 where that is subnormal.
+CAPSFAST_DEVICE float exp2(float x) {
+  float to;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(x));
   return to;
 }
 
@@ -274,6 +285,26 @@ CAPSFAST_DEVICE void mma_tf32(float (&c)[4], const float (&a)[4], const float (&
       : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
         "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 }
+
+// c = a b, as above. The sum begins with a register that is always 0, which saves setting c.
+CAPSFAST_DEVICE void mma_tf32_from_zero(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(0.0f));
+}
+
+// Starts copying 16 bytes from device memory to shared memory, without registers on the way; both addresses are
+// multiples of 16. A thread may read what it has copied after copies_wait(), the others after a barrier that follows.
+template <class T>
+CAPSFAST_DEVICE void copy_ahead(Shared<T> to, int at, Global<const T> from, int64_t n) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to.data() + at))),
+               "l"(__cvta_generic_to_global(&from[n]))
+               : "memory");
+}
+CAPSFAST_DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 using Stream = cudaStream_t;
 

@@ -51,10 +51,10 @@ def install() -> None:
 
 
 def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
-    """How often kernels were launched since the last call, by the name of their arguments such as "TilePasses".
+    """How often kernels were launched since the last call, by the name of their arguments such as "AccumulateArgs".
 
     With ``ways`` launches of blocks that run together count apart: "VotesForwardArgs cluster4",
-    "TilePasses cooperative".
+    "AccumulateArgs cooperative".
     """
     loaded = ctypes.CDLL(str(library(kernels)))
     loaded.capsfast_take_launches.restype = ctypes.c_char_p
@@ -72,6 +72,17 @@ def take_questions(kernels: str = "ops") -> int:
     ask = ctypes.CDLL(str(library(kernels))).capsfast_take_questions
     ask.restype = ctypes.c_int64
     return int(ask())
+
+
+ROWS_PLAN = ("tiles", "groups", "units", "cluster", "gradient_chunk", "gradient_cluster", "parts", "splits")
+
+
+def rows_plan(B: int, I: int, J: int, D: int, K: int, backward: bool) -> dict[str, int]:
+    """How the rows family cuts a call without options on the emulated device."""
+    loaded = ctypes.CDLL(str(library("ops")))
+    values = (ctypes.c_int64 * len(ROWS_PLAN))()
+    loaded.capsfast_rows_plan((ctypes.c_int64 * 5)(B, I, J, D, K), ctypes.c_bool(backward), values)
+    return dict(zip(ROWS_PLAN, values, strict=True))
 
 
 @contextmanager

@@ -72,6 +72,9 @@ void Block::entry(void* self) {
 void Block::leave() {
   left_ = true;
   copying_.check_end();
+  for (size_t n = 0; n < count_; ++n) {
+    if (!states_[n]->ahead.empty()) fault("a block leaves with a copy that was not waited for");
+  }
   if (memory_.read_by_others())
     fault("block " + std::to_string(place_.rank) + " of the cluster leaves while another may read its shared memory");
 }
@@ -203,6 +206,28 @@ void Block::wait_for_copy(const Stage& stage, int line) {
     suspend(Wait::copy, line);
   }
   copying_.arrive(stage, thread_);
+}
+
+// A GPU may write the bytes at any time until the thread has waited. So the copy counts as a write now and as one more
+// then, and what is there in between is nobody's.
+void Block::copy_ahead(unsigned char* to, const unsigned char* from) {
+  constexpr size_t kBytes = sizeof(Ahead::bytes);
+  if (memory_.offset(to) % kBytes != 0 || reinterpret_cast<uintptr_t>(from) % kBytes != 0)
+    fault("a copy that is not aligned to 16 bytes");
+  writes(to, kBytes);
+  Ahead copy{to, from, {}};
+  std::memcpy(copy.bytes, from, kBytes);
+  std::memset(to, 0xFF, kBytes);
+  state().ahead.push_back(copy);
+}
+
+void Block::copies_wait() {
+  for (const Ahead& copy : state().ahead) {
+    if (std::memcmp(copy.from, copy.bytes, sizeof(copy.bytes)) != 0) fault("the source of a copy changes on its way");
+    writes(copy.to, sizeof(copy.bytes));
+    std::memcpy(copy.to, copy.bytes, sizeof(copy.bytes));
+  }
+  state().ahead.clear();
 }
 
 }  // namespace capsfast::emulator

@@ -60,6 +60,9 @@ class Block {
     copying_.start(stage, to, from, size, now());
   }
   void wait_for_copy(const Stage& stage, int line);
+  // Copies of 16 bytes that each thread starts and awaits for itself.
+  void copy_ahead(unsigned char* to, const unsigned char* from);
+  void copies_wait();
 
   // What follows is for the Team that runs the block. neighbours[rank] is the block of that rank in the cluster.
   void begin(const Place& place, size_t threads, size_t shared_bytes, const std::function<void()>& body,
@@ -77,12 +80,19 @@ class Block {
 
  private:
   [[noreturn]] static void no_launch();
+  // A copy of copy_ahead() that was not waited for: what the source held when it was started.
+  struct Ahead {
+    unsigned char* to;
+    const unsigned char* from;
+    unsigned char bytes[16];
+  };
   struct State {
     Fiber fiber;
     Wait wait = Wait::none;
     int line = 0;
     uint32_t exchanges = 0;  // how often this thread has exchanged, or waited for its warp
     Stage stage;             // if it waits for a copy
+    std::vector<Ahead> ahead;
   };
 
   State& state() { return *states_[static_cast<size_t>(thread_)]; }

@@ -11,6 +11,8 @@
 #include "team.h"
 
 #define CAPSFAST_DEVICE inline
+#define CAPSFAST_CALLED inline
+#define CAPSFAST_IN_PLACE
 #define CAPSFAST_KERNEL(threads, blocks) inline void
 
 namespace capsfast::gpu {
@@ -19,6 +21,9 @@ using emulator::Block;
 using emulator::fault;
 using emulator::Together;
 using Grid = emulator::Dim;
+
+template <class T>
+class Shared;
 
 inline int thread() { return Block::current().thread(); }
 inline int reread_thread_idx() { return thread(); }
@@ -61,6 +66,7 @@ inline bool any(bool value, int line = __builtin_LINE()) {
 }
 
 inline float reciprocal(float x) { return 1.0f / x; }
+inline float exp2(float x) { return std::exp2(x); }
 
 // `count` elements in device memory.
 template <class T>
@@ -96,6 +102,8 @@ class Global {
  private:
   template <int>
   friend class Copies;
+  template <class U>
+  friend void copy_ahead(Shared<U>, int, Global<const U>, int64_t);
   void check(int64_t n, int64_t size) const {
     if (n < 0 || n + size > count_)
       fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in memory");
@@ -166,6 +174,8 @@ class Shared {
  private:
   template <int>
   friend class Copies;
+  template <class U>
+  friend void copy_ahead(Shared<U>, int, Global<const U>, int64_t);
   void check(int n, int size) const {
     if (n < 0 || n + size > count_)
       fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in shared memory");
@@ -212,13 +222,23 @@ class Copies {
   size_t set_;
 };
 
+template <class T>
+void copy_ahead(Shared<T> to, int at, Global<const T> from, int64_t n) {
+  constexpr int kCount = 16 / static_cast<int>(sizeof(T));
+  to.check(at, kCount);
+  from.check(n, kCount);
+  Block::current().copy_ahead(
+      reinterpret_cast<unsigned char*>(to.data_ + at), reinterpret_cast<const unsigned char*>(from.data_ + n));
+}
+inline void copies_wait() { Block::current().copies_wait(); }
+
 struct Stream {};
 
 // Launches a kernel that may ask for as much shared memory as it does.
 template <class Args>
 void launch_allowed(Kernel<Args> kernel, Grid grid, int threads, int shared_bytes, const Args& args,
                     Together together) {
-  // The type of the arguments, from "... [with Args = capsfast::cuda::TilePasses<true>]", without <...>.
+  // The type of the arguments, from "... [with Args = capsfast::cuda::AccumulateArgs<true>]", without <...>.
   std::string name = __PRETTY_FUNCTION__;
   name = name.substr(name.find("Args = ") + 7);
   emulator::Team::launch(

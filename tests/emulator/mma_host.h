@@ -47,4 +47,9 @@ inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2], in
   }
 }
 
+inline void mma_tf32_from_zero(float (&c)[4], const float (&a)[4], const float (&b)[2], int line = __builtin_LINE()) {
+  c[0] = c[1] = c[2] = c[3] = 0.0f;
+  mma_tf32(c, a, b, line);
+}
+
 }  // namespace capsfast::gpu

@@ -1,6 +1,7 @@
 // Registers capsfast::emulated_<op>: the routing and the pass ops on CPU tensors, with the CUDA kernels run by the
 // emulator.
 #include "../../csrc/ops/bindings.h"
+#include "../../csrc/ops/cuda/call.h"
 #include "../../csrc/ops/cuda/engine.h"
 #include "../../csrc/ops/pass_bindings.h"
 
@@ -17,4 +18,23 @@ struct EmulatedEngine : cuda::Engine {
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
   capsfast::register_ops<capsfast::EmulatedEngine>(m, "emulated_");
   capsfast::register_pass_ops<capsfast::EmulatedEngine>(m, "emulated_");
+}
+
+// The plan of a call [B, I, J, D, K] of float32 without options; backend.py names the values.
+extern "C" __attribute__((visibility("default"))) void capsfast_rows_plan(const int64_t* sizes, bool backward,
+                                                                          int64_t* values) {
+  using namespace capsfast;
+  Problem p;
+  p.B = sizes[0], p.I = sizes[1], p.J = sizes[2], p.D = sizes[3], p.K = sizes[4];
+  const int64_t strides[] = {p.J * p.D * p.K, p.D * p.K, p.K, 1};
+  std::copy(strides, strides + 4, p.weight.stride);
+  const cuda::Inputs in = cuda::inputs_of(p);
+  const gpu::Context context{torch::stable::Tensor()};
+  const cuda::rows::Kernels kernels = kernels_for(cuda::rows::choose(p, false));
+  const auto plan = backward ? cuda::rows::plan_accumulate<true>(p, in, kernels, context)
+                             : cuda::rows::plan_accumulate<false>(p, in, kernels, context);
+  const auto gradient = plan_gradient(p, in, kernels, false, context);
+  const int64_t found[] = {plan.shape.tiles(),   plan.work.groups, plan.work.units, plan.cluster,
+                           gradient.shape.chunk, gradient.cluster, gradient.parts,  gradient.splits};
+  std::copy(found, found + 8, values);
 }

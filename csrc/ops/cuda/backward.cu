@@ -12,7 +12,9 @@ template <class T>
 class Backward {
  public:
   Backward(const Problem& problem, const BackwardInputs& inputs, const BackwardOutputs& outputs, const Tensor& like)
-      : call(problem, like, true), p(problem), out(outputs) {
+      : call(problem, like, true, inputs.dcoupling.data != nullptr || outputs.dlogits.data != nullptr),
+        p(problem),
+        out(outputs) {
     steps.in = call.in;
     steps.squash = call.squash;
     steps.first = p.gradient_last ? p.iterations - 1 : 0;
@@ -21,8 +23,9 @@ class Backward {
     steps.coupling = operand(inputs.coupling, {p.B, p.I, p.J});
     steps.dcoupling = operand(inputs.dcoupling, {p.B, p.I, p.J});
     steps.s = {static_cast<const T*>(inputs.s), p.iterations * call.vectors()};
-    steps.V = call.template scratch<T>(p.iterations * call.vectors());
-    steps.ds = call.template scratch<T>(p.iterations * call.vectors());
+    steps.order = call.order();
+    steps.V = call.vector_scratch(p.iterations);
+    steps.ds = call.vector_scratch(p.iterations);
     steps.G = call.template scratch<T>(call.vectors());
     if (p.softmax_in()) {
       const int64_t count = p.iterations * call.scalars();
@@ -70,23 +73,13 @@ class Backward {
   }
 
   void sum_bias() const {
-    const int64_t terms = p.iterations - steps.first;
-    call.sum_rows(
-        steps.ds.from(steps.first * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
+    const int64_t terms = p.iterations - steps.first, size = steps.order.size(p.B);
+    call.sum_vectors(steps.ds.from(steps.first * size, terms * size), terms, p.B, steps.order, out.dbias);
   }
 
   void last() {
     if constexpr (std::is_same_v<T, float>) {
-      if (call.tile_final_fits(p.iterations - steps.first)) {
-        const TilePlan& plan = call.tiles;
-        TileFinalArgs tiles{};
-        describe(&tiles);
-        tiles.in_runs = poses_in_runs(p);
-        tiles.tf32 = p.tf32;
-        if (p.softmax_in()) tiles.norm = steps.columns;
-        return last_pass(call, out, tiles, plan.final_parts, plan.final_splits,
-                         [&](const TileFinalArgs& args) { call.tile_final(args); });
-      }
+      if (call.by_rows) return by_rows();
     }
     const GeneralPlan& plan = call.plan;
     FinalArgs<T> general = final_args<T>(p, out);
@@ -103,12 +96,25 @@ class Backward {
     general_last_pass(call, out, general);
   }
 
+  void by_rows() {
+    if constexpr (std::is_same_v<T, float>) {
+      const bool with_dlogits = wants_logits() && !out.per_sample_logits;
+      const rows::GradientPlan plan = call.by_rows->plan_gradient(with_dlogits);
+      rows::GradientArgs args{};
+      describe(&args);
+      args.order = steps.order;
+      if (p.softmax_in()) args.norm = steps.columns;
+      last_pass(call, out, args, plan.parts, plan.splits,
+                [&](const rows::GradientArgs& with) { call.by_rows->gradient(with, plan); });
+    }
+  }
+
   // Sets what the kernels of all last passes are told alike.
   template <class Args>
   void describe(Args* args) const {
     args->in = call.in;
-    args->first = steps.first;
-    args->iterations = p.iterations;
+    args->first = static_cast<decltype(args->first)>(steps.first);
+    args->iterations = static_cast<decltype(args->first)>(p.iterations);
     args->gradient_last = p.gradient_last;
     args->V = steps.V;
     args->ds = steps.ds;

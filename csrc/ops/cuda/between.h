@@ -7,6 +7,8 @@
 
 #include "coupling.h"
 #include "general_plan.h"
+#include "order.h"
+#include "work.h"
 
 namespace capsfast::cuda {
 
@@ -21,15 +23,16 @@ struct Squashing {
   }
 };
 
-// Partial sums of a reducing pass. If max and total are there, each split has weighted its input capsules with
-// exp(b - max), where max is the largest logit b of that split, and total is the sum of these weights.
+// Partial sums of a reducing pass, one for each segment of `work`. If max and total are there, each segment has weighted
+// its input capsules with exp(b - max), where the largest logit b of that segment exceeds max by 8 at most, and total is
+// the sum of these weights.
 template <class T>
 struct Parts {
-  int64_t splits;
-  Global<double> sum;      // [splits, B, J, D or, with mass, D + 1], of the general kernels
+  Work work;
+  Global<double> sum;      // [segments, group, J, D or, with mass, D + 1], of the general kernels
   Global<float> sum_tile;  // the same of the other kernels, whose sums are short enough for float
-  Global<T> max;           // [splits, B, J]
-  Global<double> total;    // [splits, B, J]
+  Global<T> max;           // [segments, group, J]
+  Global<double> total;    // [segments, group, J]
 
   CAPSFAST_DEVICE double part(int64_t n) const {
     return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_tile[n]);
@@ -37,8 +40,8 @@ struct Parts {
 };
 
 // Output capsule j of sample b, row = b J + j, and what this lane of its warp does: it is number `lane` of `lanes`
-// along the components, and number `slice` of `slices` among the lanes that share the splits. The lanes of slice 0 end
-// with the sums over all splits and go on alone.
+// along the components, and number `slice` of `slices` among the lanes that share the segments. The lanes of slice 0
+// end with the sums over all segments and go on alone.
 struct Place {
   int64_t b, j, row;
   int lane, lanes, slice, slices;
@@ -62,42 +65,44 @@ CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
   }
 }
 
-// The normaliser of c = exp(b - max) scale for one output capsule, combined from those of the splits.
+// The normaliser of c = exp(b - max) scale for one output capsule, combined from those of the segments.
 template <class T>
 struct ColumnNorm {
   T max, scale;
 
-  static CAPSFAST_DEVICE ColumnNorm of(const Inputs& in, const Parts<T>& parts, int64_t row) {
-    const int64_t rows = in.B * in.J, lane = gpu::thread() % 32;
+  static CAPSFAST_DEVICE ColumnNorm of(const Inputs& in, const Parts<T>& parts, const Place& at) {
+    const Work& work = parts.work;
+    const int64_t lane = gpu::thread() % 32, first = work.first(at.b), end = work.end(at.b);
     T max = in.leaky ? T(0) : Extreme<T>::lowest;
-    for (int64_t split = lane; split < parts.splits; split += 32) max = larger<T>(max, parts.max[split * rows + row]);
+    for (int64_t n = first + lane; n < end; n += 32) max = larger<T>(max, parts.max[work.row(n, at.b, at.j, in.J)]);
     for (int mask = 16; mask > 0; mask /= 2) max = larger<T>(max, gpu::shuffle_xor(max, mask));
-    double total = parts.splits == 0 && in.leaky && lane == 0 ? 1.0 : 0.0;
-    for (int64_t split = lane; split < parts.splits; split += 32) {
-      total += parts.total[split * rows + row] *
-               static_cast<double>(std::exp(static_cast<T>(parts.max[split * rows + row]) - max));
+    double total = first == end && in.leaky && lane == 0 ? 1.0 : 0.0;
+    for (int64_t n = first + lane; n < end; n += 32) {
+      const int64_t row = work.row(n, at.b, at.j, in.J);
+      total += parts.total[row] * static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max));
     }
     total = lane_sum(total, 32);
     return {max, total == 0 ? T(0) : static_cast<T>(1 / total)};
   }
 };
 
-// sum = components [d, d + kWidth) of the sum over the splits, in the lanes of slice 0. If `follows`, each split has
+// sum = components [d, d + kWidth) of the sum over the segments, in the lanes of slice 0. If `follows`, each segment has
 // its own maximum, and its part is rescaled to the common one, `max`. elements: of a sum, D or D + 1.
 template <int kWidth, class T>
 CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T>& parts, const Place& at, int64_t d,
                                bool follows, T max, double (&sum)[kWidth]) {
-  const int64_t rows = in.B * in.J;
+  const Work& work = parts.work;
+  const int64_t end = work.end(at.b);
 #pragma unroll
   for (int n = 0; n < kWidth; ++n) sum[n] = 0;
 #pragma unroll 8
-  for (int64_t split = at.slice; split < parts.splits && d < elements; split += at.slices) {
-    const int64_t row = split * rows + at.row, from = row * elements + d;
+  for (int64_t n = work.first(at.b) + at.slice; n < end && d < elements; n += at.slices) {
+    const int64_t row = work.row(n, at.b, at.j, in.J), from = row * elements + d;
     const double factor = follows ? static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max)) : 1.0;
     if constexpr (kWidth > 1) {
       const auto run = parts.sum_tile.template vector<Run<float, kWidth>>(from);
 #pragma unroll
-      for (int n = 0; n < kWidth; ++n) sum[n] += factor * static_cast<double>(run.value[n]);
+      for (int m = 0; m < kWidth; ++m) sum[m] += factor * static_cast<double>(run.value[m]);
     } else {
       sum[0] += factor * parts.part(from);
     }
@@ -111,9 +116,9 @@ CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T
 // Calls f(width), an integral constant: how many components a lane has at a time. sum_tile is read four at a time.
 constexpr int kPartWidth = 4;
 template <class T, class F>
-CAPSFAST_DEVICE void with_width(const Parts<T>& parts, const F& f) {
+CAPSFAST_DEVICE void with_width(const Inputs& in, const Parts<T>& parts, const F& f) {
   if constexpr (std::is_same_v<T, float>) {
-    if (parts.sum_tile) return f(std::integral_constant<int, kPartWidth>());
+    if (parts.sum_tile && in.D % kPartWidth == 0) return f(std::integral_constant<int, kPartWidth>());
   }
   f(std::integral_constant<int, 1>());
 }
@@ -138,7 +143,7 @@ CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
 template <class T>
 CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& parts, const Place& at, bool valid,
                                            bool unweighted, bool follows) {
-  if (follows) return ColumnNorm<T>::of(in, parts, at.row);
+  if (follows) return ColumnNorm<T>::of(in, parts, at);
   return {T(0), unweighted ? uniform<T>(in, at.b, valid) : T(1)};
 }
 
@@ -151,6 +156,7 @@ struct OutputArgs {
   bool unweighted, first;  // unweighted: the pass took every coefficient as 1. first: V so far is 0
   Global<T> s;             // [B, J, D] of this iteration
   Global<T> max, scale;    // [B, J] of this iteration, softmax over the input capsules
+  VectorOrder order;       // of V
   Global<T> V;             // [B, J, D], added to; absent in the last iteration
   Operand v;               // [B, J, D], written; absent but in the last iteration
 };
@@ -184,7 +190,10 @@ CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
     for (int m = 0; m < kWidth; ++m) {
       const int64_t d = d0 + m, element = at.row * in.D + d;
       const T v = valid ? f * a.squash.biased(static_cast<T>(a.s[element]), at.j, d) : T(0);
-      if (a.V) a.V[element] = a.first ? v : a.V[element] + v;
+      if (a.V) {
+        T& V = a.V[a.order.at(at.b, at.j, d)];
+        V = a.first ? v : V + v;
+      }
       if (a.v.data) a.v.template write<T>(element, v);
     }
   }
@@ -192,7 +201,7 @@ CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
 
 template <class T>
 CAPSFAST_DEVICE void make_outputs(const OutputArgs<T>& a) {
-  with_width(a.parts, [&](auto width) {
+  with_width(a.in, a.parts, [&](auto width) {
     for_outputs(a.in, decltype(width)::value, [&](const Place& at) { make_output<T, decltype(width)::value>(a, at); });
   });
 }
@@ -210,6 +219,7 @@ struct RestoreArgs {
   Inputs in;
   Squashing squash;
   int64_t iterations;
+  VectorOrder order;  // of V
   Global<const T> s;  // [r, B, J, D]
   Global<T> V;        // [r, B, J, D]
 };
@@ -219,7 +229,8 @@ CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const Place& at) {
   const Inputs& in = a.in;
   const bool valid = in.out_mask.at(at.b, at.j);
   const int64_t vectors = in.B * in.J * in.D, row = at.row * in.D, end = at.slice == 0 ? in.D : 0;
-  for (int64_t d = at.lane; d < end; d += at.lanes) a.V[row + d] = T(0);
+  const auto V = [&](int64_t t, int64_t d) -> T& { return a.V[t * a.order.size(in.B) + a.order.at(at.b, at.j, d)]; };
+  for (int64_t d = at.lane; d < end; d += at.lanes) V(0, d) = T(0);
   for (int64_t t = 0; t + 1 < a.iterations; ++t) {
     T n = T(0);
     for (int64_t d = at.lane; d < end; d += at.lanes) {
@@ -229,7 +240,7 @@ CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const Place& at) {
     const T f = radial<T>(a.squash.kind, lane_sum(n, 32), static_cast<T>(a.squash.eps));
     for (int64_t d = at.lane; d < end; d += at.lanes) {
       const T s = a.squash.biased(static_cast<T>(a.s[t * vectors + row + d]), at.j, d);
-      a.V[(t + 1) * vectors + row + d] = a.V[t * vectors + row + d] + (valid ? f * s : T(0));
+      V(t + 1, d) = V(t, d) + (valid ? f * s : T(0));
     }
   }
 }
@@ -270,6 +281,7 @@ struct DifferentiateArgs {
   bool first;         // the parts are those of the first pass, before which G counts as 0
   Global<T> G;        // [B, J, D], the sum of all passes so far
   Global<const T> s;  // [B, J, D] of this iteration, without bias
+  VectorOrder order;  // of ds
   Global<T> ds;       // [B, J, D] of this iteration, written
   Global<T> mean;     // [B, J], written: sum_i c dc, softmax over the input capsules
 };
@@ -310,7 +322,7 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
       const int64_t d = d0 + m, element = at.row * in.D + d;
       const T s = a.s[element];
       const T ds = valid ? f * a.G[element] + slope * a.squash.biased(s, at.j, d) : T(0);
-      a.ds[element] = ds;
+      a.ds[a.order.at(at.b, at.j, d)] = ds;
       mean += ds * s;
     }
   }
@@ -322,7 +334,7 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
 
 template <class T>
 CAPSFAST_DEVICE void differentiate(const DifferentiateArgs<T>& a) {
-  with_width(a.parts, [&](auto width) {
+  with_width(a.in, a.parts, [&](auto width) {
     for_outputs(
         a.in, decltype(width)::value, [&](const Place& at) { differentiate_output<T, decltype(width)::value>(a, at); });
   });
@@ -340,9 +352,10 @@ constexpr int kSumLanes = 8;
 
 template <class T>
 struct BiasArgs {
-  int64_t count, rows;  // iterations times samples; J times D
-  Global<const T> ds;   // [count, rows]
-  Operand dbias;        // [rows], written
+  int64_t iterations, B;
+  VectorOrder order;   // of ds
+  Global<const T> ds;  // [iterations, B, J, D]
+  Operand dbias;       // [J D], written
 };
 
 template <class T>
@@ -352,11 +365,12 @@ bias_kernel(BiasArgs<T> a) {
   const gpu::Shared<double> sums = gpu::shared<double>(0, kThreads);
   const int64_t row = gpu::block_x() * kRows + gpu::thread() % kRows;
   double sum = 0;
-  for (int64_t n = gpu::thread() / kRows; n < a.count && row < a.rows; n += kSumLanes)
-    sum += static_cast<double>(a.ds[n * a.rows + row]);
+  const int64_t rows = a.order.J * a.order.D, j = row / a.order.D, d = row % a.order.D;
+  for (int64_t n = gpu::thread() / kRows; n < a.iterations * a.B && row < rows; n += kSumLanes)
+    sum += static_cast<double>(a.ds[n / a.B * a.order.size(a.B) + a.order.at(n % a.B, j, d)]);
   sums[gpu::thread()] = sum;
   gpu::barrier();
-  if (gpu::thread() >= kRows || row >= a.rows) return;
+  if (gpu::thread() >= kRows || row >= rows) return;
   sum = 0;
   for (int lane = 0; lane < kSumLanes; ++lane) sum += sums[lane * kRows + gpu::thread()];
   a.dbias.template write<double>(row, sum);

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <initializer_list>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -11,7 +12,7 @@
 #include "between.h"
 #include "general.h"
 #include "routing.h"
-#include "tiles.h"
+#include "rows/launch.h"
 
 namespace capsfast::cuda {
 
@@ -64,18 +65,17 @@ inline Inputs inputs_of(const Problem& p) {
 template <class T>
 class Call {
  public:
-  Call(const Problem& problem, const Tensor& like, bool backward)
+  // with_coupling: see rows::choose.
+  Call(const Problem& problem, const Tensor& like, bool backward, bool with_coupling)
       : p(problem),
         context(like),
         in(inputs_of(problem)),
         plan(plan_general<T>(problem, context.multiprocessors())),
-        tiled(std::is_same_v<T, float> && why_no_tiles(problem) == nullptr),
-        two(tiled && two_row_tiles(problem, context.shared_bytes())),
-        tiles(tiled ? plan_tiles(problem, two, context.multiprocessors(),
-                                 context.multiprocessors() * (backward ? tile_blocks<true>() : tile_blocks<false>()))
-                    : TilePlan{}),
         squash{problem.squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
-        like_(like) {}
+        like_(like) {
+    if (std::is_same_v<T, float> && rows::why_no_rows(problem) == nullptr)
+      by_rows.emplace(p, in, backward, with_coupling, context);
+  }
 
   // Uninitialised memory that is released with this object. That may be before the kernels have run: the caching
   // allocator reuses memory in the order of the stream.
@@ -86,6 +86,15 @@ class Call {
     // At least one element, because a null pointer is an absent argument to a kernel.
     memory_.push_back(torch::stable::new_empty(like_, {std::max<int64_t>(count, 1)}, type));
     return {static_cast<N*>(memory_.back().data_ptr()), count};
+  }
+
+  // The order of V and ds, and memory for `count` of them. What is padding must be 0.
+  VectorOrder order() const { return by_rows ? by_rows->order() : VectorOrder{p.J, p.D, 0}; }
+  Global<T> vector_scratch(int64_t count) {
+    const VectorOrder of = order();
+    const Global<T> to = scratch<T>(count * of.size(p.B));
+    if (of.padded(p.B)) torch::stable::zero_(memory_.back());
+    return to;
   }
 
   const GeneralKernels<T>& kernels() const {
@@ -107,27 +116,27 @@ class Call {
   // capsules.
   Parts<T> parts(bool with_columns) {
     Parts<T> to{};
-    to.splits = tiled ? tiles.splits : plan.splits;
-    if (tiled) {
-      to.sum_tile = scratch<float>(to.splits * vectors());
+    to.work = by_rows ? by_rows->work() : Work{p.I, p.B, 1, plan.splits};
+    const int64_t rows = to.work.segments() * to.work.group * p.J;
+    if (by_rows) {
+      to.sum_tile = scratch<float>(rows * p.D);
     } else {
-      to.sum = scratch<double>(to.splits * (vectors() + (p.moments ? scalars() : 0)));
+      to.sum = scratch<double>(rows * (p.D + p.moments));
     }
     if (with_columns) {
-      to.max = scratch<T>(to.splits * scalars());
-      to.total = scratch<double>(to.splits * scalars());
+      to.max = scratch<T>(rows);
+      to.total = scratch<double>(rows);
     }
     return to;
   }
 
-  // Runs all passes and the steps between them in one cooperative launch. False if that cannot be: the passes do not
-  // run on tensor cores, or the device does not run all their blocks at the same time. Then nothing was launched.
+  // Runs all passes and the steps between them in one cooperative launch. False if that cannot be: another family
+  // serves the call, or the device does not run all blocks at the same time. Then nothing was launched.
   template <bool kBackward, class Steps>
   bool run_together(const Steps& steps) const {
     if constexpr (std::is_same_v<T, float>) {
-      if (tiled && tiles.together && tiles.splits > 0 && context.cooperative() && steps.passes() > 0) {
-        return launch_tiles<kBackward>(steps, kBackward ? -1 : 0, steps.passes(), true);
-      }
+      if (by_rows && by_rows->together() && steps.passes() > 0)
+        return by_rows->template accumulate<kBackward>(steps, kBackward ? -1 : 0, steps.passes(), true);
     }
     return false;
   }
@@ -138,7 +147,7 @@ class Call {
   void reduce(const Steps& steps, int64_t n, const Normaliser<T>* rows = nullptr) const {
     if (p.I == 0) return;
     if constexpr (std::is_same_v<T, float>) {
-      if (tiled) return static_cast<void>(launch_tiles<kBackward>(steps, n, n + 1, false));
+      if (by_rows) return static_cast<void>(by_rows->template accumulate<kBackward>(steps, n, n + 1, false));
     }
     ReduceArgs<T> pass = steps.pass(n);
     if (rows != nullptr) pass.norm = *rows;
@@ -149,67 +158,6 @@ class Call {
   void general_reduce(const ReduceArgs<T>& pass) const {
     kernels().reduce(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
   }
-
-  // Calls f(E{}, K) with the element type of u and its K, an integral constant: tile kernels are compiled for both.
-  template <class F>
-  auto for_tiles(const F& f) const {
-    const auto of_type = [&](auto type) {
-      switch (p.K) {
-        case 4:
-          return f(type, std::integral_constant<int, 4>());
-        case 8:
-          return f(type, std::integral_constant<int, 8>());
-        default:
-          return f(type, std::integral_constant<int, 16>());
-      }
-    };
-    switch (p.u.storage) {
-      case Storage::bf16:
-        return of_type(BFloat16{});
-      case Storage::f16:
-        return of_type(Float16{});
-      default:
-        return of_type(float{});
-    }
-  }
-
-  template <bool kBackward>
-  TileKernel<kBackward> tile_kernel() const {
-    return for_tiles([&](auto type, auto K) { return tile_kernel_for<decltype(type), K, kBackward>(p.D, two); });
-  }
-
-  template <bool kBackward>
-  int64_t tile_blocks() const {
-    return tile_kernel<kBackward>().blocks(static_cast<int>(p.J), p.softmax_in(), tile_threads());
-  }
-
-  template <bool kBackward, class Steps>
-  bool launch_tiles(const Steps& steps, int64_t begin, int64_t end, bool together) const {
-    const TilePasses<kBackward> passes{
-        steps, poses_in_runs(p), p.tf32, together, static_cast<int>(begin), static_cast<int>(end)};
-    return tile_kernel<kBackward>().launch(passes, tile_threads(), {{tiles.tiles, tiles.splits, 1}, context.stream()});
-  }
-
-  // Whether the last pass can run on tensor cores: shared memory must hold V and ds of `terms` iterations.
-  bool tile_final_fits(int64_t terms) const {
-    if (!tiled || terms > 64 || tile_threads() > 32 * TileSize::final_warps) return false;
-    const int floats = for_tiles([&](auto type, auto K) {
-      // The sizes do not depend on D, so any will do.
-      return FinalTiles<decltype(type), K, 8>::memory(
-                 static_cast<int>(p.J), tile_threads(), static_cast<int>(terms), p.softmax_in())
-          .end;
-    });
-    return 4 * floats <= context.shared_bytes();
-  }
-
-  void tile_final(const TileFinalArgs& args) const {
-    const TileFinalLauncher launcher =
-        for_tiles([&](auto type, auto K) { return tile_final_launcher<decltype(type), K>(p.D); });
-    launcher(args, tile_threads(), {{tiles.final_parts, tiles.final_splits, 1}, context.stream()});
-  }
-
-  // A warp has 32 columns (j, d).
-  int tile_threads() const { return static_cast<int>(32 * tile_warps(p)); }
 
   // Computes the normaliser [B, I] of the softmax over the output capsules, if a tile does not hold all of them.
   void rows(const RowsArgs<T>& args) const {
@@ -234,11 +182,12 @@ class Call {
                 JoinArgs<N>{parts, size, from, operand(to, {size})});
   }
 
-  // to[n] = sum of from[k, n] over k < count, n < rows. For large `count`: several threads share a sum.
+  // to [J, D] = sum of `from`, vectors [B, J, D] in the order `of`, over `iterations` of them and over B.
   template <class N>
-  void sum_rows(const Global<N>& from, int64_t count, int64_t rows, const View& to) const {
+  void sum_vectors(const Global<N>& from, int64_t iterations, int64_t B, const VectorOrder& of, const View& to) const {
+    const int64_t rows = of.J * of.D;
     gpu::launch(bias_kernel<N>, {divide_up(rows, kThreads / kSumLanes), 1, 1}, kThreads, kThreads * 8, context.stream(),
-                BiasArgs<N>{count, rows, from, operand(to, {rows})});
+                BiasArgs<N>{iterations, B, of, from, operand(to, {rows})});
   }
 
   int64_t vectors() const { return p.B * p.J * p.D; }
@@ -250,10 +199,8 @@ class Call {
   const gpu::Context context;
   const Inputs in;
   const GeneralPlan plan;
-  const bool tiled;  // whether the reducing passes run on tensor cores
-  const bool two;    // whether their blocks have two row tiles, 32 samples
-  const TilePlan tiles;
   const Squashing squash;
+  std::optional<rows::Launcher> by_rows;  // if the rows family serves the call
 
  private:
   const Tensor& like_;

@@ -15,7 +15,8 @@ ForwardSteps<T> steps_of(Call<T>& call, const Problem& p, const ForwardOutputs& 
   steps.iterations = p.iterations;
   steps.coupling = operand(out.coupling, {p.B, p.I, p.J});
   steps.v = operand(out.v, {p.B, p.J, p.D});
-  steps.V = call.template scratch<T>(call.vectors());
+  steps.order = call.order();
+  steps.V = call.vector_scratch(1);
   steps.s = {static_cast<T*>(out.s), p.iterations * call.vectors()};
   if (p.softmax_in()) steps.norm = {static_cast<T*>(out.norm), 2 * p.iterations * call.scalars()};
   steps.parts = call.parts(p.softmax_in());
@@ -27,7 +28,7 @@ ForwardSteps<T> steps_of(Call<T>& call, const Problem& p, const ForwardOutputs& 
 template <class T>
 void forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0 || votes_forward(p, out, like)) return;
-  Call<T> call(p, like, false);
+  Call<T> call(p, like, false, out.coupling.data != nullptr);
   const ForwardSteps<T> steps = steps_of(call, p, out);
   if (call.template run_together<false>(steps)) return;
   const int64_t rows = call.plan.rows_apart ? p.B * p.I : 0;

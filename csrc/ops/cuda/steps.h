@@ -15,6 +15,7 @@ struct ForwardSteps {
   Squashing squash;
   int64_t iterations;
   Operand coupling, v;  // written: [B, I, J], [B, J, D]
+  VectorOrder order;    // of V
   Global<T> V;          // [B, J, D], the sum of the outputs so far
   Global<T> s;          // [r, B, J, D]
   Global<T> norm;       // [2, r, B, J], softmax over the input capsules
@@ -49,6 +50,7 @@ struct ForwardSteps {
     args.unweighted = pass(t).unweighted;
     args.first = t == 0;
     args.s = s.from(t * vectors(), vectors());
+    args.order = order;
     if (in.softmax_in) {
       args.max = norm_of(0, t);
       args.scale = norm_of(1, t);
@@ -90,18 +92,20 @@ struct BackwardSteps {
   Operand dv;                   // [B, J, D]
   Operand coupling, dcoupling;  // [B, I, J]
   Global<const T> s;            // [r, B, J, D]
+  VectorOrder order;            // of V and ds
   Global<T> V, ds;              // [r, B, J, D]
   Global<T> G;                  // [B, J, D], the gradient of v so far
   Normaliser<T> columns;        // [r, B, J], softmax over the input capsules
   Global<T> mean;               // [r, B, J], the memory of columns.mean, which the steps write
   Parts<T> parts;
 
-  CAPSFAST_HOST_DEVICE RestoreArgs<T> restore() const { return {in, squash, iterations, s, V}; }
+  CAPSFAST_HOST_DEVICE RestoreArgs<T> restore() const { return {in, squash, iterations, order, s, V}; }
 
   CAPSFAST_HOST_DEVICE Scoring<T> scoring(int64_t t) const {
     Scoring<T> with;
-    if (t > 0) with.V = V.from(t * vectors(), vectors());
-    with.ds = ds.from(t * vectors(), vectors());
+    const int64_t size = order.size(in.B);
+    if (t > 0) with.V = V.from(t * size, size);
+    with.ds = ds.from(t * size, size);
     if (t + 1 == iterations) with.dcoupling = dcoupling;
     return with;
   }
@@ -139,7 +143,8 @@ struct BackwardSteps {
     args.first = t + 2 == iterations;
     args.G = G;
     args.s = s.from(t * vectors(), vectors());
-    args.ds = ds.from(t * vectors(), vectors());
+    args.order = order;
+    args.ds = ds.from(t * order.size(in.B), order.size(in.B));
     if (in.softmax_in) args.mean = mean.from(t * in.B * in.J, in.B * in.J);
     return args;
   }

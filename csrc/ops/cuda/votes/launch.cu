@@ -11,7 +11,7 @@ namespace {
 class VotesCall {
  public:
   VotesCall(const Problem& problem, const Tensor& like, bool backward)
-      : call(problem, like, backward),
+      : call(problem, like, backward, false),
         p(problem),
         plan(planned(call.context.clusters() ? VotesSize::cluster : 1, backward)),
         kernels(kernels_of(problem, plan.shape)) {
@@ -113,9 +113,9 @@ bool votes_backward(const Problem& p, const BackwardInputs& in, const BackwardOu
   votes.launch(votes.kernels.backward, args, clusters);
   const int64_t terms = p.iterations - first_term(p);
   if (args.ds)
-    call.sum_rows(
-        args.ds.from(first_term(p) * call.vectors(), terms * call.vectors()), terms * p.B, p.J * p.D, out.dbias);
-  if (logits > 0) call.sum_rows(args.dlogits, clusters, logits, out.dlogits);
+    call.sum_vectors(
+        args.ds.from(first_term(p) * call.vectors(), terms * call.vectors()), terms, p.B, {p.J, p.D, 0}, out.dbias);
+  if (logits > 0) call.sum_vectors(args.dlogits, 1, clusters, {p.I, p.J, 0}, out.dlogits);
   return true;
 }
 

@@ -1,0 +1,7 @@
+#include "../rows/kernels.inl"
+
+namespace capsfast::cuda::rows {
+
+template Kernels kernels_with_options<20, 1>(bool);
+
+}  // namespace capsfast::cuda::rows

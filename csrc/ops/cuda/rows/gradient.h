@@ -1,0 +1,436 @@
+// The last pass of the backward, for all iterations at once: du, dweight and dlogits, on tensor cores, with the mapping
+// of accumulate.h. For each input capsule of its samples a warp makes the votes and dvotes = sum_t c_t ds_t + db_t
+// V_{t-1}, one iteration after the other; du = dvotes W is its own. dweight = dvotes^T u is a sum over samples: the
+// warps of a block, then the blocks of a cluster add theirs in a fixed order through shared memory before anything
+// goes to memory.
+#pragma once
+
+#include "accumulate.h"
+
+namespace capsfast::cuda::rows {
+
+struct GradientArgs {
+  Inputs in;
+  int first, iterations;  // iterations [first, iterations) have gradients
+  bool gradient_last, shared_weight;
+  int zero;                   // as in Pass
+  VectorOrder order;          // of V and ds
+  Global<const float> V, ds;  // [r, B, J, D]; V[t] is what iteration t scored with, V[0] = 0
+  Normaliser<float> norm;     // [r, B, J], softmax over the input capsules
+  Operand dcoupling;          // [B, I, J]
+  Operand du;                 // [B, I, K], contiguous
+  Global<float> dweight;      // [parts, I, J, D, K], or [parts, splits, J, D, K] for a shared weight
+  Operand dlogits_sample;     // [B, I, J], if the logits are [B, I, J]
+  Global<double> dlogits;     // [parts, I, J], if the logits are [I, J]
+  Shape shape;                // chunk == streams
+  InPieces in_pieces;
+};
+
+// Shared memory of a block, in floats from `turned` on; what comes before is ChunkMemory.
+template <class Tr>
+struct GradientMemory {
+  // A warp turns dvotes around two tiles at a time, in two buffers in turn: [16 columns][16 samples], with space that
+  // keeps lanes in different banks.
+  static constexpr int pitch = kSamples + 4, turn = 16 * pitch;
+  // dweight of an input capsule, [tiles / 2][steps][32 lanes][4].
+  static constexpr int dweight = Tr::tiles / 2 * Tr::steps * 128;
+
+  int turned;   // [warps][2][turn]
+  int sums;     // [2][streams][dweight], in turn
+  int dlogits;  // [2][warps][Tr::outputs], in turn
+  int end;
+
+  CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape, bool with_dlogits) {
+    turned = chunk_memory<Tr>(in, shape).end / 4;
+    sums = turned + shape.warps() * 2 * turn;
+    dlogits = sums + 2 * shape.streams * dweight;
+    end = dlogits + (with_dlogits ? 2 * shape.warps() * Tr::outputs : 0);
+  }
+};
+
+// dvotes of a warp's samples for one input capsule, in place of the votes; `dlogits` sums db over the iterations.
+template <class Tr>
+CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of,
+                                 const float (&counts)[Tr::slots], const Accumulator (&votes)[Tr::tiles],
+                                 Accumulator (&dvotes)[Tr::tiles], Scores<Tr>& dlogits) {
+  const Inputs& in = a.in;
+  const int64_t all = a.order.size(in.B), scalars = in.B * in.J;
+  int64_t vectors = static_cast<int64_t>(of.b0 / kSamples) * Tr::vectors + a.first * all;
+  clear<Tr>(dvotes);
+#pragma unroll 1
+  for (int t = a.first; t < a.iterations; ++t, vectors += all) {
+    // V of iteration 0 is 0, so votes do not depend on its db, which only dlogits need.
+    const bool with_db = t > 0 && !a.gradient_last;
+    const ScoreCoord here{of.b0 + t * a.zero, of.i};
+    Scores<Tr> b, dc;
+    if (Tr::plain && t == 0) {
+#pragma unroll
+      for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 1.0f / static_cast<float>(in.J);
+    } else {
+      if (t > 0) {
+        dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
+      } else {
+#pragma unroll
+        for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 0.0f;
+      }
+      dot<Tr>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc);
+      if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
+      if constexpr (Tr::in) {
+        softmax_known<Tr, true>(in,
+                                {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
+                                 a.norm.mean.from(t * scalars, scalars)},
+                                at, here, b, dc);
+      } else {
+        softmax_out<Tr, true>(counts, in.leaky, b, dc);
+      }
+    }
+    const int64_t again = vectors + a.zero;
+    add_vectors<Tr>(b, lane_vectors<Tr>(a.ds, again, at), dvotes);
+    if (with_db) add_vectors<Tr>(dc, lane_vectors<Tr>(a.V, again, at), dvotes);
+    if constexpr (!Tr::plain) {
+#pragma unroll
+      for (int slot = 0; slot < Tr::slots; ++slot) {
+        dlogits[slot][0] = (t == a.first ? 0.0f : dlogits[slot][0]) + dc[slot][0];
+        dlogits[slot][1] = (t == a.first ? 0.0f : dlogits[slot][1]) + dc[slot][1];
+      }
+    }
+  }
+}
+
+// The two TF32 parts of four numbers; one part, the nearest TF32 number, where one product is taken.
+template <class Tr>
+CAPSFAST_DEVICE void take_parts(const float (&x)[4], float (&high)[4], float (&low)[4]) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if constexpr (Tr::exact) {
+      two_parts(x[n], high[n], low[n]);
+    } else {
+      high[n] = gpu::to_tf32(x[n]);
+    }
+  }
+}
+
+// c += a b of numbers in two parts.
+template <class Tr>
+CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const float (&a_low)[4],
+                              const float (&b_high)[2], const float (&b_low)[2]) {
+  if constexpr (Tr::exact) {
+    gpu::mma_tf32(c, a_low, b_high);
+    gpu::mma_tf32(c, a_high, b_low);
+  }
+  gpu::mma_tf32(c, a_high, b_high);
+}
+
+// Two neighbouring elements of a contiguous tensor. together: their address is a multiple of their size.
+CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, float x, float y, bool together) {
+  if (!together) {
+    to.write<float>(n, x);
+    to.write<float>(n + 1, y);
+    return;
+  }
+  switch (to.storage) {
+    case Storage::bf16:
+      to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_bf16(x), float_to_bf16(y)};
+      return;
+    case Storage::f16:
+      to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_half(x), float_to_half(y)};
+      return;
+    default:
+      to.data.as<Run<float, 2>>()[n / 2] = {x, y};
+  }
+}
+
+// du [16, K] = dvotes W, a sum over columns. A product may take these in any order: a lane's columns 2 quad and 2 quad +
+// 1 of the accumulator become its two rows of the operand, so no lane passes dvotes on. Chains of products that depend
+// on each other are short.
+template <class Tr>
+CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight, int capsule, const ThreadCoord& at,
+                              const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
+  constexpr int kChains = 4;
+  const int base = capsule * Tr::weight + at.group;
+  const int full = base + at.quad * Tr::weight_pitch;
+  const int pair = base + (4 * Tr::groups + at.quad / 2) * Tr::weight_pitch + 2 * (at.quad % 2) * Tr::K;
+  float du[kChains][Tr::steps][4] = {};
+#pragma unroll
+  for (int tile = 0; tile < Tr::tiles; ++tile) {
+    const int G = tile / 8, t = tile % 8;
+    const float g[4] = {dvotes[tile][0], dvotes[tile][2], dvotes[tile][1], dvotes[tile][3]};
+    float high[4], low[4];
+    take_parts<Tr>(g, high, low);
+#pragma unroll
+    for (int step = 0; step < Tr::steps; ++step) {
+      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
+                                      : pair + (4 * t * Tr::K + kStep * step);
+      const float w_high[2] = {weight[from], weight[from + Tr::K]};
+      float w_low[2] = {};
+      if constexpr (Tr::exact) {
+        w_low[0] = weight[from + Tr::weight_part];
+        w_low[1] = weight[from + Tr::weight_part + Tr::K];
+      }
+      multiply<Tr>(du[tile % kChains][step], high, low, w_high, w_low);
+    }
+  }
+  const int K = static_cast<int>(a.in.K);
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int64_t sample = of.sample(at, row);
+    if (sample >= a.in.B) continue;
+#pragma unroll
+    for (int step = 0; step < Tr::steps; ++step) {
+      float x[2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        x[n] =
+            du[0][step][2 * row + n] + du[1][step][2 * row + n] + (du[2][step][2 * row + n] + du[3][step][2 * row + n]);
+      const int k = kStep * step + 2 * at.quad;
+      const int64_t to = (sample * a.in.I + of.i) * K + k;
+      if (k + 1 < K) {
+        write_two(a.du, to, x[0], x[1], K % 2 == 0);
+      } else if (k < K) {
+        a.du.template write<float>(to, x[0]);
+      }
+    }
+  }
+}
+
+// dweight [columns, K] = dvotes^T u, a sum over the warp's samples, in this lane's accumulators: rows n = group of tiles
+// 2 m and 2 m + 1, components 2 quad and 2 quad + 1. Lanes need other elements of dvotes for it than they have, so these
+// are turned around in shared memory of the warp.
+template <class Tr>
+CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, const Shared<float>& turned,
+                                  const ThreadCoord& at, const Accumulator (&dvotes)[Tr::tiles],
+                                  float (&dweight)[Tr::tiles / 2][Tr::steps][4]) {
+  using Memory = GradientMemory<Tr>;
+  // The samples of a product in the order in which they are turned around, pairs (n, n + 8): this lane's are 2 quad and
+  // 2 quad + 8 in the first product, 2 quad + 1 and 2 quad + 9 in the second.
+  float u_high[2][Tr::steps][2], u_low[2][Tr::steps][2];
+#pragma unroll
+  for (int product = 0; product < 2; ++product) {
+#pragma unroll
+    for (int step = 0; step < Tr::steps; ++step) {
+      const int lane = (2 * at.quad + product) * 4 + at.group / 2;
+      const gpu::Pair u = poses.pair(poses_at + step * 128 + lane * 4 + at.group % 2 * 2);
+      const float x[2] = {u.first, u.second};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        u_high[product][step][n] = x[n];
+        if constexpr (Tr::exact) two_parts(x[n], u_high[product][step][n], u_low[product][step][n]);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < Tr::tiles / 2; ++m) {
+    const int base = (at.warp * 2 + m % 2) * Memory::turn;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const Accumulator& x = dvotes[2 * m + tile];
+      const int to = base + (tile * 8 + 2 * at.quad) * Memory::pitch + 2 * at.group;
+      turned.write(to, gpu::Pair{x[0], x[2]});
+      turned.write(to + Memory::pitch, gpu::Pair{x[1], x[3]});
+    }
+    gpu::warp_barrier();
+    Four of[2];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+      of[tile] = turned.template vector<Four>(base + (tile * 8 + at.group) * Memory::pitch + 4 * at.quad);
+#pragma unroll
+    for (int step = 0; step < Tr::steps; ++step) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) dweight[m][step][n] = 0.0f;
+    }
+#pragma unroll
+    for (int product = 0; product < 2; ++product) {
+      const float g[4] = {of[0].value[2 * product], of[1].value[2 * product], of[0].value[2 * product + 1],
+                          of[1].value[2 * product + 1]};
+      float high[4], low[4];
+      take_parts<Tr>(g, high, low);
+#pragma unroll
+      for (int step = 0; step < Tr::steps; ++step)
+        multiply<Tr>(dweight[m][step], high, low, u_high[product][step], u_low[product][step]);
+    }
+  }
+}
+
+// Adds dweight of the warps of a block that share an input capsule, one tile of samples after the other. Ends without a
+// barrier.
+template <class Tr>
+CAPSFAST_DEVICE void join_dweight(const Shape& shape, const Shared<float>& sums, int sums_at, const ThreadCoord& at,
+                                  bool idle, const float (&dweight)[Tr::tiles / 2][Tr::steps][4]) {
+  const int mine = at.warp & (shape.tiles() - 1);
+  for (int tile = 0; tile < shape.tiles(); ++tile) {
+    if (tile > 0) gpu::barrier();
+    if (tile != mine) continue;
+#pragma unroll
+    for (int m = 0; m < Tr::tiles / 2; ++m) {
+#pragma unroll
+      for (int step = 0; step < Tr::steps; ++step) {
+        const int to = sums_at + ((m * Tr::steps + step) * 32 + at.lane) * 4;
+        Four x = {};
+        if (tile > 0) x = sums.template vector<Four>(to);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) x.value[n] += idle ? 0.0f : dweight[m][step][n];
+        sums.write(to, x);
+      }
+    }
+  }
+}
+
+// Adds up what the blocks of a cluster have of the dweight of `count` input capsules from i on, each block some
+// elements, and adds it to memory. first: nothing is there yet.
+template <class Tr>
+CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const GradientMemory<Tr>& memory, int buffer, int64_t part,
+                                   int64_t i, bool first, int count) {
+  constexpr int kFours = GradientMemory<Tr>::dweight / 4;
+  const int J = static_cast<int>(a.in.J), D = static_cast<int>(a.in.D), K = static_cast<int>(a.in.K);
+  const int ranks = gpu::cluster_size(), stride = ranks * gpu::threads();
+  const Shared<Four> sums = gpu::shared<Four>(4 * memory.sums, 2 * a.shape.streams * kFours);
+  for (int capsule = 0; capsule < count; ++capsule) {
+    const int64_t row = a.shared_weight ? part : part * a.in.I + i + capsule;
+    const bool fresh = first && !(a.shared_weight && capsule > 0);
+#pragma unroll 1
+    for (int n = gpu::cluster_rank() * gpu::threads() + gpu::thread(); n < kFours; n += stride) {
+      const int from = (buffer * a.shape.streams + capsule) * kFours + n;
+      Four sum = sums.read_from(0, from);
+#pragma unroll 1
+      for (int rank = 1; rank < ranks; ++rank) {
+        const Four other = sums.read_from(rank, from);
+#pragma unroll
+        for (int x = 0; x < 4; ++x) sum.value[x] += other.value[x];
+      }
+      const int lane = n % 32, step = n / 32 % Tr::steps, m = n / 32 / Tr::steps;
+      const int k = kStep * step + 2 * (lane % 4);
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        const Component column = component_of(Tr::tiles, 2 * m + x / 2, lane / 4);
+        if (column.j >= J || column.d >= D || k + x % 2 >= K) continue;
+        float& to = a.dweight[((row * J + column.j) * D + column.d) * K + k + x % 2];
+        to = fresh ? sum.value[x] : to + sum.value[x];
+      }
+    }
+  }
+}
+
+// dlogits [B, I, J] of a warp's samples, or their sum over these samples, in shared memory.
+template <class Tr>
+CAPSFAST_DEVICE void put_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int buffer,
+                                 const ThreadCoord& at, const ScoreCoord& of, const Scores<Tr>& dlogits) {
+  const int J = static_cast<int>(a.in.J);
+  const Shared<float> sums = gpu::shared<float>(4 * memory.dlogits, a.dlogits ? 2 * a.shape.warps() * Tr::outputs : 0);
+#pragma unroll
+  for (int slot = 0; slot < Tr::slots; ++slot) {
+    const int j = output_of<Tr>(at, slot);
+    const bool stands = stands_for<Tr>(at, slot, J);
+    const int64_t* stride = a.dlogits_sample.stride;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int64_t sample = of.sample(at, row);
+      if (a.dlogits_sample.data && stands && sample < a.in.B)
+        a.dlogits_sample.template write<float>(
+            sample * stride[0] + of.i * stride[1] + j * stride[2], dlogits[slot][row]);
+    }
+    if (!a.dlogits) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) sum += of.sample(at, row) < a.in.B ? dlogits[slot][row] : 0.0f;
+    for (int mask = 4; mask < 32; mask *= 2) sum += gpu::shuffle_xor(sum, mask);
+    if (stands && at.group == 0) sums[(buffer * a.shape.warps() + at.warp) * Tr::outputs + j] = sum;
+  }
+}
+
+template <class Tr>
+CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int buffer, int64_t part,
+                                   int64_t i, bool first, int count) {
+  const int J = static_cast<int>(a.in.J), ranks = gpu::cluster_size(), warps = a.shape.warps();
+  const Shared<float> sums = gpu::shared<float>(4 * memory.dlogits, 2 * warps * Tr::outputs);
+  for (int n = gpu::cluster_rank() * gpu::threads() + gpu::thread(); n < count * J; n += ranks * gpu::threads()) {
+    const int capsule = n / J, j = n - capsule * J;
+    double sum = 0.0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (int tile = 0; tile < a.shape.tiles(); ++tile) {
+        const int warp = (capsule << a.shape.tiles_log) + tile;
+        sum += static_cast<double>(sums.read_from(rank, (buffer * warps + warp) * Tr::outputs + j));
+      }
+    }
+    double& to = a.dlogits[(part * a.in.I + i + capsule) * J + j];
+    to = first ? sum : to + sum;
+  }
+}
+
+// A cluster walks over the groups of samples of one part of the batch and the input capsules of one split; each of its
+// blocks has a share of a group. Parts are the fast axis of the grid: clusters that read the same weights are
+// neighbours.
+template <class Tr>
+CAPSFAST_KERNEL(32 * kMostWarps, 1)
+gradient_kernel(GradientArgs a) {
+  const Shape& shape = a.shape;
+  const ThreadCoord at = thread_coord();
+  const GradientMemory<Tr> memory(a.in, shape, static_cast<bool>(a.dlogits));
+  const Chunk<Tr> chunk(a.in, a.in_pieces, shape);
+  const Shared<float> weight = chunk.weight(), poses = chunk.poses(),
+                      turned = gpu::shared<float>(4 * memory.turned, memory.sums - memory.turned),
+                      sums = gpu::shared<float>(4 * memory.sums, memory.dlogits - memory.sums);
+  const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log;
+  const int rank = gpu::cluster_rank(), size = gpu::cluster_size(), group = shape.samples() * size;
+  const int part = static_cast<int>(gpu::block_x()) / size, parts = static_cast<int>(gpu::blocks_x()) / size;
+  const int split = static_cast<int>(gpu::block_y()), splits = static_cast<int>(gpu::blocks_y());
+  const int I = static_cast<int>(a.in.I), B = static_cast<int>(a.in.B);
+  const int begin = part_of(I, split, splits), end = part_of(I, split + 1, splits);
+  const bool joins = a.dweight || a.dlogits;
+  float counts[Tr::slots];
+#pragma unroll
+  for (int slot = 0; slot < Tr::slots; ++slot)
+    counts[slot] = stands_for<Tr>(at, slot, static_cast<int>(a.in.J)) ? 1.0f : 0.0f;
+  const auto count_from = [&](int i) { return end - i < shape.chunk ? end - i : shape.chunk; };
+  int buffer = 0;
+  for (int from = part * group; from < B; from += parts * group) {
+    const int b0 = from + rank * shape.samples();
+    const bool first = from == part * group, idle = b0 + kSamples * tile >= B;
+    gpu::barrier();
+    // One turn more than there are chunks: the first only starts copies.
+    for (int i = begin - shape.chunk; i < end; i += shape.chunk) {
+      const int count = i < begin ? 0 : count_from(i);
+      gpu::copies_wait();
+      gpu::barrier();
+      chunk.convert(b0, i, count);
+      gpu::barrier();
+      if (i + shape.chunk < end) chunk.start(b0, i + shape.chunk, count_from(i + shape.chunk));
+      if (count == 0) continue;
+      float dweight[Tr::tiles / 2][Tr::steps][4];
+      const ScoreCoord of{b0 + kSamples * tile, i + stream};
+      if (stream < count && !idle) {
+        const int poses_at = ((stream << shape.tiles_log) + tile) * Tr::poses;
+        Accumulator dvotes[Tr::tiles];
+        Scores<Tr> dlogits;
+        {
+          Accumulator votes[Tr::tiles];
+          make_votes<Tr, false>(weight, stream, poses, poses_at, at, votes);
+          make_dvotes<Tr>(a, at, of, counts, votes, dvotes, dlogits);
+        }
+        if constexpr (!Tr::plain) {
+          if (a.dlogits || a.dlogits_sample.data) put_dlogits<Tr>(a, memory, buffer, at, of, dlogits);
+        }
+        if (a.du.data) write_du<Tr>(a, weight, stream, at, of, dvotes);
+        if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, at, dvotes, dweight);
+      } else if (!Tr::plain && a.dlogits && stream < count) {
+        put_dlogits<Tr>(a, memory, buffer, at, {B, 0}, {});
+      }
+      if (!joins) continue;
+      if (a.dweight) {
+        const int sums_at = (buffer * shape.streams + stream) * GradientMemory<Tr>::dweight;
+        join_dweight<Tr>(shape, sums, sums_at, at, idle || stream >= count, dweight);
+      }
+      // The next chunk's sums go to the other buffer. When those after it come to this one, the barrier of the cluster
+      // in between has seen all blocks done with it.
+      gpu::cluster_barrier();
+      const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
+      if (a.dweight) write_dweight<Tr>(a, memory, buffer, row, i, first && !(a.shared_weight && i > begin), count);
+      if constexpr (!Tr::plain) {
+        if (a.dlogits) write_dlogits<Tr>(a, memory, buffer, part, i, first, count);
+      }
+      buffer ^= 1;
+    }
+  }
+  gpu::cluster_barrier();  // no block may leave while others read its sums
+}
+
+}  // namespace capsfast::cuda::rows

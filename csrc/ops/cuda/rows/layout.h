@@ -1,0 +1,84 @@
+// How a warp of the rows family holds the votes of 16 samples and one input capsule: all columns (j, d), in the
+// accumulators of PTX's mma.m16n8k8, eight columns a tile.
+//
+//                     columns n = 0 .. 7 of a tile, two a lane
+//                  0   1 | 2   3 | 4   5 | 6   7
+//    sample 0     x0  x1 |       |       |           lane = 4 group + quad has, of each tile,
+//    ...        quad = 0 |   1   |   2   |   3         x0 x1 of sample `group`, x2 x3 of sample `group` + 8
+//    sample 8     x2  x3 |       |       |
+//
+// Columns are dealt out so that a lane has every component of its output capsules. Four output capsules take a group of
+// eight tiles: tile t of group G has, at n = 2 quad + e, component d = 2 t + e of capsule j = 4 G + quad. Two that are
+// left over take four tiles, and neighbouring lanes share one: j = 4 G + quad / 2, d = 4 t + 2 (quad % 2) + e. So dot
+// products over d need no exchange (within a pair of lanes one shuffle), a coupling is already where the weighted sum
+// wants it, and the softmax over j takes two shuffles.
+//
+// The products with W take their k in the order 0 2 4 6 1 3 5 7, for which a lane's operands are neighbours in memory.
+#pragma once
+
+#include <cstdint>
+
+#include "../../../cuda/device.h"
+#include "../order.h"
+
+namespace capsfast::cuda::rows {
+
+using gpu::Shared;
+
+constexpr int kSamples = 16;     // of a warp
+constexpr int kComponents = 16;  // D of the layout; a smaller D is padded with zeros
+constexpr int kStep = 8;         // components k of a pose that one product takes; K is padded to whole steps
+constexpr int kMostWarps = 8;    // of a block: 255 registers a thread leave a multiprocessor no more
+
+// The options that a kernel is compiled for. plain: softmax "out", no masks, no logits, no leaky entry, no gradient or
+// output of the coupling: its loop has no option to look at. any: softmax "out" with them. in: softmax "in", with them.
+enum class Options : int { plain, any, in };
+
+// What a kernel is compiled for. kTiles: of votes. kSteps: of a product, for K up to 8 kSteps. kExact: float32 numbers
+// are split into two TF32 parts, three products of which are as accurate as one of float32; else one product is taken.
+template <int kTiles, int kSteps, bool kExact, Options kOptions>
+struct Rows {
+  static constexpr int tiles = kTiles, steps = kSteps, K = kStep * kSteps;
+  static constexpr bool exact = kExact, plain = kOptions == Options::plain, in = kOptions == Options::in;
+  static constexpr int groups = kTiles / 8;  // of four output capsules
+  static constexpr bool paired = kTiles % 8 != 0;
+  static constexpr int slots = groups + (paired ? 1 : 0);  // output capsules of a lane, for each of its two samples
+  static constexpr int outputs = kTiles / 2;               // output capsules with those of padding
+  static_assert(kTiles % 8 == 0 || kTiles % 8 == 4);
+
+  // A weight in shared memory: [outputs][kComponents][K], with space behind each output capsule that keeps the lanes
+  // of a load in different banks. `low` follows `high` if exact.
+  static constexpr int weight_pitch = kComponents * K + (K == 8 ? 16 : 8);
+  static constexpr int weight_part = outputs * weight_pitch;
+  static constexpr int weight = weight_part * (kExact ? 2 : 1);
+  // The poses of 16 samples in shared memory: [steps][32 lanes][4], the order in which lanes read them.
+  static constexpr int poses = kSteps * 128;
+  // Vectors of 16 samples such as V in memory: [tiles][32 lanes][4].
+  static constexpr int vectors = kTiles * 128;
+};
+
+// The lane's elements of 16 x 8 votes, or of a sum of them.
+using Accumulator = float[4];
+
+// A thread's place in its block and its lane's in the fragment.
+struct ThreadCoord {
+  int thread, warp, lane, group, quad;
+};
+
+CAPSFAST_DEVICE ThreadCoord thread_coord() {
+  const int thread = gpu::reread_thread_idx(), lane = thread % 32;
+  return {thread, thread / 32, lane, lane / 4, lane % 4};
+}
+
+// Output capsule of a slot, and whether this lane alone stands for it in sums over lanes: the second of two lanes that
+// share a capsule does not, nor does one whose capsule is padding.
+template <class Tr>
+CAPSFAST_DEVICE int output_of(const ThreadCoord& at, int slot) {
+  return slot < Tr::groups ? 4 * slot + at.quad : 4 * Tr::groups + at.quad / 2;
+}
+template <class Tr>
+CAPSFAST_DEVICE bool stands_for(const ThreadCoord& at, int slot, int J) {
+  return output_of<Tr>(at, slot) < J && (slot < Tr::groups || at.quad % 2 == 0);
+}
+
+}  // namespace capsfast::cuda::rows

@@ -1,0 +1,184 @@
+// From dot products to coupling coefficients c and, in the backward, db, in the registers of a warp.
+#pragma once
+
+#include <cmath>
+
+#include "../coupling.h"
+#include "votes.h"
+
+namespace capsfast::cuda::rows {
+
+constexpr float kLog2E = 1.44269504f;
+
+CAPSFAST_DEVICE float exponential(float x) { return gpu::exp2(x * kLog2E); }
+
+// What a score is of: samples b0 + group and b0 + group + 8, input capsule i.
+struct ScoreCoord {
+  int b0, i;
+  CAPSFAST_DEVICE int64_t sample(const ThreadCoord& at, int row) const { return b0 + at.group + 8 * row; }
+};
+
+// The options of the scores: adds logits to b, or makes it -inf where an input or output capsule is masked; adds
+// dcoupling, if it is wanted, to dc, or makes that 0.
+template <class Tr, bool kBackward>
+CAPSFAST_DEVICE void apply_options(const Inputs& in, const Operand& dcoupling, bool with_dcoupling,
+                                   const ThreadCoord& at, const ScoreCoord& of, Scores<Tr>& b, Scores<Tr>& dc) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int64_t sample = of.sample(at, row);
+    const bool valid = sample < in.B && in.mask.at(sample, of.i);
+#pragma unroll
+    for (int slot = 0; slot < Tr::slots; ++slot) {
+      const int j = output_of<Tr>(at, slot);
+      const bool counts = valid && j < in.J && in.out_mask.at(sample, j);
+      float x = b[slot][row];
+      if (counts && in.logits.data)
+        x += in.logits.template read<float>(
+            sample * in.logits.stride[0] + of.i * in.logits.stride[1] + j * in.logits.stride[2]);
+      b[slot][row] = counts ? x : -Extreme<float>::infinity;
+      if constexpr (kBackward) {
+        float y = dc[slot][row];
+        if (counts && with_dcoupling && dcoupling.data)
+          y += dcoupling.template read<float>(
+              sample * dcoupling.stride[0] + of.i * dcoupling.stride[1] + j * dcoupling.stride[2]);
+        dc[slot][row] = counts ? y : 0.0f;
+      }
+    }
+  }
+}
+
+// The sum over the four lanes of a quad, in all of them.
+CAPSFAST_DEVICE float quad_sum(float x) {
+  x += gpu::shuffle_xor(x, 1);
+  return x + gpu::shuffle_xor(x, 2);
+}
+CAPSFAST_DEVICE float quad_max(float x) {
+  x = std::fmax(x, gpu::shuffle_xor(x, 1));
+  return std::fmax(x, gpu::shuffle_xor(x, 2));
+}
+
+// Logits that are all within +-kNear need no maximum taken off before exp(): neither it nor a sum of twelve overflows
+// or becomes 0.
+constexpr float kNear = 60.0f;
+
+// Softmax over the output capsules: replaces b by c and, in the backward, dc by db = c (dc - sum_j c dc). counts: what
+// a lane's output capsules add to a sum over lanes, 1 or 0.
+template <class Tr, bool kBackward>
+CAPSFAST_DEVICE void softmax_out(const float (&counts)[Tr::slots], bool leaky, Scores<Tr>& b, Scores<Tr>& dc) {
+  float leak[2] = {1.0f, 1.0f};  // exp() of the leaky entry's logit, 0
+  bool far = !Tr::plain;
+  if constexpr (Tr::plain) {
+#pragma unroll
+    for (int slot = 0; slot < Tr::slots; ++slot)
+      far = far || std::fabs(b[slot][0]) > kNear || std::fabs(b[slot][1]) > kNear;
+    far = gpu::any(far);
+  }
+  if (far) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float m = !Tr::plain && leaky ? 0.0f : Extreme<float>::lowest;
+#pragma unroll
+      for (int slot = 0; slot < Tr::slots; ++slot) m = counts[slot] != 0.0f ? std::fmax(m, b[slot][row]) : m;
+      m = quad_max(m);
+      if constexpr (!Tr::plain) leak[row] = exponential(-m);
+      // Only the logit of padding can exceed the maximum. Its coefficient may be anything but NaN.
+#pragma unroll
+      for (int slot = 0; slot < Tr::slots; ++slot) {
+        const float x = b[slot][row] - m;
+        b[slot][row] = x > 0.0f ? 0.0f : x;
+      }
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float sum = 0.0f, mean = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < Tr::slots; ++slot) {
+      const float e = exponential(b[slot][row]);
+      b[slot][row] = e;
+      sum += counts[slot] * e;
+      if constexpr (kBackward) mean += counts[slot] * e * dc[slot][row];
+    }
+    sum = quad_sum(sum);
+    if constexpr (kBackward) mean = quad_sum(mean);
+    float scale;
+    if constexpr (Tr::plain) {
+      scale = gpu::reciprocal(sum);
+    } else {
+      scale = inverse(leaky ? sum + leak[row] : sum);
+    }
+    if constexpr (kBackward) mean *= scale;
+#pragma unroll
+    for (int slot = 0; slot < Tr::slots; ++slot) {
+      const float c = b[slot][row] * scale;
+      b[slot][row] = c;
+      if constexpr (kBackward) dc[slot][row] = c * (dc[slot][row] - mean);
+    }
+  }
+}
+
+// Softmax over the input capsules with a known normaliser [B, J]: replaces b by c and, in the backward, dc by db.
+template <class Tr, bool kBackward>
+CAPSFAST_DEVICE void softmax_known(const Inputs& in, const Normaliser<float>& norm, const ThreadCoord& at,
+                                   const ScoreCoord& of, Scores<Tr>& b, Scores<Tr>& dc) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int64_t sample = of.sample(at, row);
+#pragma unroll
+    for (int slot = 0; slot < Tr::slots; ++slot) {
+      const int j = output_of<Tr>(at, slot);
+      float c = 0.0f, db = 0.0f;
+      if (sample < in.B && j < in.J) {
+        const int64_t column = sample * in.J + j;
+        c = exponential(b[slot][row] - norm.max[column]) * norm.scale[column];
+        if constexpr (kBackward) db = c * (dc[slot][row] - norm.mean[column]);
+      }
+      b[slot][row] = c;
+      if constexpr (kBackward) dc[slot][row] = db;
+    }
+  }
+}
+
+// A softmax over the input capsules whose normaliser is not known yet: c = exp(b - max) / total after the input
+// capsules so far.
+template <class Tr>
+struct Running {
+  Scores<Tr> max, total;
+};
+
+// `max` is replaced only when b exceeds it by more than this. exp(8) is small enough for sums in float, and so they are
+// hardly ever rescaled after the first input capsules.
+constexpr float kSlack = 8.0f;
+
+template <class Tr>
+CAPSFAST_DEVICE void rescale(const Scores<Tr>& factor, Accumulator (&sum)[Tr::tiles]) {
+#pragma unroll
+  for (int tile = 0; tile < Tr::tiles; ++tile) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) sum[tile][n] *= factor[tile / 8][n / 2];
+  }
+}
+
+// Replaces b by exp(b - max), after `max` has followed it.
+template <class Tr>
+CAPSFAST_DEVICE void follow_maximum(Running<Tr>* run, Scores<Tr>& b, Accumulator (&sum)[Tr::tiles]) {
+  Scores<Tr> factor;
+  bool moved = false;
+#pragma unroll
+  for (int slot = 0; slot < Tr::slots; ++slot) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float x = b[slot][row], before = run->max[slot][row];
+      const bool rises = x > before + kSlack;
+      const float max = rises ? x : before;
+      factor[slot][row] = rises ? exponential(before - x) : 1.0f;
+      moved = moved || rises;
+      b[slot][row] = exponential(x - max);
+      run->max[slot][row] = max;
+      run->total[slot][row] = run->total[slot][row] * factor[slot][row] + b[slot][row];
+    }
+  }
+  if (moved) rescale<Tr>(factor, sum);
+}
+
+}  // namespace capsfast::cuda::rows

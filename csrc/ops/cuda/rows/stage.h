@@ -1,0 +1,234 @@
+// Weights and poses of a few input capsules, a chunk, on their way to a block's shared memory: first as they are in
+// memory, by asynchronous copies that run while the chunk before is worked on, then in the order and the type in which
+// the products read them, split into TF32 parts once for all warps.
+#pragma once
+
+#include "../operands.h"
+#include "layout.h"
+
+namespace capsfast::cuda::rows {
+
+using Four = Run<float, 4>;
+
+// How a block cuts its work, chosen by plan.h.
+struct Shape {
+  int tiles_log;  // base 2, of the tiles of 16 samples that a block has
+  int streams;    // warps that share a tile, each with input capsules of its own
+  int chunk;      // input capsules that are in shared memory at a time, a multiple of `streams`
+
+  CAPSFAST_HOST_DEVICE int tiles() const { return 1 << tiles_log; }
+  CAPSFAST_HOST_DEVICE int samples() const { return kSamples << tiles_log; }
+  CAPSFAST_HOST_DEVICE int warps() const { return streams << tiles_log; }
+  CAPSFAST_HOST_DEVICE int threads() const { return 32 * warps(); }
+};
+
+// Whether the weight of an input capsule, and a pose, may be copied in pieces of 16 bytes.
+struct InPieces {
+  bool weight, poses;
+};
+
+CAPSFAST_HOST_DEVICE inline int element_bytes(Storage storage) { return storage == Storage::f32 ? 4 : 2; }
+// Bytes of the weight of an input capsule as it is copied, in whole pieces.
+CAPSFAST_HOST_DEVICE inline int raw_weight_bytes(const Inputs& in) {
+  return static_cast<int>(in.J * in.D * in.K * element_bytes(in.matrix.storage) + 15) / 16 * 16;
+}
+CAPSFAST_HOST_DEVICE inline int raw_pose_bytes(const Inputs& in) {
+  return static_cast<int>(in.K) * element_bytes(in.u.storage);
+}
+
+// Where a chunk's arrays begin in the block's shared memory, in bytes.
+struct ChunkMemory {
+  int weight, poses;          // Tr::weight and tiles x Tr::poses floats for each input capsule
+  int raw_weight, raw_poses;  // [chunk][raw_weight_bytes], [chunk][samples][raw_pose_bytes]
+  int end;
+};
+
+template <class Tr>
+CAPSFAST_HOST_DEVICE ChunkMemory chunk_memory(const Inputs& in, const Shape& shape) {
+  ChunkMemory at;
+  at.weight = 0;
+  at.poses = at.weight + 4 * shape.chunk * Tr::weight;
+  at.raw_weight = at.poses + 4 * shape.chunk * shape.tiles() * Tr::poses;
+  at.raw_poses = at.raw_weight + shape.chunk * raw_weight_bytes(in);
+  at.end = at.raw_poses + (shape.chunk * shape.samples() * raw_pose_bytes(in) + 15) / 16 * 16;
+  return at;
+}
+
+// Splits x into the nearest TF32 number, high, and the rest, low. The tensor core drops the bits of low that TF32 does
+// not have, which leaves about 22 bits of x. Rounding in integers may turn a NaN into a number, but then low is NaN, so
+// no NaN is lost. to_tf32() takes twice as long, as it looks for NaN first.
+CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
+  high = float_of_bits((bits_of_float(x) + 0x1000u) & 0xFFFFE000u);
+  low = x - high;
+}
+
+template <class Tr>
+class Chunk {
+ public:
+  CAPSFAST_DEVICE Chunk(const Inputs& inputs, const InPieces& pieces, const Shape& cut)
+      : in(inputs), in_pieces(pieces), shape(cut), at(chunk_memory<Tr>(inputs, cut)) {}
+
+  CAPSFAST_DEVICE Shared<float> weight() const { return gpu::shared<float>(at.weight, shape.chunk * Tr::weight); }
+  CAPSFAST_DEVICE Shared<float> poses() const {
+    return gpu::shared<float>(at.poses, shape.chunk * shape.tiles() * Tr::poses);
+  }
+
+  // Starts copying `count` input capsules from i on, and their poses of the samples from b0 on.
+  CAPSFAST_DEVICE void start(int b0, int i, int count) const {
+    for (int capsule = 0; capsule < count; ++capsule) {
+      start_weight(i + capsule, capsule);
+      start_poses(b0, i + capsule, capsule);
+    }
+  }
+
+  // Turns the copies of start(), for which every thread has waited, into what the products read.
+  CAPSFAST_DEVICE void convert(int b0, int i, int count) const {
+    const auto with = [&](auto type) {
+      using E = decltype(type);
+      convert_weight<E>(count);
+      convert_poses<E>(b0, i, count);
+    };
+    if constexpr (Tr::exact && Tr::plain) {
+      with(float{});
+    } else {
+      switch (in.u.storage) {
+        case Storage::bf16:
+          return with(BFloat16{});
+        case Storage::f16:
+          return with(Float16{});
+        default:
+          return with(float{});
+      }
+    }
+  }
+
+ private:
+  CAPSFAST_DEVICE void start_weight(int64_t i, int capsule) const {
+    const int bytes = raw_weight_bytes(in), size = element_bytes(in.matrix.storage);
+    const int64_t from = i * in.matrix.stride[0];
+    if (in_pieces.weight) {
+      const Shared<unsigned char> to = gpu::shared<unsigned char>(at.raw_weight + capsule * bytes, bytes);
+      const Global<const unsigned char> memory = in.matrix.data;
+#pragma unroll 1
+      for (int n = 16 * gpu::thread(); n < bytes; n += 16 * gpu::threads())
+        gpu::copy_ahead(to, n, memory, from * size + n);
+      return;
+    }
+    const int elements = static_cast<int>(in.J * in.D * in.K);
+#pragma unroll 1
+    for (int n = gpu::thread(); n < elements; n += gpu::threads())
+      copy_element(size, at.raw_weight + capsule * bytes + n * size, in.matrix.data, from + n);
+  }
+
+  CAPSFAST_DEVICE void start_poses(int64_t b0, int64_t i, int capsule) const {
+    const int bytes = raw_pose_bytes(in), size = element_bytes(in.u.storage), K = static_cast<int>(in.K);
+    const int raw = at.raw_poses + capsule * shape.samples() * bytes;
+    const int64_t left = in.B - b0;
+    const int samples = left < shape.samples() ? static_cast<int>(left) : shape.samples();
+    const int64_t from = b0 * in.u.stride[0] + i * in.u.stride[1];
+    if (in_pieces.poses) {
+      const Shared<unsigned char> to = gpu::shared<unsigned char>(raw, shape.samples() * bytes);
+      const Global<const unsigned char> memory = in.u.data;
+#pragma unroll 1
+      for (int n = 16 * gpu::thread(); n < samples * bytes; n += 16 * gpu::threads())
+        gpu::copy_ahead(to, n, memory, (from + n / bytes * in.u.stride[0]) * size + n % bytes);
+      return;
+    }
+#pragma unroll 1
+    for (int n = gpu::thread(); n < samples * K; n += gpu::threads())
+      copy_element(size, raw + n * size, in.u.data, from + n / K * in.u.stride[0] + n % K * in.u.stride[2]);
+  }
+
+  // One element of `size` bytes, to byte `to` of shared memory.
+  static CAPSFAST_DEVICE void copy_element(int size, int to, const Global<unsigned char>& from, int64_t n) {
+    if (size == 4) {
+      gpu::shared<float>(to, 1)[0] = from.as<const float>()[n];
+    } else {
+      gpu::shared<uint16_t>(to, 1)[0] = from.as<const uint16_t>()[n];
+    }
+  }
+
+  // Element n of an array of type E from byte `from` of shared memory on.
+  template <class E>
+  static CAPSFAST_DEVICE float raw(int from, int n) {
+    if constexpr (std::is_same_v<E, float>) {
+      return gpu::shared<float>(from + 4 * n, 1)[0];
+    } else {
+      return wide(E{gpu::shared<uint16_t>(from + 2 * n, 1)[0]});
+    }
+  }
+  // Elements n to n + 3, for n that are multiples of four.
+  template <class E>
+  static CAPSFAST_DEVICE Four raw_four(int from, int n) {
+    if constexpr (std::is_same_v<E, float>) {
+      return gpu::shared<float>(from + 4 * n, 4).template vector<Four>(0);
+    } else {
+      const auto bits = gpu::shared<uint16_t>(from + 2 * n, 4).template vector<Run<uint16_t, 4>>(0);
+      return {wide(E{bits.value[0]}), wide(E{bits.value[1]}), wide(E{bits.value[2]}), wide(E{bits.value[3]})};
+    }
+  }
+
+  template <class E>
+  CAPSFAST_DEVICE void convert_weight(int count) const {
+    constexpr int kFours = Tr::K / 4;
+    const int D = static_cast<int>(in.D), K = static_cast<int>(in.K), bytes = raw_weight_bytes(in);
+    const Shared<float> to = weight();
+    for (int capsule = 0; capsule < count; ++capsule) {
+      const int from = at.raw_weight + capsule * bytes;
+#pragma unroll 1
+      for (int n = gpu::thread(); n < Tr::outputs * kComponents * kFours; n += gpu::threads()) {
+        const int k = n % kFours * 4, d = n / kFours % kComponents, j = n / kFours / kComponents;
+        Four w = {};
+        if (j < in.J && d < D && k < K) {
+          const int first = (j * D + d) * K + k;
+          if (K % 4 == 0) {
+            w = raw_four<E>(from, first);
+          } else {
+            for (int m = 0; m < 4 && k + m < K; ++m) w.value[m] = raw<E>(from, first + m);
+          }
+        }
+        const int n_to = capsule * Tr::weight + j * Tr::weight_pitch + d * Tr::K + k;
+        Four high, low;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          if constexpr (Tr::exact) {
+            two_parts(w.value[m], high.value[m], low.value[m]);
+          } else {
+            high.value[m] = gpu::to_tf32(w.value[m]);
+          }
+        }
+        to.write(n_to, high);
+        if constexpr (Tr::exact) to.write(n_to + Tr::weight_part, low);
+      }
+    }
+  }
+
+  // Poses that are not there or masked become 0, whatever they hold.
+  template <class E>
+  CAPSFAST_DEVICE void convert_poses(int b0, int i, int count) const {
+    const int K = static_cast<int>(in.K), bytes = raw_pose_bytes(in);
+    const Shared<float> to = poses();
+    const int all = (count << shape.tiles_log) * Tr::poses / 4;
+#pragma unroll 1
+    for (int n = gpu::thread(); n < all; n += gpu::threads()) {
+      const int lane = n % 32, k = n / 32 % Tr::steps * kStep + 2 * (lane % 4), unit = n / 32 / Tr::steps;
+      const int capsule = unit >> shape.tiles_log, tile = unit - (capsule << shape.tiles_log);
+      Four u;
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int sample = tile * kSamples + lane / 4 + m % 2 * 8;
+        const bool valid = b0 + sample < in.B && k + m / 2 < K && in.mask.at(b0 + sample, i + capsule);
+        const float x = valid ? raw<E>(at.raw_poses + (capsule * shape.samples() + sample) * bytes, k + m / 2) : 0.0f;
+        u.value[m] = Tr::exact ? x : gpu::to_tf32(x);
+      }
+      to.write(4 * n, u);
+    }
+  }
+
+  const Inputs& in;
+  const InPieces& in_pieces;
+  const Shape& shape;
+  const ChunkMemory at;
+};
+
+}  // namespace capsfast::cuda::rows
