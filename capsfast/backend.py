@@ -7,12 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-from . import measured, native, toolchain
+from . import native, toolchain
 
-# In the order in which backend=None tries them; "reference" serves everything. For the calls in measured.FASTER "cuda"
-# goes before "triton".
+# In the order in which backend=None tries them, but for one kind of call. docs/routing.md has the same table:
+#
+#   call on a GPU                   | order                   | reason
+#   served by "cuda", whose kernels | cuda                    | one launch from C++ against six from Python (a forward,
+#   its op wants first              |                         | r = 3): host time decides small layers
+#   any other                       | triton, cuda, reference | kernels that run for longer hide the host's time;
+#                                   |                         | nothing says whose are faster
+#
+# This follows from the number of launches. No GPU has measured it.
 ORDER = ("cpp", "triton", "cuda", "reference")
-CUDA_FIRST = ("cpp", "cuda", "triton", "reference")
 DEVICES = {"cpp": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",), "reference": ("any",)}
 
 
@@ -37,7 +43,11 @@ def _devices(name: str) -> tuple[str, ...]:
 
 
 def backends() -> dict[str, BackendStatus]:
-    """Every backend by name, fastest first, and for each absent one the reason."""
+    """Every backend by name, and for each absent one the reason.
+
+    They are in the order in which ``backend=None`` tries them, but that "cuda" goes before "triton" for some layers of
+    few output capsules (docs/routing.md). "reference" serves every call.
+    """
     return {name: BackendStatus(not _absence(name), _absence(name), _devices(name)) for name in ORDER}
 
 
@@ -98,12 +108,13 @@ def select(
     device: torch.device,
     demanded: str | None,
     cannot: Mapping[str, Callable[[], str]] | None = None,
-    call: Callable[[], measured.Call] | None = None,
+    why_not_cuda_first: Callable[[], str] | None = None,
 ) -> str:
     """The backend for a call of ``op`` on ``device``.
 
-    ``cannot`` maps a backend to a function that says why it can't serve this call ("" if it can). ``call`` gives what
-    the table of measured speeds knows a call by.
+    ``cannot`` maps a backend to a function that says why it can't serve this call ("" if it can).
+    ``why_not_cuda_first`` says why Triton's kernels go before the CUDA kernels, which they do without it, and "" if
+    they don't. It is asked only where the CUDA kernels can serve the call.
     """
     name = _checked(demanded, op) or _forced
     if name is not None:
@@ -111,8 +122,13 @@ def select(
         if reason:
             raise RuntimeError(f"{op}: backend {name!r} cannot serve this call: {reason}")
         return name
+    if why_not_cuda_first is not None and device.type == "cuda":
+        # Last what may compare symbols: under torch.compile a comparison is a guard.
+        reason = _refusal("cuda", device, cannot) or _absence("cuda") or _unsuitable("cuda", device)
+        if not (reason or why_not_cuda_first()):
+            return "cuda"
     lacking = ""
-    for name in _order(device, call):
+    for name in ORDER:
         # An interpreter serves those who ask for it.
         if device.type not in (*DEVICES[name], "meta") and "any" not in DEVICES[name]:
             continue
@@ -126,12 +142,6 @@ def select(
             _warn_once(lacking)
         return name
     raise AssertionError("the reference backend serves every call")
-
-
-def _order(device: torch.device, call: Callable[[], measured.Call] | None) -> tuple[str, ...]:
-    if not measured.FASTER or call is None or device.type != "cuda":
-        return ORDER
-    return CUDA_FIRST if measured.cuda_first(call(), device) else ORDER
 
 
 def _unsuitable(name: str, device: torch.device) -> str:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +141,156 @@ def test_a_dtype_is_served_or_refused(backend: Backend, asked: torch.dtype) -> N
         routed(backend.name, asked)
 
 
-def test_float64_on_a_gpu_is_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were one, new enough for Triton."""
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one, and all kernels for it."""
     monkeypatch.setattr(toolchain, "interpreting", lambda: False)
-    monkeypatch.setattr(toolchain, "why_no_triton", lambda: "")
-    monkeypatch.setattr(toolchain, "too_old_for_triton", lambda device: "")
-    chosen = []
+    for module, name in ((toolchain, "why_no_triton"), (native, "why_no_cuda")):
+        monkeypatch.setattr(module, name, lambda: "")
+    for module, name in ((toolchain, "too_old_for_triton"), (native, "why_not_on")):
+        monkeypatch.setattr(module, name, lambda device: "")
+    monkeypatch.setattr(choice, "_warned", False)
+
+
+@pytest.fixture
+def chosen(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What serves each call that follows, as if its tensors were on that GPU."""
+    found = []
 
     def select_there(op: str, device: torch.device, *rest: Any) -> str:
-        chosen.append(choice.select(op, torch.device("cuda", 0), *rest))
+        found.append(choice.select(op, GPU, *rest))
         return "reference"
 
-    # That the reference is slow is said once a process, and not the matter here.
-    monkeypatch.setattr(choice, "_warned", True)
-    monkeypatch.setattr(ops.dynamic_routing, "select", select_there)
-    for dtype in (torch.float32, torch.float64):
-        problem = make(SHAPE, Case(coupling=False), dtype=dtype)
-        call(problem, problem.inputs, None)
+    for module in (ops.dynamic_routing, ops.route_votes, ops.routing_pass, ops.votes_pass):
+        monkeypatch.setattr(module, "select", select_there)
+    return found
+
+
+def layer(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """u and the weight of a layer of this shape."""
+    B, I, J, D, K = shape
+    return torch.randn(B, I, K, dtype=dtype), torch.randn(I, J, D, K, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5, 6), (2, 3, 12, 16, 16), (1, 1, 1, 1, 1), (0, 3, 4, 5, 6)], ids=str)
+def test_small_layers_go_to_cuda_before_triton(chosen: list[str], shape: Sequence[int], dtype: torch.dtype) -> None:
+    capsfast.dynamic_routing(*layer(*shape, dtype=dtype))
+    assert chosen == ["cuda"]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 13, 5, 6), (2, 3, 4, 17, 6), (2, 3, 4, 5, 17)], ids=str)
+def test_larger_layers_go_to_triton_before_cuda(chosen: list[str], shape: Sequence[int]) -> None:
+    capsfast.dynamic_routing(*layer(*shape))
+    assert chosen == ["triton"]
+
+
+def test_the_strides_of_the_weight_decide_what_goes_first(chosen: list[str]) -> None:
+    u, weight = layer(*SHAPE)
+    for given in (weight.mT.contiguous().mT, weight.transpose(1, 2).contiguous().transpose(1, 2), weight[..., :6:2]):
+        capsfast.dynamic_routing(u[..., : given.shape[3]], given)
+    assert chosen == ["triton"] * 3
+    chosen.clear()
+    for given in (weight[:1], weight[:1].expand_as(weight), torch.cat((weight, weight))[::2]):
+        capsfast.dynamic_routing(u, given)
+    assert chosen == ["cuda"] * 3
+
+
+def test_what_has_no_rows_kernels_goes_to_triton_first(chosen: list[str]) -> None:
+    u, weight = layer(*SHAPE)
+    capsfast.dynamic_routing(u, weight[:, :1], bias=torch.zeros(4, 5))
+    capsfast.dynamic_routing(torch.randn(2, 3, 4, 4), torch.randn(3, 4, 4, 4))  # pose matrices
+    capsfast.route_votes(torch.randn(2, 3, 4, 5))
+    capsfast.routing_pass(u, weight)
+    capsfast.votes_pass(torch.randn(2, 3, 4, 5))
+    assert chosen == ["triton"] * 5
+
+
+def test_float64_on_a_gpu_is_not_for_triton(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    capsfast.dynamic_routing(*layer(*SHAPE, dtype=torch.float64))
+    monkeypatch.setattr(native, "why_no_cuda", lambda: "not built")
+    with pytest.warns(RuntimeWarning, match="slow reference backend: not built"):
+        capsfast.dynamic_routing(*layer(*SHAPE, dtype=torch.float64))
+    assert chosen == ["cuda", "reference"]
+
+
+def test_share_batch_logits_on_a_gpu_is_for_the_reference(chosen: list[str]) -> None:
+    with pytest.warns(UserWarning, match="share_batch_logits"):
+        capsfast.dynamic_routing(*layer(*SHAPE), share_batch_logits=True)
+    assert chosen == ["reference"]
+
+
+def test_who_asks_for_a_backend_gets_it_whatever_goes_first(chosen: list[str]) -> None:
+    small, large = layer(*SHAPE), layer(2, 3, 13, 5, 6)
+    for name in ("triton", "cuda", "reference"):
+        capsfast.dynamic_routing(*small, backend=name)
+        with capsfast.use_backend(name):
+            capsfast.dynamic_routing(*large)
+    assert chosen == ["triton", "triton", "cuda", "cuda", "reference", "reference"]
+
+
+@pytest.mark.parametrize("lacking", ["why_no_cuda", "why_not_on"])
+def test_without_the_cuda_kernels_triton_goes_first(
+    chosen: list[str], lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, lacking, lambda *device: "no kernels")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capsfast.dynamic_routing(*layer(*SHAPE))
+    assert chosen == ["triton"]
+    monkeypatch.setattr(toolchain, "why_no_triton", lambda: "triton is not installed")
+    with pytest.warns(RuntimeWarning, match="slow reference backend: triton is not installed"):
+        capsfast.dynamic_routing(*layer(*SHAPE))
     assert chosen == ["triton", "reference"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_goes_first_is_asked_only_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> str:
+        raise AssertionError("under torch.compile this would be a guard")
+
+    for device, demanded in ((torch.device("cpu"), None), (torch.device("meta"), None), (GPU, "triton")):
+        choice.select("capsfast.dynamic_routing", device, demanded, {}, asked)
+    choice.select("capsfast.dynamic_routing", GPU, None, {"cuda": lambda: "refused"}, asked)
+    monkeypatch.setattr(native, "why_no_cuda", lambda: "not built")
+    choice.select("capsfast.dynamic_routing", GPU, None, {}, asked)
+
+
+class Graphs:
+    """A backend of torch.compile that keeps the routing op of each graph, and runs none."""
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        targets = (str(node.target) for node in module.graph.nodes)
+        self.ops += [target.split(".")[1] for target in targets if target.startswith("capsfast.")]
+        return lambda *tensors: (torch.zeros(()),)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_a_compiled_call_chooses_once_for_all_batches(dynamic: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def select_there(op: str, device: torch.device, *rest: Any) -> str:
+        return choice.select(op, GPU, *rest)
+
+    monkeypatch.setattr(ops.dynamic_routing, "select", select_there)
+    torch.compiler.reset()
+    graphs = Graphs()
+    compiled = torch.compile(capsfast.dynamic_routing, fullgraph=True, dynamic=dynamic, backend=graphs)
+    for B in (3, 18, 5, 40):
+        compiled(*layer(B, 7, 4, 5, 6))
+    # dynamic=True: the first graph serves all. Else the second batch size makes one graph for all others.
+    assert graphs.ops == ["dynamic_routing"] * (1 if dynamic else 2)
+    if dynamic:
+        compiled(*layer(3, 9, 12, 16, 15))
+        assert len(graphs.ops) == 1
+        for shape in ((3, 7, 13, 5, 6), (18, 9, 40, 7, 8)):
+            compiled(*layer(*shape))
+        assert graphs.ops == ["dynamic_routing", "triton_dynamic_routing"]
 
 
 def test_without_extension_the_reference_warns_once(no_extension: str) -> None:

@@ -405,14 +405,3 @@ def test_gpu_state_is_what_nvidia_smi_reads(gpu: Any, tmp_path: Path, monkeypatc
     assert state["name"] == "GPU X" and state["clocks.sm"] == "345 MHz" and state["utilization.gpu"] == "0 %"
     program.write_text("#!/bin/sh\nexit 9\n")
     assert gpu("machine").gpu_state() == []
-
-
-def test_the_page_sets_the_two_gpu_backends_side_by_side(gpu: Any) -> None:
-    from capsfast.bench.cases import CANONICAL
-    from capsfast.bench.measure import Row
-    from capsfast.bench.results import Results
-
-    times = {"capsfast cuda": 2e-5, "capsfast triton": 3e-5}
-    rows = [Row(CANONICAL, name, "ok", seconds={"median": each}) for name, each in times.items()]
-    assert gpu("summary").choice_table(Results(rows)).endswith("| 20.0 | 30.0 | 1.5x |")
-    assert gpu("summary").choice_table(Results(rows[:1])) == ""

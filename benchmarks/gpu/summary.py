@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from capsfast.bench import record
-from capsfast.bench.contenders import OURS
 from capsfast.bench.floors import floor
 from capsfast.bench.formats import markdown_table, mebibytes, times
 from capsfast.bench.report import describe
@@ -70,16 +69,6 @@ def targets_table(evidence: Evidence) -> str:
     return markdown_table(["backend", "target", "bound", "found", ""], lines)
 
 
-def choice_table(results: Results) -> str:
-    """What a line of capsfast/measured.py follows from: both backends beside each other."""
-    lines = []
-    for case in results.cases:
-        cuda, triton = (results.seconds(case, f"{OURS}{name}") for name in ("cuda", "triton"))
-        if cuda is not None and triton is not None:
-            lines.append([case.name, microseconds(cuda), microseconds(triton), times(triton / cuda)])
-    return markdown_table(["case", "CUDA, µs", "Triton, µs", "CUDA faster"], lines) if lines else ""
-
-
 def host_table(host: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = []
     for direction, timings in host.items():
@@ -119,7 +108,6 @@ def page(out: Path, with_times: bool = True) -> str:
         medians = {key: {name: t["median"] for name, t in timings.items()} for key, timings in host.items()}
         parts += ["## Times", sweep_table(results, limits)] if with_times else []
         parts += ["## Targets", targets_table(Evidence(results, limits, medians))]
-        parts += ["## CUDA beside Triton", choice_table(results)] if choice_table(results) else []
     if host:
         parts += ["## Host", host_table(host)]
     first = found.get("first-call", {}).get("first_call", {})

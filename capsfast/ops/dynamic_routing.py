@@ -15,10 +15,10 @@ tf32: products of float32 may be rounded to TF32; it has no effect on the CPU.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..backend import select
-from ..measured import Call
 from ..options import Options
 from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
@@ -28,6 +28,27 @@ from ._product import fake_sizes, poses, width
 from ._register import Contract, define
 from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
 from ._shared_outputs import votes
+
+
+def why_no_rows(dtype: torch.dtype, weight: Tensor) -> str:
+    """Why the kernels of csrc/ops/cuda/rows/ do not serve a call, "" if they do.
+
+    dtype: of u. weight ``[I or 1, J, D, K]``. Asked only of calls that the backend "cuda" serves.
+    """
+    # No reason holds a size: torch.compile would compile anew for each one it made text of.
+    _, J, D, K = weight.shape
+    if dtype == torch.float64:
+        return "they serve float32, bfloat16 and float16, got float64"
+    if K > 16:
+        return "K is larger than 16"
+    if D > 16:
+        return "D is larger than 16"
+    if J > 12:
+        return "J is larger than 12"
+    # Any stride along I will do: a shared weight has one row.
+    if weight.stride()[1:] != (D * K, K, 1):
+        return "the weight is not contiguous"
+    return ""
 
 
 def call(
@@ -56,9 +77,7 @@ def call(
         u.device,
         backend,
         cannot,
-        lambda: Call(
-            "dynamic_routing", u.dtype, u.shape[0], u.shape[1], weight.shape[1], width(u, weight), weight.shape[3]
-        ),
+        lambda: why_no_rows(u.dtype, weight),
     )
     if chosen == "reference":
         return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..backend import select
-from ..measured import Call
 from ..options import Options
 from ..reference.route_votes import route_votes as reference
 from ._glue import fake_gradients
@@ -37,13 +36,7 @@ def call(
     cannot = why_not_fused(
         votes.dtype, votes.shape[3], share_batch_logits, votes.shape[2] != J, positions=votes.dim() == 5
     )
-    chosen = select(
-        "capsfast.route_votes",
-        votes.device,
-        backend,
-        cannot,
-        lambda: Call("route_votes", votes.dtype, votes.shape[0], votes.shape[1], J, votes.shape[3]),
-    )
+    chosen = select("capsfast.route_votes", votes.device, backend, cannot)
     if chosen == "reference":
         return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits, J)
     v, c, _, _ = _ops[chosen](votes, logits, bias, mask, out_mask, J, *options, return_coupling)

@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from ..backend import select
-from ..measured import Call
 from ..options import PassOptions
 from ..precision import tf32_allowed
 from ..reference.routing_pass import routing_pass as reference
@@ -52,15 +51,7 @@ def call(
         x = votes(u, weight, parameters.mask)
         return votes_pass.call(x, parameters, J, options, return_weights, return_lse, backend, NAME)
     cannot = why_not_fused(u.dtype, width(u, weight), parameters, options, poses=poses(u, weight))
-    chosen = select(
-        NAME,
-        u.device,
-        backend,
-        cannot,
-        lambda: Call(
-            "routing_pass", u.dtype, u.shape[0], u.shape[1], weight.shape[1], width(u, weight), weight.shape[3]
-        ),
-    )
+    chosen = select(NAME, u.device, backend, cannot)
     if chosen == "reference":
         return run_reference(reference, (u, weight), (parameters, J, options), return_weights, return_lse)
     tf32 = chosen != "cpp" and tf32_allowed()

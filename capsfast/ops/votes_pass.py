@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..backend import select
-from ..measured import Call
 from ..options import PassOptions
 from ..reference.votes_pass import PassParameters
 from ..reference.votes_pass import votes_pass as reference
@@ -43,13 +42,7 @@ def call(
         shared_outputs=votes.shape[2] != J,
         positions=votes.dim() == 5,
     )
-    chosen = select(
-        op,
-        votes.device,
-        backend,
-        cannot,
-        lambda: Call("votes_pass", votes.dtype, votes.shape[0], votes.shape[1], J, votes.shape[3]),
-    )
+    chosen = select(op, votes.device, backend, cannot)
     if chosen == "reference":
         return run_reference(reference, (votes,), (parameters, J, options), return_weights, return_lse)
     *found, _ = _ops[chosen](votes, *parameters, J, *options, return_weights, return_lse)
