@@ -259,7 +259,7 @@ def test_ops_run_on_the_emulated_device() -> None:
         run_op(problem, emulator.NAME)
     emulator.take_launches()
     run_op(problem, emulator.NAME)
-    assert emulator.take_launches()["AccumulateArgs"] > 0
+    assert emulator.take_launches()["rows::AccumulateArgs"] > 0
 
 
 @pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])

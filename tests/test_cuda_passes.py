@@ -79,19 +79,19 @@ def test_a_pass_is_one_pass() -> None:
         run(make((3, 5, 4, 16, 8), case, dtype=torch.float32), emulator.NAME, need)
         return emulator.take_launches()
 
-    forward = {"ReduceArgs": 1, "MomentArgs": 1}
+    forward = {"AccumulateArgs": 1, "MomentArgs": 1}
     assert launched(PassCase()) == forward
     assert launched(LINEAR) == {**forward, "QueryArgs": 1}
     # The weights of a softmax over the input capsules are written when its normaliser is known.
-    assert launched(normalized(LOADED, "in")) == {"ReduceArgs": 2, "MomentArgs": 1, "QueryArgs": 1}
-    backward = {"ReduceArgs": 1, "MomentArgs": 1, "QueryArgs": 2, "MomentGradientArgs": 1}
-    assert launched(LINEAR, "u") == {**backward, "FinalArgs": 1}
-    assert launched(LINEAR, "query") == {**backward, "ReduceArgs": 2, "MomentArgs": 2}
+    assert launched(normalized(LOADED, "in")) == {"AccumulateArgs": 2, "MomentArgs": 1, "QueryArgs": 1}
+    backward = {"AccumulateArgs": 1, "MomentArgs": 1, "QueryArgs": 2, "MomentGradientArgs": 1}
+    assert launched(LINEAR, "u") == {**backward, "GradientArgs": 1}
+    assert launched(LINEAR, "query") == {**backward, "AccumulateArgs": 2, "MomentArgs": 2}
     assert launched(LINEAR, "weight", "query") == {
         **backward,
-        "ReduceArgs": 2,
+        "AccumulateArgs": 2,
         "MomentArgs": 2,
-        "FinalArgs": 1,
+        "GradientArgs": 1,
         "JoinArgs": 1,
     }
 

@@ -68,11 +68,12 @@ def assert_together(case: Case, ran: dict[str, int]) -> None:
     """One launch for all of the forward, and one for the backward but for its last pass."""
     iterates = case.num_iterations > 1 and case.gradient == "full"
     assert (
-        sum(count for name, count in ran.items() if re.fullmatch("AccumulateArgs.* cooperative", name)) == 1 + iterates
+        sum(count for name, count in ran.items() if re.fullmatch("rows::AccumulateArgs.* cooperative", name))
+        == 1 + iterates
     )
     assert ("DifferentiateArgs" in ran) != iterates
-    assert sum(count for name, count in ran.items() if name.startswith("GradientArgs")) == 1
-    assert not {"AccumulateArgs", "OutputArgs", "ReduceArgs", "FinalArgs"} & set(ran)
+    assert sum(count for name, count in ran.items() if name.startswith("rows::GradientArgs")) == 1
+    assert not {"rows::AccumulateArgs", "OutputArgs", "AccumulateArgs", "GradientArgs"} & set(ran)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,8 +123,8 @@ def test_clusters_add_up_their_sums() -> None:
     with emulator.device(multiprocessors=4, shared_bytes=227 * 1024):
         run(problem, emulator.NAME)
     ran = emulator.take_launches(ways=True)
-    assert ran["AccumulateArgs cluster4 cooperative"] == 2
-    assert ran["GradientArgs cluster4"] == 1
+    assert ran["rows::AccumulateArgs cluster4 cooperative"] == 2
+    assert ran["rows::GradientArgs cluster4"] == 1
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -
         apart = check(problem, BACKEND)
     ran = emulator.take_launches(ways=True)
     backward = case.num_iterations - 1 if case.gradient == "full" else 0
-    passes = sum(count for name, count in ran.items() if name.startswith("AccumulateArgs"))
+    passes = sum(count for name, count in ran.items() if name.startswith("rows::AccumulateArgs"))
     assert passes == case.num_iterations + (case.coupling and case.softmax == "in") + backward
     assert ran["OutputArgs"] == case.num_iterations
     assert ran["RestoreArgs"] == 1 and ran["DifferentiateArgs"] == 1 + backward
@@ -181,8 +182,8 @@ def test_cooperative_launches_can_be_forbidden_in_the_environment() -> None:
         return set(launched.split("|")), results
 
     together, apart = in_a_new_process(""), in_a_new_process("0")
-    assert "AccumulateArgs cluster4 cooperative" in together[0]
-    assert "AccumulateArgs cluster4" in apart[0]
+    assert "rows::AccumulateArgs cluster4 cooperative" in together[0]
+    assert "rows::AccumulateArgs cluster4" in apart[0]
     assert not any("cooperative" in name for name in apart[0])
     assert together[1] == apart[1]
     assert in_a_new_process("1") == together
@@ -207,7 +208,7 @@ def test_a_maximum_that_rises_along_the_input_capsules(B: int, leaky: bool) -> N
 @pytest.mark.parametrize("shape", [Shape(5, 9, 10, 16, 8), Shape(18, 3, 4, 8, 16), Shape(2, 3, 12, 7, 5)], ids=str)
 def test_sixteen_bits(shape: Shape, case: Case, dtype: torch.dtype) -> None:
     check(make(shape, case, dtype=dtype), BACKEND)
-    assert "AccumulateArgs" in launches(shape, case, dtype=dtype)
+    assert "rows::AccumulateArgs" in launches(shape, case, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_sixteen_bits(shape: Shape, case: Case, dtype: torch.dtype) -> None:
 def test_any_number_of_iterations(case: Case) -> None:
     shape = Shape(2, 3, 10, 16, 8)
     check(make(shape, case, dtype=torch.float32), BACKEND, slack=4)  # saturated: an ulp of a logit decides
-    assert "FinalArgs" not in launches(shape, case)
+    assert "GradientArgs" not in launches(shape, case)
 
 
 def test_a_batch_is_cut_evenly_for_every_multiprocessor() -> None:
@@ -349,7 +350,7 @@ def test_poses_may_lie_anywhere(layout: str, K: int, dtype: torch.dtype) -> None
     emulator.take_launches()
     for name, value in run(problem, emulator.NAME).items():
         assert torch.equal(value, wanted[name]), name
-    assert "ReduceArgs" not in emulator.take_launches()
+    assert "AccumulateArgs" not in emulator.take_launches()
 
 
 def test_weights_may_begin_anywhere() -> None:
@@ -360,7 +361,7 @@ def test_weights_may_begin_anywhere() -> None:
     emulator.take_launches()
     for name, value in run(problem, emulator.NAME).items():
         assert torch.equal(value, wanted[name]), name
-    assert "ReduceArgs" not in emulator.take_launches()
+    assert "AccumulateArgs" not in emulator.take_launches()
 
 
 @pytest.mark.parametrize(
@@ -378,8 +379,8 @@ def test_what_the_family_does_not_serve_goes_to_the_general_kernels(
     shape: Shape, case: Case, op: str, dtype: torch.dtype
 ) -> None:
     ran = launches(shape, case, op, dtype)
-    assert "ReduceArgs" in ran
-    assert "AccumulateArgs" not in ran
+    assert "AccumulateArgs" in ran
+    assert "rows::AccumulateArgs" not in ran
 
 
 def test_a_weight_that_is_not_contiguous_goes_to_the_general_kernels() -> None:
@@ -387,4 +388,4 @@ def test_a_weight_that_is_not_contiguous_goes_to_the_general_kernels() -> None:
     problem.inputs["weight"] = problem.inputs["weight"].transpose(1, 2).contiguous().transpose(1, 2)
     emulator.take_launches()
     check(problem, BACKEND)
-    assert "AccumulateArgs" not in emulator.take_launches()
+    assert "rows::AccumulateArgs" not in emulator.take_launches()

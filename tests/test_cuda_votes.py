@@ -21,7 +21,7 @@ OP = "route_votes"
 BACKEND = Backend(emulator.NAME, "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix=emulator.PREFIX)
 KIB = 1024
 VOTES = {"VotesForwardArgs", "VotesBackwardArgs"}
-GENERAL = {"ReduceArgs", "FinalArgs"}
+GENERAL = {"AccumulateArgs", "GradientArgs"}
 CASES = (
     PLAIN,
     LOADED,
@@ -61,7 +61,7 @@ def votes_of(shape: Shape | tuple[int, ...], case: Case = PLAIN, dtype: torch.dt
 def launches(problem: Problem, ways: bool = False) -> set[str]:
     emulator.take_launches()
     run(problem, emulator.NAME)
-    return {name for name in emulator.take_launches(ways) if name.startswith(("Votes", "Reduce", "Final"))}
+    return {name for name in emulator.take_launches(ways) if name.startswith(("Votes", "Accumulate", "Gradient"))}
 
 
 def check_votes(problem: Problem, slack: float = 2) -> None:

@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
-    """How often kernels were launched since the last call, by the name of their arguments such as "AccumulateArgs".
+    """How often kernels were launched since the last call, by the name of their arguments such as "rows::GradientArgs".
 
     With ``ways`` launches of blocks that run together count apart: "VotesForwardArgs cluster4",
     "AccumulateArgs cooperative".
@@ -61,7 +61,7 @@ def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
     taken: dict[str, int] = {}
     for line in loaded.capsfast_take_launches().decode().splitlines():
         way, count = line.rsplit(" ", 1)
-        name = way.split("::")[-1]
+        name = way.removeprefix("capsfast::cuda::").removeprefix("planted::")
         name = name if ways else name.split(" ")[0]
         taken[name] = taken.get(name, 0) + int(count)
     return taken

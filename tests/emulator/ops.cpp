@@ -1,7 +1,7 @@
 // Registers capsfast::emulated_<op>: the routing and the pass ops on CPU tensors, with the CUDA kernels run by the
 // emulator.
 #include "../../csrc/ops/bindings.h"
-#include "../../csrc/ops/cuda/call.h"
+#include "../../csrc/ops/cuda/launch.h"
 #include "../../csrc/ops/cuda/engine.h"
 #include "../../csrc/ops/pass_bindings.h"
 

@@ -1,6 +1,6 @@
-// The backward: a reducing pass for each iteration from the last to the second, then one last pass for all iterations.
-#include "call.h"
-#include "last_pass.h"
+// The backward: a accumulating pass for each iteration from the last to the second, then one gradient pass for all iterations.
+#include "engine.h"
+#include "launch.h"
 #include "steps.h"
 #include "votes/launch.h"
 
@@ -34,7 +34,7 @@ class Backward {
       steps.columns = {norm.from(0, count), norm.from(count, count), steps.mean};
     }
     if (steps.passes() > 0) steps.parts = call.parts(false);
-    if (call.plan.rows_apart || call.plan.final_rows_apart) {
+    if (call.plan.row_norm_apart || call.plan.gradient_row_norm_apart) {
       for (Global<T>* array : {&row_max, &row_scale, &row_mean})
         *array = call.template scratch<T>(p.iterations * row_count());
     }
@@ -43,7 +43,7 @@ class Backward {
   void run() {
     if (!call.template run_together<true>(steps)) run_apart();
     if (out.dbias.data != nullptr) sum_bias();
-    if (wants_last_pass(p, out)) last();
+    if (wants_gradient(p, out)) last();
   }
 
  private:
@@ -53,8 +53,8 @@ class Backward {
     for (int64_t n = 0; n < steps.passes(); ++n) {
       const int64_t t = steps.iteration_of(n);
       Normaliser<T> row_norm;
-      if (call.plan.rows_apart) row_norm = rows(t, true);
-      call.template reduce<true>(steps, n, call.plan.rows_apart ? &row_norm : nullptr);
+      if (call.plan.row_norm_apart) row_norm = rows(t, true);
+      call.template accumulate<true>(steps, n, call.plan.row_norm_apart ? &row_norm : nullptr);
       call.per_output(differentiate_kernel<T>, steps.differentiate(t - 1));
     }
   }
@@ -68,7 +68,7 @@ class Backward {
     const int64_t from = t * row_count(), count = row_count();
     Scoring<T> with = steps.scoring(t);
     if (!with_dc) with.ds = {};
-    call.rows({call.in, with, row_max.from(from, count), row_scale.from(from, count), row_mean.from(from, count)});
+    call.row_norm({call.in, with, row_max.from(from, count), row_scale.from(from, count), row_mean.from(from, count)});
     return {row_max.from(from, count), row_scale.from(from, count), row_mean.from(from, count)};
   }
 
@@ -82,18 +82,18 @@ class Backward {
       if (call.by_rows) return by_rows();
     }
     const GeneralPlan& plan = call.plan;
-    FinalArgs<T> general = final_args<T>(p, out);
+    GradientArgs<T> general = gradient_args<T>(p, out);
     describe(&general);
     general.scored = 1;
     if (p.softmax_in()) general.norm = steps.columns;
-    if (plan.final_rows_apart) {
+    if (plan.gradient_row_norm_apart) {
       for (int64_t t = steps.first; t < p.iterations; ++t) {
-        // If the reducing passes had a sweep too, its normalisers are still there.
-        if (!(plan.rows_apart && t > steps.first)) rows(t, wants_logits() || (t > 0 && !p.gradient_last));
+        // If the accumulating passes had a sweep too, its normalisers are still there.
+        if (!(plan.row_norm_apart && t > steps.first)) rows(t, wants_logits() || (t > 0 && !p.gradient_last));
       }
       general.norm = {row_max, row_scale, row_mean};
     }
-    general_last_pass(call, out, general);
+    general_gradient(call, out, general);
   }
 
   void by_rows() {
@@ -104,12 +104,12 @@ class Backward {
       describe(&args);
       args.order = steps.order;
       if (p.softmax_in()) args.norm = steps.columns;
-      last_pass(call, out, args, plan.parts, plan.splits,
-                [&](const rows::GradientArgs& with) { call.by_rows->gradient(with, plan); });
+      gradient_pass(call, out, args, plan.parts, plan.splits,
+                    [&](const rows::GradientArgs& with) { call.by_rows->gradient(with, plan); });
     }
   }
 
-  // Sets what the kernels of all last passes are told alike.
+  // Sets what the kernels of all gradient passes are told alike.
   template <class Args>
   void describe(Args* args) const {
     args->in = call.in;

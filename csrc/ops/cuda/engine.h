@@ -3,10 +3,22 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "pass.h"
-#include "routing.h"
+#include "../pass.h"
 
 namespace capsfast::cuda {
+
+// Forward and backward of routing and of a pass. They launch kernels on torch's current stream and do not wait for them.
+// like: u or votes; new memory comes from its device and allocator. T: the type that sums are formed in.
+template <class T>
+void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor& like);
+template <class T>
+void backward(const Problem& p, const BackwardInputs& in, const BackwardOutputs& out,
+              const torch::stable::Tensor& like);
+template <class T>
+void pass_forward(const Problem& p, const PassInputs& in, const PassOutputs& out, const torch::stable::Tensor& like);
+template <class T>
+void pass_backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out,
+                   const torch::stable::Tensor& like);
 
 struct Engine {
   static constexpr const char* device = "CUDA";

@@ -1,5 +1,6 @@
-// The forward: each iteration is a reducing pass, after which s, v and V are computed from its sums.
-#include "call.h"
+// The forward: each iteration is a accumulating pass, after which s, v and V are computed from its sums.
+#include "engine.h"
+#include "launch.h"
 #include "steps.h"
 #include "votes/launch.h"
 
@@ -31,14 +32,14 @@ void forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   Call<T> call(p, like, false, out.coupling.data != nullptr);
   const ForwardSteps<T> steps = steps_of(call, p, out);
   if (call.template run_together<false>(steps)) return;
-  const int64_t rows = call.plan.rows_apart ? p.B * p.I : 0;
+  const int64_t rows = call.plan.row_norm_apart ? p.B * p.I : 0;
   const Global<T> row_max = call.template scratch<T>(rows), row_scale = call.template scratch<T>(rows);
   const Normaliser<T> row_norm{row_max, row_scale, {}};
   for (int64_t n = 0; n < steps.passes(); ++n) {
-    const ReduceArgs<T> pass = steps.pass(n);
-    const bool apart = call.plan.rows_apart && !pass.unweighted;
-    if (apart) call.rows({pass.in, pass.scoring, row_max, row_scale, {}});
-    call.template reduce<false>(steps, n, apart ? &row_norm : nullptr);
+    const AccumulateArgs<T> pass = steps.pass(n);
+    const bool apart = call.plan.row_norm_apart && !pass.unweighted;
+    if (apart) call.row_norm({pass.in, pass.scoring, row_max, row_scale, {}});
+    call.template accumulate<false>(steps, n, apart ? &row_norm : nullptr);
     if (n < p.iterations) call.per_output(output_kernel<T>, steps.output(n));
   }
 }

@@ -1,23 +1,14 @@
-// A linear pass is one iteration of routing with a given V, the query, and without a squash: the general reducing pass,
-// whose sums are the moments. In the backward its sums are dquery and dprior, and the last pass has the rest.
-#include "pass.h"
-
+// A linear pass is one iteration of routing with a given V, the query, and without a squash: the general accumulating pass,
+// whose sums are the moments. In the backward its sums are dquery and dprior, and the gradient pass has the rest.
 #include <torch/headeronly/util/Exception.h>
 
-#include "last_pass.h"
-#include "pass_steps.h"
+#include "engine.h"
+#include "launch.h"
+#include "moments.h"
 
 namespace capsfast::cuda {
 
 namespace {
-
-// Null if the kernels serve the pass, else what they lack.
-const char* why_no_pass(const Problem& p) {
-  if (p.quadratic) return "precision, center or second moments";
-  if (p.activation.data != nullptr) return "an activation";
-  if (p.normalize != Normalize::out && p.normalize != Normalize::in) return "normalize 'sigmoid', 'none' or 'lse'";
-  return nullptr;
-}
 
 // What forward and backward share.
 template <class T>
@@ -36,12 +27,12 @@ struct Pass {
     const int64_t count = p.B * p.I;
     const Global<T> max = call.template scratch<T>(count), scale = call.template scratch<T>(count),
                     mean = call.template scratch<T>(count);
-    if (p.I > 0) call.rows({in, scoring, max, scale, mean});
+    if (p.I > 0) call.row_norm({in, scoring, max, scale, mean});
     return {max, scale, mean};
   }
 
-  ReduceArgs<T> reducing(const Parts<T>& parts) const {
-    ReduceArgs<T> args{};
+  AccumulateArgs<T> accumulating(const Parts<T>& parts) const {
+    AccumulateArgs<T> args{};
     args.in = in;
     args.scoring = scoring;
     args.mass = true;
@@ -49,8 +40,8 @@ struct Pass {
     return args;
   }
 
-  void reduce(const ReduceArgs<T>& args) const {
-    if (p.I > 0) call.general_reduce(args);
+  void accumulate(const AccumulateArgs<T>& args) const {
+    if (p.I > 0) call.general_accumulate(args);
   }
 
   Call<T> call;
@@ -81,30 +72,30 @@ void pass_forward(const Problem& p, const PassInputs& inputs, const PassOutputs&
                        !(p.softmax_in() && pass.in.mask.data);
   moments.first = operand(out.first, {p.B, p.J, p.D});
   moments.mass = operand(out.mass, {p.B, p.J});
-  ReduceArgs<T> reduce = pass.reducing(moments.parts);
-  reduce.unweighted = moments.unweighted;
+  AccumulateArgs<T> accumulate = pass.accumulating(moments.parts);
+  accumulate.unweighted = moments.unweighted;
   if (p.softmax_in()) {
     const Global<T> norm(static_cast<T*>(out.norm), 2 * call.scalars());
     moments.max = norm.from(0, call.scalars());
     moments.scale = norm.from(call.scalars(), call.scalars());
     moments.lse = lse;
-    if (!reduce.unweighted) {
-      reduce.max = moments.parts.max;
-      reduce.total = moments.parts.total;
+    if (!accumulate.unweighted) {
+      accumulate.max = moments.parts.max;
+      accumulate.total = moments.parts.total;
     }
   } else {
-    reduce.coupling = weights;
-    reduce.lse = lse;
-    if (call.plan.rows_apart && !reduce.unweighted) reduce.norm = pass.rows();
+    accumulate.coupling = weights;
+    accumulate.lse = lse;
+    if (call.plan.row_norm_apart && !accumulate.unweighted) accumulate.norm = pass.rows();
   }
-  pass.reduce(reduce);
+  pass.accumulate(accumulate);
   call.per_output(moment_kernel<T>, moments);
   if (!p.softmax_in() || !weights.data) return;
   // The coupling takes one more pass, whose normaliser is known now, and which adds nothing up.
-  ReduceArgs<T> write = pass.reducing({});
+  AccumulateArgs<T> write = pass.accumulating({});
   write.norm = {moments.max, moments.scale, {}};
   write.coupling = weights;
-  pass.reduce(write);
+  pass.accumulate(write);
 }
 
 template <class T>
@@ -137,7 +128,7 @@ void pass_backward(const Problem& p, const PassInputs& inputs, const PassSaved& 
   pass.scoring.ds = gradients.ds;
   pass.scoring.dmass = gradients.dmass;
   pass.scoring.dcoupling = gradients.dweights;
-  if (call.plan.rows_apart || call.plan.final_rows_apart) norm = pass.rows();
+  if (call.plan.row_norm_apart || call.plan.gradient_row_norm_apart) norm = pass.rows();
 
   if (out.dquery.data != nullptr || out.dprior.data != nullptr) {
     MomentArgs<T> sums{};
@@ -145,13 +136,13 @@ void pass_backward(const Problem& p, const PassInputs& inputs, const PassSaved& 
     sums.parts = call.parts(false);
     sums.first = operand(out.dquery, {p.B, p.J, p.D});
     sums.mass = operand(out.dprior, {p.B, p.J});
-    ReduceArgs<T> reduce = pass.reducing(sums.parts);
-    reduce.norm = norm;
-    pass.reduce(reduce);
+    AccumulateArgs<T> accumulate = pass.accumulating(sums.parts);
+    accumulate.norm = norm;
+    pass.accumulate(accumulate);
     call.per_output(moment_kernel<T>, sums);
   }
-  if (!wants_last_pass(p, out.common)) return;
-  FinalArgs<T> last = final_args<T>(p, out.common);
+  if (!wants_gradient(p, out.common)) return;
+  GradientArgs<T> last = gradient_args<T>(p, out.common);
   last.in = pass.in;
   last.iterations = 1;
   last.scored = pass.scoring.V ? 0 : 1;
@@ -161,7 +152,7 @@ void pass_backward(const Problem& p, const PassInputs& inputs, const PassSaved& 
   last.dmass = pass.scoring.dmass;
   last.dlse = pass.scoring.dlse;
   last.norm = norm;
-  general_last_pass(call, out.common, last);
+  general_gradient(call, out.common, last);
 }
 
 template void pass_forward<float>(const Problem&, const PassInputs&, const PassOutputs&, const Tensor&);

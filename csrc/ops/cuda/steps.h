@@ -1,11 +1,10 @@
 // The sequence of passes and steps of a forward and of a backward. The host uses it to launch a kernel for each, and
-// the tile kernels to run all of them in one launch. pass(n) has the arguments of reducing pass n, 0 <= n < passes().
+// the tile kernels to run all of them in one launch. pass(n) has the arguments of accumulating pass n, 0 <= n < passes().
 // after(n) is what all threads of the grid do after pass n. In the backward after(-1) comes before the first pass.
 #pragma once
 
 #include "../../math/host_device.h"
-#include "between.h"
-#include "reduce.h"
+#include "update.h"
 
 namespace capsfast::cuda {
 
@@ -25,9 +24,9 @@ struct ForwardSteps {
   // takes one more pass.
   CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations + (coupling.data && in.softmax_in); }
 
-  CAPSFAST_HOST_DEVICE ReduceArgs<T> pass(int64_t t) const {
+  CAPSFAST_HOST_DEVICE AccumulateArgs<T> pass(int64_t t) const {
     if (t == iterations) return coupling_pass();
-    ReduceArgs<T> args{};
+    AccumulateArgs<T> args{};
     args.in = in;
     if (t > 0) args.scoring.V = V;
     if (t + 1 == iterations && !in.softmax_in) args.coupling = coupling;
@@ -69,9 +68,9 @@ struct ForwardSteps {
   }
 
  private:
-  CAPSFAST_HOST_DEVICE ReduceArgs<T> coupling_pass() const {
+  CAPSFAST_HOST_DEVICE AccumulateArgs<T> coupling_pass() const {
     const int64_t last = iterations - 1;
-    ReduceArgs<T> args{};
+    AccumulateArgs<T> args{};
     args.in = in;
     if (last > 0) args.scoring.V = V;
     args.norm = {norm_of(0, last), norm_of(1, last), {}};
@@ -114,9 +113,9 @@ struct BackwardSteps {
   CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations - 1 - first; }
   CAPSFAST_HOST_DEVICE int64_t iteration_of(int64_t n) const { return iterations - 1 - n; }
 
-  CAPSFAST_HOST_DEVICE ReduceArgs<T> pass(int64_t n) const {
+  CAPSFAST_HOST_DEVICE AccumulateArgs<T> pass(int64_t n) const {
     const int64_t t = iteration_of(n);
-    ReduceArgs<T> args{};
+    AccumulateArgs<T> args{};
     args.in = in;
     args.scoring = scoring(t);
     args.sum = parts.sum;

@@ -35,7 +35,7 @@ struct AccumulateArgs {
   int begin, end, zero;
 
   CAPSFAST_DEVICE Pass pass(int n) const {
-    const ReduceArgs<float> args = steps.pass(n);
+    const cuda::AccumulateArgs<float> args = steps.pass(n);
     return {args.in,       args.scoring.V, args.scoring.ds, args.scoring.dcoupling,
             args.coupling, args.norm,      args.unweighted, zero,
             args.sum_tile, args.max,       args.total};

@@ -1,4 +1,4 @@
-// The last pass of the backward, for all iterations at once: du, dweight and dlogits, on tensor cores, with the mapping
+// The gradient pass of the backward, for all iterations at once: du, dweight and dlogits, on tensor cores, with the mapping
 // of accumulate.h. For each input capsule of its samples a warp makes the votes and dvotes = sum_t c_t ds_t + db_t
 // V_{t-1}, one iteration after the other; du = dvotes W is its own. dweight = dvotes^T u is a sum over samples: the
 // warps of a block, then the blocks of a cluster add theirs in a fixed order through shared memory before anything

@@ -19,7 +19,7 @@
 #include <cstdint>
 
 #include "../../../cuda/device.h"
-#include "../order.h"
+#include "../params.h"
 
 namespace capsfast::cuda::rows {
 

@@ -1,11 +1,11 @@
-// Which calls the rows family serves and how it cuts them, with the reason beside each number.
+// How the rows family cuts a call, with the reason beside each number.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "../../../cuda/context.h"
-#include "../../routing.h"
+#include "../choose.h"
 #include "kernels.h"
 
 namespace capsfast::cuda::rows {
@@ -13,27 +13,11 @@ namespace capsfast::cuda::rows {
 struct Size {
   static constexpr int cluster = 4;  // blocks whose sums are one before they go to memory: more would not fit all GPCs
   static constexpr int tiles = 8;    // of a block that accumulates, at most: a weight is read once for so many
-  static constexpr int gradient_tiles = 2;  // of a block in the last pass: V and ds of three iterations, 100 KiB, then
-                                            // stay in the L1 cache beside the block's shared memory
-  static constexpr int chunk = 2;           // input capsules of a warp between two barriers, where warps do not differ
+  static constexpr int gradient_tiles =
+      2;                           // of a block in the gradient pass: V and ds of three iterations, 100 KiB, then
+                                   // stay in the L1 cache beside the block's shared memory
+  static constexpr int chunk = 2;  // input capsules of a warp between two barriers, where warps do not differ
 };
-
-// Null if the rows family serves the call, else the reason why not. capsfast/ops/dynamic_routing.py says the same.
-inline const char* why_no_rows(const Problem& p) {
-  if (p.votes_given) return "votes are given";
-  if (p.moments) return "it is a pass of its own, with mass";
-  if (p.u.storage == Storage::f64) return "tensor cores multiply in 32 bits at most";
-  if (p.empty()) return "there are no votes";
-  if (p.K > 2 * kStep) return "K is larger than 16";
-  if (p.D > kComponents) return "D is larger than 16";
-  if (p.J > 12) return "J is larger than 12";
-  if (std::max(p.B, p.I) > INT32_MAX / 2) return "B or I is too large";
-  const int64_t* stride = p.weight.stride;
-  const auto dense = [](int64_t length, int64_t at, int64_t wanted) { return length == 1 || at == wanted; };
-  if (!dense(p.K, stride[3], 1) || !dense(p.D, stride[2], p.K) || !dense(p.J, stride[1], p.K * p.D))
-    return "the weight is not contiguous";
-  return nullptr;
-}
 
 // with_coupling: the coupling is an output or, in the backward, has a gradient, or logits have one.
 inline Choice choose(const Problem& p, bool with_coupling) {

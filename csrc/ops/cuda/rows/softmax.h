@@ -3,14 +3,10 @@
 
 #include <cmath>
 
-#include "../coupling.h"
+#include "../warp.h"
 #include "votes.h"
 
 namespace capsfast::cuda::rows {
-
-constexpr float kLog2E = 1.44269504f;
-
-CAPSFAST_DEVICE float exponential(float x) { return gpu::exp2(x * kLog2E); }
 
 // What a score is of: samples b0 + group and b0 + group + 8, input capsule i.
 struct ScoreCoord {

@@ -3,7 +3,7 @@
 // the products read them, split into TF32 parts once for all warps.
 #pragma once
 
-#include "../operands.h"
+#include "../params.h"
 #include "layout.h"
 
 namespace capsfast::cuda::rows {
@@ -154,7 +154,7 @@ class Chunk {
     if constexpr (std::is_same_v<E, float>) {
       return gpu::shared<float>(from + 4 * n, 1)[0];
     } else {
-      return wide(E{gpu::shared<uint16_t>(from + 2 * n, 1)[0]});
+      return widened(E{gpu::shared<uint16_t>(from + 2 * n, 1)[0]});
     }
   }
   // Elements n to n + 3, for n that are multiples of four.
@@ -164,7 +164,8 @@ class Chunk {
       return gpu::shared<float>(from + 4 * n, 4).template vector<Four>(0);
     } else {
       const auto bits = gpu::shared<uint16_t>(from + 2 * n, 4).template vector<Run<uint16_t, 4>>(0);
-      return {wide(E{bits.value[0]}), wide(E{bits.value[1]}), wide(E{bits.value[2]}), wide(E{bits.value[3]})};
+      return {
+          widened(E{bits.value[0]}), widened(E{bits.value[1]}), widened(E{bits.value[2]}), widened(E{bits.value[3]})};
     }
   }
 

@@ -1,5 +1,5 @@
 // The backward: a cluster keeps the votes of a sample in its shared memory, so that they are read from device memory
-// once. It restores V, runs the passes from the last iteration to the second, and then the last pass, which writes
+// once. It restores V, runs the passes from the last iteration to the second, and then the gradient pass, which writes
 // dvotes.
 #pragma once
 
@@ -99,8 +99,8 @@ votes_backward_kernel(VotesBackwardArgs a) {
     gpu::cluster_barrier();
     Global<double> dlogits;
     if (a.dlogits) dlogits = a.dlogits.from(gpu::block_x() / gpu::cluster_size() * in.I * in.J, in.I * in.J);
-    const LastPass last{a, terms, dlogits, before == 0};
-    if (a.dvotes.data || last.wants_logits()) last_pass(in, at, part, votes, last, scores);
+    const GradientPass last{a, terms, dlogits, before == 0};
+    if (a.dvotes.data || last.wants_logits()) gradient_pass(in, at, part, votes, last, scores);
   });
 }
 

@@ -1,8 +1,8 @@
-// The last pass over a block's votes, for all iterations at once: dvotes = sum_t c_t ds_t + db_t V_{t-1} and
+// The gradient pass over a block's votes, for all iterations at once: dvotes = sum_t c_t ds_t + db_t V_{t-1} and
 // dlogits = sum_t db_t.
 #pragma once
 
-#include "../between.h"
+#include "../update.h"
 #include "accumulate.h"
 
 namespace capsfast::cuda {
@@ -67,8 +67,8 @@ struct Terms {
   static CAPSFAST_DEVICE int count(const VotesBackwardArgs& a) { return a.iterations - a.first; }
 };
 
-// What the last pass has to compute.
-struct LastPass {
+// What the gradient pass has to compute.
+struct GradientPass {
   const VotesBackwardArgs& a;
   const Terms& terms;
   Global<double> dlogits;  // [I, J], this block's own sum, or absent
@@ -89,7 +89,7 @@ struct Gradients {
 
 // Adds the terms of iteration t.
 template <class Traits, int kCount>
-CAPSFAST_DEVICE void add_iteration_gradients(const ThreadCoord<Traits>& at, const LastPass& pass, int t,
+CAPSFAST_DEVICE void add_iteration_gradients(const ThreadCoord<Traits>& at, const GradientPass& pass, int t,
                                              const float (&c)[kCount], const float (&db)[kCount],
                                              Gradients<Traits::elements, kCount>* to) {
   const typename Traits::Elements ds = pass.terms.ds_of(at, t);
@@ -107,7 +107,7 @@ CAPSFAST_DEVICE void add_iteration_gradients(const ThreadCoord<Traits>& at, cons
 // b = votes . V(t) and dc = votes . ds(t), or 0 if they are not needed.
 template <class Traits, int kCount>
 CAPSFAST_DEVICE void score_iteration(const ThreadCoord<Traits>& at, const typename Traits::Elements (&votes)[kCount],
-                                     const LastPass& pass, int t, float (&b)[kCount], float (&dc)[kCount]) {
+                                     const GradientPass& pass, int t, float (&b)[kCount], float (&dc)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) b[n] = dc[n] = 0.0f;
   if (t > 0) dots(at, votes, pass.terms.V_of(at, t), b);
@@ -116,7 +116,7 @@ CAPSFAST_DEVICE void score_iteration(const ThreadCoord<Traits>& at, const typena
 
 template <class Traits, int kCount>
 CAPSFAST_DEVICE void write_gradients(const Inputs& in, const ThreadCoord<Traits>& at, const Part& part,
-                                     const Chunk& chunk, const LastPass& pass,
+                                     const Chunk& chunk, const GradientPass& pass,
                                      const Gradients<Traits::elements, kCount>& gradients) {
   if (pass.a.dvotes.data) write_votes(pass.a.dvotes, at, part, chunk, gradients.votes);
   if (!at.leads()) return;
@@ -135,8 +135,8 @@ CAPSFAST_DEVICE void write_gradients(const Inputs& in, const ThreadCoord<Traits>
 }
 
 template <class Traits>
-CAPSFAST_DEVICE void last_pass(const Inputs& in, const ThreadCoord<Traits>& at, const Part& part,
-                               SharedVotes<Traits>& from, const LastPass& pass, const VotesScores& scores) {
+CAPSFAST_DEVICE void gradient_pass(const Inputs& in, const ThreadCoord<Traits>& at, const Part& part,
+                                   SharedVotes<Traits>& from, const GradientPass& pass, const VotesScores& scores) {
   constexpr int kCount = Traits::backward;
   const int J = static_cast<int>(in.J), size = scores.slots * J, together = pass.a.plan.together;
   for_each_chunk<kCount>(in, at, part, from, [&](const Chunk& chunk, const auto& votes) {

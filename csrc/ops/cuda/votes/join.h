@@ -2,7 +2,7 @@
 // result. For this the threads have other coordinates (OutputCoord): each has four components of an output capsule.
 #pragma once
 
-#include "../between.h"
+#include "../update.h"
 #include "accumulate.h"
 
 namespace capsfast::cuda {

@@ -1,6 +1,6 @@
 #include "launch.h"
 
-#include "../call.h"
+#include "../launch.h"
 #include "kernels.h"
 
 namespace capsfast::cuda {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../coupling.h"
+#include "../warp.h"
 #include "plan.h"
 
 namespace capsfast::cuda {
@@ -205,7 +205,7 @@ CAPSFAST_DEVICE void add_elements(const Operand& from, const ThreadCoord<Traits>
   const auto typed = [&](auto type) {
     const auto data = from.data.as<const decltype(type)>();
     for_each_vote<kCount>(from, at, part, chunk.first, chunk.valid, [&](int n, int64_t m) {
-      to[n] += static_cast<float>(wide(data[m]));
+      to[n] += static_cast<float>(widened(data[m]));
     });
   };
   switch (from.storage) {

@@ -139,7 +139,7 @@ class SharedVotes {
       for (int k = 0; k < Traits::units; ++k) {
         const auto unit = votes_.template vector<typename Traits::Unit>(vote + at.unit(k) * Traits::unit);
 #pragma unroll
-        for (int e = 0; e < Traits::unit; ++e) votes[n].value[k * Traits::unit + e] = wide(unit.value[e]);
+        for (int e = 0; e < Traits::unit; ++e) votes[n].value[k * Traits::unit + e] = widened(unit.value[e]);
       }
     }
   }

@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../general_plan.h"
+#include "../choose.h"
+#include "../params.h"
 
 namespace capsfast::cuda {
 
@@ -14,7 +15,7 @@ struct VotesSize {
   static constexpr int many = 16;         // or so many: then fewer threads have to exchange dot products and scores
   static constexpr int components = 128;  // the largest D: one warp has all components of an output capsule
   static constexpr int wide = 4;          // how many scores a lane loads at a time in the softmax over J
-  static constexpr int together = 4;      // iterations of the last pass whose softmaxes share a pair of barriers
+  static constexpr int together = 4;      // iterations of the gradient pass whose softmaxes share a pair of barriers
   static constexpr int stages = 4;  // copies of a sample, awaited one by one: a quarter of the votes suffices to start
   static constexpr int samples = 16;  // at most for a cluster: their copies need barriers, half a KiB in all
   static constexpr int cluster = 8;   // blocks of a cluster at most: every device with clusters has so many
@@ -26,7 +27,7 @@ struct VotesSize {
 enum class Exchange : int { none, warp, block };
 
 // How many votes a thread has at a time. More of them need fewer barriers, keep more loads under way, and read V and ds
-// less often. But each element of a vote takes a register, and in the last pass another for its gradient.
+// less often. But each element of a vote takes a register, and in the gradient pass another for its gradient.
 CAPSFAST_HOST_DEVICE constexpr int votes_at_a_time(Exchange exchange, int elements, bool backward) {
   if (elements == VotesSize::many) return 2;
   return exchange == Exchange::block && !backward ? 6 : 4;
@@ -68,13 +69,6 @@ struct VotesMemory {
 
 inline int64_t votes_element_bytes(const Problem& p) { return p.votes.storage == Storage::f32 ? 4 : 2; }
 
-// The smallest power of two >= n.
-inline int64_t power_of_two_from(int64_t n) {
-  int64_t power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
-
 // The logarithm of a power of two to base 2.
 inline int log_of(int64_t power) {
   int log = 0;
@@ -84,17 +78,6 @@ inline int log_of(int64_t power) {
 
 // How many lanes a vote has if each has so many elements of it.
 inline int64_t lanes_of(const Problem& p, int64_t elements) { return power_of_two_from(divide_up(p.D, elements)); }
-
-// Null if these kernels serve the call, else the reason why not.
-inline const char* why_not_votes(const Problem& p) {
-  if (!p.votes_given) return "votes are made";
-  if (p.moments) return "it is a pass of its own, with mass";
-  if (p.votes.storage == Storage::f64) return "sums are formed in float32";
-  if (p.empty()) return "there are no votes";
-  if (p.D % VotesSize::few != 0 || p.D > VotesSize::components) return "D is not a multiple of 4, or too large";
-  if (p.J * lanes_of(p, VotesSize::few) > 2 * votes_threads(VotesSize::few, false)) return "J times D is too large";
-  return nullptr;
-}
 
 // alone: a multiprocessor runs one block of this shape at a time, else two.
 inline VotesShape votes_shape(const Problem& p, bool backward, bool alone) {
@@ -168,7 +151,7 @@ struct VotesPlan {
   int cluster = 0;     // blocks that share a sample; 0 if no cluster can hold one
   int capsules = 0;    // input capsules of a block
   int stage = 0;       // input capsules of a stage of its copies, a multiple of those of a chunk
-  int together = 1;    // iterations of the last pass whose softmaxes share barriers
+  int together = 1;    // iterations of the gradient pass whose softmaxes share barriers
   bool twice = false;  // a multiprocessor has shared memory for two blocks
   bool alone = false;  // each block has a multiprocessor to itself
 };

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "../../cuda/context.h"
-#include "between.h"
-#include "general.h"
-#include "routing.h"
+#include "choose.h"
+#include "general/kernels.h"
 #include "rows/launch.h"
+#include "update.h"
 
 namespace capsfast::cuda {
 
@@ -73,7 +73,7 @@ class Call {
         plan(plan_general<T>(problem, context.multiprocessors())),
         squash{problem.squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
         like_(like) {
-    if (std::is_same_v<T, float> && rows::why_no_rows(problem) == nullptr)
+    if (std::is_same_v<T, float> && why_no_rows(problem) == nullptr)
       by_rows.emplace(p, in, backward, with_coupling, context);
   }
 
@@ -144,24 +144,24 @@ class Call {
   // Launches pass n alone. rows: the normaliser [B, I] of the softmax over the output capsules, if a tile does not hold
   // all of them.
   template <bool kBackward, class Steps>
-  void reduce(const Steps& steps, int64_t n, const Normaliser<T>* rows = nullptr) const {
+  void accumulate(const Steps& steps, int64_t n, const Normaliser<T>* rows = nullptr) const {
     if (p.I == 0) return;
     if constexpr (std::is_same_v<T, float>) {
       if (by_rows) return static_cast<void>(by_rows->template accumulate<kBackward>(steps, n, n + 1, false));
     }
-    ReduceArgs<T> pass = steps.pass(n);
+    AccumulateArgs<T> pass = steps.pass(n);
     if (rows != nullptr) pass.norm = *rows;
-    general_reduce(pass);
+    general_accumulate(pass);
   }
 
   // By the general kernel. There are input capsules.
-  void general_reduce(const ReduceArgs<T>& pass) const {
-    kernels().reduce(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
+  void general_accumulate(const AccumulateArgs<T>& pass) const {
+    kernels().accumulate(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
   }
 
   // Computes the normaliser [B, I] of the softmax over the output capsules, if a tile does not hold all of them.
-  void rows(const RowsArgs<T>& args) const {
-    kernels().rows(args, {{divide_up(p.I, ReduceTile<T>::inputs), grid_rows(plan.tiles), 1}, context.stream()});
+  void row_norm(const RowNormArgs<T>& args) const {
+    kernels().row_norm(args, {{divide_up(p.I, AccumulateTile<T>::inputs), grid_rows(plan.tiles), 1}, context.stream()});
   }
 
   // Launches a kernel in which a warp has one output capsule of a sample at a time.
@@ -206,5 +206,49 @@ class Call {
   const Tensor& like_;
   std::vector<Tensor> memory_;
 };
+
+// What the gradient passes of all families share: du and dweight, or dvotes, and dlogits.
+inline bool wants_gradient(const Problem& p, const BackwardOutputs& out) {
+  return p.I > 0 && (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr);
+}
+
+// Runs the gradient pass and adds up its partial sums. The samples are cut into `parts`, each with its own sum of dweight
+// and dlogits. The input capsules are cut into `blocks`; if the weight is shared each has its own sum of dweight. args
+// lacks nothing but what it writes.
+template <class T, class Args, class Pass>
+void gradient_pass(Call<T>& call, const BackwardOutputs& out, Args args, int64_t parts, int64_t blocks,
+                   const Pass& pass) {
+  const Problem& p = call.p;
+  args.shared_weight = p.shared_weight;
+  if (!p.votes_given) args.du = operand(out.du, {p.B, p.I, p.K});
+  using Sum = std::remove_reference_t<decltype(args.dweight[0])>;
+  const int64_t weights = p.votes_given || out.dweight.data == nullptr ? 0 : out.weight_rows * p.J * p.D * p.K;
+  const int64_t weight_parts = parts * (p.shared_weight ? blocks : 1);
+  if (weights > 0) args.dweight = call.template scratch<Sum>(weight_parts * weights);
+  const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
+  if (logits > 0) args.dlogits = call.template scratch<double>(parts * logits);
+  if (out.per_sample_logits) args.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
+  pass(args);
+  if (weights > 0) call.join(args.dweight, weight_parts, weights, out.dweight);
+  if (logits > 0) call.join(args.dlogits, parts, logits, out.dlogits);
+}
+
+// The tiles of the kernels that take GradientArgs, and dvotes.
+template <class T>
+GradientArgs<T> gradient_args(const Problem& p, const BackwardOutputs& out) {
+  GradientArgs<T> args{};
+  args.outputs = GradientTile<T>::outputs_for(p.J, p.D);
+  args.components = GradientTile<T>::components_for(p.D);
+  if (p.votes_given) args.dvotes = operand(out.dweight, {p.B, p.I, p.J, p.D});
+  return args;
+}
+
+template <class T>
+void general_gradient(Call<T>& call, const BackwardOutputs& out, const GradientArgs<T>& general) {
+  const GeneralPlan& plan = call.plan;
+  gradient_pass(call, out, general, plan.gradient_splits, plan.gradient_blocks, [&](const GradientArgs<T>& args) {
+    call.kernels().gradient(args, {{plan.gradient_blocks, plan.gradient_splits, 1}, call.context.stream()});
+  });
+}
 
 }  // namespace capsfast::cuda

@@ -5,10 +5,7 @@
 
 #include <type_traits>
 
-#include "coupling.h"
-#include "general_plan.h"
-#include "order.h"
-#include "work.h"
+#include "warp.h"
 
 namespace capsfast::cuda {
 
@@ -23,7 +20,7 @@ struct Squashing {
   }
 };
 
-// Partial sums of a reducing pass, one for each segment of `work`. If max and total are there, each segment has weighted
+// Partial sums of a accumulating pass, one for each segment of `work`. If max and total are there, each segment has weighted
 // its input capsules with exp(b - max), where the largest logit b of that segment exceeds max by 8 at most, and total is
 // the sum of these weights.
 template <class T>
@@ -42,7 +39,7 @@ struct Parts {
 // Output capsule j of sample b, row = b J + j, and what this lane of its warp does: it is number `lane` of `lanes`
 // along the components, and number `slice` of `slices` among the lanes that share the segments. The lanes of slice 0
 // end with the sums over all segments and go on alone.
-struct Place {
+struct UpdateCoord {
   int64_t b, j, row;
   int lane, lanes, slice, slices;
 };
@@ -53,7 +50,7 @@ template <class F>
 CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
   const int warps = gpu::threads() / 32, thread = gpu::reread_thread_idx(), lane = thread % 32;
   const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y(), blocks = gpu::blocks_x() * gpu::blocks_y();
-  Place at;
+  UpdateCoord at;
   at.lanes = lanes_for(in.D / width);
   at.lane = lane % at.lanes;
   at.slice = lane / at.lanes;
@@ -70,7 +67,7 @@ template <class T>
 struct ColumnNorm {
   T max, scale;
 
-  static CAPSFAST_DEVICE ColumnNorm of(const Inputs& in, const Parts<T>& parts, const Place& at) {
+  static CAPSFAST_DEVICE ColumnNorm of(const Inputs& in, const Parts<T>& parts, const UpdateCoord& at) {
     const Work& work = parts.work;
     const int64_t lane = gpu::thread() % 32, first = work.first(at.b), end = work.end(at.b);
     T max = in.leaky ? T(0) : Extreme<T>::lowest;
@@ -89,8 +86,8 @@ struct ColumnNorm {
 // sum = components [d, d + kWidth) of the sum over the segments, in the lanes of slice 0. If `follows`, each segment has
 // its own maximum, and its part is rescaled to the common one, `max`. elements: of a sum, D or D + 1.
 template <int kWidth, class T>
-CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T>& parts, const Place& at, int64_t d,
-                               bool follows, T max, double (&sum)[kWidth]) {
+CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T>& parts, const UpdateCoord& at,
+                               int64_t d, bool follows, T max, double (&sum)[kWidth]) {
   const Work& work = parts.work;
   const int64_t end = work.end(at.b);
 #pragma unroll
@@ -138,10 +135,10 @@ CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
   return valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
 }
 
-// What the sums of a reducing pass are still to be multiplied with, and the maximum that they are relative to.
+// What the sums of a accumulating pass are still to be multiplied with, and the maximum that they are relative to.
 // unweighted, follows: the pass took every coefficient as 1, or as exp(b - max).
 template <class T>
-CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& parts, const Place& at, bool valid,
+CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& parts, const UpdateCoord& at, bool valid,
                                            bool unweighted, bool follows) {
   if (follows) return ColumnNorm<T>::of(in, parts, at);
   return {T(0), unweighted ? uniform<T>(in, at.b, valid) : T(1)};
@@ -162,7 +159,7 @@ struct OutputArgs {
 };
 
 template <class T, int kWidth>
-CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
+CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const UpdateCoord& at) {
   const Inputs& in = a.in;
   const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = in.softmax_in && !a.unweighted;
   const ColumnNorm<T> norm = norm_of_sums<T>(in, a.parts, at, valid, a.unweighted, follows);
@@ -202,7 +199,8 @@ CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const Place& at) {
 template <class T>
 CAPSFAST_DEVICE void make_outputs(const OutputArgs<T>& a) {
   with_width(a.in, a.parts, [&](auto width) {
-    for_outputs(a.in, decltype(width)::value, [&](const Place& at) { make_output<T, decltype(width)::value>(a, at); });
+    for_outputs(
+        a.in, decltype(width)::value, [&](const UpdateCoord& at) { make_output<T, decltype(width)::value>(a, at); });
   });
 }
 
@@ -225,7 +223,7 @@ struct RestoreArgs {
 };
 
 template <class T>
-CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const Place& at) {
+CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const UpdateCoord& at) {
   const Inputs& in = a.in;
   const bool valid = in.out_mask.at(at.b, at.j);
   const int64_t vectors = in.B * in.J * in.D, row = at.row * in.D, end = at.slice == 0 ? in.D : 0;
@@ -247,7 +245,7 @@ CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const Place& at) {
 
 template <class T>
 CAPSFAST_DEVICE void restore(const RestoreArgs<T>& a) {
-  for_outputs(a.in, 1, [&](const Place& at) { restore_output(a, at); });
+  for_outputs(a.in, 1, [&](const UpdateCoord& at) { restore_output(a, at); });
 }
 
 template <class T>
@@ -258,8 +256,8 @@ restore_kernel(RestoreArgs<T> a) {
 
 // `mean` and this lane's terms of sum_i coupling dcoupling.
 template <class T>
-CAPSFAST_DEVICE T add_coupling(const Inputs& in, const Place& at, const Operand& coupling, const Operand& dcoupling,
-                               T mean) {
+CAPSFAST_DEVICE T add_coupling(const Inputs& in, const UpdateCoord& at, const Operand& coupling,
+                               const Operand& dcoupling, T mean) {
   if (!dcoupling.data) return mean;
   const int64_t *c = coupling.stride, *dc = dcoupling.stride;
   for (int64_t i = gpu::thread() % 32; i < in.I; i += 32) {
@@ -270,7 +268,7 @@ CAPSFAST_DEVICE T add_coupling(const Inputs& in, const Place& at, const Operand&
 }
 
 // The step that computes ds_t from dv_t: the gradient of the output in the last iteration, else the sum G of the
-// reducing passes so far.
+// accumulating passes so far.
 template <class T>
 struct DifferentiateArgs {
   Inputs in;
@@ -287,7 +285,7 @@ struct DifferentiateArgs {
 };
 
 template <class T, int kWidth>
-CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const Place& at) {
+CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const UpdateCoord& at) {
   const Inputs& in = a.in;
   const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0;
   T n = T(0), s_dv = T(0);
@@ -335,8 +333,8 @@ CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const P
 template <class T>
 CAPSFAST_DEVICE void differentiate(const DifferentiateArgs<T>& a) {
   with_width(a.in, a.parts, [&](auto width) {
-    for_outputs(
-        a.in, decltype(width)::value, [&](const Place& at) { differentiate_output<T, decltype(width)::value>(a, at); });
+    for_outputs(a.in, decltype(width)::value,
+                [&](const UpdateCoord& at) { differentiate_output<T, decltype(width)::value>(a, at); });
   });
 }
 

@@ -1,51 +1,12 @@
 // The routing logits of a tile in shared memory, their softmax and its backward, for the general kernels.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
-#include "general_votes.h"
+#include "../warp.h"
+#include "votes.h"
 
 namespace capsfast::cuda {
-
-using gpu::Shared;
-
-// How many lanes share a dot product over D components: the smallest power of two >= D, at most 32.
-CAPSFAST_DEVICE int lanes_for(int64_t D) {
-  int lanes = 1;
-  while (lanes < D && lanes < 32) lanes *= 2;
-  return lanes;
-}
-
-// The sum over groups of `lanes` neighbouring lanes, in all of them.
-template <class T>
-CAPSFAST_DEVICE T lane_sum(T value, int lanes) {
-  for (int mask = lanes / 2; mask > 0; mask /= 2) value += gpu::shuffle_xor(value, mask);
-  return value;
-}
-
-template <class T>
-CAPSFAST_DEVICE T larger(T a, T b) {
-  return a > b ? a : b;
-}
-
-// What iteration t scores votes with. V [B, J, D] is the sum of the outputs before t, absent in the first iteration.
-// ds [B, J, D] is the gradient of s_t, absent in the forward. dcoupling [B, I, J] is added to dc, absent but in the
-// last iteration of a backward. A pass is one iteration: V is its query and ds the gradient of its first moment. dmass
-// [B, J], that of its mass, is added to dc. dlse [B, I] is that of the log-sum-exp over the output capsules.
-template <class T>
-struct Scoring {
-  Global<const T> V, ds;
-  Operand dcoupling, dmass, dlse;
-};
-
-// The normaliser of c = exp(b - max) scale, and mean = sum c dc. For the softmax over the output capsules there is one
-// for each row, an input capsule of a sample: arrays [B, I], absent if a block has all output capsules. For the softmax
-// over the input capsules there is one for each column, an output capsule of a sample: arrays [B, J].
-template <class T>
-struct Normaliser {
-  Global<const T> max, scale, mean;
-};
 
 // The scores of a tile: logits[pair][j] and, in the backward, dc[pair][j], where pair = input * kSamples + sample.
 // `pitch` is the distance between pairs.
@@ -155,21 +116,6 @@ CAPSFAST_DEVICE void add_rows(const Tile& tile, const Scores<T, kSamples>& score
     rows[pair * 3 + 1] = rows[pair * 3 + 1] * factor + sum;
     rows[pair * 3 + 2] = rows[pair * 3 + 2] * factor + mean;
   }
-}
-
-// exp(x) with half the instructions of std::exp. Rounding the product changes the result no more than rounding x does.
-CAPSFAST_DEVICE float exponential(float x) { return std::exp2(x * 1.44269504f); }
-
-// 1 / sum, or 0 if the sum is: then no logit is finite, and the coupling is to be 0.
-template <class T>
-CAPSFAST_DEVICE T inverse(T sum) {
-  return sum == T(0) ? T(0) : T(1) / sum;
-}
-
-// The log-sum-exp of what has this maximum and scale.
-template <class T>
-CAPSFAST_DEVICE T log_sum(T max, T scale) {
-  return scale == T(0) ? -Extreme<T>::infinity : max - std::log(scale);
 }
 
 // Turns rows [pair][3] into maximum, scale and mean.

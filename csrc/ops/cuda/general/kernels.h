@@ -1,9 +1,8 @@
 // The general kernels: any J, D and K, every option, every type.
 #pragma once
 
-#include "final.h"
-#include "general_plan.h"
-#include "reduce.h"
+#include "accumulate.h"
+#include "gradient.h"
 
 namespace capsfast::cuda {
 
@@ -15,13 +14,13 @@ struct Launch {
 
 template <class T>
 struct GeneralKernels {
-  void (*reduce)(const ReduceArgs<T>&, const Launch&);
-  void (*rows)(const RowsArgs<T>&, const Launch&);
-  void (*final)(const FinalArgs<T>&, const Launch&);
+  void (*accumulate)(const AccumulateArgs<T>&, const Launch&);
+  void (*row_norm)(const RowNormArgs<T>&, const Launch&);
+  void (*gradient)(const GradientArgs<T>&, const Launch&);
 };
 
-// The kernels for inputs of type E. votes: for route_votes. Each type has a file general_<type>.cu, so that types
-// compile in parallel.
+// The kernels for inputs of type E. votes: for route_votes. Each type has a file in ../instantiations, so
+// that types compile in parallel.
 template <class E>
 const GeneralKernels<typename WideOf<E>::type>& general_kernels(bool votes);
 

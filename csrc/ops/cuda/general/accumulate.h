@@ -1,34 +1,19 @@
-// The general reducing pass: sum_i c votes (forward) or sum_i db votes (backward), and for the pass ops sum_i c or
+// The general accumulating pass: sum_i c votes (forward) or sum_i db votes (backward), and for the pass ops sum_i c or
 // sum_i db beside them.
 //
 // A block has a tile of samples, a tile of output capsules and a split of the input capsules, over which it walks. It
 // reads a weight once for the samples of the tile. A thread has rows (j, d) of the sum, so that no two threads add to
-// one number. Partial sums are in double; the step after the pass adds them up in a fixed order (between.h).
+// one number. Partial sums are in double; the step after the pass adds them up in a fixed order (update.h).
 #pragma once
 
-#include "coupling.h"
-#include "general_plan.h"
+#include "plan.h"
+#include "scores.h"
 
 namespace capsfast::cuda {
 
 template <class T>
-struct ReduceArgs {
-  Inputs in;
-  Scoring<T> scoring;
-  Normaliser<T> norm;
-  bool unweighted;         // every coefficient is 1: the first iteration without logits
-  bool mass;               // a sum has one more element than D, that of the coefficients
-  Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
-  Global<float> sum_tile;  // the same for all kernels but the general ones
-  Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules of unknown normaliser
-  Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
-  Operand coupling;        // [B, I, J], written
-  Operand lse;             // [B, I], written: the log-sum-exp over the output capsules
-};
-
-template <class T>
-struct ReduceShared {
-  using Size = ReduceTile<T>;
+struct AccumulateShared {
+  using Size = AccumulateTile<T>;
   static constexpr int scores = Size::pairs * Size::outputs * static_cast<int>(sizeof(T));
   static constexpr int columns = Size::samples * Size::outputs;
   static constexpr int rows_at = 2 * scores, total_at = rows_at + Size::pairs * 4 * static_cast<int>(sizeof(T));
@@ -62,9 +47,9 @@ CAPSFAST_DEVICE void follow_maximum(const Tile& tile, const Scores<T, kSamples>&
 }
 
 template <class T, class E, bool kVotes>
-CAPSFAST_DEVICE void add_votes(const ReduceArgs<T>& a, const Tile& tile, int64_t split, bool first, bool rescale,
-                               Shared<T> factor, const Scores<T, ReduceTile<T>::samples>& scores) {
-  constexpr int kSamples = ReduceTile<T>::samples;
+CAPSFAST_DEVICE void add_votes(const AccumulateArgs<T>& a, const Tile& tile, int64_t split, bool first, bool rescale,
+                               Shared<T> factor, const Scores<T, AccumulateTile<T>::samples>& scores) {
+  constexpr int kSamples = AccumulateTile<T>::samples;
   const Inputs& in = a.in;
   const int64_t elements = in.D + a.mass, rows = tile.outputs * elements;
   const bool backward = static_cast<bool>(a.scoring.ds);
@@ -102,9 +87,9 @@ CAPSFAST_DEVICE void add_votes(const ReduceArgs<T>& a, const Tile& tile, int64_t
 }
 
 template <class T>
-CAPSFAST_DEVICE void write_coupling(const ReduceArgs<T>& a, const Tile& tile,
-                                    const Scores<T, ReduceTile<T>::samples>& scores) {
-  constexpr int kSamples = ReduceTile<T>::samples;
+CAPSFAST_DEVICE void write_coupling(const AccumulateArgs<T>& a, const Tile& tile,
+                                    const Scores<T, AccumulateTile<T>::samples>& scores) {
+  constexpr int kSamples = AccumulateTile<T>::samples;
   for (int n = gpu::thread(); n < tile.inputs * kSamples * tile.outputs; n += gpu::threads()) {
     const int out = n % tile.outputs, pair = n / tile.outputs, sample = pair % kSamples;
     if (sample >= tile.samples) continue;
@@ -116,8 +101,8 @@ CAPSFAST_DEVICE void write_coupling(const ReduceArgs<T>& a, const Tile& tile,
 
 // max - log scale, where `norm` or else `rows` has them, as for normalise().
 template <class T>
-CAPSFAST_DEVICE void write_lse(const ReduceArgs<T>& a, const Tile& tile, Shared<T> rows) {
-  constexpr int kSamples = ReduceTile<T>::samples;
+CAPSFAST_DEVICE void write_lse(const AccumulateArgs<T>& a, const Tile& tile, Shared<T> rows) {
+  constexpr int kSamples = AccumulateTile<T>::samples;
   for (int pair = gpu::thread(); pair < tile.inputs * kSamples; pair += gpu::threads()) {
     if (pair % kSamples >= tile.samples) continue;
     const int64_t b = tile.b0 + pair % kSamples, i = tile.i0 + pair / kSamples, at = b * a.in.I + i;
@@ -129,9 +114,9 @@ CAPSFAST_DEVICE void write_lse(const ReduceArgs<T>& a, const Tile& tile, Shared<
 
 template <class T, class E, bool kVotes>
 CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
-reduce_kernel(ReduceArgs<T> a) {
-  using Size = ReduceTile<T>;
-  using Memory = ReduceShared<T>;
+accumulate_kernel(AccumulateArgs<T> a) {
+  using Size = AccumulateTile<T>;
+  using Memory = AccumulateShared<T>;
   constexpr int kSamples = Size::samples;
   const Inputs& in = a.in;
   const Scores<T, kSamples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs),
@@ -181,7 +166,7 @@ reduce_kernel(ReduceArgs<T> a) {
 
 // A sweep over the output capsules, for a softmax over more of them than a tile has: computes its normaliser.
 template <class T>
-struct RowsArgs {
+struct RowNormArgs {
   Inputs in;
   Scoring<T> scoring;
   Global<T> max, scale, mean;  // [B, I], written; mean only if scoring has ds
@@ -189,9 +174,9 @@ struct RowsArgs {
 
 template <class T, class E, bool kVotes>
 CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
-rows_kernel(RowsArgs<T> a) {
-  using Size = ReduceTile<T>;
-  using Memory = ReduceShared<T>;
+row_norm_kernel(RowNormArgs<T> a) {
+  using Size = AccumulateTile<T>;
+  using Memory = AccumulateShared<T>;
   constexpr int kSamples = Size::samples;
   const Inputs& in = a.in;
   const Scores<T, kSamples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs),

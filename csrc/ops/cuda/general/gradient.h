@@ -1,17 +1,17 @@
-// The general last pass of the backward, for all iterations at once: du and dweight, or dvotes, and dlogits.
+// The general gradient pass of the backward, for all iterations at once: du and dweight, or dvotes, and dlogits.
 //
 // A block has some input capsules and a split of the samples. It writes du or dvotes, and dlogits [B, I, J], of these.
 // dweight and dlogits [I, J] are sums over samples: every split has its own, which no other block adds to, and these
 // are added up in a fixed order afterwards. With a shared weight every block has its own sum of dweight.
 #pragma once
 
-#include "coupling.h"
-#include "general_plan.h"
+#include "plan.h"
+#include "scores.h"
 
 namespace capsfast::cuda {
 
 template <class T>
-struct FinalArgs {
+struct GradientArgs {
   Inputs in;
   int64_t first, iterations;  // iterations [first, iterations) have gradients
   int64_t scored;             // the first one that scores with a V, for the general kernel
@@ -29,8 +29,8 @@ struct FinalArgs {
 };
 
 template <class T>
-struct FinalShared {
-  using Size = FinalTile<T>;
+struct GradientShared {
+  using Size = GradientTile<T>;
   static constexpr int unit = static_cast<int>(sizeof(T));
   static constexpr int scores = Size::pairs * Size::outputs * unit;
   static constexpr int rows_at = 2 * scores, dlogits_at = rows_at + Size::pairs * 4 * unit;
@@ -47,9 +47,9 @@ struct Piece {
 
 // dvotes [pair][row] += c ds[t] + db V[t]. Each thread has rows (j, d) of its own.
 template <class T>
-CAPSFAST_DEVICE void add_gradients(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t t,
-                                   const Scores<T, FinalTile<T>::samples>& scores, bool with_db, Shared<T> dvotes) {
-  using Size = FinalTile<T>;
+CAPSFAST_DEVICE void add_gradients(const GradientArgs<T>& a, const Tile& tile, const Piece& piece, int64_t t,
+                                   const Scores<T, GradientTile<T>::samples>& scores, bool with_db, Shared<T> dvotes) {
+  using Size = GradientTile<T>;
   const Inputs& in = a.in;
   const int rows = tile.outputs * piece.components;
   for (int row = gpu::thread(); row < rows; row += gpu::threads()) {
@@ -69,21 +69,21 @@ CAPSFAST_DEVICE void add_gradients(const FinalArgs<T>& a, const Tile& tile, cons
 }
 
 template <class T>
-CAPSFAST_DEVICE void add_dlogits(const FinalArgs<T>& a, const Tile& tile, int64_t t,
-                                 const Scores<T, FinalTile<T>::samples>& scores, Shared<T> dlogits) {
-  const int count = tile.inputs * FinalTile<T>::samples * tile.outputs;
+CAPSFAST_DEVICE void add_dlogits(const GradientArgs<T>& a, const Tile& tile, int64_t t,
+                                 const Scores<T, GradientTile<T>::samples>& scores, Shared<T> dlogits) {
+  const int count = tile.inputs * GradientTile<T>::samples * tile.outputs;
   for (int n = gpu::thread(); n < count; n += gpu::threads()) {
     const int pair = n / tile.outputs, at = pair * scores.pitch + n % tile.outputs;
-    if (pair % FinalTile<T>::samples >= tile.samples) continue;
+    if (pair % GradientTile<T>::samples >= tile.samples) continue;
     dlogits[at] =
         t == a.first ? static_cast<T>(scores.dc[at]) : static_cast<T>(dlogits[at]) + static_cast<T>(scores.dc[at]);
   }
 }
 
 template <class T>
-CAPSFAST_DEVICE void write_dlogits(const FinalArgs<T>& a, const Tile& tile, int64_t split, bool first, int pitch,
+CAPSFAST_DEVICE void write_dlogits(const GradientArgs<T>& a, const Tile& tile, int64_t split, bool first, int pitch,
                                    Shared<T> dlogits) {
-  constexpr int kSamples = FinalTile<T>::samples;
+  constexpr int kSamples = GradientTile<T>::samples;
   const Inputs& in = a.in;
   for (int n = gpu::thread(); n < tile.inputs * tile.outputs; n += gpu::threads()) {
     const int input = n / tile.outputs, out = n % tile.outputs;
@@ -103,8 +103,8 @@ CAPSFAST_DEVICE void write_dlogits(const FinalArgs<T>& a, const Tile& tile, int6
 }
 
 template <class T>
-CAPSFAST_DEVICE void write_dvotes(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, Shared<T> dvotes) {
-  using Size = FinalTile<T>;
+CAPSFAST_DEVICE void write_dvotes(const GradientArgs<T>& a, const Tile& tile, const Piece& piece, Shared<T> dvotes) {
+  using Size = GradientTile<T>;
   const int rows = tile.outputs * piece.components, count = tile.inputs * Size::samples * rows;
   for (int n = gpu::thread(); n < count; n += gpu::threads()) {
     const int row = n % rows, pair = n / rows, sample = pair % Size::samples;
@@ -119,9 +119,9 @@ CAPSFAST_DEVICE void write_dvotes(const FinalArgs<T>& a, const Tile& tile, const
 
 // du [pair][k] += sum of dvotes W over the rows (j, d) of the tile.
 template <class T, class E>
-CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, bool first, Shared<T> dvotes,
-                            Shared<T> du) {
-  using Size = FinalTile<T>;
+CAPSFAST_DEVICE void add_du(const GradientArgs<T>& a, const Tile& tile, const Piece& piece, bool first,
+                            Shared<T> dvotes, Shared<T> du) {
+  using Size = GradientTile<T>;
   const Global<const E> matrix = a.in.matrix.data.template as<const E>();
   const int64_t* stride = a.in.matrix.stride;
   const int rows = tile.outputs * piece.components;
@@ -134,7 +134,7 @@ CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece
       const int64_t from = i * stride[0] + tile.j0 * stride[1] + piece.d0 * stride[2] + (piece.k0 + k) * stride[3];
       for (int row = 0; row < rows; ++row) {
         sum += dvotes[pair * Size::rows + row] *
-               wide(matrix[from + row / piece.components * stride[1] + row % piece.components * stride[2]]);
+               widened(matrix[from + row / piece.components * stride[1] + row % piece.components * stride[2]]);
       }
     }
     const int to = pair * Size::columns + k;
@@ -144,9 +144,9 @@ CAPSFAST_DEVICE void add_du(const FinalArgs<T>& a, const Tile& tile, const Piece
 
 // dweight += sum of dvotes u over the samples of the tile.
 template <class T, class E>
-CAPSFAST_DEVICE void add_dweight(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split, bool first,
-                                 Shared<T> dvotes) {
-  using Size = FinalTile<T>;
+CAPSFAST_DEVICE void add_dweight(const GradientArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split,
+                                 bool first, Shared<T> dvotes) {
+  using Size = GradientTile<T>;
   const Inputs& in = a.in;
   const Global<const E> u = in.u.data.template as<const E>();
   const int rows = tile.outputs * piece.components, units = a.shared_weight ? 1 : tile.inputs,
@@ -162,7 +162,8 @@ CAPSFAST_DEVICE void add_dweight(const FinalArgs<T>& a, const Tile& tile, const 
       T here = T(0);
       for (int sample = 0; sample < tile.samples; ++sample) {
         if (valid >> sample & 1)
-          here += dvotes[(input * Size::samples + sample) * Size::rows + row] * wide(u[from + sample * in.u.stride[0]]);
+          here +=
+              dvotes[(input * Size::samples + sample) * Size::rows + row] * widened(u[from + sample * in.u.stride[0]]);
       }
       sum += static_cast<double>(here);
     }
@@ -173,8 +174,8 @@ CAPSFAST_DEVICE void add_dweight(const FinalArgs<T>& a, const Tile& tile, const 
 }
 
 template <class T>
-CAPSFAST_DEVICE void write_du(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, Shared<T> du) {
-  using Size = FinalTile<T>;
+CAPSFAST_DEVICE void write_du(const GradientArgs<T>& a, const Tile& tile, const Piece& piece, Shared<T> du) {
+  using Size = GradientTile<T>;
   for (int n = gpu::thread(); n < tile.inputs * Size::samples * piece.columns; n += gpu::threads()) {
     const int k = n % piece.columns, pair = n / piece.columns;
     if (pair % Size::samples >= tile.samples) continue;
@@ -186,7 +187,7 @@ CAPSFAST_DEVICE void write_du(const FinalArgs<T>& a, const Tile& tile, const Pie
 
 // Sets what iteration t scores with and its normaliser.
 template <class T>
-CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc, Scoring<T>* scoring,
+CAPSFAST_DEVICE void at_iteration(const GradientArgs<T>& a, int64_t t, bool with_dc, Scoring<T>* scoring,
                                   Normaliser<T>* norm) {
   const Inputs& in = a.in;
   const int64_t vectors = in.B * in.J * in.D, scalars = in.softmax_in ? in.B * in.J : in.B * in.I;
@@ -208,10 +209,10 @@ CAPSFAST_DEVICE void at_iteration(const FinalArgs<T>& a, int64_t t, bool with_dc
 // All gradients of a piece of a tile: dvotes of all iterations first, then what follows from them. first_samples and
 // first_dweight: sums start here, so memory is overwritten instead of added to.
 template <class T, class E, bool kVotes>
-CAPSFAST_DEVICE void finish_piece(const FinalArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split,
+CAPSFAST_DEVICE void finish_piece(const GradientArgs<T>& a, const Tile& tile, const Piece& piece, int64_t split,
                                   bool first_samples, bool first_dweight) {
-  using Size = FinalTile<T>;
-  using Memory = FinalShared<T>;
+  using Size = GradientTile<T>;
+  using Memory = GradientShared<T>;
   const Scores<T, Size::samples> scores{gpu::shared<T>(0, Size::pairs * Size::outputs),
                                         gpu::shared<T>(Memory::scores, Size::pairs * Size::outputs), Size::outputs};
   const Shared<T> rows = gpu::shared<T>(Memory::rows_at, Size::pairs * 3),
@@ -241,10 +242,10 @@ CAPSFAST_DEVICE void finish_piece(const FinalArgs<T>& a, const Tile& tile, const
 
 template <class T, class E, bool kVotes>
 CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
-final_kernel(FinalArgs<T> a) {
-  using Size = FinalTile<T>;
+gradient_kernel(GradientArgs<T> a) {
+  using Size = GradientTile<T>;
   const Inputs& in = a.in;
-  const Shared<T> du = gpu::shared<T>(FinalShared<T>::du_at, Size::pairs * Size::columns);
+  const Shared<T> du = gpu::shared<T>(GradientShared<T>::du_at, Size::pairs * Size::columns);
   const int64_t split = gpu::block_y(), tiles = (in.B + Size::samples - 1) / Size::samples;
   const int64_t tile_begin = tiles * split / gpu::blocks_y(), tile_end = tiles * (split + 1) / gpu::blocks_y();
   const auto least = [](int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); };

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "operands.h"
+#include "../params.h"
 
 namespace capsfast::cuda {
 
@@ -39,7 +39,7 @@ struct Votes {
       for (int n = 0; n < kSamples; ++n) {
         votes[n] = T(0);
         if (valid >> n & 1)
-          votes[n] = wide(matrix[(tile.b0 + n) * stride[0] + i * stride[1] + j * stride[2] + d * stride[3]]);
+          votes[n] = widened(matrix[(tile.b0 + n) * stride[0] + i * stride[1] + j * stride[2] + d * stride[3]]);
       }
     } else {
       const Global<const E> u = in.u.data.as<const E>();
@@ -49,10 +49,10 @@ struct Votes {
       for (int n = 0; n < kSamples; ++n) votes[n] = T(0);
       if (valid == 0) return;
       for (int64_t k = 0; k < in.K; ++k) {
-        const T w = wide(matrix[row + k * stride[3]]);
+        const T w = widened(matrix[row + k * stride[3]]);
 #pragma unroll
         for (int n = 0; n < kSamples; ++n) {
-          if (valid >> n & 1) votes[n] += w * wide(u[capsule + n * in.u.stride[0] + k * in.u.stride[2]]);
+          if (valid >> n & 1) votes[n] += w * widened(u[capsule + n * in.u.stride[0] + k * in.u.stride[2]]);
         }
       }
     }

@@ -1,14 +1,14 @@
-// The steps before and after the reducing pass of a pass op, on arrays [.., B, J, D]. As those of between.h they give a
+// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As those of update.h they give a
 // warp one output capsule of a sample at a time.
 #pragma once
 
-#include "between.h"
+#include "update.h"
 
 namespace capsfast::cuda {
 
 // A lane's components of `to` [B, J, D], 0 where `from` is absent or the output capsule is masked, whatever it holds.
 template <class T>
-CAPSFAST_DEVICE void load_output(const Inputs& in, const Place& at, const Operand& from, const Global<T>& to) {
+CAPSFAST_DEVICE void load_output(const Inputs& in, const UpdateCoord& at, const Operand& from, const Global<T>& to) {
   const bool counts = from.data && in.out_mask.at(at.b, at.j);
   const int64_t* stride = from.stride;
   for (int64_t d = gpu::thread() % 32; d < in.D; d += 32) {
@@ -27,7 +27,7 @@ struct QueryArgs {
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 query_kernel(QueryArgs<T> a) {
-  for_outputs(a.in, 1, [&](const Place& at) { load_output(a.in, at, a.query, a.V); });
+  for_outputs(a.in, 1, [&](const UpdateCoord& at) { load_output(a.in, at, a.query, a.V); });
 }
 
 // The step that makes ds of the gradient of the first moment and, for the softmax over the input capsules, sums up
@@ -44,7 +44,7 @@ struct MomentGradientArgs {
 };
 
 template <class T>
-CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const Place& at) {
+CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const UpdateCoord& at) {
   const Inputs& in = a.in;
   const int lane = gpu::thread() % 32;
   load_output(in, at, a.dfirst, a.ds);
@@ -63,10 +63,10 @@ CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 moment_gradient_kernel(MomentGradientArgs<T> a) {
-  for_outputs(a.in, 1, [&](const Place& at) { differentiate_moments(a, at); });
+  for_outputs(a.in, 1, [&](const UpdateCoord& at) { differentiate_moments(a, at); });
 }
 
-// The step that adds up the sums of a reducing pass with mass: the moments, or dquery and dprior.
+// The step that adds up the sums of a accumulating pass with mass: the moments, or dquery and dprior.
 template <class T>
 struct MomentArgs {
   Inputs in;
@@ -78,7 +78,7 @@ struct MomentArgs {
 };
 
 template <class T>
-CAPSFAST_DEVICE void add_moments(const MomentArgs<T>& a, const Place& at) {
+CAPSFAST_DEVICE void add_moments(const MomentArgs<T>& a, const UpdateCoord& at) {
   const Inputs& in = a.in;
   const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = a.max && !a.unweighted;
   const ColumnNorm<T> norm = norm_of_sums<T>(in, a.parts, at, valid, a.unweighted, follows);
@@ -103,7 +103,7 @@ CAPSFAST_DEVICE void add_moments(const MomentArgs<T>& a, const Place& at) {
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 moment_kernel(MomentArgs<T> a) {
-  for_outputs(a.in, 1, [&](const Place& at) { add_moments(a, at); });
+  for_outputs(a.in, 1, [&](const UpdateCoord& at) { add_moments(a, at); });
 }
 
 }  // namespace capsfast::cuda

@@ -1,4 +1,4 @@
-#include "general.inl"
+#include "../general/kernels.inl"
 
 namespace capsfast::cuda {
 

@@ -1,0 +1,58 @@
+// Which family of kernels serves a call, and why another does not. The first that serves it takes it:
+//
+//   rows      votes of few output capsules, made on tensor cores: a warp has whole samples
+//   votes     votes that are given and fit the shared memory of a cluster
+//   general   everything: any J, D and K, any strides, float64, and passes of their own
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../routing.h"
+
+namespace capsfast::cuda {
+
+// Null if the rows family serves the call, else the reason why not. capsfast/ops/dynamic_routing.py says the same.
+inline const char* why_no_rows(const Problem& p) {
+  if (p.votes_given) return "votes are given";
+  if (p.moments) return "it is a pass of its own, with mass";
+  if (p.u.storage == Storage::f64) return "tensor cores multiply in 32 bits at most";
+  if (p.empty()) return "there are no votes";
+  if (p.K > 16) return "K is larger than 16";
+  if (p.D > 16) return "D is larger than 16";
+  if (p.J > 12) return "J is larger than 12";
+  if (std::max(p.B, p.I) > INT32_MAX / 2) return "B or I is too large";
+  const int64_t* stride = p.weight.stride;
+  const auto dense = [](int64_t length, int64_t at, int64_t wanted) { return length == 1 || at == wanted; };
+  if (!dense(p.K, stride[3], 1) || !dense(p.D, stride[2], p.K) || !dense(p.J, stride[1], p.K * p.D))
+    return "the weight is not contiguous";
+  return nullptr;
+}
+
+// The smallest power of two >= n.
+inline int64_t power_of_two_from(int64_t n) {
+  int64_t power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+// Null if the kernels for votes serve the call, else the reason why not.
+inline const char* why_not_votes(const Problem& p) {
+  if (!p.votes_given) return "votes are made";
+  if (p.moments) return "it is a pass of its own, with mass";
+  if (p.votes.storage == Storage::f64) return "sums are formed in float32";
+  if (p.empty()) return "there are no votes";
+  if (p.D % 4 != 0 || p.D > 128) return "D is not a multiple of 4, or too large";
+  if (p.J * power_of_two_from(p.D / 4) > 512) return "J times D is too large";
+  return nullptr;
+}
+
+// Null if the kernels serve the pass, else what they lack.
+inline const char* why_no_pass(const Problem& p) {
+  if (p.quadratic) return "precision, center or second moments";
+  if (p.activation.data != nullptr) return "an activation";
+  if (p.normalize != Normalize::out && p.normalize != Normalize::in) return "normalize 'sigmoid', 'none' or 'lse'";
+  return nullptr;
+}
+
+}  // namespace capsfast::cuda

@@ -1,0 +1,215 @@
+// The arguments of a call as kernels take them: tensors with their strides, sizes, options; the order of vectors that
+// kernels write for each other, and how the work of a pass is dealt out.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "../../cuda/device.h"
+#include "../../math/half.h"
+#include "../routing.h"
+
+namespace capsfast::cuda {
+
+using gpu::Global;
+
+// 16-bit elements as they are stored. Their sums are formed in float (see WideOf).
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class T>
+struct Extreme {
+  static constexpr T lowest = std::numeric_limits<T>::lowest(), infinity = std::numeric_limits<T>::infinity();
+};
+
+template <class E>
+struct WideOf {
+  using type = float;
+};
+template <>
+struct WideOf<double> {
+  using type = double;
+};
+
+CAPSFAST_DEVICE float widened(float x) { return x; }
+CAPSFAST_DEVICE double widened(double x) { return x; }
+CAPSFAST_DEVICE float widened(BFloat16 x) { return bf16_to_float(x.bits); }
+CAPSFAST_DEVICE float widened(Float16 x) { return half_to_float(x.bits); }
+
+// kCount neighbouring elements that are loaded or stored at once.
+template <class E, int kCount>
+struct alignas(kCount * sizeof(E)) Run {
+  E value[kCount];
+};
+
+// A tensor whose element type is known only at run time; strides in elements. `data` is null if it is absent.
+struct Operand {
+  Global<unsigned char> data;
+  Storage storage = Storage::f32;
+  int64_t stride[4] = {0, 0, 0, 0};
+
+  template <class T>
+  CAPSFAST_DEVICE T read(int64_t at) const {
+    switch (storage) {
+      case Storage::f32:
+        return static_cast<T>(data.as<float>()[at]);
+      case Storage::f64:
+        return static_cast<T>(data.as<double>()[at]);
+      case Storage::bf16:
+        return static_cast<T>(widened(data.as<BFloat16>()[at]));
+      case Storage::f16:
+        return static_cast<T>(widened(data.as<Float16>()[at]));
+    }
+    return T(0);
+  }
+  template <class T>
+  CAPSFAST_DEVICE void write(int64_t at, T value) const {
+    switch (storage) {
+      case Storage::f32:
+        data.as<float>()[at] = static_cast<float>(value);
+        return;
+      case Storage::f64:
+        data.as<double>()[at] = static_cast<double>(value);
+        return;
+      case Storage::bf16:
+        data.as<BFloat16>()[at] = {float_to_bf16(static_cast<float>(value))};
+        return;
+      case Storage::f16:
+        data.as<Float16>()[at] = {float_to_half(static_cast<float>(value))};
+        return;
+    }
+  }
+};
+
+// A bool matrix. If `data` is null everything is valid.
+struct Mask {
+  Global<const uint8_t> data;
+  int64_t stride[2] = {0, 0};
+
+  CAPSFAST_DEVICE bool at(int64_t row, int64_t column) const {
+    return !data || data[row * stride[0] + column * stride[1]] != 0;
+  }
+};
+
+// The inputs of a call. `matrix` is the weight [I, J, D, K], whose stride over I is 0 if it is shared, or for
+// route_votes the votes [B, I, J, D].
+struct Inputs {
+  int64_t B, I, J, D, K;
+  bool softmax_in, leaky;
+  Operand u, matrix;    // u [B, I, K], absent for route_votes
+  Operand logits;       // [B, I, J]
+  Operand prior;        // [B, J], added to the logits; of a pass alone
+  Mask mask, out_mask;  // [B, I], [B, J]
+};
+
+// The column (j, d) of votes that is the n-th, 0 <= n < 8, of a tile: see rows/layout.h.
+struct Component {
+  int j, d;
+};
+
+CAPSFAST_HOST_DEVICE constexpr Component component_of(int tiles, int tile, int n) {
+  const int quad = n / 2, e = n % 2, G = tile / 8, t = tile % 8;
+  if (G < tiles / 8) return {4 * G + quad, 2 * t + e};
+  return {4 * G + quad / 2, 4 * t + 2 * (quad % 2) + e};
+}
+
+// The tile and the n of a column: the inverse of component_of.
+struct TileColumn {
+  int tile, n;
+};
+
+CAPSFAST_HOST_DEVICE constexpr TileColumn tile_column_of(int tiles, int j, int d) {
+  const int G = j / 4;
+  if (G < tiles / 8) return {8 * G + d / 2, 2 * (j % 4) + d % 2};
+  return {8 * G + d / 4, 4 * (j % 4) + d % 4};
+}
+
+// [B, J, D] or, if `tiles` is not 0, the order in which the rows family reads them: [B / 16][tiles][32 lanes][4], of
+// which what is padding is 0.
+struct VectorOrder {
+  int64_t J, D;
+  int tiles;
+
+  CAPSFAST_HOST_DEVICE int64_t size(int64_t B) const { return tiles == 0 ? B * J * D : (B + 15) / 16 * tiles * 128; }
+  CAPSFAST_HOST_DEVICE bool padded(int64_t B) const { return tiles != 0 && size(B) != B * J * D; }
+  CAPSFAST_HOST_DEVICE int64_t at(int64_t b, int64_t j, int64_t d) const {
+    if (tiles == 0) return (b * J + j) * D + d;
+    const TileColumn column = tile_column_of(tiles, static_cast<int>(j), static_cast<int>(d));
+    const int64_t lane = b % 8 * 4 + column.n / 2;
+    return ((b / 16 * tiles + column.tile) * 32 + lane) * 4 + b % 16 / 8 * 2 + column.n % 2;
+  }
+};
+
+// Samples are cut into groups, and all pairs (group, input capsule), those of a group side by side, are one row that is
+// cut into `units` equal parts, one for each cluster of blocks that the device runs at the same time. So every batch
+// fills the device, and all of a pass runs at once. What a unit has of a group is a segment; a unit whose part crosses
+// from one group to the next has two of them, or more. Each segment has one partial sum.
+struct Work {
+  int64_t I, group, groups, units;  // group: samples of a group
+
+  CAPSFAST_HOST_DEVICE int64_t begin(int64_t unit) const { return groups * I * unit / units; }
+  // The unit that has pair n.
+  CAPSFAST_HOST_DEVICE int64_t unit_of(int64_t n) const { return ((n + 1) * units - 1) / (groups * I); }
+  // Segments are numbered along the row: a border between units or groups adds one.
+  CAPSFAST_HOST_DEVICE int64_t segment(int64_t unit, int64_t g) const { return unit + g; }
+  CAPSFAST_HOST_DEVICE int64_t segments() const { return units > 0 ? units + groups - 1 : 0; }
+
+  // The segments [first, end) of the group of sample b, and the row of output capsule j of that sample in arrays
+  // [segments, group, J].
+  CAPSFAST_HOST_DEVICE int64_t first(int64_t b) const {
+    const int64_t g = b / group;
+    return units > 0 ? segment(unit_of(g * I), g) : 0;
+  }
+  CAPSFAST_HOST_DEVICE int64_t end(int64_t b) const {
+    const int64_t g = b / group;
+    return units > 0 ? segment(unit_of((g + 1) * I - 1), g) + 1 : 0;
+  }
+  CAPSFAST_HOST_DEVICE int64_t row(int64_t segment, int64_t b, int64_t j, int64_t J) const {
+    return (segment * group + b % group) * J + j;
+  }
+};
+
+// What iteration t scores votes with. V [B, J, D] is the sum of the outputs before t, absent in the first iteration.
+// ds [B, J, D] is the gradient of s_t, absent in the forward. dcoupling [B, I, J] is added to dc, absent but in the
+// last iteration of a backward. A pass is one iteration: V is its query and ds the gradient of its first moment. dmass
+// [B, J], that of its mass, is added to dc. dlse [B, I] is that of the log-sum-exp over the output capsules.
+template <class T>
+struct Scoring {
+  Global<const T> V, ds;
+  Operand dcoupling, dmass, dlse;
+};
+
+// The normaliser of c = exp(b - max) scale, and mean = sum c dc. For the softmax over the output capsules there is one
+// for each row, an input capsule of a sample: arrays [B, I], absent if a block has all output capsules. For the softmax
+// over the input capsules there is one for each column, an output capsule of a sample: arrays [B, J].
+template <class T>
+struct Normaliser {
+  Global<const T> max, scale, mean;
+};
+
+// One pass that accumulates sum_i c votes or, in the backward, sum_i db votes.
+template <class T>
+struct AccumulateArgs {
+  Inputs in;
+  Scoring<T> scoring;
+  Normaliser<T> norm;
+  bool unweighted;         // every coefficient is 1: the first iteration without logits
+  bool mass;               // a sum has one more element than D, that of the coefficients
+  Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
+  Global<float> sum_tile;  // the same for all kernels but the general ones
+  Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules of unknown normaliser
+  Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
+  Operand coupling;        // [B, I, J], written
+  Operand lse;             // [B, I], written: the log-sum-exp over the output capsules
+};
+
+// Of a block of the general kernels, and of the steps between the passes.
+constexpr int kThreads = 128;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace capsfast::cuda

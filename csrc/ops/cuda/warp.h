@@ -1,0 +1,49 @@
+// Small things that the kernels of all families use: sums over lanes, exponentials.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "params.h"
+
+namespace capsfast::cuda {
+
+using gpu::Shared;
+
+// How many lanes share a dot product over D components: the smallest power of two >= D, at most 32.
+CAPSFAST_DEVICE int lanes_for(int64_t D) {
+  int lanes = 1;
+  while (lanes < D && lanes < 32) lanes *= 2;
+  return lanes;
+}
+
+// The sum over groups of `lanes` neighbouring lanes, in all of them.
+template <class T>
+CAPSFAST_DEVICE T lane_sum(T value, int lanes) {
+  for (int mask = lanes / 2; mask > 0; mask /= 2) value += gpu::shuffle_xor(value, mask);
+  return value;
+}
+
+template <class T>
+CAPSFAST_DEVICE T larger(T a, T b) {
+  return a > b ? a : b;
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// exp(x) with half the instructions of std::exp. Rounding the product changes the result no more than rounding x does.
+CAPSFAST_DEVICE float exponential(float x) { return gpu::exp2(x * kLog2E); }
+
+// 1 / sum, or 0 if the sum is: then no logit is finite, and the coupling is to be 0.
+template <class T>
+CAPSFAST_DEVICE T inverse(T sum) {
+  return sum == T(0) ? T(0) : T(1) / sum;
+}
+
+// The log-sum-exp of what has this maximum and scale.
+template <class T>
+CAPSFAST_DEVICE T log_sum(T max, T scale) {
+  return scale == T(0) ? -Extreme<T>::infinity : max - std::log(scale);
+}
+
+}  // namespace capsfast::cuda
