@@ -1,4 +1,4 @@
-#include "../general/kernels.inl"
+#include "../general/kernels.h"
 
 namespace capsfast::cuda {
 

@@ -1,4 +1,4 @@
-#include "../rows/kernels.inl"
+#include "../rows/kernels.h"
 
 namespace capsfast::cuda::rows {
 

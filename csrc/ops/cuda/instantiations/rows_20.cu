@@ -1,7 +1,9 @@
-#include "../rows/kernels.inl"
+#include "../rows/kernels.h"
 
 namespace capsfast::cuda::rows {
 
+template Kernels plain_kernels<20, 1, true>();
+template Kernels plain_kernels<20, 1, false>();
 template Kernels plain_kernels<20, 2, true>();
 template Kernels plain_kernels<20, 2, false>();
 

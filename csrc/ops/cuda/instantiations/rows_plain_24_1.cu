@@ -1,8 +1,0 @@
-#include "../rows/kernels.inl"
-
-namespace capsfast::cuda::rows {
-
-template Kernels plain_kernels<24, 1, true>();
-template Kernels plain_kernels<24, 1, false>();
-
-}  // namespace capsfast::cuda::rows

@@ -1,7 +1,0 @@
-#include "../votes/kernels.inl"
-
-namespace capsfast::cuda {
-
-template VotesKernels votes_kernels<BFloat16>(Exchange, int);
-
-}  // namespace capsfast::cuda

@@ -1,7 +1,0 @@
-#include "../votes/kernels.inl"
-
-namespace capsfast::cuda {
-
-template VotesKernels votes_kernels<float>(Exchange, int);
-
-}  // namespace capsfast::cuda
