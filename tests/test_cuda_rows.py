@@ -125,6 +125,7 @@ def test_clusters_add_up_their_sums() -> None:
     ran = emulator.take_launches(ways=True)
     assert ran["rows::AccumulateArgs cluster4 cooperative"] == 2
     assert ran["rows::GradientArgs cluster4"] == 1
+    assert "JoinArgs" not in ran  # the sums of all samples are one, and go where dweight is
 
 
 @pytest.mark.parametrize(

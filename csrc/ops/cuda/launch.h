@@ -224,12 +224,15 @@ void gradient_pass(Call<T>& call, const BackwardOutputs& out, Args args, int64_t
   using Sum = std::remove_reference_t<decltype(args.dweight[0])>;
   const int64_t weights = p.votes_given || out.dweight.data == nullptr ? 0 : out.weight_rows * p.J * p.D * p.K;
   const int64_t weight_parts = parts * (p.shared_weight ? blocks : 1);
-  if (weights > 0) args.dweight = call.template scratch<Sum>(weight_parts * weights);
+  const bool direct = weight_parts == 1 && std::is_same_v<Sum, float> && out.dweight.storage == Storage::f32;
+  if (weights > 0)
+    args.dweight = direct ? Global<Sum>(static_cast<Sum*>(out.dweight.data), weights)
+                          : call.template scratch<Sum>(weight_parts * weights);
   const int64_t logits = out.dlogits.data != nullptr && !out.per_sample_logits ? p.I * p.J : 0;
   if (logits > 0) args.dlogits = call.template scratch<double>(parts * logits);
   if (out.per_sample_logits) args.dlogits_sample = operand(out.dlogits, {p.B, p.I, p.J});
   pass(args);
-  if (weights > 0) call.join(args.dweight, weight_parts, weights, out.dweight);
+  if (weights > 0 && !direct) call.join(args.dweight, weight_parts, weights, out.dweight);
   if (logits > 0) call.join(args.dlogits, parts, logits, out.dlogits);
 }
 
