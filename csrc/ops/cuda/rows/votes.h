@@ -109,16 +109,4 @@ CAPSFAST_DEVICE void clear(Accumulator (&x)[Tr::tiles]) {
   for (int tile = 0; tile < Tr::tiles; ++tile) x[tile][0] = x[tile][1] = x[tile][2] = x[tile][3] = 0.0f;
 }
 
-// Calls f(tile, column, row) for this lane's columns 2 quad and samples `group` and `group` + 8 of each tile: the two
-// accumulators from 2 row on are components column.d and column.d + 1 of output capsule column.j.
-template <class Tr, class F>
-CAPSFAST_DEVICE void each_pair(const ThreadCoord& at, const F& f) {
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
-    const Component column = component_of(Tr::tiles, tile, 2 * at.quad);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) f(tile, column, row);
-  }
-}
-
 }  // namespace capsfast::cuda::rows
