@@ -351,7 +351,11 @@ template <class Args>
   allow_shared(kernel, shared_bytes);
   const Launching launching(grid, threads, shared_bytes, stream, together);
   const cudaError_t code = cudaLaunchKernelEx(&launching.config(), kernel, args);
-  if (together.grid && (code == cudaErrorCooperativeLaunchTooLarge || code == cudaErrorNotSupported)) {
+  // A driver that has no cooperative launches of clusters may call their attributes invalid.
+  const bool refused =
+      code == cudaErrorCooperativeLaunchTooLarge || code == cudaErrorNotSupported ||
+      (together.cluster > 1 && (code == cudaErrorInvalidConfiguration || code == cudaErrorInvalidValue));
+  if (together.grid && refused) {
     static_cast<void>(cudaGetLastError());  // clears the error, which a later check would report
     return false;
   }
