@@ -175,6 +175,7 @@ TOGETHER = tuple(
         "cli_train",
         "cli_train_endings",
         "cuda_resources",
+        "cuda_sass",
         "distributed",
         "distributed_routing",
         "sharding",

@@ -37,6 +37,8 @@ RIGHT = {
     "words": NUMBERS,
     "again": NUMBERS.reshape(-1, 2)[:, ::-1] + NUMBERS.reshape(-1, 2),
     "remote": BLOCKS[1::-1],
+    "ahead": np.roll(NUMBERS, -1) + np.roll(NUMBERS, -5),
+    "ahead remote": BLOCKS[1::-1],
 }
 
 
@@ -116,6 +118,33 @@ def test_faults_between_blocks_are_found(kernel: str, fault: str, message: str) 
     ],
 )
 def test_faults_of_copies_are_found(kernel: str, fault: str, message: str) -> None:
+    check_found(kernel, fault, message, size=RIGHT[kernel].size)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault", "message"),
+    [
+        ("ahead", "read on its way", "read of shared memory that belongs to a copy that was not waited for"),
+        ("ahead", "waited for too late", "read of shared memory that belongs to a copy that was not waited for"),
+        ("ahead", "overwritten on its way", "write of shared memory that belongs to a copy that was not waited for"),
+        ("ahead", "copied twice", "overwriting of shared memory that belongs to a copy that was not waited for"),
+        ("ahead", "copies overlap", "race: copy to shared memory that thread"),
+        ("ahead", "one thread does not wait", "read of shared memory that belongs to a copy that was not waited for"),
+        ("ahead", "waited for after the barrier", "shared memory that "),  # is written, read, or is for the copies
+        ("ahead", "missing barrier", "shared memory that "),
+        ("ahead", "copied over too soon", "shared memory that "),
+        ("ahead", "written just before", "race: copy to shared memory that thread"),
+        ("ahead", "left on its way", "a block leaves with a copy that was not waited for"),
+        ("ahead", "source overwritten", "the source of a copy changes on its way"),
+        ("ahead", "source not aligned", "a copy that is not aligned to 16 bytes"),
+        ("ahead", "destination not aligned", "a copy that is not aligned to 16 bytes"),
+        ("ahead", "beyond the source", "index 61 of 64 elements in memory"),
+        ("ahead", "before the source", "index -4 of 64 elements in memory"),
+        ("ahead", "beyond the destination", "index 64 of 64 elements in shared memory"),
+        ("ahead remote", "waited for after the barrier", "belonged to a copy that was not waited for at the last"),
+    ],
+)
+def test_faults_of_copies_that_threads_start_for_themselves_are_found(kernel: str, fault: str, message: str) -> None:
     check_found(kernel, fault, message, size=RIGHT[kernel].size)
 
 

@@ -32,6 +32,7 @@ void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const
   for (size_t n = 0; n < threads; ++n) {
     states_[n]->wait = Wait::none;
     states_[n]->exchanges = 0;
+    states_[n]->ahead.clear();
     states_[n]->fiber.start(&Block::entry, this);
   }
 }
@@ -208,22 +209,21 @@ void Block::wait_for_copy(const Stage& stage, int line) {
   copying_.arrive(stage, thread_);
 }
 
-// A GPU may write the bytes at any time until the thread has waited. So the copy counts as a write now and as one more
-// then, and what is there in between is nobody's.
+// A GPU may write the bytes at any time until the thread has waited, so no thread may access them before. Then they count
+// as written by this thread.
 void Block::copy_ahead(unsigned char* to, const unsigned char* from) {
   constexpr size_t kBytes = sizeof(Ahead::bytes);
   if (memory_.offset(to) % kBytes != 0 || reinterpret_cast<uintptr_t>(from) % kBytes != 0)
     fault("a copy that is not aligned to 16 bytes");
-  writes(to, kBytes);
-  Ahead copy{to, from, {}};
+  Ahead copy{to, from, {}, memory_.expect(to, kBytes, now(), memory_.epoch(), "a copy that was not waited for")};
   std::memcpy(copy.bytes, from, kBytes);
-  std::memset(to, 0xFF, kBytes);
   state().ahead.push_back(copy);
 }
 
 void Block::copies_wait() {
   for (const Ahead& copy : state().ahead) {
     if (std::memcmp(copy.from, copy.bytes, sizeof(copy.bytes)) != 0) fault("the source of a copy changes on its way");
+    memory_.seen_by_all(copy.name);
     writes(copy.to, sizeof(copy.bytes));
     std::memcpy(copy.to, copy.bytes, sizeof(copy.bytes));
   }

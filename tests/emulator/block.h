@@ -80,11 +80,12 @@ class Block {
 
  private:
   [[noreturn]] static void no_launch();
-  // A copy of copy_ahead() that was not waited for: what the source held when it was started.
+  // A copy of copy_ahead() that was not waited for.
   struct Ahead {
     unsigned char* to;
     const unsigned char* from;
-    unsigned char bytes[16];
+    unsigned char bytes[16];  // of the source when the copy was started
+    uint32_t name;            // its arrival in memory_
   };
   struct State {
     Fiber fiber;

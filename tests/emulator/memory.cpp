@@ -108,6 +108,8 @@ void Memory::read_remotely(const void* where, size_t size, int rank) {
 
 uint32_t Memory::expect(const void* where, size_t size, const Moment& now, uint32_t written_before, const char* what) {
   const uint32_t name = first_arrival_ + static_cast<uint32_t>(arrivals_.size());
+  // Before a fault: the name that some shadows have by then must not be given again.
+  arrivals_.push_back({what});
   each(where, size, [&](Shadow& here) {
     check_seen(here, now.thread, "overwriting");
     if (here.writer.epoch >= written_before)
@@ -117,7 +119,6 @@ uint32_t Memory::expect(const void* where, size_t size, const Moment& now, uint3
     check_others(here, "copy to");
     here.arrival = name;
   });
-  arrivals_.push_back({what});
   return name;
 }
 
@@ -125,6 +126,12 @@ void Memory::seen(uint32_t name, int thread) {
   Arrival& coming = arrivals_[name - first_arrival_];
   coming.seen.set(static_cast<size_t>(thread));
   if (coming.epoch == 0) coming.epoch = epoch_;
+}
+
+void Memory::seen_by_all(uint32_t name) {
+  Arrival& coming = arrivals_[name - first_arrival_];
+  coming.seen.set();
+  coming.epoch = epoch_;
 }
 
 }  // namespace capsfast::emulator

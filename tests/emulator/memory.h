@@ -48,6 +48,7 @@ class Memory {
   // written here in epoch `written_before` or later. Returns the arrival's number for seen().
   uint32_t expect(const void* where, size_t size, const Moment& now, uint32_t written_before, const char* what);
   void seen(uint32_t arrival, int thread);
+  void seen_by_all(uint32_t arrival);
 
  private:
   // Which threads have read since a barrier: one, several of a warp, or threads of several warps.

@@ -43,7 +43,8 @@ def check_right(kernel: str, wanted: Floats) -> None:
 def check_found(kernel: str, fault: str, message: str, size: int = 64) -> None:
     """The fault is found forwards and backwards, and the emulator goes on working."""
     for _ in range(4):
-        assert message in run(kernel, fault, size)[0]
+        found = run(kernel, fault, size)[0]
+        assert message in found, found
     assert run("rotate")[0] == ""
     assert run("both", size=256)[0] == ""
 
