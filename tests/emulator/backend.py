@@ -74,7 +74,7 @@ def take_questions(kernels: str = "ops") -> int:
     return int(ask())
 
 
-ROWS_PLAN = ("tiles", "groups", "units", "cluster", "gradient_chunk", "gradient_cluster", "parts", "splits")
+ROWS_PLAN = ("tiles", "groups", "units", "cluster", "gradient_chunk", "gradient_tiles", "parts", "splits")
 
 
 def rows_plan(B: int, I: int, J: int, D: int, K: int, backward: bool) -> dict[str, int]:

@@ -35,6 +35,6 @@ extern "C" __attribute__((visibility("default"))) void capsfast_rows_plan(const 
                              : cuda::rows::plan_accumulate<false>(p, in, kernels, context);
   const auto gradient = plan_gradient(p, in, kernels, false, context);
   const int64_t found[] = {plan.shape.tiles(),   plan.work.groups, plan.work.units, plan.cluster,
-                           gradient.shape.chunk, gradient.cluster, gradient.parts,  gradient.splits};
+                           gradient.shape.chunk, gradient.shape.tiles(), gradient.parts,  gradient.splits};
   std::copy(found, found + 8, values);
 }

@@ -1,8 +1,11 @@
-// The gradient pass of the backward, for all iterations at once: du, dweight and dlogits, on tensor cores, with the mapping
-// of accumulate.h. For each input capsule of its samples a warp makes the votes and dvotes = sum_t c_t ds_t + db_t
-// V_{t-1}, one iteration after the other; du = dvotes W is its own. dweight = dvotes^T u is a sum over samples: the
-// warps of a block, then the blocks of a cluster add theirs in a fixed order through shared memory before anything
-// goes to memory.
+// The gradient pass of the backward, for all iterations at once: du, dweight and dlogits, on tensor cores, with the
+// mapping of accumulate.h. For each input capsule of its samples a warp makes the votes and dvotes = sum_t c_t ds_t +
+// db_t V_{t-1}, one iteration after the other; du = dvotes W is its own. dweight = dvotes^T u is a sum over samples:
+// the warps of a block that share an input capsule leave theirs in shared memory, and a thread for each element adds
+// them up in a fixed order and to memory.
+//
+// Blocks are no clusters here, which could add up more before it goes to memory: a barrier of a cluster empties the L1
+// cache, where V and ds are.
 #pragma once
 
 #include "accumulate.h"
@@ -29,22 +32,20 @@ struct GradientArgs {
 // Shared memory of a block, in floats from `turned` on; what comes before is ChunkMemory.
 template <class Tr>
 struct GradientMemory {
-  // A warp turns dvotes around two tiles at a time, in two buffers in turn: [16 columns][16 samples], with space that
-  // keeps lanes in different banks.
+  // A warp turns dvotes around two tiles at a time: [16 columns][16 samples], with space that keeps lanes in different
+  // banks.
   static constexpr int pitch = kSamples + 4, turn = 16 * pitch;
-  // dweight of an input capsule, [tiles / 2][steps][32 lanes][4].
-  static constexpr int dweight = Tr::tiles / 2 * Tr::steps * 128;
 
-  int turned;   // [warps][2][turn]
-  int sums;     // [2][streams][dweight], in turn
-  int dlogits;  // [2][warps][Tr::outputs], in turn
+  int turned;   // [warps][turn]
+  int sums;     // [warps][Tr::weight_part]: dweight, laid out as a part of a weight
+  int dlogits;  // [warps][Tr::outputs]
   int end;
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape, bool with_dlogits) {
     turned = chunk_memory<Tr>(in, shape).end / 4;
-    sums = turned + shape.warps() * 2 * turn;
-    dlogits = sums + 2 * shape.streams * dweight;
-    end = dlogits + (with_dlogits ? 2 * shape.warps() * Tr::outputs : 0);
+    sums = turned + shape.warps() * turn;
+    dlogits = sums + shape.warps() * Tr::weight_part;
+    end = dlogits + (with_dlogits ? shape.warps() * Tr::outputs : 0);
   }
 };
 
@@ -97,15 +98,20 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
   }
 }
 
-// The two TF32 parts of four numbers; one part, the nearest TF32 number, where one product is taken.
+// The two TF32 parts of four numbers, or one. The tensor core drops the bits that TF32 does not have, so x itself does for
+// the high part: two instructions instead of three. What is dropped has the sign of x; on average the factors make up
+// for it.
 template <class Tr>
 CAPSFAST_DEVICE void take_parts(const float (&x)[4], float (&high)[4], float (&low)[4]) {
+  constexpr float kOfLow = 1.0f + 0x1p-23f;    // of the last two of 24 bits, three quarters of a unit
+  constexpr float kOfOne = 1.0f + 0x1.7p-12f;  // half a unit of 11 bits, for mantissas as they occur
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     if constexpr (Tr::exact) {
-      two_parts(x[n], high[n], low[n]);
+      high[n] = x[n];
+      low[n] = x[n] * kOfLow - float_of_bits(bits_of_float(x[n]) & 0xFFFFE000u);
     } else {
-      high[n] = gpu::to_tf32(x[n]);
+      high[n] = x[n] * kOfOne;
     }
   }
 }
@@ -121,22 +127,18 @@ CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const flo
   gpu::mma_tf32(c, a_high, b_high);
 }
 
-// Two neighbouring elements of a contiguous tensor. together: their address is a multiple of their size.
-CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, float x, float y, bool together) {
-  if (!together) {
+// Elements n and n + 1 of a contiguous tensor, of which the second is missing if `one`. together: n is always even.
+template <class Tr>
+CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, float x, float y, bool one, bool together) {
+  if (one || !together) {
     to.write<float>(n, x);
-    to.write<float>(n + 1, y);
-    return;
-  }
-  switch (to.storage) {
-    case Storage::bf16:
-      to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_bf16(x), float_to_bf16(y)};
-      return;
-    case Storage::f16:
-      to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_half(x), float_to_half(y)};
-      return;
-    default:
-      to.data.as<Run<float, 2>>()[n / 2] = {x, y};
+    if (!one) to.write<float>(n + 1, y);
+  } else if ((Tr::plain && Tr::exact) || to.storage == Storage::f32) {
+    to.data.as<Run<float, 2>>()[n / 2] = {x, y};
+  } else if (to.storage == Storage::bf16) {
+    to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_bf16(x), float_to_bf16(y)};
+  } else {
+    to.data.as<Run<uint16_t, 2>>()[n / 2] = {float_to_half(x), float_to_half(y)};
   }
 }
 
@@ -175,6 +177,7 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
   for (int row = 0; row < 2; ++row) {
     const int64_t sample = of.sample(at, row);
     if (sample >= a.in.B) continue;
+    const int64_t row_at = (sample * a.in.I + of.i) * K;
 #pragma unroll
     for (int step = 0; step < Tr::steps; ++step) {
       float x[2];
@@ -183,23 +186,17 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
         x[n] =
             du[0][step][2 * row + n] + du[1][step][2 * row + n] + (du[2][step][2 * row + n] + du[3][step][2 * row + n]);
       const int k = kStep * step + 2 * at.quad;
-      const int64_t to = (sample * a.in.I + of.i) * K + k;
-      if (k + 1 < K) {
-        write_two(a.du, to, x[0], x[1], K % 2 == 0);
-      } else if (k < K) {
-        a.du.template write<float>(to, x[0]);
-      }
+      if (k < K) write_two<Tr>(a.du, row_at + k, x[0], x[1], k + 1 == K, K % 2 == 0);
     }
   }
 }
 
-// dweight [columns, K] = dvotes^T u, a sum over the warp's samples, in this lane's accumulators: rows n = group of tiles
-// 2 m and 2 m + 1, components 2 quad and 2 quad + 1. Lanes need other elements of dvotes for it than they have, so these
-// are turned around in shared memory of the warp.
+// dweight [columns, K] = dvotes^T u, a sum over the warp's samples, to its part of `sums`. Lanes need other elements of
+// dvotes for it than they have, so these are turned around in shared memory of the warp.
 template <class Tr>
 CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, const Shared<float>& turned,
-                                  const ThreadCoord& at, const Accumulator (&dvotes)[Tr::tiles],
-                                  float (&dweight)[Tr::tiles / 2][Tr::steps][4]) {
+                                  const Shared<float>& sums, const ThreadCoord& at,
+                                  const Accumulator (&dvotes)[Tr::tiles]) {
   using Memory = GradientMemory<Tr>;
   // The samples of a product in the order in which they are turned around, pairs (n, n + 8): this lane's are 2 quad and
   // 2 quad + 8 in the first product, 2 quad + 1 and 2 quad + 9 in the second.
@@ -218,9 +215,13 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
       }
     }
   }
+  const int base = at.warp * Memory::turn;
+  const int full = at.warp * Tr::weight_part + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::K + 2 * at.quad;
+  const int pair = at.warp * Tr::weight_part + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch +
+                   at.group % 4 * Tr::K + 2 * at.quad;
 #pragma unroll
   for (int m = 0; m < Tr::tiles / 2; ++m) {
-    const int base = (at.warp * 2 + m % 2) * Memory::turn;
+    gpu::warp_barrier();  // all lanes have read what is overwritten now
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const Accumulator& x = dvotes[2 * m + tile];
@@ -233,11 +234,8 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
       of[tile] = turned.template vector<Four>(base + (tile * 8 + at.group) * Memory::pitch + 4 * at.quad);
-#pragma unroll
-    for (int step = 0; step < Tr::steps; ++step) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) dweight[m][step][n] = 0.0f;
-    }
+    // Rows n = group of tiles 2 m and 2 m + 1, components 2 quad and 2 quad + 1.
+    float dweight[Tr::steps][4] = {};
 #pragma unroll
     for (int product = 0; product < 2; ++product) {
       const float g[4] = {of[0].value[2 * product], of[1].value[2 * product], of[0].value[2 * product + 1],
@@ -246,76 +244,68 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
       take_parts<Tr>(g, high, low);
 #pragma unroll
       for (int step = 0; step < Tr::steps; ++step)
-        multiply<Tr>(dweight[m][step], high, low, u_high[product][step], u_low[product][step]);
+        multiply<Tr>(dweight[step], high, low, u_high[product][step], u_low[product][step]);
     }
-  }
-}
-
-// Adds dweight of the warps of a block that share an input capsule, one tile of samples after the other. Ends without a
-// barrier.
-template <class Tr>
-CAPSFAST_DEVICE void join_dweight(const Shape& shape, const Shared<float>& sums, int sums_at, const ThreadCoord& at,
-                                  bool idle, const float (&dweight)[Tr::tiles / 2][Tr::steps][4]) {
-  const int mine = at.warp & (shape.tiles() - 1);
-  for (int tile = 0; tile < shape.tiles(); ++tile) {
-    if (tile > 0) gpu::barrier();
-    if (tile != mine) continue;
 #pragma unroll
-    for (int m = 0; m < Tr::tiles / 2; ++m) {
+    for (int half = 0; half < 2; ++half) {
+      const int tile = 2 * m + half, G = tile / 8, t = tile % 8;
 #pragma unroll
       for (int step = 0; step < Tr::steps; ++step) {
-        const int to = sums_at + ((m * Tr::steps + step) * 32 + at.lane) * 4;
-        Four x = {};
-        if (tile > 0) x = sums.template vector<Four>(to);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) x.value[n] += idle ? 0.0f : dweight[m][step][n];
-        sums.write(to, x);
+        const int to = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
+                                      : pair + (4 * t * Tr::K + kStep * step);
+        sums.write(to, gpu::Pair{dweight[step][2 * half], dweight[step][2 * half + 1]});
       }
     }
   }
 }
 
-// Adds up what the blocks of a cluster have of the dweight of `count` input capsules from i on, each block some
-// elements, and adds it to memory. first: nothing is there yet.
+// Adds up dweight of the warps that share an input capsule and have one of the `tiles`, for `count` input capsules from
+// i on, and adds it to memory. first: nothing is there yet.
 template <class Tr>
-CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const GradientMemory<Tr>& memory, int buffer, int64_t part,
-                                   int64_t i, bool first, int count) {
-  constexpr int kFours = GradientMemory<Tr>::dweight / 4;
+CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int tiles, int64_t part, int64_t i,
+                                   bool first, int count) {
+  constexpr int kFours = Tr::K / 4;
   const int J = static_cast<int>(a.in.J), D = static_cast<int>(a.in.D), K = static_cast<int>(a.in.K);
-  const int ranks = gpu::cluster_size(), stride = ranks * gpu::threads();
-  const Shared<Four> sums = gpu::shared<Four>(4 * memory.sums, 2 * a.shape.streams * kFours);
-  for (int capsule = 0; capsule < count; ++capsule) {
-    const int64_t row = a.shared_weight ? part : part * a.in.I + i + capsule;
-    const bool fresh = first && !(a.shared_weight && capsule > 0);
-#pragma unroll 1
-    for (int n = gpu::cluster_rank() * gpu::threads() + gpu::thread(); n < kFours; n += stride) {
-      const int from = (buffer * a.shape.streams + capsule) * kFours + n;
-      Four sum = sums.read_from(0, from);
-#pragma unroll 1
-      for (int rank = 1; rank < ranks; ++rank) {
-        const Four other = sums.read_from(rank, from);
-#pragma unroll
-        for (int x = 0; x < 4; ++x) sum.value[x] += other.value[x];
+  const int64_t size = static_cast<int64_t>(J) * D * K, row = a.shared_weight ? part : part * a.in.I + i;
+  const int capsules = a.shared_weight ? 1 : count, more = a.shared_weight ? count : 1;
+  // Unrolled, so that the loads of a thread are under way together.
+#pragma unroll 2
+  for (int n = gpu::thread(); n < capsules * Tr::outputs * kComponents * kFours; n += gpu::threads()) {
+    const int k = n % kFours * 4, d = n / kFours % kComponents, j = n / kFours / kComponents % Tr::outputs;
+    const int capsule = n / (kFours * kComponents * Tr::outputs);
+    if (j >= J || d >= D || k >= K) continue;
+    const int64_t to = (row + capsule) * size + (j * D + d) * K + k;
+    const bool four = K % 4 == 0;
+    Four sum = {};
+    if (!first) {
+      if (four) {
+        sum = a.dweight.template vector<Four>(to);
+      } else {
+        for (int m = 0; m < 4 && k + m < K; ++m) sum.value[m] = a.dweight[to + m];
       }
-      const int lane = n % 32, step = n / 32 % Tr::steps, m = n / 32 / Tr::steps;
-      const int k = kStep * step + 2 * (lane % 4);
+    }
+    for (int c = capsule; c < capsule + more; ++c) {
+      for (int tile = 0; tile < tiles; ++tile) {
+        const int warp = (c << a.shape.tiles_log) + tile;
+        const Four x = sums.template vector<Four>(warp * Tr::weight_part + j * Tr::weight_pitch + d * Tr::K + k);
 #pragma unroll
-      for (int x = 0; x < 4; ++x) {
-        const Component column = component_of(Tr::tiles, 2 * m + x / 2, lane / 4);
-        if (column.j >= J || column.d >= D || k + x % 2 >= K) continue;
-        float& to = a.dweight[((row * J + column.j) * D + column.d) * K + k + x % 2];
-        to = fresh ? sum.value[x] : to + sum.value[x];
+        for (int m = 0; m < 4; ++m) sum.value[m] += x.value[m];
       }
+    }
+    if (four) {
+      a.dweight.template as<Four>()[to / 4] = sum;
+    } else {
+      for (int m = 0; m < 4 && k + m < K; ++m) a.dweight[to + m] = sum.value[m];
     }
   }
 }
 
 // dlogits [B, I, J] of a warp's samples, or their sum over these samples, in shared memory.
 template <class Tr>
-CAPSFAST_DEVICE void put_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int buffer,
-                                 const ThreadCoord& at, const ScoreCoord& of, const Scores<Tr>& dlogits) {
+CAPSFAST_DEVICE void put_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, const ThreadCoord& at,
+                                 const ScoreCoord& of, const Scores<Tr>& dlogits) {
   const int J = static_cast<int>(a.in.J);
-  const Shared<float> sums = gpu::shared<float>(4 * memory.dlogits, a.dlogits ? 2 * a.shape.warps() * Tr::outputs : 0);
+  const Shared<float> sums = gpu::shared<float>(4 * memory.dlogits, a.dlogits ? a.shape.warps() * Tr::outputs : 0);
 #pragma unroll
   for (int slot = 0; slot < Tr::slots; ++slot) {
     const int j = output_of<Tr>(at, slot);
@@ -333,32 +323,27 @@ CAPSFAST_DEVICE void put_dlogits(const GradientArgs& a, const GradientMemory<Tr>
 #pragma unroll
     for (int row = 0; row < 2; ++row) sum += of.sample(at, row) < a.in.B ? dlogits[slot][row] : 0.0f;
     for (int mask = 4; mask < 32; mask *= 2) sum += gpu::shuffle_xor(sum, mask);
-    if (stands && at.group == 0) sums[(buffer * a.shape.warps() + at.warp) * Tr::outputs + j] = sum;
+    if (stands && at.group == 0) sums[at.warp * Tr::outputs + j] = sum;
   }
 }
 
 template <class Tr>
-CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int buffer, int64_t part,
+CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int tiles, int64_t part,
                                    int64_t i, bool first, int count) {
-  const int J = static_cast<int>(a.in.J), ranks = gpu::cluster_size(), warps = a.shape.warps();
-  const Shared<float> sums = gpu::shared<float>(4 * memory.dlogits, 2 * warps * Tr::outputs);
-  for (int n = gpu::cluster_rank() * gpu::threads() + gpu::thread(); n < count * J; n += ranks * gpu::threads()) {
+  const int J = static_cast<int>(a.in.J);
+  const Shared<float> sums = gpu::shared<float>(4 * memory.dlogits, a.shape.warps() * Tr::outputs);
+  for (int n = gpu::thread(); n < count * J; n += gpu::threads()) {
     const int capsule = n / J, j = n - capsule * J;
     double sum = 0.0;
-    for (int rank = 0; rank < ranks; ++rank) {
-      for (int tile = 0; tile < a.shape.tiles(); ++tile) {
-        const int warp = (capsule << a.shape.tiles_log) + tile;
-        sum += static_cast<double>(sums.read_from(rank, (buffer * warps + warp) * Tr::outputs + j));
-      }
-    }
+    for (int tile = 0; tile < tiles; ++tile)
+      sum += static_cast<double>(sums[((capsule << a.shape.tiles_log) + tile) * Tr::outputs + j]);
     double& to = a.dlogits[(part * a.in.I + i + capsule) * J + j];
     to = first ? sum : to + sum;
   }
 }
 
-// A cluster walks over the groups of samples of one part of the batch and the input capsules of one split; each of its
-// blocks has a share of a group. Parts are the fast axis of the grid: clusters that read the same weights are
-// neighbours.
+// A block walks over the groups of samples of one part of the batch and the input capsules of one split. Parts are the
+// fast axis of the grid: blocks that read the same weights are neighbours.
 template <class Tr>
 CAPSFAST_KERNEL(32 * kMostWarps, 1)
 gradient_kernel(GradientArgs a) {
@@ -369,23 +354,19 @@ gradient_kernel(GradientArgs a) {
   const Shared<float> weight = chunk.weight(), poses = chunk.poses(),
                       turned = gpu::shared<float>(4 * memory.turned, memory.sums - memory.turned),
                       sums = gpu::shared<float>(4 * memory.sums, memory.dlogits - memory.sums);
-  const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log;
-  const int rank = gpu::cluster_rank(), size = gpu::cluster_size(), group = shape.samples() * size;
-  const int part = static_cast<int>(gpu::block_x()) / size, parts = static_cast<int>(gpu::blocks_x()) / size;
+  const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log, group = shape.samples();
+  const int part = static_cast<int>(gpu::block_x()), parts = static_cast<int>(gpu::blocks_x());
   const int split = static_cast<int>(gpu::block_y()), splits = static_cast<int>(gpu::blocks_y());
   const int I = static_cast<int>(a.in.I), B = static_cast<int>(a.in.B);
   const int begin = part_of(I, split, splits), end = part_of(I, split + 1, splits);
-  const bool joins = a.dweight || a.dlogits;
   float counts[Tr::slots];
 #pragma unroll
   for (int slot = 0; slot < Tr::slots; ++slot)
     counts[slot] = stands_for<Tr>(at, slot, static_cast<int>(a.in.J)) ? 1.0f : 0.0f;
   const auto count_from = [&](int i) { return end - i < shape.chunk ? end - i : shape.chunk; };
-  int buffer = 0;
-  for (int from = part * group; from < B; from += parts * group) {
-    const int b0 = from + rank * shape.samples();
-    const bool first = from == part * group, idle = b0 + kSamples * tile >= B;
-    gpu::barrier();
+  for (int b0 = part * group; b0 < B; b0 += parts * group) {
+    const bool first = b0 == part * group;
+    const int here = (B - b0 + kSamples - 1) / kSamples, tiles = here < shape.tiles() ? here : shape.tiles();
     // One turn more than there are chunks: the first only starts copies.
     for (int i = begin - shape.chunk; i < end; i += shape.chunk) {
       const int count = i < begin ? 0 : count_from(i);
@@ -394,10 +375,8 @@ gradient_kernel(GradientArgs a) {
       chunk.convert(b0, i, count);
       gpu::barrier();
       if (i + shape.chunk < end) chunk.start(b0, i + shape.chunk, count_from(i + shape.chunk));
-      if (count == 0) continue;
-      float dweight[Tr::tiles / 2][Tr::steps][4];
-      const ScoreCoord of{b0 + kSamples * tile, i + stream};
-      if (stream < count && !idle) {
+      if (stream < count && tile < tiles) {
+        const ScoreCoord of{b0 + kSamples * tile, i + stream};
         const int poses_at = ((stream << shape.tiles_log) + tile) * Tr::poses;
         Accumulator dvotes[Tr::tiles];
         Scores<Tr> dlogits;
@@ -407,30 +386,23 @@ gradient_kernel(GradientArgs a) {
           make_dvotes<Tr>(a, at, of, counts, votes, dvotes, dlogits);
         }
         if constexpr (!Tr::plain) {
-          if (a.dlogits || a.dlogits_sample.data) put_dlogits<Tr>(a, memory, buffer, at, of, dlogits);
+          if (a.dlogits || a.dlogits_sample.data) put_dlogits<Tr>(a, memory, at, of, dlogits);
         }
         if (a.du.data) write_du<Tr>(a, weight, stream, at, of, dvotes);
-        if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, at, dvotes, dweight);
-      } else if (!Tr::plain && a.dlogits && stream < count) {
-        put_dlogits<Tr>(a, memory, buffer, at, {B, 0}, {});
+        if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, sums, at, dvotes);
       }
-      if (!joins) continue;
-      if (a.dweight) {
-        const int sums_at = (buffer * shape.streams + stream) * GradientMemory<Tr>::dweight;
-        join_dweight<Tr>(shape, sums, sums_at, at, idle || stream >= count, dweight);
-      }
-      // The next chunk's sums go to the other buffer. When those after it come to this one, the barrier of the cluster
-      // in between has seen all blocks done with it.
-      gpu::cluster_barrier();
+      if (!a.dweight && !a.dlogits) continue;
+      gpu::barrier();
       const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
-      if (a.dweight) write_dweight<Tr>(a, memory, buffer, row, i, first && !(a.shared_weight && i > begin), count);
+      // Barriers of the next chunk keep its sums from coming here before these are read.
+      if (a.dweight)
+        write_dweight<Tr>(a, sums, tiles, row, i, first && !(a.shared_weight && i > begin), count);
       if constexpr (!Tr::plain) {
-        if (a.dlogits) write_dlogits<Tr>(a, memory, buffer, part, i, first, count);
+        if (a.dlogits) write_dlogits<Tr>(a, memory, tiles, part, i, first, count);
       }
-      buffer ^= 1;
     }
+    gpu::barrier();  // before the next copies come
   }
-  gpu::cluster_barrier();  // no block may leave while others read its sums
 }
 
 }  // namespace capsfast::cuda::rows

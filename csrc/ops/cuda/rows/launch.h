@@ -16,6 +16,7 @@ struct Size {
   static constexpr int gradient_tiles =
       2;                           // of a block in the gradient pass: V and ds of three iterations, 100 KiB, then
                                    // stay in the L1 cache beside the block's shared memory
+  static constexpr int parts = 4;  // of dweight at most, each as large as the weight
   static constexpr int chunk = 2;  // input capsules of a warp between two barriers, where warps do not differ
 };
 
@@ -121,7 +122,6 @@ AccumulatePlan plan_accumulate(const Problem& p, const Inputs& in, const Kernels
 
 struct GradientPlan {
   Shape shape;
-  int cluster;
   int64_t parts, splits;  // of the samples and of the input capsules
 };
 
@@ -131,24 +131,21 @@ inline GradientPlan plan_gradient(const Problem& p, const Inputs& in, const Kern
   const int64_t tiles = (p.B + kSamples - 1) / kSamples;
   const auto bytes = [&](const Shape& shape) { return kernels.gradient_bytes(in, shape, with_dlogits); };
   plan.shape = shape_for(tiles, Size::gradient_tiles, false, on.shared_bytes(), bytes);
-  const auto most = [&](int cluster) {
-    return cluster > 1 ? gpu::max_active_clusters(kernels.gradient, cluster, plan.shape.threads(), bytes(plan.shape))
-                       : gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape)) *
-                             on.multiprocessors();
-  };
-  // A cluster has as many samples as the batch, at most: the sum over them then is one before it goes to memory.
-  plan.cluster = 1;
-  while (on.clusters() && plan.cluster < Size::cluster && plan.shape.tiles() * plan.cluster < tiles) plan.cluster *= 2;
-  int64_t units = most(plan.cluster);
-  if (plan.cluster > 1 && units * plan.cluster * 8 < on.multiprocessors() * 7) {
-    plan.cluster = 1;
-    units = most(1);
+  const int64_t blocks =
+      gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape)) * on.multiprocessors();
+  const int64_t groups = (tiles + plan.shape.tiles() - 1) / plan.shape.tiles();
+  const int64_t chunks = (p.I + plan.shape.chunk - 1) / plan.shape.chunk, units = std::max<int64_t>(blocks, 1);
+  // The fewest rounds of a block, each a chunk for a group of samples; then the fewest parts of dweight.
+  const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
+  int64_t fewest = INT64_MAX;
+  for (int64_t parts = 1; parts <= most; ++parts) {
+    const int64_t splits = std::min<int64_t>({chunks, units / parts, 65535});
+    const int64_t rounds = divide_up(groups, parts) * divide_up(chunks, splits);
+    if (rounds >= fewest) continue;
+    fewest = rounds;
+    plan.parts = parts;
+    plan.splits = splits;
   }
-  units = std::max<int64_t>(units, 1);
-  const int64_t group = plan.shape.tiles() * plan.cluster, groups = (tiles + group - 1) / group;
-  const int64_t chunks = (p.I + plan.shape.chunk - 1) / plan.shape.chunk;
-  plan.splits = std::min<int64_t>({chunks, units, 65535});
-  plan.parts = std::clamp<int64_t>(units / plan.splits, 1, groups);
   return plan;
 }
 
@@ -190,9 +187,8 @@ class Launcher {
   void gradient(GradientArgs args, const GradientPlan& by) const {
     args.shape = by.shape;
     args.in_pieces = pieces_of(p);
-    gpu::launch(
-        kernels.gradient, {by.parts * by.cluster, by.splits, 1}, by.shape.threads(),
-        kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits)), on.stream(), args, {by.cluster, false});
+    gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(),
+                kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits)), on.stream(), args);
   }
 
  private:

@@ -57,7 +57,7 @@ using Scores = float[Tr::slots][2];
 template <class Tr>
 CAPSFAST_DEVICE Global<const float> lane_vectors(const Global<const float>& vectors, int64_t from,
                                                  const ThreadCoord& at) {
-  return vectors.from(from + at.lane * 4, Tr::vectors - at.lane * 4);
+  return {&vectors[from + at.lane * 4], Tr::vectors - at.lane * 4};
 }
 
 // dots = votes . vectors, which are of lane_vectors().
@@ -91,7 +91,18 @@ CAPSFAST_DEVICE void add_weighted(const Scores<Tr>& coefficients, const Accumula
   }
 }
 
-// to += coefficients times vectors, which are as in dot().
+// to = c times vectors, which are as in dot().
+template <class Tr>
+CAPSFAST_DEVICE void set_vectors(float c, const Global<const float>& vectors, Accumulator (&to)[Tr::tiles]) {
+#pragma unroll
+  for (int tile = 0; tile < Tr::tiles; ++tile) {
+    const Four x = vectors.template vector<Four>(tile * 128);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) to[tile][n] = c * x.value[n];
+  }
+}
+
+// to += coefficients times vectors.
 template <class Tr>
 CAPSFAST_DEVICE void add_vectors(const Scores<Tr>& coefficients, const Global<const float>& vectors,
                                  Accumulator (&to)[Tr::tiles]) {
