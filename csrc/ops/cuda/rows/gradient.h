@@ -269,7 +269,7 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
   const int64_t size = static_cast<int64_t>(J) * D * K, row = a.shared_weight ? part : part * a.in.I + i;
   const int capsules = a.shared_weight ? 1 : count, more = a.shared_weight ? count : 1;
   // Unrolled, so that the loads of a thread are under way together.
-#pragma unroll 2
+#pragma unroll 4
   for (int n = gpu::thread(); n < capsules * Tr::outputs * kComponents * kFours; n += gpu::threads()) {
     const int k = n % kFours * 4, d = n / kFours % kComponents, j = n / kFours / kComponents % Tr::outputs;
     const int capsule = n / (kFours * kComponents * Tr::outputs);
