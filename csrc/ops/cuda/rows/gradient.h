@@ -37,19 +37,26 @@ struct GradientMemory {
   static constexpr int pitch = kSamples + 4, turn = 16 * pitch;
 
   int turned;   // [warps][turn]
-  int sums;     // [warps][Tr::weight_part]: dweight, laid out as a part of a weight
+  int sums;     // [warps][Tr::sum]
   int dlogits;  // [warps][Tr::outputs]
   int end;
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape, bool with_dlogits) {
     turned = chunk_memory<Tr>(in, shape).end / 4;
     sums = turned + shape.warps() * turn;
-    dlogits = sums + shape.warps() * Tr::weight_part;
+    dlogits = sums + shape.warps() * Tr::sum;
     end = dlogits + (with_dlogits ? shape.warps() * Tr::outputs : 0);
   }
 };
 
-// dvotes of a warp's samples for one input capsule, in place of the votes; `dlogits` sums db over the iterations.
+// What dvotes are multiplied with in registers: J in plain calls, where the coupling of iteration 0 is 1 / J, so that its
+// term is ds as it is. du and dweight are divided by it.
+template <class Tr>
+CAPSFAST_DEVICE float scale_of(const GradientArgs& a) {
+  return Tr::plain ? static_cast<float>(a.in.J) : 1.0f;
+}
+
+// scale_of() times dvotes of a warp's samples for one input capsule; `dlogits` sums db over the iterations.
 template <class Tr>
 CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of,
                                  const float (&counts)[Tr::slots], const Accumulator (&votes)[Tr::tiles],
@@ -57,33 +64,35 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
   const Inputs& in = a.in;
   const int64_t all = a.order.size(in.B), scalars = in.B * in.J;
   int64_t vectors = static_cast<int64_t>(of.b0 / kSamples) * Tr::vectors + a.first * all;
-  clear<Tr>(dvotes);
+  int t = a.first;
+  if (Tr::plain && t == 0) {
+    set_vectors<Tr>(lane_vectors<Tr>(a.ds, vectors, at), dvotes);
+    t = 1;
+    vectors += all;
+  } else {
+    clear<Tr>(dvotes);
+  }
 #pragma unroll 1
-  for (int t = a.first; t < a.iterations; ++t, vectors += all) {
+  for (; t < a.iterations; ++t, vectors += all) {
     // V of iteration 0 is 0, so votes do not depend on its db, which only dlogits need.
     const bool with_db = t > 0 && !a.gradient_last;
     const ScoreCoord here{of.b0 + t * a.zero, of.i};
     Scores<Tr> b, dc;
-    if (Tr::plain && t == 0) {
-#pragma unroll
-      for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 1.0f / static_cast<float>(in.J);
+    if (t > 0) {
+      dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
     } else {
-      if (t > 0) {
-        dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
-      } else {
 #pragma unroll
-        for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 0.0f;
-      }
-      dot<Tr>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc);
-      if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
-      if constexpr (Tr::in) {
-        softmax_known<Tr, true>(in,
-                                {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
-                                 a.norm.mean.from(t * scalars, scalars)},
-                                at, here, b, dc);
-      } else {
-        softmax_out<Tr, true>(counts, in.leaky, b, dc);
-      }
+      for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 0.0f;
+    }
+    dot<Tr>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc);
+    if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
+    if constexpr (Tr::in) {
+      softmax_known<Tr, true>(in,
+                              {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
+                               a.norm.mean.from(t * scalars, scalars)},
+                              at, here, b, dc);
+    } else {
+      softmax_out<Tr, true>(counts, in.leaky, b, dc, scale_of<Tr>(a));
     }
     const int64_t again = vectors + a.zero;
     add_vectors<Tr>(b, lane_vectors<Tr>(a.ds, again, at), dvotes);
@@ -98,9 +107,9 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
   }
 }
 
-// The two TF32 parts of four numbers, or one. The tensor core drops the bits that TF32 does not have, so x itself does for
-// the high part: two instructions instead of three. What is dropped has the sign of x; on average the factors make up
-// for it.
+// The two TF32 parts of four numbers, or one, in fewer instructions than two_parts() and to_tf32() take: bits that TF32
+// does not have are dropped, here or by the tensor core. What is dropped has the sign of x; on average the factors make
+// up for it.
 template <class Tr>
 CAPSFAST_DEVICE void take_parts(const float (&x)[4], float (&high)[4], float (&low)[4]) {
   constexpr float kOfLow = 1.0f + 0x1p-23f;    // of the last two of 24 bits, three quarters of a unit
@@ -108,8 +117,8 @@ CAPSFAST_DEVICE void take_parts(const float (&x)[4], float (&high)[4], float (&l
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     if constexpr (Tr::exact) {
-      high[n] = x[n];
-      low[n] = x[n] * kOfLow - float_of_bits(bits_of_float(x[n]) & 0xFFFFE000u);
+      high[n] = float_of_bits(bits_of_float(x[n]) & 0xFFFFE000u);
+      low[n] = x[n] * kOfLow - high[n];
     } else {
       high[n] = x[n] * kOfOne;
     }
@@ -149,9 +158,9 @@ template <class Tr>
 CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight, int capsule, const ThreadCoord& at,
                               const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
   constexpr int kChains = 4;
-  const int base = capsule * Tr::weight + at.group;
+  const int base = capsule * Tr::weight + Tr::in_row(at.group);
   const int full = base + at.quad * Tr::weight_pitch;
-  const int pair = base + (4 * Tr::groups + at.quad / 2) * Tr::weight_pitch + 2 * (at.quad % 2) * Tr::K;
+  const int pair = base + (4 * Tr::groups + at.quad / 2) * Tr::weight_pitch + 2 * (at.quad % 2) * Tr::row;
   float du[kChains][Tr::steps][4] = {};
 #pragma unroll
   for (int tile = 0; tile < Tr::tiles; ++tile) {
@@ -161,18 +170,19 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
     take_parts<Tr>(g, high, low);
 #pragma unroll
     for (int step = 0; step < Tr::steps; ++step) {
-      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
-                                      : pair + (4 * t * Tr::K + kStep * step);
-      const float w_high[2] = {weight[from], weight[from + Tr::K]};
+      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::row + Tr::in_row(kStep * step))
+                                      : pair + (4 * t * Tr::row + Tr::in_row(kStep * step));
+      const float w_high[2] = {weight[from], weight[from + Tr::row]};
       float w_low[2] = {};
       if constexpr (Tr::exact) {
-        w_low[0] = weight[from + Tr::weight_part];
-        w_low[1] = weight[from + Tr::weight_part + Tr::K];
+        w_low[0] = weight[from + 2];
+        w_low[1] = weight[from + Tr::row + 2];
       }
       multiply<Tr>(du[tile % kChains][step], high, low, w_high, w_low);
     }
   }
   const int K = static_cast<int>(a.in.K);
+  const float factor = 1.0f / scale_of<Tr>(a);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const int64_t sample = of.sample(at, row);
@@ -186,7 +196,7 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
         x[n] =
             du[0][step][2 * row + n] + du[1][step][2 * row + n] + (du[2][step][2 * row + n] + du[3][step][2 * row + n]);
       const int k = kStep * step + 2 * at.quad;
-      if (k < K) write_two<Tr>(a.du, row_at + k, x[0], x[1], k + 1 == K, K % 2 == 0);
+      if (k < K) write_two<Tr>(a.du, row_at + k, x[0] * factor, x[1] * factor, k + 1 == K, K % 2 == 0);
     }
   }
 }
@@ -194,7 +204,7 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
 // dweight [columns, K] = dvotes^T u, a sum over the warp's samples, to its part of `sums`. Lanes need other elements of
 // dvotes for it than they have, so these are turned around in shared memory of the warp.
 template <class Tr>
-CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, const Shared<float>& turned,
+CAPSFAST_DEVICE void make_dweight(float factor, const Shared<float>& poses, int poses_at, const Shared<float>& turned,
                                   const Shared<float>& sums, const ThreadCoord& at,
                                   const Accumulator (&dvotes)[Tr::tiles]) {
   using Memory = GradientMemory<Tr>;
@@ -207,18 +217,21 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
     for (int step = 0; step < Tr::steps; ++step) {
       const int lane = (2 * at.quad + product) * 4 + at.group / 2;
       const gpu::Pair u = poses.pair(poses_at + step * 128 + lane * 4 + at.group % 2 * 2);
-      const float x[2] = {u.first, u.second};
+      const float x[2] = {factor * u.first, factor * u.second};
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        u_high[product][step][n] = x[n];
-        if constexpr (Tr::exact) two_parts(x[n], u_high[product][step][n], u_low[product][step][n]);
+        if constexpr (Tr::exact) {
+          two_parts(x[n], u_high[product][step][n], u_low[product][step][n]);
+        } else {
+          u_high[product][step][n] = gpu::to_tf32(x[n]);
+        }
       }
     }
   }
   const int base = at.warp * Memory::turn;
-  const int full = at.warp * Tr::weight_part + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::K + 2 * at.quad;
-  const int pair = at.warp * Tr::weight_part + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch +
-                   at.group % 4 * Tr::K + 2 * at.quad;
+  const int full = at.warp * Tr::sum + at.group / 2 * Tr::sum_pitch + at.group % 2 * Tr::K + 2 * at.quad;
+  const int pair =
+      at.warp * Tr::sum + (4 * Tr::groups + at.group / 4) * Tr::sum_pitch + at.group % 4 * Tr::K + 2 * at.quad;
 #pragma unroll
   for (int m = 0; m < Tr::tiles / 2; ++m) {
     gpu::warp_barrier();  // all lanes have read what is overwritten now
@@ -251,7 +264,7 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
       const int tile = 2 * m + half, G = tile / 8, t = tile % 8;
 #pragma unroll
       for (int step = 0; step < Tr::steps; ++step) {
-        const int to = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
+        const int to = G < Tr::groups ? full + 4 * G * Tr::sum_pitch + (2 * t * Tr::K + kStep * step)
                                       : pair + (4 * t * Tr::K + kStep * step);
         sums.write(to, gpu::Pair{dweight[step][2 * half], dweight[step][2 * half + 1]});
       }
@@ -287,7 +300,7 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
     for (int c = capsule; c < capsule + more; ++c) {
       for (int tile = 0; tile < tiles; ++tile) {
         const int warp = (c << a.shape.tiles_log) + tile;
-        const Four x = sums.template vector<Four>(warp * Tr::weight_part + j * Tr::weight_pitch + d * Tr::K + k);
+        const Four x = sums.template vector<Four>(warp * Tr::sum + j * Tr::sum_pitch + d * Tr::K + k);
 #pragma unroll
         for (int m = 0; m < 4; ++m) sum.value[m] += x.value[m];
       }
@@ -389,14 +402,13 @@ gradient_kernel(GradientArgs a) {
           if (a.dlogits || a.dlogits_sample.data) put_dlogits<Tr>(a, memory, at, of, dlogits);
         }
         if (a.du.data) write_du<Tr>(a, weight, stream, at, of, dvotes);
-        if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, sums, at, dvotes);
+        if (a.dweight) make_dweight<Tr>(1.0f / scale_of<Tr>(a), poses, poses_at, turned, sums, at, dvotes);
       }
       if (!a.dweight && !a.dlogits) continue;
       gpu::barrier();
       const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
       // Barriers of the next chunk keep its sums from coming here before these are read.
-      if (a.dweight)
-        write_dweight<Tr>(a, sums, tiles, row, i, first && !(a.shared_weight && i > begin), count);
+      if (a.dweight) write_dweight<Tr>(a, sums, tiles, row, i, first && !(a.shared_weight && i > begin), count);
       if constexpr (!Tr::plain) {
         if (a.dlogits) write_dlogits<Tr>(a, memory, tiles, part, i, first, count);
       }

@@ -57,10 +57,11 @@ CAPSFAST_DEVICE float quad_max(float x) {
 // or becomes 0.
 constexpr float kNear = 60.0f;
 
-// Softmax over the output capsules: replaces b by c and, in the backward, dc by db = c (dc - sum_j c dc). counts: what
-// a lane's output capsules add to a sum over lanes, 1 or 0.
+// Softmax over the output capsules: replaces b by c and, in the backward, dc by db = c (dc - sum_j c dc), both times
+// `factor`. counts: what a lane's output capsules add to a sum over lanes, 1 or 0.
 template <class Tr, bool kBackward>
-CAPSFAST_DEVICE void softmax_out(const float (&counts)[Tr::slots], bool leaky, Scores<Tr>& b, Scores<Tr>& dc) {
+CAPSFAST_DEVICE void softmax_out(const float (&counts)[Tr::slots], bool leaky, Scores<Tr>& b, Scores<Tr>& dc,
+                                 float factor = 1.0f) {
   float leak[2] = {1.0f, 1.0f};  // exp() of the leaky entry's logit, 0
   bool far = !Tr::plain;
   if constexpr (Tr::plain) {
@@ -104,6 +105,7 @@ CAPSFAST_DEVICE void softmax_out(const float (&counts)[Tr::slots], bool leaky, S
       scale = inverse(leaky ? sum + leak[row] : sum);
     }
     if constexpr (kBackward) mean *= scale;
+    scale *= factor;
 #pragma unroll
     for (int slot = 0; slot < Tr::slots; ++slot) {
       const float c = b[slot][row] * scale;

@@ -188,7 +188,7 @@ class Chunk {
             for (int m = 0; m < 4 && k + m < K; ++m) w.value[m] = raw<E>(from, first + m);
           }
         }
-        const int n_to = capsule * Tr::weight + j * Tr::weight_pitch + d * Tr::K + k;
+        const int n_to = capsule * Tr::weight + j * Tr::weight_pitch + d * Tr::row + Tr::in_row(k);
         Four high, low;
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
@@ -198,8 +198,12 @@ class Chunk {
             high.value[m] = gpu::to_tf32(w.value[m]);
           }
         }
-        to.write(n_to, high);
-        if constexpr (Tr::exact) to.write(n_to + Tr::weight_part, low);
+        if constexpr (Tr::exact) {
+          to.write(n_to, Four{high.value[0], high.value[1], low.value[0], low.value[1]});
+          to.write(n_to + 4, Four{high.value[2], high.value[3], low.value[2], low.value[3]});
+        } else {
+          to.write(n_to, high);
+        }
       }
     }
   }

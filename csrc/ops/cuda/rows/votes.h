@@ -11,9 +11,9 @@ CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const 
                                 const ThreadCoord& at, Accumulator (&votes)[Tr::tiles]) {
   // A lane reads rows k = 2 quad and 2 quad + 1 of column n = group of each tile. Its column in the tiles of a group of
   // four output capsules, and in those of two, is a number of its own plus one that every lane has.
-  const int base = capsule * Tr::weight + 2 * at.quad;
-  const int full = base + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::K;
-  const int pair = base + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch + at.group % 4 * Tr::K;
+  const int base = capsule * Tr::weight + Tr::in_row(2 * at.quad);
+  const int full = base + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::row;
+  const int pair = base + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch + at.group % 4 * Tr::row;
 #pragma unroll
   for (int step = 0; step < Tr::steps; ++step) {
     const Four u = poses.template vector<Four>(poses_at + step * 128 + at.lane * 4);
@@ -26,13 +26,11 @@ CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const 
 #pragma unroll
     for (int tile = 0; tile < Tr::tiles; ++tile) {
       const int G = tile / 8, t = tile % 8;
-      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
-                                      : pair + (4 * t * Tr::K + kStep * step);
-      const gpu::Pair w = weight.pair(from);
-      const float w_high[2] = {w.first, w.second};
+      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::row + Tr::in_row(kStep * step))
+                                      : pair + (4 * t * Tr::row + Tr::in_row(kStep * step));
       if constexpr (Tr::exact) {
-        const gpu::Pair rest = weight.pair(from + Tr::weight_part);
-        const float w_low[2] = {rest.first, rest.second};
+        const Four w = weight.template vector<Four>(from);
+        const float w_high[2] = {w.value[0], w.value[1]}, w_low[2] = {w.value[2], w.value[3]};
         if constexpr (kAdd) {
           gpu::mma_tf32(votes[tile], low, w_high);
         } else {
@@ -40,7 +38,11 @@ CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const 
         }
         gpu::mma_tf32(votes[tile], high, w_low);
         gpu::mma_tf32(votes[tile], high, w_high);
-      } else if constexpr (kAdd) {
+        continue;
+      }
+      const gpu::Pair w = weight.pair(from);
+      const float w_high[2] = {w.first, w.second};
+      if constexpr (kAdd) {
         gpu::mma_tf32(votes[tile], high, w_high);
       } else {
         step == 0 ? gpu::mma_tf32_from_zero(votes[tile], high, w_high) : gpu::mma_tf32(votes[tile], high, w_high);
@@ -91,14 +93,14 @@ CAPSFAST_DEVICE void add_weighted(const Scores<Tr>& coefficients, const Accumula
   }
 }
 
-// to = c times vectors, which are as in dot().
+// to = vectors, which are as in dot().
 template <class Tr>
-CAPSFAST_DEVICE void set_vectors(float c, const Global<const float>& vectors, Accumulator (&to)[Tr::tiles]) {
+CAPSFAST_DEVICE void set_vectors(const Global<const float>& vectors, Accumulator (&to)[Tr::tiles]) {
 #pragma unroll
   for (int tile = 0; tile < Tr::tiles; ++tile) {
     const Four x = vectors.template vector<Four>(tile * 128);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) to[tile][n] = c * x.value[n];
+    for (int n = 0; n < 4; ++n) to[tile][n] = x.value[n];
   }
 }
 
