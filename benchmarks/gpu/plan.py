@@ -90,13 +90,14 @@ class Plan:
         none = "" if fused else f"no fused backend for {self.device}"
         no_cuda = none or ("" if "cuda" in fused or self.rehearse else "the backend cuda is not there")
         yield [Step("kernels", self.measuring("kernels"), 60, environment, why_not=no_cuda)]
-        yield [self.sweep("sweep", "targets", 170, environment, none)]
-        yield [*self.tests(fused), *self.sanitizers(environment, none)]
+        yield [self.sweep("sweep", "targets", 140, environment, none)]
         ncu = self.ncu_steps(environment, no_cuda)
         kept = sum(self.asked(step).seconds for step in ncu if not self.asked(step).why_not)
+        # The search that it waits for may take as long as it is let.
+        yield [self.leaving(kept, self.sweep("sweep-tuned", "tuned", 80, environment, none))]
+        yield [*self.tests(fused), *self.sanitizers(environment, none)]
         for step in (
             Step("host", self.measuring("host"), 40, environment, why_not=none),
-            self.sweep("sweep-tuned", "tuned", 200, environment, none),
             Step("first-call", self.measuring("first_call"), 60, environment, why_not=none),
             self.sweep("sweep-rest", "rest", 600, environment, none),
         ):

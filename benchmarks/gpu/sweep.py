@@ -1,4 +1,4 @@
-"""Steps: all contenders on the cases of the targets, the compiler's search on more of them, all contenders on the rest.
+"""Steps: all contenders on the cases of the targets, the compiler's search on some of them, all contenders on the rest.
 
 Each until its time is used up.
 """
@@ -15,7 +15,7 @@ from capsfast.bench import record
 from capsfast.bench.cases import CANONICAL, DIRECTIONS, Case
 from capsfast.bench.contenders import BROADCAST, COMPILED, Contender, contenders, tuned
 from capsfast.bench.measure import Row, measure
-from capsfast.bench.targets import BOTH, CASES, TUNED_CASES, VOTES
+from capsfast.bench.targets import CASES, TUNED_CASES, VOTES
 
 from .common import publish, step_results
 from .layers import layers
@@ -25,8 +25,6 @@ CASE_SECONDS = 20.0
 FIRST_CALL_SECONDS = 90.0
 TIMING_SECONDS = 1.2
 
-# Tuned beside the others of the case; the other TUNED_CASES in a part of their own.
-TUNED_TARGETS = (CANONICAL, BOTH)
 _VARIED = [{"B": 1}, {"B": 16}, {"J": 1000}]
 REST: tuple[Case, ...] = tuple(
     case
@@ -69,19 +67,16 @@ def able(device: torch.device, case: Case, part: str, rehearse: bool) -> list[Co
     if case.B > CANONICAL.B:
         # It takes gigabytes and seconds to say what it has said at smaller batches.
         found = [each for each in found if each.name != BROADCAST]
-    return [*found, tuned()] if case in TUNED_TARGETS else found
+    return found
 
 
-def cases_of(part: str) -> tuple[Case, ...]:
-    if part == "tuned":
-        return tuple(case for case in TUNED_CASES if case not in TUNED_TARGETS)
-    return CASES if part == "targets" else REST
+PARTS: dict[str, tuple[Case, ...]] = {"targets": CASES, "tuned": TUNED_CASES, "rest": REST}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--cases", choices=("targets", "tuned", "rest"), required=True)
+    parser.add_argument("--cases", choices=tuple(PARTS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="the folder of the record")
     parser.add_argument("--rehearse", action="store_true")
     asked = parser.parse_args()
@@ -91,7 +86,7 @@ def main() -> None:
     surroundings["limits"] = step_results(asked.out / "gpu-check" / "check.json").get("limits", {}).get("limits", {})
     path = asked.out / f"{record.machine_name(surroundings['machine'])}{'-rehearsal' * asked.rehearse}.json"
     rows: list[Row] = record.load(path)[1] if asked.cases != "targets" and path.exists() else []
-    cases = cases_of(asked.cases)
+    cases = PARTS[asked.cases]
     if asked.rehearse:
         cases = tuple(dict.fromkeys(small(case) for case in cases))
     if asked.cases == "rest":
