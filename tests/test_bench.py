@@ -27,7 +27,7 @@ from capsfast.bench.limits import limits
 from capsfast.bench.measure import Row, measure, without_paths
 from capsfast.bench.plots import bars
 from capsfast.bench.results import Results, shares
-from capsfast.bench.targets import BOTH, TARGETS, WIDE, Evidence, findings
+from capsfast.bench.targets import BOTH, HALF, LARGE, TARGETS, WIDE, Evidence, findings
 from capsfast.bench.timing import Timing, interleave
 
 CPU = torch.device("cpu")
@@ -454,6 +454,21 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     slower = {each.target.text: each for each in findings(_evidence(40.1))}
     assert slower["B=128 forward"].met is False
     assert slower["B=128 forward, faster than max-autotune"].met is False
+
+
+def test_targets_of_the_cuda_kernels() -> None:
+    times = {CANONICAL: 29.0, HALF: 23.0, LARGE: 210.0}
+    rows = [
+        Row(case, OURS + "cuda", "ok", "", dataclasses.asdict(Timing.of([us * 1e-6]))) for case, us in times.items()
+    ]
+    rows.append(Row(HALF, TUNED, "ok", "", dataclasses.asdict(Timing.of([200e-6]))))
+    found = {each.target.text: each for each in findings(Evidence(Results(rows)))}
+    assert found["B=128 forward"].met is True
+    assert found["B=128 forward, bfloat16"].met is False
+    assert found["B=128 forward, bfloat16, faster than max-autotune"].value == pytest.approx(200 / 23)
+    assert found["B=1024 forward, of the time of B=128"].value == pytest.approx(210 / 29)
+    assert found["B=1024 forward, of the time of B=128"].met is False
+    assert found["B=1024 forward+backward, of the time of B=128"].met is None
 
 
 def test_deadline_stops_what_takes_longer() -> None:

@@ -12,16 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from torch import Tensor, nn
+from torch import nn
 
 import capsfast
 from capsfast.bench.cases import CANONICAL
 from capsfast.bench.contenders import EAGER, OURS, contender
 from capsfast.bench.memory import peak_growth
 
-from .support.accuracy import assert_accurate, cosine_to, plain_results, relative_l2, ulps
+from .support.accuracy import assert_accurate, cosine_to, plain_results, relative_l2
 from .support.backends import Backend, Shape, assert_path, available, recorded_ops
-from .support.problems import LOADED, LOADED_OUT, Case, Problem, make, run
+from .support.on_gpu import (
+    assert_as_accurate_as_einsum,
+    assert_replays,
+    assert_same_bits,
+    copied,
+    drawn,
+    overwrite,
+    tensors_of,
+)
+from .support.problems import LOADED, LOADED_OUT, Case, make, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,62 +56,24 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def tensors_of(problem: Problem) -> list[Tensor]:
-    return [*problem.inputs.values(), *problem.masks.values(), problem.dv, problem.dc]
-
-
-def copied(problem: Problem) -> Problem:
-    """The same values in memory of its own."""
-    return replace(
-        problem,
-        inputs={name: value.clone() for name, value in problem.inputs.items()},
-        masks={name: value.clone() for name, value in problem.masks.items()},
-        gradients={name: value.clone() for name, value in problem.gradients.items()},
-    )
-
-
-def overwrite(problem: Problem, other: Problem) -> None:
-    for target, source in zip(tensors_of(problem), tensors_of(other), strict=True):
-        target.copy_(source)
-
-
-def assert_same_bits(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in got.items():
-        assert torch.equal(value, wanted[name]), name
-
-
-def drawn(shape: Shape, dtype: torch.dtype = torch.float32, op: str = "dynamic_routing") -> Problem:
-    """A problem drawn on the GPU, for sizes that take long to draw on the CPU. s is of order one."""
-    B, I, J, D, K = shape
-    where = {"device": "cuda", "dtype": dtype}
-    if op == "dynamic_routing":
-        inputs = {
-            "u": torch.randn(B, I, K, **where),
-            "weight": torch.empty(I, J, D, K, **where).normal_(0, 2 * J / (I * K) ** 0.5),
-        }
-    else:
-        inputs = {"votes": torch.empty(B, I, J, D, **where).normal_(0, 2 * J / I**0.5)}
-    return Problem(op, QUIET, inputs, {}, {"v": torch.randn(B, J, D, **where)})
-
-
-def assert_as_accurate_as_einsum(problem: Problem, backend: Backend) -> None:
-    """By relative L2 error against float64, all on the GPU."""
-    got, plain = run(problem, backend.name), run(problem, "reference")
-    truth = run(problem.to(torch.float64, "cuda"), "reference")
-    for name, value in got.items():
-        assert bool(value.isfinite().all()), name
-        allowed = 2 * relative_l2(plain[name].double(), truth[name]) + ulps(value.dtype)
-        assert relative_l2(value.double(), truth[name]) <= allowed, name
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_no_backend_named_picks_a_fused_one(op: str) -> None:
-    problem = make(SMALL, QUIET, op, torch.float32, "cuda")
+@pytest.mark.parametrize(
+    ("op", "shape", "order"),
+    [
+        ("dynamic_routing", SMALL, ("cuda", "triton")),
+        ("dynamic_routing", SMALL._replace(J=13), ("triton", "cuda")),
+        ("route_votes", SMALL, ("triton", "cuda")),
+    ],
+    ids=["rows", "other sizes", "votes"],
+)
+def test_the_backend_that_goes_first(op: str, shape: Shape, order: tuple[str, ...]) -> None:
+    there = {backend.name: backend for backend in available() if backend.device == "cuda"}
+    first = next((there[name] for name in order if name in there), None)
+    if first is None:
+        pytest.skip("no fused backend for GPUs")
+    problem = make(shape, QUIET, op, torch.float32, "cuda")
     with recorded_ops() as ops:
         run(problem, None)
-    fused = {name for name in ops if name.startswith("capsfast::")}
-    assert any(name.endswith("_backward") for name in fused)
+    assert_path(first, op, ops)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
@@ -110,23 +81,7 @@ def test_no_backend_named_picks_a_fused_one(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_a_graph_replays_on_new_inputs(gpu: Backend, op: str, case: Case, backward: bool) -> None:
     problems = [make(SMALL, case, op, torch.float32, "cuda", seed=seed) for seed in range(3)]
-    need = None if backward else ()
-    wanted = [run(problem, gpu.name, need) for problem in problems]
-    static = copied(problems[0])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run(static, gpu.name, need)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outputs = run(static, gpu.name, need)
-    for problem, want in zip(problems[::-1], wanted[::-1], strict=True):
-        overwrite(static, problem)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(outputs, want)
+    assert_replays(problems, gpu.name, None if backward else ())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -243,7 +198,7 @@ def test_a_hundred_runs_give_the_same_bits(gpu: Backend, op: str) -> None:
     ids=str,
 )
 def test_accuracy_at_the_ends_of_the_range(gpu: Backend, shape: Shape) -> None:
-    assert_as_accurate_as_einsum(drawn(shape), gpu)
+    assert_as_accurate_as_einsum(drawn(shape), gpu.name)
 
 
 def needs_free(count: int) -> None:

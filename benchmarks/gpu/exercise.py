@@ -1,20 +1,20 @@
 """A step: calls for compute-sanitizer and ncu to watch: python -m gpu.exercise --help."""
 
 import argparse
-import dataclasses
 
 import torch
 
 import capsfast
-from capsfast.bench.cases import CANONICAL, Case
+from capsfast.bench.cases import Case
 from capsfast.bench.contenders import OURS, contender
 from capsfast.bench.inputs import input_set, step
 
 from .common import fused_backends
+from .layers import BATCHES, layers
 
-# B, I, J, D, K: padded and full tiles, one and several splits, many outputs, one sample; votes of a sample that fit no
-# shared memory.
-SHAPES = ((1, 33, 10, 16, 8), (17, 21, 5, 7, 3), (33, 9, 300, 4, 4), (2, 6000, 10, 16, 8))
+# B, I, J, D, K: one sample, a padded tile, input capsules enough for clusters of blocks and votes of a sample that fit
+# no shared memory, many outputs.
+SHAPES = ((1, 33, 10, 16, 8), (17, 21, 5, 7, 3), (2, 6000, 10, 16, 8), (33, 9, 300, 4, 4))
 # Every tensor and both softmaxes between them.
 OPTIONS: tuple[dict[str, object], ...] = (
     {},
@@ -55,21 +55,26 @@ def sanitize(names: list[str], device: torch.device, shapes: tuple[tuple[int, ..
         torch.cuda.synchronize()
 
 
-def profile(names: list[str], device: torch.device, case: Case) -> None:
-    """Between the marks for ncu, one forward and one backward of each backend on the case."""
+# The canonical layer in float32, in bfloat16 as well, and with every batch size.
+PROFILED = {"canonical": 1, "dtypes": 2, "layers": 2 * len(BATCHES)}
+
+
+def profile(names: list[str], device: torch.device, cases: list[Case]) -> None:
+    """Between the marks for ncu, one forward and one backward of each backend on each case."""
     marks = torch.cuda.profiler if device.type == "cuda" else None
     for name in names:
-        inputs = input_set(case, device)
-        both = step(contender(OURS + name).make(case), case, [inputs])
-        both(0)  # compiles and loads
-        if marks:
-            torch.cuda.synchronize()
-            marks.start()
-        both(0)
-        if marks:
-            torch.cuda.synchronize()
-            marks.stop()
-        print(f"{name}: {case.name}", flush=True)
+        for case in cases:
+            inputs = input_set(case, device)
+            both = step(contender(OURS + name).make(case), case, [inputs])
+            both(0)  # compiles and loads
+            if marks:
+                torch.cuda.synchronize()
+                marks.start()
+            both(0)
+            if marks:
+                torch.cuda.synchronize()
+                marks.stop()
+            print(f"{name}: {case.name}", flush=True)
 
 
 def main() -> None:
@@ -77,13 +82,17 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", action="append", help="default: all fused ones")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
-    parser.add_argument("--profile", action="store_true", help="the canonical layer once, marked for ncu")
+    parser.add_argument(
+        "--profile", nargs="?", const="canonical", choices=tuple(PROFILED), help="layers once each, marked for ncu"
+    )
     asked = parser.parse_args()
-    device, names = torch.device(asked.device), asked.backend or fused_backends(asked.device)
+    device = torch.device(asked.device)
+    # First what compiles nothing: a tool may run out of time.
+    names = asked.backend or sorted(fused_backends(asked.device), key=lambda name: name != "cuda")
     torch.manual_seed(0)
     if asked.profile:
-        small = {} if device.type == "cuda" else {"B": 2, "I": 16}
-        profile(names, device, dataclasses.replace(CANONICAL, direction="forward+backward", **small))
+        batches = BATCHES if asked.profile == "layers" else BATCHES[:1]
+        profile(names, device, layers(batches, device.type == "cpu")[: PROFILED[asked.profile]])
     else:
         sanitize(names, device, SHAPES[: asked.shapes])
 

@@ -1,11 +1,12 @@
 """Which steps there are, in which order, and what each may cost."""
 
+import dataclasses
 import glob
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +15,16 @@ from .runner import OK, Runner, Step, python
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-TEST_SECONDS = 120.0
+TEST_SECONDS = 110.0
 MOST_SHARDS = 6
 # compute-sanitizer's own status when it found something.
 FOUND_ERRORS = 9
-NCU_SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "WarpStateStats")
+# For ncu, which comes last. Steps that only tell more leave it this time.
+COUNTER_SECONDS, PROFILE_SECONDS = 60.0, 50.0
+# Less is not worth a start.
+LEAST_SECONDS = 8.0
+# Without these there is nothing to run.
+FIRST = ("machine", "build", "backends")
 
 
 def tool(name: str, *places: str) -> str | None:
@@ -46,10 +52,13 @@ def own_environment() -> dict[str, str]:
 
 
 class Plan:
-    """device: "cuda", or "cpu" for a rehearsal, which runs the same steps on small layers. out: the folder OUT."""
+    """device: "cuda", or "cpu" for a rehearsal, which runs the same steps on small layers. out: the folder OUT.
 
-    def __init__(self, runner: Runner, out: Path, device: str, profile: bool) -> None:
-        self.runner, self.out, self.device, self.profile = runner, out, device, profile
+    profile: whether ncu runs, where it is. only: what the names of the steps begin with, all without it.
+    """
+
+    def __init__(self, runner: Runner, out: Path, device: str, profile: bool = True, only: Sequence[str] = ()) -> None:
+        self.runner, self.out, self.device, self.profile, self.only = runner, out, device, profile, tuple(only)
         self.rehearse = device == "cpu"
 
     def module(self, name: str, *words: str) -> list[str]:
@@ -59,7 +68,16 @@ class Plan:
         return self.module(name, "--device", self.device, *words, *["--rehearse"] * self.rehearse)
 
     def groups(self) -> Iterator[list[Step]]:
-        """The most telling first. Nothing runs beside what is timed."""
+        for group in self.all_groups():
+            yield [self.asked(step) for step in group]
+
+    def asked(self, step: Step) -> Step:
+        if not self.only or step.name.startswith((*FIRST, *self.only)):
+            return step
+        return dataclasses.replace(step, why_not="not asked for")
+
+    def all_groups(self) -> Iterator[list[Step]]:
+        """The most telling first, ncu last. Nothing runs beside what is timed."""
         environment = own_environment()
         machine = self.module("machine", "--device", self.device)
         yield [Step("machine", machine, 60, environment, why_not=missing_module("torch"))]
@@ -70,13 +88,29 @@ class Plan:
         yield [Step("backends", self.module("backends", "--device", self.device), 60, environment)]
         fused = self.runner.result("backends").get("fused", [])
         none = "" if fused else f"no fused backend for {self.device}"
-        yield [self.sweep("sweep", "targets", 160, environment, none)]
-        yield [Step("host", self.measuring("host"), 40, environment, why_not=none)]
+        no_cuda = none or ("" if "cuda" in fused or self.rehearse else "the backend cuda is not there")
+        yield [Step("kernels", self.measuring("kernels"), 60, environment, why_not=no_cuda)]
+        yield [self.sweep("sweep", "targets", 140, environment, none)]
+        ncu = self.ncu_steps(environment, no_cuda)
+        kept = sum(self.asked(step).seconds for step in ncu if not self.asked(step).why_not)
+        # The search that it waits for may take as long as it is let.
+        yield [self.leaving(kept, self.sweep("sweep-tuned", "tuned", 80, environment, none))]
         yield [*self.tests(fused), *self.sanitizers(environment, none)]
-        yield [Step("first-call", self.measuring("first_call"), 60, environment, why_not=none)]
-        if self.profile:
-            yield [self.profiler(environment, none)]
-        yield [self.sweep("sweep-rest", "rest", 600, environment, none)]
+        for step in (
+            Step("host", self.measuring("host"), 40, environment, why_not=none),
+            Step("first-call", self.measuring("first_call"), 60, environment, why_not=none),
+            self.sweep("sweep-rest", "rest", 600, environment, none),
+        ):
+            yield [self.leaving(kept, step)]
+        for step in ncu:
+            yield [step]
+
+    def leaving(self, seconds: float, step: Step) -> Step:
+        """The step with a limit that leaves so much of the time."""
+        limit = self.runner.remaining - seconds
+        if seconds and not step.why_not and limit < LEAST_SECONDS:
+            return dataclasses.replace(step, why_not="the time that is left is kept for ncu")
+        return dataclasses.replace(step, seconds=min(step.seconds, limit) if seconds else step.seconds)
 
     def status(self, name: str) -> str:
         return next((each.status for each in self.runner.outcomes if each.name == name), "")
@@ -104,14 +138,17 @@ class Plan:
         }
         folder = ROOT / "tests"
         texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.glob("test_*.py"))}
-        marked = [str(path.relative_to(ROOT)) for path, text in texts.items() if "mark.gpu" in text]
+        marked = [path for path, text in texts.items() if "mark.gpu" in text]
         shared = [str(path.relative_to(ROOT)) for path, text in texts.items() if "backend: Backend" in text]
         own_conftest = [] if not missing_module("hypothesis") else ["--noconftest"]
-        words = [*marked, "-m", "gpu", *own_conftest]
-        steps = [self.pytest("tests", words, environment, missing_module("pytest"))]
+        steps = []
+        for path in marked:
+            name = "tests" + path.stem.removeprefix("test_gpu").replace("_", "-")
+            words = [str(path.relative_to(ROOT)), "-m", "gpu", *own_conftest]
+            steps.append(self.pytest(name, words, environment, missing_module("pytest")))
         # Most of the suite's time is Triton compiling. Beside it run the tests above and the sanitizers.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        shards = max(1, min(MOST_SHARDS, (cores - len(SANITIZERS) - 1) // max(len(fused), 1)))
+        shards = max(1, min(MOST_SHARDS, (cores - len(SANITIZERS) - len(marked)) // max(len(fused), 1)))
         for name in fused:
             words = [*shared, "--backends", name, "-k", name, "-m", "not slow and not gpu", "-p", "gpu.shard"]
             why_not = missing_module("pytest", "hypothesis")
@@ -146,19 +183,23 @@ class Plan:
                 # torch's kernels; initcheck has to see what they write.
                 words += ["--kernel-name-exclude", "kns=at6native,kns=cub"]
             watched = self.module(
-                "exercise", "--device", self.device, *([] if name == "memcheck" else ["--shapes", "2"])
+                "exercise", "--device", self.device, *([] if name == "memcheck" else ["--shapes", "3"])
             )
             command = [program or "compute-sanitizer", *words, *watched]
             steps.append(Step(name, command, TEST_SECONDS, environment, False, why_not, judged_sanitizer))
         return steps
 
-    def profiler(self, environment: dict[str, str], none: str) -> Step:
+    def ncu_steps(self, environment: dict[str, str], why_not: str) -> list[Step]:
         program = tool("ncu", "/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
-        why_not = none or ("" if program else "ncu is not installed")
-        sections = [word for name in NCU_SECTIONS for word in ("--section", name)]
-        words = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "application-only"]
-        words += ["--log-file", str(self.out / "gpu-check" / "profile.txt"), *sections]
-        command = [program or "ncu", *words, *self.module("exercise", "--device", self.device, "--profile")]
-        if self.rehearse:
+        if not self.profile:
+            why_not = "--no-profile"
+        elif self.rehearse:
             why_not = "a rehearsal has no device to watch"
-        return Step("profile", command, 60, environment, echo=False, why_not=why_not)
+        elif not program:
+            why_not = why_not or "ncu is not installed"
+        words = ["--ncu", program or "ncu"]
+        out = str(self.out / "gpu-check")
+        return [
+            Step("counters", self.module("counters", *words), COUNTER_SECONDS, environment, False, why_not),
+            Step("profile", self.module("profile", *words, "--out", out), PROFILE_SECONDS, environment, True, why_not),
+        ]

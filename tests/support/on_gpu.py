@@ -1,0 +1,80 @@
+"""What tests on a GPU do with problems: draw them there, copy them, capture them, compare them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .accuracy import relative_l2, ulps
+from .backends import Shape
+from .problems import Case, Problem, run
+
+
+def tensors_of(problem: Problem) -> list[Tensor]:
+    return [*problem.inputs.values(), *problem.masks.values(), problem.dv, problem.dc]
+
+
+def copied(problem: Problem) -> Problem:
+    """The same values in memory of its own."""
+    return replace(
+        problem,
+        inputs={name: value.clone() for name, value in problem.inputs.items()},
+        masks={name: value.clone() for name, value in problem.masks.items()},
+        gradients={name: value.clone() for name, value in problem.gradients.items()},
+    )
+
+
+def overwrite(problem: Problem, other: Problem) -> None:
+    for target, source in zip(tensors_of(problem), tensors_of(other), strict=True):
+        target.copy_(source)
+
+
+def assert_same_bits(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in got.items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def drawn(shape: Shape, dtype: torch.dtype = torch.float32, op: str = "dynamic_routing") -> Problem:
+    """A problem drawn on the GPU, for sizes that take long to draw on the CPU. s is of order one."""
+    B, I, J, D, K = shape
+    where = {"device": "cuda", "dtype": dtype}
+    if op == "dynamic_routing":
+        inputs = {
+            "u": torch.randn(B, I, K, **where),
+            "weight": torch.empty(I, J, D, K, **where).normal_(0, 2 * J / (I * K) ** 0.5),
+        }
+    else:
+        inputs = {"votes": torch.empty(B, I, J, D, **where).normal_(0, 2 * J / I**0.5)}
+    return Problem(op, Case(coupling=False), inputs, {}, {"v": torch.randn(B, J, D, **where)})
+
+
+def assert_as_accurate_as_einsum(problem: Problem, name: str) -> None:
+    """By relative L2 error against float64, all on the GPU."""
+    got, plain = run(problem, name), run(problem, "reference")
+    truth = run(problem.to(torch.float64, "cuda"), "reference")
+    for key, value in got.items():
+        assert bool(value.isfinite().all()), key
+        allowed = 2 * relative_l2(plain[key].double(), truth[key]) + ulps(value.dtype)
+        assert relative_l2(value.double(), truth[key]) <= allowed, key
+
+
+def assert_replays(problems: list[Problem], name: str, need: Sequence[str] | None = None) -> None:
+    """A graph of the backend ``name`` that captured the first problem gives every one's bits. need: as in run()."""
+    wanted = [run(problem, name, need) for problem in problems]
+    static = copied(problems[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run(static, name, need)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = run(static, name, need)
+    for problem, want in zip(problems[::-1], wanted[::-1], strict=True):
+        overwrite(static, problem)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(outputs, want)
