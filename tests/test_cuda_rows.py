@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ LARGE: dict[str, Any] = {"multiprocessors": 6, "shared_bytes": 227 * 1024}
 
 
 def assert_together(case: Case, ran: dict[str, int]) -> None:
-    """One launch for all of the forward, and one for the backward but for its last pass."""
+    """One launch for all of the forward, and one for the backward but for its gradient pass."""
     iterates = case.num_iterations > 1 and case.gradient == "full"
     assert (
         sum(count for name, count in ran.items() if re.fullmatch("rows::AccumulateArgs.* cooperative", name))
@@ -285,6 +286,44 @@ def test_no_nan_is_rounded_away(allowed: bool, bits: int, name: str, request: py
     assert got["dweight" if name == "u" else "du"].isnan().any()
 
 
+@pytest.mark.parametrize("softmax", ["out", "in"])
+@pytest.mark.parametrize("logits", [None, "BIJ"])
+def test_weights_of_masked_capsules_may_hold_anything(logits: str | None, softmax: str) -> None:
+    case = Case(softmax=softmax, mask=True, logits=logits, coupling=False)
+    problem = make(Shape(3, 9, 3, 16, 8), case, dtype=torch.float32)
+    problem.masks["mask"][:, 4] = False
+    clean = run(problem, emulator.NAME)
+    problem.inputs["weight"][4] = torch.nan
+    for name, value in run(problem, emulator.NAME).items():
+        assert torch.equal(value, clean[name]), name
+
+
+def test_small_gradients_of_capsules_that_vote_against_all() -> None:
+    """exp() of logits near -55, times gradients of 1e-18, is beyond what a float holds."""
+    problem = make(Shape(1, 8, 3, 16, 8), Case(coupling=False), dtype=torch.float32)
+    u, weight = problem.inputs["u"], problem.inputs["weight"]
+    towards = weight[0, :, :, 0] / weight[0, :, :, 0].norm(dim=-1, keepdim=True)
+    lengths = torch.tensor([-28.0, *[10.0] * 7])
+    weight.copy_(
+        0.01 * weight
+        + lengths[:, None, None, None]
+        * towards[:, :, None]
+        * (u[0] / u[0].square().sum(-1, keepdim=True))[:, None, None]
+    )
+    assert errors_of_gradients(problem, 2.0**-60) < 4 * errors_of_gradients(problem, 1.0)
+
+
+def errors_of_gradients(problem: Problem, scale: float) -> float:
+    """Of du and dweight of input capsule 0, relative to what they are, for a gradient of v that small."""
+    small = replace(problem, gradients={**problem.gradients, "v": problem.gradients["v"] * scale})
+    truth, got = run(small.to(torch.float64), "reference"), run(small, emulator.NAME)
+    du, dweight = (
+        relative_l2(got[name].double().select(axis, 0) / scale, truth[name].select(axis, 0) / scale)
+        for name, axis in (("du", 1), ("dweight", 0))
+    )
+    return max(du, dweight)
+
+
 @pytest.mark.parametrize("api", ["set_float32_matmul_precision", "fp32_precision"])
 def test_a_compiled_call_follows_the_setting(api: str) -> None:
     problem = make(Shape(17, 9, 3, 16, 8), Case(coupling=False), dtype=torch.float32)
@@ -395,7 +434,13 @@ def test_a_weight_that_is_not_contiguous_goes_to_the_general_kernels() -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "shared"])
 @pytest.mark.parametrize(
     "shape",
-    [Shape(2, 3, 12, 16, 16), Shape(2, 3, 13, 4, 2), Shape(2, 3, 2, 17, 2), Shape(2, 3, 2, 4, 17), Shape(2, 1, 1, 1, 1)],
+    [
+        Shape(2, 3, 12, 16, 16),
+        Shape(2, 3, 13, 4, 2),
+        Shape(2, 3, 2, 17, 2),
+        Shape(2, 3, 2, 4, 17),
+        Shape(2, 1, 1, 1, 1),
+    ],
     ids=str,
 )
 def test_the_order_of_backends_knows_what_the_family_serves(shape: Shape, layout: str, dtype: torch.dtype) -> None:

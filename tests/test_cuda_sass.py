@@ -1,6 +1,6 @@
 """How many instructions the CUDA kernels execute for an input capsule of the canonical layer, and which.
 
-A GPU that is not here cannot be timed, but these kernels' time is that of their instructions.
+What a change of the kernels or of the compiler costs in instructions takes no GPU to see.
 """
 
 from pathlib import Path
@@ -18,10 +18,10 @@ MOST = {
     ("first pass", False): 70,
     ("forward pass", True): 400,
     ("forward pass", False): 320,
-    ("backward pass", True): 620,
+    ("backward pass", True): 540,
     ("backward pass", False): 460,
-    ("gradients", True): 2560,
-    ("gradients", False): 2350,
+    ("gradients", True): 2350,
+    ("gradients", False): 1900,
 }
 SIZES = (12, 20)
 
@@ -93,10 +93,14 @@ def test_what_is_computed_is_counted(tiles: int, exact: bool) -> None:
     assert kinds("backward pass", "HMMA", "LDG") == [product, 2 * tiles]
     # Votes, du and dweight; ds of iteration 0, then V and ds for the dots and for the sums.
     assert kinds("gradients", "HMMA", "LDG") == [3 * product, tiles * (1 + 4 * (sass.ITERATIONS - 1))]
-    for name, sums in (("forward pass", 2), ("backward pass", 3), ("gradients", 1 + 4 * (sass.ITERATIONS - 1))):
+    # Where products are exact dvotes are split by a multiply-add, once for du and once for dweight.
+    split = 2 if exact else 0
+    for name, sums in (("forward pass", 2), ("backward pass", 3), ("gradients", 1 + 4 * (sass.ITERATIONS - 1) + split)):
         assert 4 * tiles * sums <= kinds(name, "FFMA")[0] <= 4 * tiles * sums + 40
-    # dweight is turned around, two numbers at a time, and added four at a time; du is written.
-    assert kinds("gradients", "STS", "STG") == [2 * tiles + tiles // 2, 2]
+    # dvotes are turned around, dweight is left for others to add up; du is written.
+    stores, written = kinds("gradients", "STS", "STG")
+    assert 4 * tiles + tiles <= stores <= 4 * tiles + 2 * tiles
+    assert written == 2
 
 
 @pytest.mark.usefixtures("_readable")
@@ -105,8 +109,11 @@ def test_what_is_computed_is_counted(tiles: int, exact: bool) -> None:
 @pytest.mark.parametrize("name", PASSES)
 def test_loops_have_no_slow_instructions(name: str, tiles: int, exact: bool) -> None:
     hot = executed(name, exact, tiles).hot
-    # Local memory, and instructions that find out at run time which kind of memory they access.
-    assert [x for x in hot if x.kind in ("LDL", "STL", "LD", "ST", "ATOM", "RED", "CALL")] == []
+    # Instructions that find out at run time which kind of memory they access, and local memory. Between its loops over
+    # iterations and tiles a gradient pass may fetch some numbers that these loops do not need.
+    assert [x for x in hot if x.kind in ("LD", "ST", "ATOM", "RED", "CALL")] == []
+    local = [x for x in hot if x.kind in ("LDL", "STL")]
+    assert len(local) <= (12 if name == "gradients" else 0), local
     assert [x for x in hot if x.kind == "LDG" and x.bytes() != 16] == []
     if name != "gradients":
         # No warp waits for another, and no number of a weight or a pose is read by itself.
@@ -118,8 +125,6 @@ def test_loops_have_no_slow_instructions(name: str, tiles: int, exact: bool) -> 
 def test_the_table_of_the_docs_is_what_was_built() -> None:
     """``python -m tests.support.sass`` prints it. Another release of the compiler may come to other numbers."""
     text = PAGE.read_text(encoding="utf-8")
-    if sass.BEGIN not in text:
-        pytest.skip("the docs have no such table")
     found = text[text.index(sass.BEGIN) : text.index(sass.END) + len(sass.END)]
     if sass.release() not in found:
         pytest.skip(f"the table is not of {sass.release()}")

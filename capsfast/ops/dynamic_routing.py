@@ -45,8 +45,9 @@ def why_no_rows(dtype: torch.dtype, weight: Tensor) -> str:
         return "D is larger than 16"
     if J > 12:
         return "J is larger than 12"
-    # Any stride along I will do: a shared weight has one row.
-    if weight.stride()[1:] != (D * K, K, 1):
+    # Any stride along I will do: a shared weight has one row. So will that of an axis of length 1.
+    dense = zip((J, D, K), weight.stride()[1:], (D * K, K, 1), strict=True)
+    if any(length != 1 and stride != wanted for length, stride, wanted in dense):
         return "the weight is not contiguous"
     return ""
 

@@ -54,7 +54,7 @@ def take_launches(ways: bool = False, kernels: str = "ops") -> dict[str, int]:
     """How often kernels were launched since the last call, by the name of their arguments such as "rows::GradientArgs".
 
     With ``ways`` launches of blocks that run together count apart: "VotesForwardArgs cluster4",
-    "AccumulateArgs cooperative".
+    "rows::AccumulateArgs cooperative".
     """
     loaded = ctypes.CDLL(str(library(kernels)))
     loaded.capsfast_take_launches.restype = ctypes.c_char_p

@@ -209,8 +209,8 @@ void Block::wait_for_copy(const Stage& stage, int line) {
   copying_.arrive(stage, thread_);
 }
 
-// A GPU may write the bytes at any time until the thread has waited, so no thread may access them before. Then they count
-// as written by this thread.
+// A GPU may write the bytes at any time until the thread has waited, so no thread may access them before. Then they
+// count as written by this thread.
 void Block::copy_ahead(unsigned char* to, const unsigned char* from) {
   constexpr size_t kBytes = sizeof(Ahead::bytes);
   if (memory_.offset(to) % kBytes != 0 || reinterpret_cast<uintptr_t>(from) % kBytes != 0)

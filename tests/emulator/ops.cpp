@@ -34,7 +34,7 @@ extern "C" __attribute__((visibility("default"))) void capsfast_rows_plan(const 
   const auto plan = backward ? cuda::rows::plan_accumulate<true>(p, in, kernels, context)
                              : cuda::rows::plan_accumulate<false>(p, in, kernels, context);
   const auto gradient = plan_gradient(p, in, kernels, false, context);
-  const int64_t found[] = {plan.shape.tiles(),   plan.work.groups, plan.work.units, plan.cluster,
+  const int64_t found[] = {plan.shape.tiles(),   plan.work.groups,       plan.work.units, plan.cluster,
                            gradient.shape.chunk, gradient.shape.tiles(), gradient.parts,  gradient.splits};
   std::copy(found, found + 8, values);
 }

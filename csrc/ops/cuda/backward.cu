@@ -1,4 +1,5 @@
-// The backward: a accumulating pass for each iteration from the last to the second, then one gradient pass for all iterations.
+// The backward: an accumulating pass for each iteration from the last to the second, then one gradient pass for all
+// iterations.
 #include "engine.h"
 #include "launch.h"
 #include "steps.h"

@@ -1,7 +1,7 @@
-// Which family of kernels serves a call, and why another does not. The first that serves it takes it:
+// Which families of kernels may serve a call, and why others do not:
 //
 //   rows      votes of few output capsules, made on tensor cores: a warp has whole samples
-//   votes     votes that are given and fit the shared memory of a cluster
+//   votes     votes that are given, where a sample fits the shared memory of a cluster (votes/launch.cu looks)
 //   general   everything: any J, D and K, any strides, float64, and passes of their own
 #pragma once
 
@@ -21,7 +21,7 @@ inline const char* why_no_rows(const Problem& p) {
   if (p.K > 16) return "K is larger than 16";
   if (p.D > 16) return "D is larger than 16";
   if (p.J > 12) return "J is larger than 12";
-  if (std::max(p.B, p.I) > INT32_MAX / 2) return "B or I is too large";
+  if (std::max(p.B, p.I) > INT32_MAX / 2 || (p.B / 16 + 1) * p.I > INT32_MAX / 2) return "B or I is too large";
   const int64_t* stride = p.weight.stride;
   const auto dense = [](int64_t length, int64_t at, int64_t wanted) { return length == 1 || at == wanted; };
   if (!dense(p.K, stride[3], 1) || !dense(p.D, stride[2], p.K) || !dense(p.J, stride[1], p.K * p.D))

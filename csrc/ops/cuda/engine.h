@@ -7,8 +7,8 @@
 
 namespace capsfast::cuda {
 
-// Forward and backward of routing and of a pass. They launch kernels on torch's current stream and do not wait for them.
-// like: u or votes; new memory comes from its device and allocator. T: the type that sums are formed in.
+// Forward and backward of routing and of a pass. They launch kernels on torch's current stream and do not wait for
+// them. like: u or votes; new memory comes from its device and allocator. T: the type that sums are formed in.
 template <class T>
 void forward(const Problem& p, const ForwardOutputs& out, const torch::stable::Tensor& like);
 template <class T>

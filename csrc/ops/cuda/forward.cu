@@ -1,4 +1,4 @@
-// The forward: each iteration is a accumulating pass, after which s, v and V are computed from its sums.
+// The forward: each iteration is an accumulating pass, after which s, v and V are computed from its sums.
 #include "engine.h"
 #include "launch.h"
 #include "steps.h"

@@ -119,7 +119,7 @@ class Call {
     to.work = by_rows ? by_rows->work() : Work{p.I, p.B, 1, plan.splits};
     const int64_t rows = to.work.segments() * to.work.group * p.J;
     if (by_rows) {
-      to.sum_tile = scratch<float>(rows * p.D);
+      to.sum_rows = scratch<float>(rows * p.D);
     } else {
       to.sum = scratch<double>(rows * (p.D + p.moments));
     }
@@ -212,9 +212,9 @@ inline bool wants_gradient(const Problem& p, const BackwardOutputs& out) {
   return p.I > 0 && (out.du.data != nullptr || out.dweight.data != nullptr || out.dlogits.data != nullptr);
 }
 
-// Runs the gradient pass and adds up its partial sums. The samples are cut into `parts`, each with its own sum of dweight
-// and dlogits. The input capsules are cut into `blocks`; if the weight is shared each has its own sum of dweight. args
-// lacks nothing but what it writes.
+// Runs the gradient pass and adds up its partial sums. The samples are cut into `parts`, each with its own sum of
+// dweight and dlogits. The input capsules are cut into `blocks`; if the weight is shared each has its own sum of
+// dweight. args lacks nothing but what it writes.
 template <class T, class Args, class Pass>
 void gradient_pass(Call<T>& call, const BackwardOutputs& out, Args args, int64_t parts, int64_t blocks,
                    const Pass& pass) {

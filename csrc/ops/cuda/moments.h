@@ -1,5 +1,5 @@
-// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As those of update.h they give a
-// warp one output capsule of a sample at a time.
+// The steps before and after the accumulating pass of a pass op, on arrays [.., B, J, D]. As those of update.h they
+// give a warp one output capsule of a sample at a time.
 #pragma once
 
 #include "update.h"
@@ -66,7 +66,7 @@ moment_gradient_kernel(MomentGradientArgs<T> a) {
   for_outputs(a.in, 1, [&](const UpdateCoord& at) { differentiate_moments(a, at); });
 }
 
-// The step that adds up the sums of a accumulating pass with mass: the moments, or dquery and dprior.
+// The step that adds up the sums of an accumulating pass with mass: the moments, or dquery and dprior.
 template <class T>
 struct MomentArgs {
   Inputs in;

@@ -200,7 +200,7 @@ struct AccumulateArgs {
   bool unweighted;         // every coefficient is 1: the first iteration without logits
   bool mass;               // a sum has one more element than D, that of the coefficients
   Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
-  Global<float> sum_tile;  // the same for all kernels but the general ones
+  Global<float> sum_rows;  // the same of the rows family
   Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules of unknown normaliser
   Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
   Operand coupling;        // [B, I, J], written

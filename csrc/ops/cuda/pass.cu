@@ -1,5 +1,5 @@
-// A linear pass is one iteration of routing with a given V, the query, and without a squash: the general accumulating pass,
-// whose sums are the moments. In the backward its sums are dquery and dprior, and the gradient pass has the rest.
+// A linear pass is one iteration of routing with a given V, the query, and without a squash: the general accumulating
+// pass, whose sums are the moments. In the backward its sums are dquery and dprior, and the gradient pass has the rest.
 #include <torch/headeronly/util/Exception.h>
 
 #include "engine.h"

@@ -1,6 +1,7 @@
 // The sequence of passes and steps of a forward and of a backward. The host uses it to launch a kernel for each, and
-// the tile kernels to run all of them in one launch. pass(n) has the arguments of accumulating pass n, 0 <= n < passes().
-// after(n) is what all threads of the grid do after pass n. In the backward after(-1) comes before the first pass.
+// the rows kernels to run all of them in one launch. pass(n) has the arguments of accumulating pass n, 0 <= n <
+// passes(). after(n) is what all threads of the grid do after pass n. In the backward after(-1) comes before the first
+// pass.
 #pragma once
 
 #include "../../math/host_device.h"
@@ -32,7 +33,7 @@ struct ForwardSteps {
     if (t + 1 == iterations && !in.softmax_in) args.coupling = coupling;
     args.unweighted = t == 0 && !in.logits.data && !args.coupling.data && !(in.softmax_in && in.mask.data);
     args.sum = parts.sum;
-    args.sum_tile = parts.sum_tile;
+    args.sum_rows = parts.sum_rows;
     if (in.softmax_in && !args.unweighted) {
       args.max = parts.max;
       args.total = parts.total;
@@ -119,7 +120,7 @@ struct BackwardSteps {
     args.in = in;
     args.scoring = scoring(t);
     args.sum = parts.sum;
-    args.sum_tile = parts.sum_tile;
+    args.sum_rows = parts.sum_rows;
     const int64_t count = in.B * in.J;
     if (in.softmax_in)
       args.norm = {columns.max.from(t * count, count), columns.scale.from(t * count, count),

@@ -20,19 +20,19 @@ struct Squashing {
   }
 };
 
-// Partial sums of a accumulating pass, one for each segment of `work`. If max and total are there, each segment has weighted
-// its input capsules with exp(b - max), where the largest logit b of that segment exceeds max by 8 at most, and total is
-// the sum of these weights.
+// Partial sums of an accumulating pass, one for each segment of `work`. If max and total are there, each segment has
+// weighted its input capsules with exp(b - max), where the largest logit b of that segment exceeds max by 8 at most,
+// and total is the sum of these weights.
 template <class T>
 struct Parts {
   Work work;
   Global<double> sum;      // [segments, group, J, D or, with mass, D + 1], of the general kernels
-  Global<float> sum_tile;  // the same of the other kernels, whose sums are short enough for float
+  Global<float> sum_rows;  // the same of the rows family, whose sums are short enough for float
   Global<T> max;           // [segments, group, J]
   Global<double> total;    // [segments, group, J]
 
   CAPSFAST_DEVICE double part(int64_t n) const {
-    return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_tile[n]);
+    return sum ? static_cast<double>(sum[n]) : static_cast<double>(sum_rows[n]);
   }
 };
 
@@ -44,7 +44,7 @@ struct UpdateCoord {
   int lane, lanes, slice, slices;
 };
 
-// Calls f(place) for every output capsule of every sample, each on one warp of the grid. width: how many components a
+// Calls f(at) for every output capsule of every sample, each on one warp of the grid. width: how many components a
 // lane has at a time.
 template <class F>
 CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
@@ -83,8 +83,8 @@ struct ColumnNorm {
   }
 };
 
-// sum = components [d, d + kWidth) of the sum over the segments, in the lanes of slice 0. If `follows`, each segment has
-// its own maximum, and its part is rescaled to the common one, `max`. elements: of a sum, D or D + 1.
+// sum = components [d, d + kWidth) of the sum over the segments, in the lanes of slice 0. If `follows`, each segment
+// has its own maximum, and its part is rescaled to the common one, `max`. elements: of a sum, D or D + 1.
 template <int kWidth, class T>
 CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T>& parts, const UpdateCoord& at,
                                int64_t d, bool follows, T max, double (&sum)[kWidth]) {
@@ -97,7 +97,7 @@ CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T
     const int64_t row = work.row(n, at.b, at.j, in.J), from = row * elements + d;
     const double factor = follows ? static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max)) : 1.0;
     if constexpr (kWidth > 1) {
-      const auto run = parts.sum_tile.template vector<Run<float, kWidth>>(from);
+      const auto run = parts.sum_rows.template vector<Run<float, kWidth>>(from);
 #pragma unroll
       for (int m = 0; m < kWidth; ++m) sum[m] += factor * static_cast<double>(run.value[m]);
     } else {
@@ -110,12 +110,12 @@ CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T
   }
 }
 
-// Calls f(width), an integral constant: how many components a lane has at a time. sum_tile is read four at a time.
+// Calls f(width), an integral constant: how many components a lane has at a time. sum_rows is read four at a time.
 constexpr int kPartWidth = 4;
 template <class T, class F>
 CAPSFAST_DEVICE void with_width(const Inputs& in, const Parts<T>& parts, const F& f) {
   if constexpr (std::is_same_v<T, float>) {
-    if (parts.sum_tile && in.D % kPartWidth == 0) return f(std::integral_constant<int, kPartWidth>());
+    if (parts.sum_rows && in.D % kPartWidth == 0) return f(std::integral_constant<int, kPartWidth>());
   }
   f(std::integral_constant<int, 1>());
 }
@@ -135,7 +135,7 @@ CAPSFAST_DEVICE T uniform(const Inputs& in, int64_t b, bool valid) {
   return valid && entries > 0 ? T(1) / static_cast<T>(entries) : T(0);
 }
 
-// What the sums of a accumulating pass are still to be multiplied with, and the maximum that they are relative to.
+// What the sums of an accumulating pass are still to be multiplied with, and the maximum that they are relative to.
 // unweighted, follows: the pass took every coefficient as 1, or as exp(b - max).
 template <class T>
 CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& parts, const UpdateCoord& at, bool valid,

@@ -44,8 +44,8 @@ struct GeneralPlan {
   int64_t out_tiles;        // parts of the output capsules, in the accumulating passes
   int64_t gradient_blocks;  // parts of the input capsules, in the gradient pass
   int64_t gradient_splits;  // parts of the samples, in the gradient pass
-  // Whether the softmax over the output capsules takes a sweep of its own (row_norm_kernel), as a tile does not hold them
-  // all.
+  // Whether the softmax over the output capsules takes a sweep of its own (row_norm_kernel), as a tile does not hold
+  // them all.
   bool row_norm_apart;           // in the accumulating passes of forward and backward
   bool gradient_row_norm_apart;  // in the gradient pass
 };
@@ -55,22 +55,22 @@ constexpr int64_t kBlocksPerMultiprocessor = 4;
 
 template <class T>
 GeneralPlan plan_general(const Problem& p, int64_t multiprocessors) {
-  using R = AccumulateTile<T>;
-  using F = GradientTile<T>;
+  using Accumulate = AccumulateTile<T>;
+  using Gradient = GradientTile<T>;
   const int64_t wanted = kBlocksPerMultiprocessor * multiprocessors;
   GeneralPlan plan;
-  plan.tiles = divide_up(p.B, R::samples);
-  plan.out_tiles = std::max<int64_t>(1, divide_up(p.J, R::outputs));
+  plan.tiles = divide_up(p.B, Accumulate::samples);
+  plan.out_tiles = std::max<int64_t>(1, divide_up(p.J, Accumulate::outputs));
   plan.row_norm_apart = !p.softmax_in() && plan.out_tiles > 1;
-  const int64_t chunks = divide_up(p.I, R::inputs), others = std::max<int64_t>(1, plan.tiles * plan.out_tiles);
+  const int64_t chunks = divide_up(p.I, Accumulate::inputs), others = std::max<int64_t>(1, plan.tiles * plan.out_tiles);
   plan.splits = std::clamp<int64_t>(divide_up(wanted, others), std::min<int64_t>(1, chunks), chunks);
 
-  plan.gradient_row_norm_apart = !p.softmax_in() && F::outputs_for(p.J, p.D) < p.J;
-  const int64_t gradient_chunks = divide_up(p.I, F::inputs);
+  plan.gradient_row_norm_apart = !p.softmax_in() && Gradient::outputs_for(p.J, p.D) < p.J;
+  const int64_t gradient_chunks = divide_up(p.I, Gradient::inputs);
   // With a shared weight every block has its own sum of dweight, so there are no more blocks than the device needs.
   plan.gradient_blocks = p.shared_weight ? std::min(gradient_chunks, wanted) : gradient_chunks;
   plan.gradient_splits = std::clamp<int64_t>(
-      wanted / std::max<int64_t>(1, plan.gradient_blocks), 1, std::max<int64_t>(1, divide_up(p.B, F::samples)));
+      wanted / std::max<int64_t>(1, plan.gradient_blocks), 1, std::max<int64_t>(1, divide_up(p.B, Gradient::samples)));
   return plan;
 }
 

@@ -1,7 +1,7 @@
 // The pass that accumulates sum_i c votes (forward) or sum_i db votes (backward) for J up to 12, D and K up to 16, on
-// tensor cores. A warp has 16 samples and all columns (j, d), see layout.h, and walks over input capsules; no warp waits
-// for another but where a chunk of weights and poses gives way to the next. The sums of the warps of a block, then of
-// the blocks of a cluster, are added up in a fixed order before one partial sum goes to memory.
+// tensor cores. A warp has 16 samples and all columns (j, d), see layout.h, and walks over input capsules; no warp
+// waits for another but where a chunk of weights and poses gives way to the next. The sums of the warps of a block,
+// then of the blocks of a cluster, are added up in a fixed order before one partial sum goes to memory.
 #pragma once
 
 #include "../steps.h"
@@ -12,19 +12,21 @@ namespace capsfast::cuda::rows {
 // One pass.
 struct Pass {
   Inputs in;
-  Global<const float> V, ds;  // [tiles of 16 samples][Tr::vectors]; V absent in the first iteration, ds in the forward
-  Operand dcoupling;          // [B, I, J], added to dc
-  Operand coupling;           // [B, I, J], written
-  Normaliser<float> norm;     // [B, J], of a softmax over the input capsules whose normaliser is known
-  bool unweighted;            // every coefficient is 1
-  int zero;                   // 0, which the compiler does not know: so it reads V anew instead of keeping all of it
-  Global<float> sum;          // [segments, group, J, D], written; absent if only the coupling is wanted
-  Global<float> max;          // [segments, group, J], written, if the normaliser is not known yet
-  Global<double> total;       // [segments, group, J], written with max: sum of exp(b - max)
+  Global<const float> V;   // [tiles of 16 samples][Tr::vectors]
+  bool scored;             // whether votes are scored with V: not in the first iteration
+  Global<const float> ds;  // as V, absent in the forward
+  Operand dcoupling;       // [B, I, J], added to dc
+  Operand coupling;        // [B, I, J], written
+  Normaliser<float> norm;  // [B, J], of a softmax over the input capsules whose normaliser is known
+  bool unweighted;         // every coefficient is 1
+  int zero;                // 0, which the compiler does not know: so it reads V anew instead of keeping all of it
+  Global<float> sum;       // [segments, group, J, D], written; absent if only the coupling is wanted
+  Global<float> max;       // [segments, group, J], written, if the normaliser is not known yet
+  Global<double> total;    // [segments, group, J], written with max: sum of exp(b - max)
 };
 
-// Passes [begin, end) of a forward or backward. If `together`, a cooperative launch runs these and the steps between and
-// after them; begin = -1 adds the step before pass 0. Else it is a launch of one pass without steps.
+// Passes [begin, end) of a forward or backward. If `together`, a cooperative launch runs these and the steps between
+// and after them; begin = -1 adds the step before pass 0. Else it is a launch of one pass without steps.
 template <bool kBackward>
 struct AccumulateArgs {
   std::conditional_t<kBackward, BackwardSteps<float>, ForwardSteps<float>> steps;
@@ -36,9 +38,13 @@ struct AccumulateArgs {
 
   CAPSFAST_DEVICE Pass pass(int n) const {
     const cuda::AccumulateArgs<float> args = steps.pass(n);
-    return {args.in,       args.scoring.V, args.scoring.ds, args.scoring.dcoupling,
-            args.coupling, args.norm,      args.unweighted, zero,
-            args.sum_tile, args.max,       args.total};
+    const Scoring<float>& with = args.scoring;
+    Global<const float> V = with.V;
+    // Where it is not scored with, it must not be chosen: that would take a register.
+    if constexpr (!kBackward) V = steps.V;
+    return {args.in,       V,         static_cast<bool>(with.V), with.ds, with.dcoupling,
+            args.coupling, args.norm, args.unweighted,           zero,    args.sum_rows,
+            args.max,      args.total};
   }
 };
 
@@ -201,14 +207,13 @@ CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& sh
   }
 }
 
-// One input capsule of a warp. first: the input capsules so far are 0.
+// One input capsule of a warp.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const ScoreCoord& of, int64_t vectors,
-                                 const float (&counts)[Tr::slots], const Accumulator (&votes)[Tr::tiles],
-                                 Accumulation<Tr>* mine) {
+                                 unsigned counts, const Accumulator (&votes)[Tr::tiles], Accumulation<Tr>* mine) {
   const Inputs& in = a.in;
   Scores<Tr> b, dc;
-  if (Tr::plain || a.V) {
+  if (Tr::plain || a.scored) {
     dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
   } else {
 #pragma unroll
@@ -240,13 +245,11 @@ CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const Sco
         }
       }
     }
+    gpu::warp_barrier();  // products follow, which take the whole warp
     if (Tr::in && !a.sum) return;
   }
   add_weighted<Tr>(kBackward ? dc : b, votes, mine->sum);
 }
-
-// How many input capsules of a plain product the tensor core adds up itself. Its additions round towards zero.
-constexpr int kProducts = 4;
 
 // The input capsules [begin, end) of a block, for the samples from b0 on.
 template <class Tr, bool kBackward>
@@ -259,10 +262,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, const InPiece
   const int64_t vectors = static_cast<int64_t>(b0 / kSamples + tile) * Tr::vectors;
   // A tile beyond the batch has no vectors; nothing that it computes is written.
   const bool idle = samples.b0 >= a.in.B;
-  float counts[Tr::slots];
-#pragma unroll
-  for (int slot = 0; slot < Tr::slots; ++slot)
-    counts[slot] = stands_for<Tr>(at, slot, static_cast<int>(a.in.J)) ? 1.0f : 0.0f;
+  const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
   const auto count_from = [&](int i) { return end - i < shape.chunk ? end - i : shape.chunk; };
   // One turn more than there are chunks: the first only starts copies.
   for (int i = begin - shape.chunk; i < end; i += shape.chunk) {
@@ -273,23 +273,27 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, const InPiece
     gpu::barrier();
     if (i + shape.chunk < end) chunk.start(b0, i + shape.chunk, count_from(i + shape.chunk));
     if (idle) continue;
-    if (!kBackward && a.unweighted) {
-      for (int first = stream; first < count; first += kProducts * shape.streams) {
-        Accumulator votes[Tr::tiles];
-        clear<Tr>(votes);
+    if (!kBackward && a.unweighted && (Tr::plain || !a.in.mask.data)) {
+      // The tensor core adds up a chunk, no more: its additions round towards zero.
+      Accumulator votes[Tr::tiles];
+      clear<Tr>(votes);
 #pragma unroll 1
-        for (int capsule = first; capsule < count && capsule < first + kProducts * shape.streams;
-             capsule += shape.streams)
-          make_votes<Tr, true>(weight, capsule, poses, ((capsule << shape.tiles_log) + tile) * Tr::poses, at, votes);
-#pragma unroll
-        for (int n = 0; n < 4 * Tr::tiles; ++n) mine->sum[n / 4][n % 4] += votes[n / 4][n % 4];
-      }
+      for (int capsule = stream; capsule < count; capsule += shape.streams)
+        make_votes<Tr, true>(weight, capsule, poses, ((capsule << shape.tiles_log) + tile) * Tr::poses, at, votes);
+      add<Tr>(votes, mine->sum);
       continue;
     }
 #pragma unroll 1
     for (int capsule = stream; capsule < count; capsule += shape.streams) {
       Accumulator votes[Tr::tiles];
       make_votes<Tr, false>(weight, capsule, poses, ((capsule << shape.tiles_log) + tile) * Tr::poses, at, votes);
+      if constexpr (!Tr::plain) {
+        drop_masked<Tr>(a.in, samples.b0, i + capsule, at, votes);
+        if (!kBackward && a.unweighted) {
+          add<Tr>(votes, mine->sum);
+          continue;
+        }
+      }
       add_capsule<Tr, kBackward>(
           a, at, {samples.b0 + capsule * a.zero, i + capsule}, vectors + capsule * a.zero, counts, votes, mine);
     }
@@ -306,11 +310,11 @@ template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Work& work, const Shape& shape,
                                          const InPieces& in_pieces) {
   const int rank = gpu::cluster_rank(), size = gpu::cluster_size();
-  const int64_t unit = gpu::block_x() / size, last = work.begin(unit + 1);
-  for (int64_t n = work.begin(unit); n < last;) {
-    const int g = static_cast<int>(n / work.I), i = static_cast<int>(n - g * work.I),
-              b0 = g * static_cast<int>(work.group);
-    const int here = static_cast<int>(last - n < work.I - i ? last - n : work.I - i);
+  const int unit = static_cast<int>(gpu::block_x()) / size, I = static_cast<int>(work.I);
+  const int last = static_cast<int>(work.begin(unit + 1));
+  for (int n = static_cast<int>(work.begin(unit)); n < last;) {
+    const int g = n / I, i = n - g * I, b0 = g * static_cast<int>(work.group);
+    const int here = last - n < I - i ? last - n : I - i;
     const ThreadCoord at = thread_coord();
     Accumulation<Tr> mine;
     clear<Tr>(mine.sum);

@@ -37,62 +37,53 @@ struct GradientMemory {
   static constexpr int pitch = kSamples + 4, turn = 16 * pitch;
 
   int turned;   // [warps][turn]
-  int sums;     // [warps][Tr::sum]
+  int sums;     // [warps][Tr::weight_part]
   int dlogits;  // [warps][Tr::outputs]
   int end;
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape, bool with_dlogits) {
     turned = chunk_memory<Tr>(in, shape).end / 4;
     sums = turned + shape.warps() * turn;
-    dlogits = sums + shape.warps() * Tr::sum;
+    dlogits = sums + shape.warps() * Tr::weight_part;
     end = dlogits + (with_dlogits ? shape.warps() * Tr::outputs : 0);
   }
 };
 
-// What dvotes are multiplied with in registers: J in plain calls, where the coupling of iteration 0 is 1 / J, so that its
-// term is ds as it is. du and dweight are divided by it.
+// dvotes of a warp's samples for one input capsule, in place of the votes; `dlogits` sums db over the iterations.
 template <class Tr>
-CAPSFAST_DEVICE float scale_of(const GradientArgs& a) {
-  return Tr::plain ? static_cast<float>(a.in.J) : 1.0f;
-}
-
-// scale_of() times dvotes of a warp's samples for one input capsule; `dlogits` sums db over the iterations.
-template <class Tr>
-CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of,
-                                 const float (&counts)[Tr::slots], const Accumulator (&votes)[Tr::tiles],
-                                 Accumulator (&dvotes)[Tr::tiles], Scores<Tr>& dlogits) {
+CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of, unsigned counts,
+                                 const Accumulator (&votes)[Tr::tiles], Accumulator (&dvotes)[Tr::tiles],
+                                 Scores<Tr>& dlogits) {
   const Inputs& in = a.in;
   const int64_t all = a.order.size(in.B), scalars = in.B * in.J;
   int64_t vectors = static_cast<int64_t>(of.b0 / kSamples) * Tr::vectors + a.first * all;
-  int t = a.first;
-  if (Tr::plain && t == 0) {
-    set_vectors<Tr>(lane_vectors<Tr>(a.ds, vectors, at), dvotes);
-    t = 1;
-    vectors += all;
-  } else {
-    clear<Tr>(dvotes);
-  }
+  clear<Tr>(dvotes);
 #pragma unroll 1
-  for (; t < a.iterations; ++t, vectors += all) {
+  for (int t = a.first; t < a.iterations; ++t, vectors += all) {
     // V of iteration 0 is 0, so votes do not depend on its db, which only dlogits need.
     const bool with_db = t > 0 && !a.gradient_last;
     const ScoreCoord here{of.b0 + t * a.zero, of.i};
     Scores<Tr> b, dc;
-    if (t > 0) {
-      dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
-    } else {
+    if (Tr::plain && t == 0) {
 #pragma unroll
-      for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 0.0f;
-    }
-    dot<Tr>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc);
-    if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
-    if constexpr (Tr::in) {
-      softmax_known<Tr, true>(in,
-                              {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
-                               a.norm.mean.from(t * scalars, scalars)},
-                              at, here, b, dc);
+      for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 1.0f / static_cast<float>(in.J);
     } else {
-      softmax_out<Tr, true>(counts, in.leaky, b, dc, scale_of<Tr>(a));
+      if (t > 0) {
+        dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
+      } else {
+#pragma unroll
+        for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 0.0f;
+      }
+      dot<Tr>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc);
+      if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
+      if constexpr (Tr::in) {
+        softmax_known<Tr, true>(in,
+                                {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
+                                 a.norm.mean.from(t * scalars, scalars)},
+                                at, here, b, dc);
+      } else {
+        softmax_out<Tr, true>(counts, in.leaky, b, dc);
+      }
     }
     const int64_t again = vectors + a.zero;
     add_vectors<Tr>(b, lane_vectors<Tr>(a.ds, again, at), dvotes);
@@ -151,16 +142,16 @@ CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, float x, float y, b
   }
 }
 
-// du [16, K] = dvotes W, a sum over columns. A product may take these in any order: a lane's columns 2 quad and 2 quad +
-// 1 of the accumulator become its two rows of the operand, so no lane passes dvotes on. Chains of products that depend
-// on each other are short.
+// du [16, K] = dvotes W, a sum over columns. A product may take these in any order: a lane's columns 2 quad and 2 quad
+// + 1 of the accumulator become its two rows of the operand, so no lane passes dvotes on. Chains of products that
+// depend on each other are short.
 template <class Tr>
 CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight, int capsule, const ThreadCoord& at,
                               const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
   constexpr int kChains = 4;
-  const int base = capsule * Tr::weight + Tr::in_row(at.group);
+  const int base = capsule * Tr::weight + at.group;
   const int full = base + at.quad * Tr::weight_pitch;
-  const int pair = base + (4 * Tr::groups + at.quad / 2) * Tr::weight_pitch + 2 * (at.quad % 2) * Tr::row;
+  const int pair = base + (4 * Tr::groups + at.quad / 2) * Tr::weight_pitch + 2 * (at.quad % 2) * Tr::K;
   float du[kChains][Tr::steps][4] = {};
 #pragma unroll
   for (int tile = 0; tile < Tr::tiles; ++tile) {
@@ -170,33 +161,35 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
     take_parts<Tr>(g, high, low);
 #pragma unroll
     for (int step = 0; step < Tr::steps; ++step) {
-      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::row + Tr::in_row(kStep * step))
-                                      : pair + (4 * t * Tr::row + Tr::in_row(kStep * step));
-      const float w_high[2] = {weight[from], weight[from + Tr::row]};
+      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
+                                      : pair + (4 * t * Tr::K + kStep * step);
+      const float w_high[2] = {weight[from], weight[from + Tr::K]};
       float w_low[2] = {};
       if constexpr (Tr::exact) {
-        w_low[0] = weight[from + 2];
-        w_low[1] = weight[from + Tr::row + 2];
+        w_low[0] = weight[from + Tr::weight_part];
+        w_low[1] = weight[from + Tr::weight_part + Tr::K];
       }
       multiply<Tr>(du[tile % kChains][step], high, low, w_high, w_low);
     }
   }
   const int K = static_cast<int>(a.in.K);
-  const float factor = 1.0f / scale_of<Tr>(a);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const int64_t sample = of.sample(at, row);
     if (sample >= a.in.B) continue;
+    // A masked input capsule has no gradient, whatever the weight holds.
+    const bool kept = Tr::plain || a.in.mask.at(sample, of.i);
     const int64_t row_at = (sample * a.in.I + of.i) * K;
 #pragma unroll
     for (int step = 0; step < Tr::steps; ++step) {
       float x[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        x[n] =
-            du[0][step][2 * row + n] + du[1][step][2 * row + n] + (du[2][step][2 * row + n] + du[3][step][2 * row + n]);
+        x[n] = kept ? du[0][step][2 * row + n] + du[1][step][2 * row + n] +
+                          (du[2][step][2 * row + n] + du[3][step][2 * row + n])
+                    : 0.0f;
       const int k = kStep * step + 2 * at.quad;
-      if (k < K) write_two<Tr>(a.du, row_at + k, x[0] * factor, x[1] * factor, k + 1 == K, K % 2 == 0);
+      if (k < K) write_two<Tr>(a.du, row_at + k, x[0], x[1], k + 1 == K, K % 2 == 0);
     }
   }
 }
@@ -204,43 +197,41 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
 // dweight [columns, K] = dvotes^T u, a sum over the warp's samples, to its part of `sums`. Lanes need other elements of
 // dvotes for it than they have, so these are turned around in shared memory of the warp.
 template <class Tr>
-CAPSFAST_DEVICE void make_dweight(float factor, const Shared<float>& poses, int poses_at, const Shared<float>& turned,
+CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, const Shared<float>& turned,
                                   const Shared<float>& sums, const ThreadCoord& at,
                                   const Accumulator (&dvotes)[Tr::tiles]) {
   using Memory = GradientMemory<Tr>;
-  // The samples of a product in the order in which they are turned around, pairs (n, n + 8): this lane's are 2 quad and
-  // 2 quad + 8 in the first product, 2 quad + 1 and 2 quad + 9 in the second.
+  // A product may take its samples in any order: this lane's are 4 quad and 4 quad + 1 in the first, the next two in
+  // the second, so that it reads four neighbours.
   float u_high[2][Tr::steps][2], u_low[2][Tr::steps][2];
 #pragma unroll
   for (int product = 0; product < 2; ++product) {
 #pragma unroll
     for (int step = 0; step < Tr::steps; ++step) {
-      const int lane = (2 * at.quad + product) * 4 + at.group / 2;
-      const gpu::Pair u = poses.pair(poses_at + step * 128 + lane * 4 + at.group % 2 * 2);
-      const float x[2] = {factor * u.first, factor * u.second};
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        if constexpr (Tr::exact) {
-          two_parts(x[n], u_high[product][step][n], u_low[product][step][n]);
-        } else {
-          u_high[product][step][n] = gpu::to_tf32(x[n]);
-        }
+        const int sample = 4 * at.quad + 2 * product + n, lane = sample % 8 * 4 + at.group / 2;
+        const float x = poses[poses_at + step * 128 + lane * 4 + at.group % 2 * 2 + sample / 8];
+        u_high[product][step][n] = x;
+        if constexpr (Tr::exact) two_parts(x, u_high[product][step][n], u_low[product][step][n]);
       }
     }
   }
   const int base = at.warp * Memory::turn;
-  const int full = at.warp * Tr::sum + at.group / 2 * Tr::sum_pitch + at.group % 2 * Tr::K + 2 * at.quad;
-  const int pair =
-      at.warp * Tr::sum + (4 * Tr::groups + at.group / 4) * Tr::sum_pitch + at.group % 4 * Tr::K + 2 * at.quad;
+  const int full = at.warp * Tr::weight_part + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::K + 2 * at.quad;
+  const int pair = at.warp * Tr::weight_part + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch +
+                   at.group % 4 * Tr::K + 2 * at.quad;
 #pragma unroll
   for (int m = 0; m < Tr::tiles / 2; ++m) {
     gpu::warp_barrier();  // all lanes have read what is overwritten now
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const Accumulator& x = dvotes[2 * m + tile];
-      const int to = base + (tile * 8 + 2 * at.quad) * Memory::pitch + 2 * at.group;
-      turned.write(to, gpu::Pair{x[0], x[2]});
-      turned.write(to + Memory::pitch, gpu::Pair{x[1], x[3]});
+      const int to = base + (tile * 8 + 2 * at.quad) * Memory::pitch + at.group;
+      turned[to] = x[0];
+      turned[to + Memory::pitch] = x[1];
+      turned[to + 8] = x[2];
+      turned[to + Memory::pitch + 8] = x[3];
     }
     gpu::warp_barrier();
     Four of[2];
@@ -264,7 +255,7 @@ CAPSFAST_DEVICE void make_dweight(float factor, const Shared<float>& poses, int 
       const int tile = 2 * m + half, G = tile / 8, t = tile % 8;
 #pragma unroll
       for (int step = 0; step < Tr::steps; ++step) {
-        const int to = G < Tr::groups ? full + 4 * G * Tr::sum_pitch + (2 * t * Tr::K + kStep * step)
+        const int to = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
                                       : pair + (4 * t * Tr::K + kStep * step);
         sums.write(to, gpu::Pair{dweight[step][2 * half], dweight[step][2 * half + 1]});
       }
@@ -300,7 +291,7 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
     for (int c = capsule; c < capsule + more; ++c) {
       for (int tile = 0; tile < tiles; ++tile) {
         const int warp = (c << a.shape.tiles_log) + tile;
-        const Four x = sums.template vector<Four>(warp * Tr::sum + j * Tr::sum_pitch + d * Tr::K + k);
+        const Four x = sums.template vector<Four>(warp * Tr::weight_part + j * Tr::weight_pitch + d * Tr::K + k);
 #pragma unroll
         for (int m = 0; m < 4; ++m) sum.value[m] += x.value[m];
       }
@@ -372,10 +363,7 @@ gradient_kernel(GradientArgs a) {
   const int split = static_cast<int>(gpu::block_y()), splits = static_cast<int>(gpu::blocks_y());
   const int I = static_cast<int>(a.in.I), B = static_cast<int>(a.in.B);
   const int begin = part_of(I, split, splits), end = part_of(I, split + 1, splits);
-  float counts[Tr::slots];
-#pragma unroll
-  for (int slot = 0; slot < Tr::slots; ++slot)
-    counts[slot] = stands_for<Tr>(at, slot, static_cast<int>(a.in.J)) ? 1.0f : 0.0f;
+  const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
   const auto count_from = [&](int i) { return end - i < shape.chunk ? end - i : shape.chunk; };
   for (int b0 = part * group; b0 < B; b0 += parts * group) {
     const bool first = b0 == part * group;
@@ -396,13 +384,15 @@ gradient_kernel(GradientArgs a) {
         {
           Accumulator votes[Tr::tiles];
           make_votes<Tr, false>(weight, stream, poses, poses_at, at, votes);
+          if constexpr (!Tr::plain) drop_masked<Tr>(a.in, of.b0, of.i, at, votes);
           make_dvotes<Tr>(a, at, of, counts, votes, dvotes, dlogits);
         }
         if constexpr (!Tr::plain) {
           if (a.dlogits || a.dlogits_sample.data) put_dlogits<Tr>(a, memory, at, of, dlogits);
+          gpu::warp_barrier();  // products follow, which take the whole warp
         }
         if (a.du.data) write_du<Tr>(a, weight, stream, at, of, dvotes);
-        if (a.dweight) make_dweight<Tr>(1.0f / scale_of<Tr>(a), poses, poses_at, turned, sums, at, dvotes);
+        if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, sums, at, dvotes);
       }
       if (!a.dweight && !a.dlogits) continue;
       gpu::barrier();

@@ -1,5 +1,5 @@
-// Which kernels of the rows family there are. Each line of the table has a file in ../instantiations, so that these
-// compile in parallel.
+// Which kernels of the rows family there are. The lines of the table are spread over files in ../instantiations, so
+// that they compile in parallel.
 #pragma once
 
 #include "gradient.h"
@@ -15,9 +15,9 @@ struct Kernels {
   int (*gradient_bytes)(const Inputs&, const Shape&, bool with_dlogits);
 };
 
-// Sizes: the accumulators are registers, so their number is a constant. 24 tiles take 96 registers for votes and as many
-// for their sum; more do not fit. Calls with options, and those of 11 and 12 output capsules with K above 8, are rare and
-// get by with few sizes and with exact products, which numbers of 16 bits take as well.
+// Sizes: the accumulators are registers, so their number is a constant. 24 tiles take 96 registers for votes and as
+// many for their sum; more do not fit. Calls with options, and those of 11 and 12 output capsules with K above 8, are
+// rare and get by with few sizes and with exact products, which numbers of 16 bits take as well.
 //
 //                           per cent of the columns that are padding, at D = 16 and J =
 //   tiles  K up to          1    2    3    4    5    6    7    8    9   10   11   12

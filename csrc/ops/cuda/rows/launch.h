@@ -11,13 +11,17 @@
 namespace capsfast::cuda::rows {
 
 struct Size {
-  static constexpr int cluster = 4;  // blocks whose sums are one before they go to memory: more would not fit all GPCs
-  static constexpr int tiles = 8;    // of a block that accumulates, at most: a weight is read once for so many
-  static constexpr int gradient_tiles =
-      2;                           // of a block in the gradient pass: V and ds of three iterations, 100 KiB, then
-                                   // stay in the L1 cache beside the block's shared memory
-  static constexpr int parts = 4;  // of dweight at most, each as large as the weight
-  static constexpr int chunk = 2;  // input capsules of a warp between two barriers, where warps do not differ
+  // Blocks whose sums are one before they go to memory: more would not fit all GPCs.
+  static constexpr int cluster = 4;
+  // Tiles of samples of a block that accumulates, at most: a weight is read once for so many.
+  static constexpr int tiles = 8;
+  // And of a block in the gradient pass: V and ds of three iterations, 100 KiB, then stay in the L1 cache beside the
+  // block's shared memory.
+  static constexpr int gradient_tiles = 2;
+  // Of dweight, each as large as the weight, where there are chunks of input capsules for all blocks.
+  static constexpr int parts = 4;
+  // Input capsules of a warp between two barriers, where all warps share them.
+  static constexpr int chunk = 2;
 };
 
 // with_coupling: the coupling is an output or, in the backward, has a gradient, or logits have one.
@@ -135,13 +139,14 @@ inline GradientPlan plan_gradient(const Problem& p, const Inputs& in, const Kern
       gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape)) * on.multiprocessors();
   const int64_t groups = (tiles + plan.shape.tiles() - 1) / plan.shape.tiles();
   const int64_t chunks = (p.I + plan.shape.chunk - 1) / plan.shape.chunk, units = std::max<int64_t>(blocks, 1);
-  // The fewest rounds of a block, each a chunk for a group of samples; then the fewest parts of dweight.
+  // The fewest rounds of a block, each a chunk for a group of samples. More parts of dweight, which are written, read
+  // and added up, must save an eighth of them.
   const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
   int64_t fewest = INT64_MAX;
   for (int64_t parts = 1; parts <= most; ++parts) {
     const int64_t splits = std::min<int64_t>({chunks, units / parts, 65535});
     const int64_t rounds = divide_up(groups, parts) * divide_up(chunks, splits);
-    if (rounds >= fewest) continue;
+    if (parts > 1 && 8 * rounds > 7 * fewest) continue;
     fewest = rounds;
     plan.parts = parts;
     plan.splits = splits;

@@ -46,15 +46,12 @@ struct Rows {
   static constexpr int outputs = kTiles / 2;               // output capsules with those of padding
   static_assert(kTiles % 8 == 0 || kTiles % 8 == 4);
 
-  // A weight in shared memory: [outputs][kComponents][K / 2][parts][2], with space behind each output capsule that keeps
-  // the lanes of a load in different banks.
-  static constexpr int parts = kExact ? 2 : 1, row = K * parts;
-  static constexpr int weight_pitch = kComponents * row + (row == 16 ? 8 : 16);
-  static constexpr int weight = outputs * weight_pitch;
-  // Where component k of a row is; its low part comes two elements later.
-  static CAPSFAST_HOST_DEVICE constexpr int in_row(int k) { return k / 2 * 2 * parts + k % 2; }
-  // dweight in shared memory: [outputs][kComponents][K].
-  static constexpr int sum_pitch = kComponents * K + (K == 8 ? 16 : 8), sum = outputs * sum_pitch;
+  // A weight in shared memory: [parts][outputs][kComponents][K], with space behind each output capsule that keeps the
+  // lanes of a load in different banks. dweight is laid out as one part.
+  static constexpr int parts = kExact ? 2 : 1;
+  static constexpr int weight_pitch = kComponents * K + (K == 8 ? 16 : 8);
+  static constexpr int weight_part = outputs * weight_pitch;
+  static constexpr int weight = parts * weight_part;
   // The poses of 16 samples in shared memory: [steps][32 lanes][4], the order in which lanes read them.
   static constexpr int poses = kSteps * 128;
   // Vectors of 16 samples such as V in memory: [tiles][32 lanes][4].
@@ -83,6 +80,15 @@ CAPSFAST_DEVICE int output_of(const ThreadCoord& at, int slot) {
 template <class Tr>
 CAPSFAST_DEVICE bool stands_for(const ThreadCoord& at, int slot, int J) {
   return output_of<Tr>(at, slot) < J && (slot < Tr::groups || at.quad % 2 == 0);
+}
+
+// The slots for which this lane stands, as bits.
+template <class Tr>
+CAPSFAST_DEVICE unsigned standing(const ThreadCoord& at, int J) {
+  unsigned slots = 0;
+#pragma unroll
+  for (int slot = 0; slot < Tr::slots; ++slot) slots |= stands_for<Tr>(at, slot, J) ? 1u << slot : 0u;
+  return slots;
 }
 
 }  // namespace capsfast::cuda::rows

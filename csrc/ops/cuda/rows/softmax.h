@@ -53,15 +53,14 @@ CAPSFAST_DEVICE float quad_max(float x) {
   return std::fmax(x, gpu::shuffle_xor(x, 2));
 }
 
-// Logits that are all within +-kNear need no maximum taken off before exp(): neither it nor a sum of twelve overflows
-// or becomes 0.
-constexpr float kNear = 60.0f;
+// Logits that are all within +-kNear need no maximum taken off before exp(): neither it, nor a sum of twelve, nor its
+// product with a gradient as small as 1e-25 overflows or becomes 0.
+constexpr float kNear = 30.0f;
 
-// Softmax over the output capsules: replaces b by c and, in the backward, dc by db = c (dc - sum_j c dc), both times
-// `factor`. counts: what a lane's output capsules add to a sum over lanes, 1 or 0.
+// Softmax over the output capsules: replaces b by c and, in the backward, dc by db = c (dc - sum_j c dc). counts: see
+// standing().
 template <class Tr, bool kBackward>
-CAPSFAST_DEVICE void softmax_out(const float (&counts)[Tr::slots], bool leaky, Scores<Tr>& b, Scores<Tr>& dc,
-                                 float factor = 1.0f) {
+CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Scores<Tr>& dc) {
   float leak[2] = {1.0f, 1.0f};  // exp() of the leaky entry's logit, 0
   bool far = !Tr::plain;
   if constexpr (Tr::plain) {
@@ -75,7 +74,7 @@ CAPSFAST_DEVICE void softmax_out(const float (&counts)[Tr::slots], bool leaky, S
     for (int row = 0; row < 2; ++row) {
       float m = !Tr::plain && leaky ? 0.0f : Extreme<float>::lowest;
 #pragma unroll
-      for (int slot = 0; slot < Tr::slots; ++slot) m = counts[slot] != 0.0f ? std::fmax(m, b[slot][row]) : m;
+      for (int slot = 0; slot < Tr::slots; ++slot) m = counts >> slot & 1 ? std::fmax(m, b[slot][row]) : m;
       m = quad_max(m);
       if constexpr (!Tr::plain) leak[row] = exponential(-m);
       // Only the logit of padding can exceed the maximum. Its coefficient may be anything but NaN.
@@ -93,8 +92,9 @@ CAPSFAST_DEVICE void softmax_out(const float (&counts)[Tr::slots], bool leaky, S
     for (int slot = 0; slot < Tr::slots; ++slot) {
       const float e = exponential(b[slot][row]);
       b[slot][row] = e;
-      sum += counts[slot] * e;
-      if constexpr (kBackward) mean += counts[slot] * e * dc[slot][row];
+      const float term = counts >> slot & 1 ? e : 0.0f;
+      sum += term;
+      if constexpr (kBackward) mean += term * dc[slot][row];
     }
     sum = quad_sum(sum);
     if constexpr (kBackward) mean = quad_sum(mean);
@@ -105,7 +105,6 @@ CAPSFAST_DEVICE void softmax_out(const float (&counts)[Tr::slots], bool leaky, S
       scale = inverse(leaky ? sum + leak[row] : sum);
     }
     if constexpr (kBackward) mean *= scale;
-    scale *= factor;
 #pragma unroll
     for (int slot = 0; slot < Tr::slots; ++slot) {
       const float c = b[slot][row] * scale;

@@ -1,6 +1,6 @@
 // Weights and poses of a few input capsules, a chunk, on their way to a block's shared memory: first as they are in
 // memory, by asynchronous copies that run while the chunk before is worked on, then in the order and the type in which
-// the products read them, split into TF32 parts once for all warps.
+// the products read them, weights split into TF32 parts once for all warps.
 #pragma once
 
 #include "../params.h"
@@ -10,7 +10,7 @@ namespace capsfast::cuda::rows {
 
 using Four = Run<float, 4>;
 
-// How a block cuts its work, chosen by plan.h.
+// How a block cuts its work, chosen by launch.h.
 struct Shape {
   int tiles_log;  // base 2, of the tiles of 16 samples that a block has
   int streams;    // warps that share a tile, each with input capsules of its own
@@ -188,7 +188,7 @@ class Chunk {
             for (int m = 0; m < 4 && k + m < K; ++m) w.value[m] = raw<E>(from, first + m);
           }
         }
-        const int n_to = capsule * Tr::weight + j * Tr::weight_pitch + d * Tr::row + Tr::in_row(k);
+        const int n_to = capsule * Tr::weight + j * Tr::weight_pitch + d * Tr::K + k;
         Four high, low;
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
@@ -198,12 +198,8 @@ class Chunk {
             high.value[m] = gpu::to_tf32(w.value[m]);
           }
         }
-        if constexpr (Tr::exact) {
-          to.write(n_to, Four{high.value[0], high.value[1], low.value[0], low.value[1]});
-          to.write(n_to + 4, Four{high.value[2], high.value[3], low.value[2], low.value[3]});
-        } else {
-          to.write(n_to, high);
-        }
+        to.write(n_to, high);
+        if constexpr (Tr::exact) to.write(n_to + Tr::weight_part, low);
       }
     }
   }

@@ -11,9 +11,9 @@ CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const 
                                 const ThreadCoord& at, Accumulator (&votes)[Tr::tiles]) {
   // A lane reads rows k = 2 quad and 2 quad + 1 of column n = group of each tile. Its column in the tiles of a group of
   // four output capsules, and in those of two, is a number of its own plus one that every lane has.
-  const int base = capsule * Tr::weight + Tr::in_row(2 * at.quad);
-  const int full = base + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::row;
-  const int pair = base + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch + at.group % 4 * Tr::row;
+  const int base = capsule * Tr::weight + 2 * at.quad;
+  const int full = base + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::K;
+  const int pair = base + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch + at.group % 4 * Tr::K;
 #pragma unroll
   for (int step = 0; step < Tr::steps; ++step) {
     const Four u = poses.template vector<Four>(poses_at + step * 128 + at.lane * 4);
@@ -26,11 +26,11 @@ CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const 
 #pragma unroll
     for (int tile = 0; tile < Tr::tiles; ++tile) {
       const int G = tile / 8, t = tile % 8;
-      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::row + Tr::in_row(kStep * step))
-                                      : pair + (4 * t * Tr::row + Tr::in_row(kStep * step));
+      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
+                                      : pair + (4 * t * Tr::K + kStep * step);
       if constexpr (Tr::exact) {
-        const Four w = weight.template vector<Four>(from);
-        const float w_high[2] = {w.value[0], w.value[1]}, w_low[2] = {w.value[2], w.value[3]};
+        const gpu::Pair w = weight.pair(from), rest = weight.pair(from + Tr::weight_part);
+        const float w_high[2] = {w.first, w.second}, w_low[2] = {rest.first, rest.second};
         if constexpr (kAdd) {
           gpu::mma_tf32(votes[tile], low, w_high);
         } else {
@@ -49,6 +49,21 @@ CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const 
       }
     }
   }
+}
+
+// Makes votes of masked input capsules 0, whatever the weight holds. Not of plain kernels.
+template <class Tr>
+CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCoord& at,
+                                 Accumulator (&votes)[Tr::tiles]) {
+  if (!in.mask.data) return;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int sample = b0 + at.group + 8 * row;
+    if (sample < in.B && in.mask.at(sample, i)) continue;
+#pragma unroll
+    for (int tile = 0; tile < Tr::tiles; ++tile) votes[tile][2 * row] = votes[tile][2 * row + 1] = 0.0f;
+  }
+  gpu::warp_barrier();  // products follow, which take the whole warp
 }
 
 // A number for each output capsule of a lane and each of its two samples.
@@ -93,18 +108,7 @@ CAPSFAST_DEVICE void add_weighted(const Scores<Tr>& coefficients, const Accumula
   }
 }
 
-// to = vectors, which are as in dot().
-template <class Tr>
-CAPSFAST_DEVICE void set_vectors(const Global<const float>& vectors, Accumulator (&to)[Tr::tiles]) {
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
-    const Four x = vectors.template vector<Four>(tile * 128);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) to[tile][n] = x.value[n];
-  }
-}
-
-// to += coefficients times vectors.
+// to += coefficients times vectors, which are as in dot().
 template <class Tr>
 CAPSFAST_DEVICE void add_vectors(const Scores<Tr>& coefficients, const Global<const float>& vectors,
                                  Accumulator (&to)[Tr::tiles]) {
@@ -114,6 +118,12 @@ CAPSFAST_DEVICE void add_vectors(const Scores<Tr>& coefficients, const Global<co
 #pragma unroll
     for (int n = 0; n < 4; ++n) to[tile][n] += coefficients[tile / 8][n / 2] * x.value[n];
   }
+}
+
+template <class Tr>
+CAPSFAST_DEVICE void add(const Accumulator (&votes)[Tr::tiles], Accumulator (&sum)[Tr::tiles]) {
+#pragma unroll
+  for (int n = 0; n < 4 * Tr::tiles; ++n) sum[n / 4][n % 4] += votes[n / 4][n % 4];
 }
 
 template <class Tr>

@@ -1,5 +1,5 @@
-// The kernels of route_votes: which calls they serve, how they cut them, and what the shared memory of a block holds,
-// with the reason beside each number.
+// How the kernels for votes cut a call, and what the shared memory of a block holds, with the reason beside each
+// number.
 #pragma once
 
 #include <algorithm>
