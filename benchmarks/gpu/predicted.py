@@ -5,7 +5,6 @@ instructions, the data path of shared memory and L1 cache, and the tensor cores.
 three, and what a launch takes beyond it is latency, waiting at barriers, tails and the steps between the passes.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,22 +31,23 @@ class Cost:
     products: float
 
 
-# The first pass of a forward has no logits to compute. The gradient pass is for three iterations.
-_EXACT = {
-    "unweighted": Cost(135, 84, 60),
-    "forward": Cost(375, 164, 60),
-    "backward": Cost(520, 244, 60),
-    "gradient": Cost(2000, 1040, 180),
+# Instructions as tests/test_cuda_sass.py counts them (docs/cuda-kernels.md has the table); those of the first pass,
+# which has no logits to compute, with the sum of a chunk. The gradient pass is for three iterations. bfloat16 takes one
+# product for three, and loads one part of the weights.
+COSTS = {
+    "float32": {
+        "unweighted": Cost(189, 84, 60),
+        "forward": Cost(367, 164, 60),
+        "backward": Cost(498, 244, 60),
+        "gradient": Cost(2295, 1170, 180),
+    },
+    "bfloat16": {
+        "unweighted": Cost(116, 44, 20),
+        "forward": Cost(291, 124, 20),
+        "backward": Cost(426, 204, 20),
+        "gradient": Cost(1814, 1050, 60),
+    },
 }
-
-
-def _single(cost: Cost) -> Cost:
-    """With one product for three. It also loads fewer weights and splits no operands: the rest is an upper bound."""
-    products = cost.products / 3
-    return dataclasses.replace(cost, instructions=cost.instructions - 2 * products, products=products)
-
-
-COSTS = {"float32": _EXACT, "bfloat16": {name: _single(cost) for name, cost in _EXACT.items()}}
 
 
 class Prediction(NamedTuple):
