@@ -28,12 +28,10 @@ inline int64_t extent(std::initializer_list<int64_t> sizes, const int64_t* strid
   return last + 1;
 }
 
-inline int64_t element_size(Storage storage) { return storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2; }
-
 inline Operand operand(const View& view, std::initializer_list<int64_t> sizes) {
   Operand to;
   if (view.data == nullptr) return to;
-  to.data = {static_cast<unsigned char*>(view.data), extent(sizes, view.stride) * element_size(view.storage)};
+  to.data = {static_cast<unsigned char*>(view.data), extent(sizes, view.stride) * element_bytes(view.storage)};
   to.storage = view.storage;
   for (int axis = 0; axis < 4; ++axis) to.stride[axis] = view.stride[axis];
   return to;

@@ -46,6 +46,10 @@ struct alignas(kCount * sizeof(E)) Run {
   E value[kCount];
 };
 
+CAPSFAST_HOST_DEVICE inline int element_bytes(Storage storage) {
+  return storage == Storage::f64 ? 8 : storage == Storage::f32 ? 4 : 2;
+}
+
 // A tensor whose element type is known only at run time; strides in elements. `data` is null if it is absent.
 struct Operand {
   Global<unsigned char> data;
@@ -211,5 +215,12 @@ struct AccumulateArgs {
 constexpr int kThreads = 128;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The logarithm of a power of two to base 2.
+inline int log_of(int64_t power) {
+  int log = 0;
+  for (; power > 1; power /= 2) ++log;
+  return log;
+}
 
 }  // namespace capsfast::cuda

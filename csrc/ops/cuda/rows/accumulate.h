@@ -263,16 +263,8 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, const InPiece
   // A tile beyond the batch has no vectors; nothing that it computes is written.
   const bool idle = samples.b0 >= a.in.B;
   const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
-  const auto count_from = [&](int i) { return end - i < shape.chunk ? end - i : shape.chunk; };
-  // One turn more than there are chunks: the first only starts copies.
-  for (int i = begin - shape.chunk; i < end; i += shape.chunk) {
-    const int count = i < begin ? 0 : count_from(i);
-    gpu::copies_wait();
-    gpu::barrier();
-    chunk.convert(b0, i, count);
-    gpu::barrier();
-    if (i + shape.chunk < end) chunk.start(b0, i + shape.chunk, count_from(i + shape.chunk));
-    if (idle) continue;
+  chunk.walk(b0, begin, end, [&](int i, int count) {
+    if (idle) return;
     if (!kBackward && a.unweighted && (Tr::plain || !a.in.mask.data)) {
       // The tensor core adds up a chunk, no more: its additions round towards zero.
       Accumulator votes[Tr::tiles];
@@ -281,7 +273,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, const InPiece
       for (int capsule = stream; capsule < count; capsule += shape.streams)
         make_votes<Tr, true>(weight, capsule, poses, ((capsule << shape.tiles_log) + tile) * Tr::poses, at, votes);
       add<Tr>(votes, mine->sum);
-      continue;
+      return;
     }
 #pragma unroll 1
     for (int capsule = stream; capsule < count; capsule += shape.streams) {
@@ -297,7 +289,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, const InPiece
       add_capsule<Tr, kBackward>(
           a, at, {samples.b0 + capsule * a.zero, i + capsule}, vectors + capsule * a.zero, counts, votes, mine);
     }
-  }
+  });
 }
 
 // Where part `rank` of `count` things begins, of `size` equal parts.

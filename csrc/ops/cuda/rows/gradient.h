@@ -364,18 +364,10 @@ gradient_kernel(GradientArgs a) {
   const int I = static_cast<int>(a.in.I), B = static_cast<int>(a.in.B);
   const int begin = part_of(I, split, splits), end = part_of(I, split + 1, splits);
   const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));
-  const auto count_from = [&](int i) { return end - i < shape.chunk ? end - i : shape.chunk; };
   for (int b0 = part * group; b0 < B; b0 += parts * group) {
     const bool first = b0 == part * group;
     const int here = (B - b0 + kSamples - 1) / kSamples, tiles = here < shape.tiles() ? here : shape.tiles();
-    // One turn more than there are chunks: the first only starts copies.
-    for (int i = begin - shape.chunk; i < end; i += shape.chunk) {
-      const int count = i < begin ? 0 : count_from(i);
-      gpu::copies_wait();
-      gpu::barrier();
-      chunk.convert(b0, i, count);
-      gpu::barrier();
-      if (i + shape.chunk < end) chunk.start(b0, i + shape.chunk, count_from(i + shape.chunk));
+    chunk.walk(b0, begin, end, [&](int i, int count) {
       if (stream < count && tile < tiles) {
         const ScoreCoord of{b0 + kSamples * tile, i + stream};
         const int poses_at = ((stream << shape.tiles_log) + tile) * Tr::poses;
@@ -394,7 +386,7 @@ gradient_kernel(GradientArgs a) {
         if (a.du.data) write_du<Tr>(a, weight, stream, at, of, dvotes);
         if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, sums, at, dvotes);
       }
-      if (!a.dweight && !a.dlogits) continue;
+      if (!a.dweight && !a.dlogits) return;
       gpu::barrier();
       const int64_t row = a.shared_weight ? static_cast<int64_t>(part) * splits + split : part;
       // Barriers of the next chunk keep its sums from coming here before these are read.
@@ -402,8 +394,7 @@ gradient_kernel(GradientArgs a) {
       if constexpr (!Tr::plain) {
         if (a.dlogits) write_dlogits<Tr>(a, memory, tiles, part, i, first, count);
       }
-    }
-    gpu::barrier();  // before the next copies come
+    });
   }
 }
 

@@ -62,8 +62,6 @@ inline InPieces pieces_of(const Problem& p) {
               starts(p.u.data)};
 }
 
-inline int log_of_two(int power) { return power == 1 ? 0 : 1 + log_of_two(power / 2); }
-
 // How a block cuts its work: the largest that fits shared memory. most: tiles of samples at most.
 // bytes: what a shape needs.
 template <class Bytes>
@@ -74,7 +72,7 @@ Shape shape_for(int64_t tiles, int most, bool deep, int64_t shared_bytes, const 
       // Tiles beyond the batch cost as much as others, so they are an eighth at most.
       const int64_t padded = (tiles + wide - 1) / wide * wide;
       if (wide > 1 && 8 * padded > 9 * tiles) continue;
-      shape.tiles_log = log_of_two(wide);
+      shape.tiles_log = log_of(wide);
       shape.streams = warps / wide;
       shape.chunk = deep && shape.streams == 1 ? Size::chunk : shape.streams;
       if (bytes(shape) <= shared_bytes) return shape;

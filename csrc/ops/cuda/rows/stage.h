@@ -27,7 +27,6 @@ struct InPieces {
   bool weight, poses;
 };
 
-CAPSFAST_HOST_DEVICE inline int element_bytes(Storage storage) { return storage == Storage::f32 ? 4 : 2; }
 // Bytes of the weight of an input capsule as it is copied, in whole pieces.
 CAPSFAST_HOST_DEVICE inline int raw_weight_bytes(const Inputs& in) {
   return static_cast<int>(in.J * in.D * in.K * element_bytes(in.matrix.storage) + 15) / 16 * 16;
@@ -73,6 +72,24 @@ class Chunk {
     return gpu::shared<float>(at.poses, shape.chunk * shape.tiles() * Tr::poses);
   }
 
+  // Calls f(i, count) for the chunks of the input capsules [begin, end) when they are in shared memory, for the samples
+  // from b0 on. All threads of the block call it. Begins with a barrier, and there are two before each chunk.
+  template <class F>
+  CAPSFAST_DEVICE void walk(int b0, int begin, int end, const F& f) const {
+    const auto count_from = [&](int i) { return end - i < shape.chunk ? end - i : shape.chunk; };
+    // One turn more than there are chunks: the first only starts copies.
+    for (int i = begin - shape.chunk; i < end; i += shape.chunk) {
+      const int count = i < begin ? 0 : count_from(i);
+      gpu::copies_wait();
+      gpu::barrier();
+      convert(b0, i, count);
+      gpu::barrier();
+      if (i + shape.chunk < end) start(b0, i + shape.chunk, count_from(i + shape.chunk));
+      if (count > 0) f(i, count);
+    }
+  }
+
+ private:
   // Starts copying `count` input capsules from i on, and their poses of the samples from b0 on.
   CAPSFAST_DEVICE void start(int b0, int i, int count) const {
     for (int capsule = 0; capsule < count; ++capsule) {
@@ -101,8 +118,6 @@ class Chunk {
       }
     }
   }
-
- private:
   CAPSFAST_DEVICE void start_weight(int64_t i, int capsule) const {
     const int bytes = raw_weight_bytes(in), size = element_bytes(in.matrix.storage);
     const int64_t from = i * in.matrix.stride[0];

@@ -11,11 +11,10 @@
 namespace capsfast::cuda {
 
 struct VotesSize {
-  static constexpr int few = 4;           // components of a vote that a thread has: 16 bytes of float32, one load
-  static constexpr int many = 16;         // or so many: then fewer threads have to exchange dot products and scores
-  static constexpr int components = 128;  // the largest D: one warp has all components of an output capsule
-  static constexpr int wide = 4;          // how many scores a lane loads at a time in the softmax over J
-  static constexpr int together = 4;      // iterations of the gradient pass whose softmaxes share a pair of barriers
+  static constexpr int few = 4;       // components of a vote that a thread has: 16 bytes of float32, one load
+  static constexpr int many = 16;     // or so many: then fewer threads have to exchange dot products and scores
+  static constexpr int wide = 4;      // how many scores a lane loads at a time in the softmax over J
+  static constexpr int together = 4;  // iterations of the gradient pass whose softmaxes share a pair of barriers
   static constexpr int stages = 4;  // copies of a sample, awaited one by one: a quarter of the votes suffices to start
   static constexpr int samples = 16;  // at most for a cluster: their copies need barriers, half a KiB in all
   static constexpr int cluster = 8;   // blocks of a cluster at most: every device with clusters has so many
@@ -67,15 +66,6 @@ struct VotesMemory {
   int copies, end;            // what Copies needs; size of all
 };
 
-inline int64_t votes_element_bytes(const Problem& p) { return p.votes.storage == Storage::f32 ? 4 : 2; }
-
-// The logarithm of a power of two to base 2.
-inline int log_of(int64_t power) {
-  int log = 0;
-  for (; power > 1; power /= 2) ++log;
-  return log;
-}
-
 // How many lanes a vote has if each has so many elements of it.
 inline int64_t lanes_of(const Problem& p, int64_t elements) { return power_of_two_from(divide_up(p.D, elements)); }
 
@@ -111,7 +101,7 @@ inline VotesShape votes_shape(const Problem& p, bool backward, bool alone) {
 }
 
 inline Access votes_access(const Problem& p, const VotesShape& shape) {
-  const int64_t element = votes_element_bytes(p), size = std::min<int64_t>(16, shape.elements * element),
+  const int64_t element = element_bytes(p.votes.storage), size = std::min<int64_t>(16, shape.elements * element),
                 *stride = p.votes.stride;
   const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.votes.data));
   // The stride of an axis of length 1 has no meaning.
@@ -167,7 +157,7 @@ inline VotesMemory votes_memory(const Problem& p, const VotesPlan& plan, bool ba
   const bool follows = p.softmax_in() && !backward, shares = plan.cluster > 1;
   const int64_t scores =
       shape.exchange == Exchange::block ? plan.together * shape.rows * shape.votes(backward) * p.J * bytes : 0;
-  SharedLayout layout(plan.capsules * p.J * p.D * votes_element_bytes(p));
+  SharedLayout layout(plan.capsules * p.J * p.D * element_bytes(p.votes.storage));
   VotesMemory memory{};
   memory.sums = layout.add(shape.rows * vectors);
   memory.columns = layout.add(follows ? shape.rows * p.J * 2 * bytes : 0);
@@ -205,7 +195,7 @@ inline VotesPlan plan_smallest_cluster(const Problem& p, const VotesShape& shape
   const int64_t chunk = shape.rows * shape.votes(backward);
   VotesPlan chosen;
   for (int64_t cluster = 1; cluster <= std::min(device.cluster, p.I); cluster *= 2) {
-    if (divide_up(p.I, cluster) * p.J * p.D * votes_element_bytes(p) > device.shared_bytes) continue;
+    if (divide_up(p.I, cluster) * p.J * p.D * element_bytes(p.votes.storage) > device.shared_bytes) continue;
     VotesPlan plan = plan_cluster(p, shape, cluster, backward);
     const int64_t bytes = plan.memory.end;
     if (bytes > device.shared_bytes) continue;
