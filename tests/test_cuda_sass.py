@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .support import sass
+from .support import listing, sass
 from .support.sass import PASSES, Executed
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +46,7 @@ LISTING = """
 
 
 def test_a_turn_of_a_loop_is_the_shortest_that_does_all_work() -> None:
-    code = sass.Code(LISTING)
+    code = listing.Code(LISTING)
     (loop,) = code.loops
     assert (loop.header, loop.latches) == (0x20, (0xC0,))
     assert [x.at for x in code.within(loop.blocks)] == list(range(0x20, 0xD0, 0x10))
@@ -84,7 +84,7 @@ def test_what_is_computed_is_counted(tiles: int, exact: bool) -> None:
 
     def kinds(name: str, *which: str) -> list[int]:
         counts = executed(name, exact, tiles).counts
-        return [sass.count_kind(counts, kind) for kind in which]
+        return [listing.count_kind(counts, kind) for kind in which]
 
     product = tiles * (3 if exact else 1)
     assert kinds("first pass", "HMMA", "LDG") == [product, 0]

@@ -5,8 +5,14 @@ Runs as a process of its own: the tests interpret, and Triton decides for one or
     python -m tests.support.triton_compile 80,90,100 < calls.json
     python -m tests.support.triton_compile signatures < calls.json
     python -m tests.support.triton_compile first-call
+    python -m tests.support.triton_compile table --sm 90 --dtype float32 bfloat16 --shape 32 64 10 16 8 \\
+        --case '{"num_iterations": 5}'
+    python -m tests.support.triton_compile docs
+
+The last two print what a pass executes for an input capsule, and write the table of docs/triton-kernels.md.
 """
 
+import argparse
 import json
 import os
 import re
@@ -14,8 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from . import triton_listing
+from .listing import Code
 
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "*u8"}
 
@@ -77,16 +87,16 @@ def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return types, constants, known, options
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """registers; stack: bytes of local memory per thread; spills: accesses to it in the loops over input capsules."""
+def disassembled(cubin: bytes) -> tuple[dict[str, int], Code]:
+    """registers, stack (bytes of local memory per thread) and spills (accesses to it in innermost loops); the code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _cuobjdump("--dump-resource-usage", file.name)
-        code = _cuobjdump("-sass", file.name)
+        code = Code(_cuobjdump("-sass", file.name))
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    return {"registers": int(found[1]), "stack": int(found[2]), "spills": spills_in_loops(code)}
+    return {"registers": int(found[1]), "stack": int(found[2]), "spills": triton_listing.spills(code)}, code
 
 
 def _cuobjdump(*args: str) -> str:
@@ -94,16 +104,6 @@ def _cuobjdump(*args: str) -> str:
 
     tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
     return subprocess.run([tool, *args], capture_output=True, text=True, check=True).stdout
-
-
-def spills_in_loops(code: str) -> int:
-    """Loads and stores of local memory in the innermost loops of a disassembly."""
-    instructions = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)]
-    jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for at, text in instructions]
-    loops = [(int(target[1], 16), at) for at, target in jumps if target and int(target[1], 16) < at]
-    inner = [(lo, hi) for lo, hi in loops if not any(lo <= a and b < hi for a, b in loops)]
-    local = [at for at, text in instructions if re.search(r"\b(LDL|STL)\b", text)]
-    return sum(lo <= at <= hi for at in local for lo, hi in inner)
 
 
 def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
@@ -115,17 +115,20 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
     types, constants, known, options = signature(kernel, args, kwargs)
     source = ASTSource(kernel, types, constants, known)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = compiled.asm["ptx"]
+    ptx, warps, shared = compiled.asm["ptx"], options.get("num_warps", 4), compiled.metadata.shared
+    resources, code = disassembled(compiled.asm["cubin"])
     return {
         "kernel": kernel.fn.__name__,
         "capability": capability,
         "mode": kwargs.get("MODE", ""),
-        "warps": options.get("num_warps", 4),
-        "shared": compiled.metadata.shared,
+        "warps": warps,
+        "shared": shared,
         "mma": sorted(set(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma)\.sync[\w.]*|tcgen05\.mma[\w.]*", ptx))),
         "narrow_loads": len(re.findall(r"\bld\.global(?!\S*\.v4\.b32)", ptx)),
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
-        **resources(compiled.asm["cubin"]),
+        **resources,
+        "resident": triton_listing.resident(capability, resources["registers"], shared, warps),
+        **triton_listing.measured(compiled.asm["ttgir"], code, warps, kwargs),
     }
 
 
@@ -184,19 +187,63 @@ def first_call() -> None:
     json.dump(found, sys.stdout)
 
 
-def main() -> None:
-    capabilities = [int(text) for text in sys.argv[1].split(",")]
-    found = []
-    for call in json.load(sys.stdin):
+def compiled(calls: list[dict[str, Any]], capabilities: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """A row for each kernel of each call."""
+    for call in calls:
         seen = set()
         for launched in record(call):
             key = (launched[0].fn.__name__, str(signature(*launched)))
             if key in seen:
                 continue
             seen.add(key)
-            found += [call | compile_for(capability, launched) for capability in capabilities]
-    json.dump(found, sys.stdout)
+            yield from (call | compile_for(capability, launched) for capability in capabilities)
 
+
+def main() -> None:
+    capabilities = [int(text) for text in sys.argv[1].split(",")]
+    json.dump(list(compiled(json.load(sys.stdin), capabilities)), sys.stdout)
+
+
+def _of_layer(dtype: str, shape: list[int], **more: Any) -> dict[str, Any]:
+    return {"op": "dynamic_routing", "dtype": dtype, "shape": shape} | more
+
+
+def table() -> None:
+    """Prints what the passes of a layer execute, and their sum over a forward and a backward."""
+    from . import triton_table
+
+    parser = argparse.ArgumentParser(prog="triton_compile table")
+    parser.add_argument("--sm", type=int, nargs="+", default=[90])
+    parser.add_argument("--dtype", nargs="+", default=["float32"])
+    parser.add_argument("--shape", type=int, nargs=5, default=triton_table.SHAPE, help="B I J D K")
+    parser.add_argument("--op", default="dynamic_routing")
+    parser.add_argument("--case", type=json.loads, default={}, help="options of tests/support/problems.py, as JSON")
+    parser.add_argument("--tf32", action="store_true")
+    args = parser.parse_args(sys.argv[2:])
+    case = args.case if args.op.endswith("_pass") else {"coupling": False, **args.case}
+    for dtype in args.dtype:
+        call = _of_layer(dtype, args.shape, op=args.op, case=case, tf32=args.tf32)
+        rows = [row for row in compiled([call], args.sm) if "instructions" in row]
+        print("\n".join(triton_table.lines(rows)))
+        for sm in args.sm:
+            found = triton_table.passes(rows, dtype, sm)
+            if len(found) == len(triton_table.PASSES):
+                r = case.get("num_iterations", 3)
+                sums = [triton_table.both_ways(found, what, r) for what in ("instructions", "microseconds")]
+                print(f"sm_{sm}, forward and backward, r = {r}: {sums[0]:.0f} instructions, {sums[1]:.1f} µs")
+
+
+def docs() -> None:
+    """Writes the table of the page."""
+    from . import triton_table
+
+    rows = []
+    for dtype, capabilities in triton_table.BUILDS.items():
+        rows += compiled([_of_layer(dtype, triton_table.SHAPE, case={"coupling": False})], capabilities)
+    triton_table.write(rows)
+
+
+COMMANDS = {"signatures": signatures, "first-call": first_call, "table": table, "docs": docs}
 
 if __name__ == "__main__":
     from capsfast import toolchain
@@ -204,4 +251,4 @@ if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     # Calls go to Triton as if its interpreter ran; nothing is launched.
     toolchain.interpreting = lambda: True
-    {"signatures": signatures, "first-call": first_call}.get(sys.argv[1], main)()
+    COMMANDS.get(sys.argv[1], main)()

@@ -1,0 +1,199 @@
+"""What a Triton kernel executes for one input capsule, read out of Triton's intermediate code and the machine code.
+
+In the intermediate code (TTGIR) the loop over input capsules is the innermost one whose bounds are known at run time
+only: batch tiles and groups of outputs are around it, steps of K within it. Products in it say how many matrix
+instructions an input capsule takes, and these which loop of the machine code it has become, and how many input
+capsules that one takes a turn.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .listing import Code, Instruction, Loop
+
+# The layer that times are predicted for, on one H100: multiprocessors with four schedulers, which issue one
+# instruction of a warp a cycle, and GHz. A lower bound: nothing ever waits.
+B, I = 128, 1152
+MULTIPROCESSORS, SCHEDULERS, CLOCK = 132, 4, 1.755
+# KiB of shared memory, warps and programs of a multiprocessor, by capability.
+LIMITS = {80: (164, 64, 32), 86: (100, 48, 16), 89: (100, 48, 24), 90: (228, 64, 32), 100: (228, 64, 32)}
+LIMITS[120] = LIMITS[89]
+
+
+class Scf(NamedTuple):
+    """A loop of TTGIR. trips: None if they are known at run time only."""
+
+    first: int  # its lines
+    last: int
+    trips: int | None
+
+    def holds(self, other: "Scf") -> bool:
+        return self.first < other.first and other.last <= self.last
+
+
+class Intermediate:
+    """TTGIR of a kernel."""
+
+    def __init__(self, ttgir: str) -> None:
+        self.lines = ttgir.splitlines()
+        self.mma = {
+            name: (_numbers(warps), _numbers(shape))
+            for name, warps, shape in re.findall(
+                r"^(#\w+) = #ttg\.nvidia_mma<\{.*?warpsPerCTA = \[([\d, ]+)\].*?instrShape = \[([\d, ]+)\]", ttgir, re.M
+            )
+        }
+        constants = {name: int(value) for name, value in re.findall(r"(%[\w-]+) = arith\.constant (-?\d+) : i", ttgir)}
+        self.loops = list(self._loops(constants))
+
+    def _loops(self, constants: dict[str, int]) -> Iterator[Scf]:
+        for n, line in enumerate(self.lines):
+            found = re.match(r"( *)(?:%\S+ = )?scf\.for %\S+ = (%\S+) to (%\S+) step (%\S+) ", line)
+            if found is None:
+                continue
+            last = next(m for m in range(n + 1, len(self.lines)) if self.lines[m].startswith(f"{found[1]}}}"))
+            bounds = [constants.get(name) for name in found.groups()[1:]]
+            low, high, step = bounds
+            trips = None if low is None or high is None or step is None else max(0, -(-(high - low) // step))
+            yield Scf(n, last, trips)
+
+    def over_capsules(self) -> Scf | None:
+        """The innermost loop of unknown length, and of several side by side the longest."""
+        loops = [loop for loop in self.loops if loop.trips is None]
+        inner = [loop for loop in loops if not any(loop.holds(other) for other in loops)]
+        return max(inner, key=lambda loop: loop.last - loop.first, default=None)
+
+    def within(self, loop: Scf) -> list[Scf]:
+        return [inner for inner in self.loops if loop.holds(inner)]
+
+    def times(self, loop: Scf) -> Iterator[tuple[str, int]]:
+        """The lines of a loop, and how often one turn of it executes them."""
+        for n in range(loop.first + 1, loop.last):
+            yield self.lines[n], math.prod(x.trips or 1 for x in self.within(loop) if x.first < n < x.last)
+
+    def conversions(self, loop: Scf) -> int:
+        """Changes of layout: numbers that go to other lanes, and through shared memory if these are of other warps."""
+        return sum(times for line, times in self.times(loop) if "ttg.convert_layout" in line)
+
+    def products(self, loop: Scf) -> int:
+        """Matrix instructions of a warp."""
+        return sum(times * self._instructions(line) for line, times in self.times(loop) if " tt.dot " in line)
+
+    def _instructions(self, line: str) -> int:
+        found = re.search(r": tensor<([\dx]+)x([a-z]+)(\d+), .*-> tensor<([\dx]+)xf32, (#\w+)>", line)
+        assert found is not None and found[5] in self.mma, line
+        warps, instruction = self.mma[found[5]]
+        shape = [int(n) for n in found[4].split("x")]
+        cut = zip(shape, warps, instruction, strict=True)
+        # Of the axis that is summed over an instruction takes 32 bytes.
+        depth = int(found[1].split("x")[-1]) * int(found[3]) // 8 // 32
+        return math.prod(max(1, -(-n // (warp * each))) for n, warp, each in cut) * depth
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+class Turn(NamedTuple):
+    """The instructions of a turn of a loop, loops within it included, and how many input capsules it takes."""
+
+    counts: Counter[Instruction]
+    capsules: int
+
+    def count(self, *kinds: str) -> float:
+        """Of one input capsule."""
+        return _whole(sum(n for x, n in self.counts.items() if not kinds or x.kind in kinds) / self.capsules)
+
+    def widths(self, *kinds: str) -> dict[int, float]:
+        """Of one input capsule: instructions, by how many bytes of a lane they access."""
+        found: Counter[int] = Counter()
+        for x, n in self.counts.items():
+            if x.kind in kinds:
+                found[x.bytes()] += n
+        return {width: _whole(n / self.capsules) for width, n in sorted(found.items(), reverse=True)}
+
+
+def _whole(n: float) -> float:
+    return int(n) if n == int(n) else round(n, 2)
+
+
+def turn(code: Code, products: int, trips: list[int]) -> Turn | None:
+    """A turn of the loop over input capsules, which has that many matrix instructions for each.
+
+    trips: of the loops within it, as the intermediate code has them. The compiler keeps all of them or unrolls all.
+    None if no loop fits.
+    """
+    fits: list[tuple[int, Turn]] = []
+    for loop in code.loops:
+        inner = code.loops_within(loop)
+        if inner and len(inner) != len(trips):
+            continue
+        counts = _counts(code, loop, dict(zip(inner, trips, strict=False)))
+        made = sum(n for x, n in counts.items() if x.kind == "HMMA")
+        if products and (made == 0 or made % products):
+            continue
+        fits.append((len(loop.blocks), Turn(counts, made // products if products else 1)))
+    if not products:  # of loops without any it is the longest
+        return max((found for _, found in fits), key=lambda found: found.counts.total(), default=None)
+    return min(fits, key=lambda fit: fit[0])[1] if fits else None
+
+
+def _counts(code: Code, loop: Loop, trips: dict[Loop, int]) -> Counter[Instruction]:
+    counts: Counter[Instruction] = Counter()
+    addresses = {inner: {x.at for x in code.within(inner.blocks)} for inner in trips}
+    for instruction in code.turn(loop).instructions:
+        counts[instruction] += math.prod(n for inner, n in trips.items() if instruction.at in addresses[inner])
+    return counts
+
+
+def spills(code: Code) -> int:
+    """Loads and stores of local memory in the innermost loops."""
+    inner = [loop for loop in code.loops if not code.loops_within(loop)]
+    return sum(x.kind in ("LDL", "STL") for loop in inner for x in code.within(loop.blocks))
+
+
+def resident(capability: int, registers: int, shared: int, warps: int) -> int:
+    """Programs that a multiprocessor holds at once."""
+    kib, most_warps, most = LIMITS[capability]
+    # Registers of a warp come in 256, a quarter of the 64K to each scheduler. Of shared memory the system takes 1 KiB.
+    of_warp = -(-registers * 32 // 256) * 256
+    by_registers = 65536 // SCHEDULERS // of_warp * SCHEDULERS // warps
+    return min(by_registers, most_warps // warps, most, kib * 1024 // (-(-shared // 128) * 128 + 1024))
+
+
+def microseconds(instructions: float, tiles: float) -> float:
+    """Of instructions for a batch tile and an input capsule, if nothing but their number counted."""
+    return instructions * tiles * I / (MULTIPROCESSORS * SCHEDULERS) / (CLOCK * 1000)
+
+
+def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> dict[str, Any]:
+    """For BB rows and one input capsule, empty for kernels without a loop over input capsules.
+
+    instructions: of all warps of the programs that share the outputs. products, barriers, conversions, exchanges
+    (accesses to shared memory) and loads (from global memory, by bytes of a lane): of one warp. turn: input capsules
+    that a turn of the loop takes.
+    """
+    intermediate = Intermediate(ttgir)
+    loop = intermediate.over_capsules()
+    if loop is None or "BB" not in constants:
+        return {}
+    trips = [inner.trips or 1 for inner in intermediate.within(loop)]
+    products = intermediate.products(loop)
+    found = turn(code, products, trips)
+    if found is None:
+        return {}
+    groups = -(-constants["J"] // (constants["JT"] * constants["NT"]))
+    instructions = _whole(found.count() * warps * groups)
+    return {
+        "turn": found.capsules,
+        "instructions": instructions,
+        "products": products,
+        "barriers": found.count("BAR"),
+        "conversions": intermediate.conversions(loop),
+        "exchanges": found.count("LDS", "STS", "LDSM", "STSM"),
+        "shuffles": found.count("SHFL"),
+        "loads": found.widths("LDG", "LDGSTS"),
+        "microseconds": round(microseconds(instructions, B * constants["PP"] / constants["BB"]), 2),
+    }

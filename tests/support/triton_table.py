@@ -1,0 +1,92 @@
+"""The table of docs/triton-kernels.md: what the compiler made of the passes of the canonical layer.
+
+``python -m tests.support.triton_compile docs`` writes it, ``table`` prints one of another layer.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import triton
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "triton-kernels.md"
+BEGIN, END = "<!-- triton-sass -->", "<!-- /triton-sass -->"
+PASSES = ("uniform", "accumulate", "accumulate_gradient", "gradient")
+# The layer whose passes are counted, and for what it is compiled.
+SHAPE = [32, 64, 10, 16, 8]
+BUILDS = {"float32": (80, 90, 100), "bfloat16": (90,)}
+COLUMNS = (
+    "warps",
+    "instructions",
+    "barriers",
+    "conversions",
+    "exchanges",
+    "shuffles",
+    "spills",
+    "loads",
+    "registers",
+    "shared",
+    "resident",
+)
+
+Row = dict[str, Any]
+
+
+def release() -> str:
+    return f"Triton {'.'.join(triton.__version__.split('.')[:2])}"
+
+
+def name(row: Row) -> str:
+    return "uniform" if row["mode"] == "uniform" else str(row["kernel"]).removesuffix("_kernel")
+
+
+def passes(rows: Iterable[Row], dtype: str, capability: int) -> dict[str, Row]:
+    """The rows of one build of one layer, by pass."""
+    found = {name(row): row for row in rows if (row["dtype"], row["capability"]) == (dtype, capability)}
+    return {each: found[each] for each in PASSES if each in found}
+
+
+def both_ways(found: dict[str, Row], what: str, iterations: int = 3) -> float:
+    """A sum over the launches of a forward and a backward without logits."""
+    again = iterations - 1
+    return sum(found[each][what] * (1 if each in ("uniform", "gradient") else again) for each in PASSES)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):  # loads by width
+        return ", ".join(f"{n} × {width}" for width, n in value.items()) or "0"
+    return "" if value is None else f"{value:,}".replace(",", " ")
+
+
+def lines(rows: Iterable[Row], columns: Iterable[str] = (*COLUMNS, "microseconds")) -> list[str]:
+    """Of Markdown, one for each row."""
+    columns = list(columns)
+    head = [f"| {release()} | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    found = []
+    for row in rows:
+        cells = [_cell(row.get(column)) for column in columns]
+        found.append(f"| {name(row)}, {row['dtype']}, sm_{row['capability']} | {' | '.join(cells)} |")
+    return [*head, *found]
+
+
+def table(rows: list[Row]) -> str:
+    """What the page has between BEGIN and END, of rows of the canonical layer."""
+    listed = [
+        row
+        for dtype, capabilities in BUILDS.items()
+        for capability in capabilities
+        for row in passes(rows, dtype, capability).values()
+    ]
+    exact, half = (both_ways(passes(rows, dtype, 90), "instructions") for dtype in BUILDS)
+    times = [both_ways(passes(rows, dtype, 90), "microseconds") for dtype in BUILDS]
+    total = (
+        f"Forward and backward at r = 3 on sm_90: {_cell(exact)} instructions in float32, {_cell(half)} in bfloat16 "
+        f"({half / exact:.2f} of them), at least {times[0]:.0f} and {times[1]:.0f} µs."
+    )
+    return "\n".join([BEGIN, *lines(listed), "", total, END])
+
+
+def write(rows: list[Row]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text[: text.index(BEGIN)], text[text.index(END) + len(END) :]
+    PAGE.write_text(before + table(rows) + after, encoding="utf-8")
