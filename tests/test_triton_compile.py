@@ -1,4 +1,6 @@
-"""Every Triton kernel compiled for sm_80, sm_90 and sm_100: tensor cores, registers, shared memory, no atomics."""
+"""Every Triton kernel compiled for sm_80, sm_90 and sm_100: tensor cores, registers, shared memory, no atomics, and
+what the passes of the canonical layer execute for an input capsule.
+"""
 
 import json
 import os
@@ -12,6 +14,9 @@ import pytest
 import capsfast
 from capsfast import toolchain
 
+from .support import triton_listing, triton_table
+from .support.listing import Code
+
 if toolchain._why_not_installed():
     pytest.skip(toolchain._why_not_installed(), allow_module_level=True)
 
@@ -24,11 +29,12 @@ ALL = {"logits": "BIJ", "mask": True, "out_mask": True, "leaky": True, "bias": T
 EM = {"precision": True, "center": True, "prior": True, "activation": True, "second": True}
 # Layers people train (B and I are not compiled in), one with every option, and both softmaxes.
 CALLS: dict[str, Row] = {
-    "float32": {"shape": [32, 64, 10, 16, 8], "dtype": "float32"},
+    "float32": {"shape": triton_table.SHAPE, "dtype": "float32", "case": {"coupling": False}},
+    "coupling": {"shape": triton_table.SHAPE, "dtype": "float32", "case": {"num_iterations": 1}},
     "EM": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM},
 }
 MORE_CALLS: dict[str, Row] = {
-    "bfloat16": {"shape": [32, 64, 10, 16, 8], "dtype": "bfloat16", "case": {"coupling": False}},
+    "bfloat16": {"shape": triton_table.SHAPE, "dtype": "bfloat16", "case": {"coupling": False}},
     "votes": {"shape": [32, 64, 10, 16, 1], "dtype": "float32", "op": "route_votes"},
     "shared weight": {"shape": [32, 64, 4, 64, 64], "dtype": "float32", "case": {"shared": True, "coupling": False}},
     "D=512": {"shape": [16, 16, 2, 512, 8], "dtype": "float32", "case": {"coupling": False}},
@@ -76,6 +82,23 @@ MAKES_VOTES = (
     "row_norm_kernel",
     "coupling_kernel",
 )
+
+
+# The most that a pass may execute for 16 rows and one input capsule, in any build of triton_table.BUILDS: instructions
+# of all warps; barriers, changes of layout, accesses to spilled registers, and loads from global memory of fewer than
+# 16 bytes of a lane (triton_table.LIMITED). "python -m tests.support.triton_compile docs" prints them as they are now.
+MOST = {
+    ("float32", "uniform"): (472, 2, 0, 6, 2),
+    ("float32", "accumulate"): (1274, 10, 0, 0, 2),
+    ("float32", "accumulate_gradient"): (2608, 30, 0, 0, 1),
+    ("float32", "gradient"): (10384, 54, 23, 0, 11),
+    ("bfloat16", "uniform"): (224, 2, 0, 0, 4),
+    ("bfloat16", "accumulate"): (1160, 12, 0, 0, 4),
+    ("bfloat16", "accumulate_gradient"): (2440, 32, 0, 0, 2),
+    ("bfloat16", "gradient"): (10976, 67, 27, 0, 3),
+}
+# Instructions of a forward and a backward in bfloat16, of those in float32.
+HALF = 0.99
 
 
 def start(calls: dict[str, Row], what: str) -> "subprocess.Popen[str]":
@@ -172,6 +195,132 @@ def test_shared_memory_within_the_device(rows: list[Row]) -> None:
 def test_no_atomics(rows: list[Row]) -> None:
     for row in rows:
         assert not row["atomics"], text(row)
+
+
+@pytest.fixture
+def layer(rows: list[Row]) -> list[Row]:
+    """The rows of the layer in docs/triton-kernels.md. Another release of Triton may come to other numbers."""
+    if triton_table.release() not in triton_table.split()[1]:
+        pytest.skip(f"the table is not of {triton_table.release()}")
+    return [row for row in rows if row["name"] in triton_table.BUILDS]
+
+
+@pytest.mark.parametrize(("dtype", "name"), MOST)
+def test_an_input_capsule_takes_few_instructions(dtype: str, name: str, layer: list[Row]) -> None:
+    for capability in triton_table.BUILDS[dtype]:
+        row = triton_table.passes(layer, dtype, capability)[name]
+        found, most = triton_table.limited(row), MOST[dtype, name]
+        over = {what: (n, limit) for what, n, limit in zip(triton_table.LIMITED, found, most, strict=True) if n > limit}
+        assert not over, f"{over} in {text(row)}"
+
+
+def test_half_the_bytes_take_no_more_instructions(layer: list[Row]) -> None:
+    exact, half = (
+        triton_table.both_ways(triton_table.passes(layer, dtype, 90), "instructions") for dtype in triton_table.BUILDS
+    )
+    assert half <= HALF * exact, half / exact
+
+
+def test_the_table_of_the_docs_is_what_was_compiled(layer: list[Row]) -> None:
+    """``python -m tests.support.triton_compile docs`` writes it."""
+    assert triton_table.split()[1] == triton_table.table(layer)
+
+
+def products(row: Row) -> int:
+    """Matrix instructions of a program for one input capsule: m16n8k8 of TF32, m16n8k16 of 16-bit numbers."""
+    from capsfast.triton import config
+
+    shape, kernel = row["shape"], triton_table.name(row).replace("uniform", "accumulate")
+    itemsize, times, back = {"float32": (4, 3, 3), "bfloat16": (2, 1, 2)}[row["dtype"]]
+    tiles = config.tiles(kernel, config.Layer(*shape[2:], itemsize), config.TABLE[kernel])
+    votes = tiles.NT * (tiles.BB // 16) * (tiles.JT * tiles.DP // 8) * (tiles.KP * itemsize // 32) * times
+    # dvotes times W, and transposed times u, both of them in float32.
+    gradients = tiles.NT * (tiles.BB // 16) * (tiles.JT * tiles.DP // 8) * (tiles.KP // 8) * 2 * back
+    return votes + (gradients if kernel == "gradient" else 0)
+
+
+def test_what_is_computed_is_counted(rows: list[Row]) -> None:
+    """So that no limit holds because the loop that it is for was not found, and no warp computes what another does."""
+    for row in rows:
+        if row["kernel"] in MAKES_VOTES:
+            assert row["turn"] >= 1 and row["instructions"] > 100, text(row)
+        if row["name"] in triton_table.BUILDS and row["kernel"] in MAKES_VOTES:
+            assert row["products"] * row["warps"] == products(row), text(row)
+
+
+# A product over K in two steps, between groups of outputs and the loop over input capsules; only what is looked at.
+TTGIR = """
+#blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [16, 2], warpsPerCTA = [2, 1], order = [1, 0]}>
+#mma = #ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0, warpsPerCTA = [1, 2], instrShape = [16, 8]}>
+    %c0_i32 = arith.constant 0 : i32 loc(#loc1)
+    %c1_i32 = arith.constant 1 : i32 loc(#loc1)
+    %c2_i32 = arith.constant 2 : i32 loc(#loc1)
+    scf.for %group = %c0_i32 to %groups step %c1_i32  : i32 {
+      %acc:2 = scf.for %i32 = %lo to %hi step %c1_i32 iter_args(%acc_1 = %cst) -> (tensor<16x32xf32, #mma>)  : i32 {
+        %w = ttg.convert_layout %v : tensor<32x8xf32, #blocked> -> tensor<32x8xf32, #linear> loc(#loc3)
+        %x:1 = scf.for %k0 = %c0_i32 to %c2_i32 step %c1_i32  : i32 {
+          %y = ttg.convert_layout %u : tensor<16x8xf32, #blocked> -> tensor<16x8xf32, #mma> loc(#loc3)
+          %z = tt.dot %a, %b, %c : tensor<16x8xf32, #dot> * tensor<8x32xf32, #dot1> -> tensor<16x32xf32, #mma>
+        } loc(#loc2)
+      } loc(#loc2)
+      %after = ttg.convert_layout %v : tensor<32x8xf32, #blocked> -> tensor<32x8xf32, #linear> loc(#loc3)
+    } loc(#loc2)
+"""
+# Of sm_80: loops are left by calls that are branches.
+LISTING = """
+        /*0000*/                   S2R R3, SR_TID.X ;                          /* 0x0000000000037919 */
+        /*0008*/                   IADD3 R3, R3, 0x1, RZ ;                     /* 0x0000000000037919 */
+        /*0010*/                   LDGSTS.E.BYPASS.LTC128B.128 [R3], [R2.64] ; /* 0x0000000000037919 */
+        /*0020*/                   LDG.E.U16 R8, [R2.64] ;                     /* 0x0000000000037919 */
+        /*0030*/                   HMMA.1688.F32.TF32 R4, R60, R8, RZ ;        /* 0x0000000000037919 */
+        /*0040*/                   HMMA.1688.F32.TF32 R4, R60, R8, R4 ;        /* 0x0000000000037919 */
+        /*0050*/               @P1 BRA 0x30 ;                                  /* 0x0000000000037919 */
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;               /* 0x0000000000037919 */
+        /*0070*/              @!P5 CALL.REL.NOINC 0x90 ;                       /* 0x0000000000037919 */
+        /*0080*/                   BRA 0x10 ;                                  /* 0x0000000000037919 */
+        /*0090*/              @!P6 CALL.REL.NOINC 0xb0 ;                       /* 0x0000000000037919 */
+        /*00a0*/                   BRA 0x8 ;                                   /* 0x0000000000037919 */
+        /*00b0*/                   EXIT ;                                      /* 0x0000000000037919 */
+        /*00c0*/                   BRA 0xc0 ;                                  /* 0x0000000000037919 */
+"""
+
+
+def test_of_a_loop_over_input_capsules_one_is_counted() -> None:
+    intermediate = triton_listing.Intermediate(TTGIR)
+    group, capsules, steps = intermediate.loops
+    assert [loop.trips for loop in intermediate.loops] == [None, None, 2]
+    assert intermediate.over_capsules() == capsules and intermediate.within(group) == [capsules, steps]
+    # 32 columns are two instructions of each of two warps, in each of the steps.
+    assert intermediate.products(capsules) == 4 and intermediate.conversions(capsules) == 3
+
+    code = Code(LISTING)
+    turn = triton_listing.turn(code, products=4, trips=[2])
+    assert turn is not None and turn.capsules == 1
+    assert [turn.count(*kinds) for kinds in (["HMMA"], ["BAR"], [])] == [4, 1, 2 + 2 * 3 + 3]
+    assert turn.widths("LDG", "LDGSTS") == {16: 1, 2: 1}
+    # Neither a turn with fewer products than one input capsule has, nor one with a part of them.
+    assert triton_listing.turn(code, products=5, trips=[2]) is None
+    assert triton_listing.turn(code, products=3, trips=[2]) is None
+
+
+def test_of_a_turn_that_takes_two_input_capsules_half_is_counted() -> None:
+    code = Code(LISTING.replace("@P1 BRA 0x30", "@P1 FADD R1, R2, R3"))
+    turn = triton_listing.turn(code, products=1, trips=[])
+    assert turn is not None and turn.capsules == 2
+    assert [turn.count(*kinds) for kinds in (["HMMA"], ["BAR"], [])] == [1, 0.5, 4]
+    assert turn.widths("LDG", "LDGSTS") == {16: 0.5, 2: 0.5}
+
+
+def test_programs_that_fit_a_multiprocessor() -> None:
+    def resident(**sizes: int) -> int:
+        return triton_listing.resident(90, **sizes)
+
+    assert resident(registers=226, shared=11520, warps=2) == 4
+    assert resident(registers=168, shared=13824, warps=4) == 3
+    assert resident(registers=255, shared=0, warps=8) == 1
+    assert resident(registers=32, shared=0, warps=1) == 32
+    assert resident(registers=32, shared=0, warps=4) == 16
+    assert resident(registers=32, shared=100 * 1024, warps=1) == 2
 
 
 def test_only_the_first_call_of_a_layer_compiles() -> None:

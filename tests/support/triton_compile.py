@@ -9,7 +9,8 @@ Runs as a process of its own: the tests interpret, and Triton decides for one or
         --case '{"num_iterations": 5}'
     python -m tests.support.triton_compile docs
 
-The last two print what a pass executes for an input capsule, and write the table of docs/triton-kernels.md.
+The last two print what the passes of a layer execute for an input capsule, and write the table of
+docs/triton-kernels.md.
 """
 
 import argparse
@@ -234,13 +235,14 @@ def table() -> None:
 
 
 def docs() -> None:
-    """Writes the table of the page."""
+    """Writes the table of the page, and prints the limits that a test has."""
     from . import triton_table
 
     rows = []
     for dtype, capabilities in triton_table.BUILDS.items():
         rows += compiled([_of_layer(dtype, triton_table.SHAPE, case={"coupling": False})], capabilities)
     triton_table.write(rows)
+    print(triton_table.most(rows))
 
 
 COMMANDS = {"signatures": signatures, "first-call": first_call, "table": table, "docs": docs}

@@ -195,5 +195,5 @@ def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> d
         "exchanges": found.count("LDS", "STS", "LDSM", "STSM"),
         "shuffles": found.count("SHFL"),
         "loads": found.widths("LDG", "LDGSTS"),
-        "microseconds": round(microseconds(instructions, B * constants["PP"] / constants["BB"]), 2),
+        "microseconds": round(microseconds(instructions, B * constants["PP"] / constants["BB"]), 1),
     }

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import triton
-
 PAGE = Path(__file__).parent.parent.parent / "docs" / "triton-kernels.md"
 BEGIN, END = "<!-- triton-sass -->", "<!-- /triton-sass -->"
 PASSES = ("uniform", "accumulate", "accumulate_gradient", "gradient")
@@ -27,12 +25,17 @@ COLUMNS = (
     "registers",
     "shared",
     "resident",
+    "microseconds",
 )
+# What tests limit. narrow: loads from global memory of fewer than 16 bytes of a lane.
+LIMITED = ("instructions", "barriers", "conversions", "spills", "narrow")
 
 Row = dict[str, Any]
 
 
 def release() -> str:
+    import triton
+
     return f"Triton {'.'.join(triton.__version__.split('.')[:2])}"
 
 
@@ -58,13 +61,12 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:,}".replace(",", " ")
 
 
-def lines(rows: Iterable[Row], columns: Iterable[str] = (*COLUMNS, "microseconds")) -> list[str]:
+def lines(rows: Iterable[Row]) -> list[str]:
     """Of Markdown, one for each row."""
-    columns = list(columns)
-    head = [f"| {release()} | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    head = [f"| {release()} | {' | '.join(COLUMNS)} |", "|---|" + "--:|" * len(COLUMNS)]
     found = []
     for row in rows:
-        cells = [_cell(row.get(column)) for column in columns]
+        cells = [_cell(row.get(column)) for column in COLUMNS]
         found.append(f"| {name(row)}, {row['dtype']}, sm_{row['capability']} | {' | '.join(cells)} |")
     return [*head, *found]
 
@@ -77,16 +79,39 @@ def table(rows: list[Row]) -> str:
         for capability in capabilities
         for row in passes(rows, dtype, capability).values()
     ]
-    exact, half = (both_ways(passes(rows, dtype, 90), "instructions") for dtype in BUILDS)
-    times = [both_ways(passes(rows, dtype, 90), "microseconds") for dtype in BUILDS]
+    (exact, half), times = (
+        [both_ways(passes(rows, dtype, 90), what) for dtype in BUILDS] for what in ("instructions", "microseconds")
+    )
     total = (
         f"Forward and backward at r = 3 on sm_90: {_cell(exact)} instructions in float32, {_cell(half)} in bfloat16 "
-        f"({half / exact:.2f} of them), at least {times[0]:.0f} and {times[1]:.0f} µs."
+        f"({half / exact:.3f} of them); {times[0]:.0f} and {times[1]:.0f} µs."
     )
     return "\n".join([BEGIN, *lines(listed), "", total, END])
 
 
-def write(rows: list[Row]) -> None:
+def split() -> tuple[str, str, str]:
+    """The page: before the table, the table, after it."""
     text = PAGE.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN)], text[text.index(END) + len(END) :]
+    begin, end = text.index(BEGIN), text.index(END) + len(END)
+    return text[:begin], text[begin:end], text[end:]
+
+
+def write(rows: list[Row]) -> None:
+    before, _, after = split()
     PAGE.write_text(before + table(rows) + after, encoding="utf-8")
+
+
+def limited(row: Row) -> tuple[float, ...]:
+    """LIMITED of a row."""
+    narrow = sum(n for width, n in row["loads"].items() if int(width) < 16)
+    return (*(row[what] for what in LIMITED[:-1]), narrow)
+
+
+def most(rows: list[Row]) -> str:
+    """MOST of tests/test_triton_compile.py: the most of all builds of a pass."""
+    found = []
+    for dtype, capabilities in BUILDS.items():
+        for each in PASSES:
+            builds = [limited(passes(rows, dtype, capability)[each]) for capability in capabilities]
+            found.append(f'    ("{dtype}", "{each}"): {tuple(map(max, zip(*builds, strict=True)))},')
+    return "\n".join(["MOST = {", *found, "}"])
