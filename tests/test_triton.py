@@ -276,23 +276,85 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypat
     assert chunks * splits <= 2 * 528 if shared else splits * I <= max(4 * I, 2 * 528 * 8)
 
 
-def test_tune_keeps_what_was_fastest_and_its_table_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    best = {"accumulate": Choice(64, 4, 16), "accumulate_gradient": Choice(64, 8, 8), "gradient": Choice(40, 8, 16, 4)}
+# Of a launch: how it is cut.
+CUT = ("NT", "JT", "DP", "KP", "num_warps")
+Launches = dict[str, tuple[Any, ...]]
+
+
+@pytest.fixture
+def cuts(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Tiles and grids of the latest launch of each kernel. Nothing is computed; grids are those of a GPU."""
+    from triton.runtime.interpreter import GridExecutor
+
+    found: Launches = {}
+
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "NT" in kwargs:
+            found[self.fn.__name__.removesuffix("_kernel")] = (*(kwargs[name] for name in CUT), self.grid)
+
+    def wanted_programs(self: Any, kernel: str) -> int:
+        return -(-4 * self.choice(kernel).resident // self.tiles(kernel).warps)
+
+    monkeypatch.setattr(GridExecutor, "__call__", remember)
+    monkeypatch.setattr(Call, "wanted_programs", wanted_programs)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [
+        (PLAIN.options, ("accumulate", "accumulate_gradient", "gradient")),
+        (QUADRATIC.options, ("accumulate quadratic", "accumulate_gradient quadratic", "gradient quadratic")),
+    ],
+    ids=["dynamic routing", "pass"],
+)
+def test_tune_measures_different_launches(options: Any, kernels: tuple[str, ...], cuts: Launches) -> None:
+    """Each candidate has tiles and a grid of its own: those that its choice stands for."""
+    u, weight = torch.randn(33, 200, 8), torch.randn(200, 10, 16, 8)
+    defaults, measured = dict(config.TABLE), []
 
     def timer(function: Any) -> float:
-        if config.TABLE["accumulate"].columns == 96:
+        cuts.clear()
+        function()
+        measured.append((dict(config.TABLE), dict(cuts)))
+        return 1.0
+
+    tune.tune(u, weight, options, timer)
+    different: dict[str, list[Any]] = {kernel: [] for kernel in kernels}
+    for table, cut in measured:
+        for kernel in kernels:
+            name = kernel.removesuffix(" quadratic")
+            tiles = config.tiles(name, Layer(10, 16, 8, 4), table[kernel])
+            assert cut[name][:5] == (tiles.NT, tiles.JT, tiles.DP, tiles.KP, tiles.warps), table[kernel]
+            if table[kernel] != defaults[kernel]:
+                different[kernel].append(cut[name])
+    # None was quicker than the defaults, so that one kernel at a time has another choice. No two launch the same.
+    candidates = [tuple(sorted(cut.items())) for table, cut in measured if table != defaults]
+    assert len(set(candidates)) == len(candidates) == sum(map(len, different.values()))
+    for found in different.values():
+        assert len(found) >= 5
+        assert len({at[:2] for at in found}) > 1 and len({at[4] for at in found}) > 1
+        assert len({at[5] for at in found}) > 3
+
+
+def test_tune_keeps_what_was_fastest_and_its_table_is_used(
+    cuts: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = {"accumulate": Choice(48, 8, 8), "accumulate_gradient": Choice(32, 8, 24), "gradient": Choice(80, 8, 16, 4)}
+
+    def timer(function: Any) -> float:
+        if config.TABLE["accumulate"].columns == 24:
             raise RuntimeError("out of resource: shared memory")
+        function()
         pairs = [zip(config.TABLE[kernel], wanted, strict=True) for kernel, wanted in best.items()]
         return 1.0 + sum(one != other for pair in pairs for one, other in pair)
 
-    u, weight = torch.randn(2, 9, 8), torch.randn(9, 3, 16, 8)
+    u, weight = torch.randn(2, 300, 8), torch.randn(300, 10, 16, 8)
     defaults = dict(config.TABLE)
     rows = tune.tune(u, weight, PLAIN.options, timer)
     assert defaults == config.TABLE
     assert {row["kernel"]: row["choice"] for row in rows} == best
-    assert "accumulate Choice(columns=96, warps=8, resident=16, chunk=0): RuntimeError" in capsys.readouterr().out
+    assert "accumulate Choice(columns=24, warps=8, resident=16, chunk=0): RuntimeError" in capsys.readouterr().out
 
     path = tmp_path / "table.json"
     tune.write(path, rows)
@@ -300,7 +362,7 @@ def test_tune_keeps_what_was_fastest_and_its_table_is_used(
     assert len(json.loads(path.read_text())["rows"]) == len(rows)
     monkeypatch.setenv("CAPSFAST_TRITON_TABLE", str(path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "interpreter")
-    layer, device = Layer(3, 16, 8, 4), torch.device("cuda")
+    layer, device = Layer(10, 16, 8, 4), torch.device("cuda")
     assert config.choice("gradient", layer, device) == best["gradient"]
     assert config.choice("row_norm", layer, device) == defaults["row_norm"]
     assert config.choice("gradient", layer._replace(J=4), device) == defaults["gradient"]

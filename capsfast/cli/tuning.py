@@ -10,7 +10,7 @@ from rich.console import Console
 from .. import toolchain
 from ..bench.cases import DTYPES
 from ..files import check_replaceable
-from ..options import Options
+from ..options import Options, PassOptions
 from .endings import one_line
 
 
@@ -24,6 +24,7 @@ def tune(
     iterations: Annotated[int, typer.Option("--r", help="Number of iterations.", min=1)] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     shared: Annotated[bool, typer.Option(help="One weight for all input capsules.")] = False,
+    em: Annotated[bool, typer.Option("--em", help="An iteration of EM routing instead of dynamic routing.")] = False,
 ) -> None:
     """Measures tile sizes of the Triton kernels for one layer on this GPU."""
     if toolchain.why_no_triton() or not torch.cuda.is_available():
@@ -36,7 +37,8 @@ def tune(
     draw = {"device": "cuda", "dtype": DTYPES[dtype]}
     u = torch.randn(batch, in_caps, in_dim, **draw)  # type: ignore[call-overload]
     weight = 0.1 * torch.randn(1 if shared else in_caps, out_caps, out_dim, in_dim, **draw)  # type: ignore[call-overload]
-    options = Options(iterations, "out", "full", False, "paper", 1e-8)
+    routing = Options(iterations, "out", "full", False, "paper", 1e-8)
+    options = PassOptions("out", False, True) if em else routing
     with one_line("tune"):
         check_replaceable(out)
         tuning.write(out, tuning.tune(u, weight, options, say=console.print))

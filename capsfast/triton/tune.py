@@ -4,18 +4,20 @@ Nothing is measured unless this is called. Without a table the defaults of confi
 """
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..files import write_text
-from ..options import Options
-from . import config, routing
+from ..options import Options, PassOptions
+from ..reference.votes_pass import PassParameters
+from . import config, moments, routing
 from .config import Choice
 from .launch import Call
 
@@ -28,6 +30,8 @@ CANDIDATES = {
 }
 # The kernels that are tuned, in this order. A forward and a backward launch all of them, row_norm for large J only.
 KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm")
+# Those of a routing pass with precision, center or second moments.
+QUADRATIC = tuple(f"{kernel} quadratic" for kernel in KERNELS[:3])
 
 Timer = Callable[[Callable[[], Any]], float]
 
@@ -50,48 +54,93 @@ def gpu_milliseconds(function: Callable[[], Any]) -> float:
     return float(do_bench(function, warmup=10, rep=50, return_mode="median"))
 
 
-def workload(call: Call) -> Callable[[], Any]:
-    """A function that runs one forward and one backward."""
-    v, coupling, s, norm = routing.forward(call, False)
+class Workload(NamedTuple):
+    """A forward and a backward of one layer. A call keeps how it launches its kernels: other choices, another call."""
+
+    call: Callable[[], Call]
+    run: Callable[[Call], None]
+
+
+def dynamic_routing(u: Tensor, weight: Tensor, options: Options) -> Workload:
+    def call() -> Call:
+        return Call(u, weight, None, None, None, None, options)
+
+    v, coupling, s, norm = routing.forward(call(), False)
     dv = torch.randn_like(v)
-    needed = (True, call.weight is not None, False, False)
 
-    def step() -> None:
+    def run(call: Call) -> None:
         routing.forward(call, False)
-        routing.backward(call, dv, None, coupling, s, norm, needed)
+        routing.backward(call, dv, None, coupling, s, norm, (True, True, False, False))
 
-    return step
+    return Workload(call, run)
+
+
+def routing_pass(u: Tensor, weight: Tensor, options: PassOptions) -> Workload:
+    """An iteration of EM routing, all of whose arguments have a gradient."""
+    (B, I, _), (J, D) = u.shape, weight.shape[1:3]
+    draw = functools.partial(torch.rand, device=u.device)
+    # Positive, as a precision and an activation are.
+    parameters = PassParameters(precision=draw(B, J, D), center=draw(B, J, D), prior=draw(B, J), activation=draw(B, I))
+
+    def call() -> Call:
+        return moments.call(u, weight, parameters, options)
+
+    saved = moments.forward(call(), None, False, False)
+    given = (*saved[:2], saved[2] if options.second else None, None, None)
+    needed = (True, True, *(value is not None for value in parameters[:7]))
+
+    def run(call: Call) -> None:
+        moments.forward(call, None, False, False)
+        moments.backward(call, parameters, given, saved, needed)
+
+    return Workload(call, run)
+
+
+def launched(call: Call, kernel: str) -> tuple[Any, ...]:
+    """Tiles and grid of a kernel: choices that lead to the same are one."""
+    kernel = kernel.removesuffix(" quadratic")
+    return call.tiles(kernel), call.split_gradient() if kernel == "gradient" else call.split(kernel)
 
 
 def tune(
-    u: Tensor, weight: Tensor, options: Options, timer: Timer = gpu_milliseconds, say: Callable[[str], None] = print
+    u: Tensor,
+    weight: Tensor,
+    options: Options | PassOptions,
+    timer: Timer = gpu_milliseconds,
+    say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
     """The rows of the table for ``u [B, I, K]`` and ``weight [I or 1, J, D, K]``: the best choice of every kernel.
 
+    options: of dynamic routing, or of a routing pass, which has a precision and a center then.
+
     Tries one kernel after the other, and for each one field after the other. All other choices stay at the best found
-    so far. A candidate that raises an error, because it does not compile or needs too much shared memory, is skipped.
+    so far. A candidate that launches what another one did is not measured again. One that raises an error, because it
+    does not compile or needs too much shared memory, is skipped.
     """
     if os.environ.get("CAPSFAST_TRITON_TABLE"):
         raise ValueError("tune: unset CAPSFAST_TRITON_TABLE, its choices would stand in the way of those to be tried")
-    call = Call(u, weight, None, None, None, None, options)
+    passing = isinstance(options, PassOptions)
+    work = routing_pass(u, weight, options) if isinstance(options, PassOptions) else dynamic_routing(u, weight, options)
     device = torch.cuda.get_device_name(u.device) if u.is_cuda else "interpreter"
     rows = []
     with contextlib.ExitStack() as held:
-        for kernel in KERNELS:
-            if kernel == "row_norm" and call.tiles("accumulate").groups == 1 and call.tiles("gradient").groups == 1:
+        for kernel in QUADRATIC if passing else KERNELS:
+            call = work.call()
+            if kernel == "row_norm" and all(call.tiles(other).groups == 1 for other in KERNELS[:3]):
                 continue
             best = config.TABLE[kernel]
-            first = least = timer(workload(call))
-            tried = {best}
+            first = least = timer(functools.partial(work.run, call))
+            tried = {launched(call, kernel)}
             for name, values in CANDIDATES.items():
-                for value in values if name != "chunk" or kernel == "gradient" else ():
+                for value in values if name != "chunk" or kernel.startswith("gradient") else ():
                     candidate = best._replace(**{name: value})
-                    if candidate in tried:
-                        continue
-                    tried.add(candidate)
                     with using(kernel, candidate):
+                        call = work.call()
+                        if launched(call, kernel) in tried:
+                            continue
+                        tried.add(launched(call, kernel))
                         try:
-                            took = timer(workload(call))
+                            took = timer(functools.partial(work.run, call))
                         except Exception as error:
                             say(f"{kernel} {candidate}: {type(error).__name__}")
                             continue
