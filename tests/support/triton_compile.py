@@ -4,6 +4,7 @@ Runs as a process of its own: the tests interpret, and Triton decides for one or
 
     python -m tests.support.triton_compile 80,90,100 < calls.json
     python -m tests.support.triton_compile signatures < calls.json
+    python -m tests.support.triton_compile seconds < calls.json
     python -m tests.support.triton_compile first-call
     python -m tests.support.triton_compile table --sm 90 --dtype float32 bfloat16 --shape 32 64 10 16 8 \\
         --case '{"num_iterations": 5}'
@@ -32,7 +33,7 @@ TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "
 
 
 def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """What forward and backward of a call would launch: (kernel, arguments, keywords)."""
+    """What forward and backward of a call would launch: (kernel, arguments, keywords). need: inputs with a gradient."""
     from triton.runtime.jit import JITFunction
 
     from tests.support import passes
@@ -54,7 +55,7 @@ def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, A
             problem = make(call["shape"], Case(**options), call["op"], dtype)
         if call.get("tf32"):
             torch.backends.cuda.matmul.fp32_precision = "tf32"
-        run(problem, "triton")
+        run(problem, "triton", call.get("need"))
     finally:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         JITFunction.run = run_before
@@ -107,16 +108,20 @@ def _cuobjdump(*args: str) -> str:
     return subprocess.run([tool, *args], capture_output=True, text=True, check=True).stdout
 
 
-def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+def _compile(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]], **more: Any) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, args, kwargs = launched
-    types, constants, known, options = signature(kernel, args, kwargs)
-    source = ASTSource(kernel, types, constants, known)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx, warps, shared = compiled.asm["ptx"], options.get("num_warps", 4), compiled.metadata.shared
+    types, constants, known, options = signature(*launched)
+    source = ASTSource(launched[0], types, constants, known)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options | more)
+
+
+def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    kernel, _, kwargs = launched
+    compiled = _compile(capability, launched)
+    ptx, warps, shared = compiled.asm["ptx"], kwargs.get("num_warps", 4), compiled.metadata.shared
     resources, code = disassembled(compiled.asm["cubin"])
     return {
         "kernel": kernel.fn.__name__,
@@ -188,8 +193,35 @@ def first_call() -> None:
     json.dump(found, sys.stdout)
 
 
+def seconds() -> None:
+    """CPU seconds that each kernel of each call takes to compile for sm_90, by Triton and by ptxas, with no cache.
+
+    Other processes of a machine make a clock run on, but not these.
+    """
+
+    def used() -> float:
+        return sum(os.times()[:4])
+
+    found, warm = [], False
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for call in json.load(sys.stdin):
+            for launched in record(call):
+                kernel = launched[0].fn.__name__
+                if kernel not in call.get("kernels", [kernel]):
+                    continue
+                if not warm:  # the first one also loads the compiler
+                    _compile(90, launched, num_stages=2)
+                    warm = True
+                before = used()
+                _compile(90, launched)
+                found.append(call | {"kernel": kernel, "seconds": round(used() - before, 2)})
+    json.dump(found, sys.stdout)
+
+
 def compiled(calls: list[dict[str, Any]], capabilities: Iterable[int]) -> Iterator[dict[str, Any]]:
     """A row for each kernel of each call."""
+    made: dict[tuple[str, ...], list[dict[str, Any]]] = {}  # calls have some kernels in common
     for call in calls:
         seen = set()
         for launched in record(call):
@@ -197,7 +229,9 @@ def compiled(calls: list[dict[str, Any]], capabilities: Iterable[int]) -> Iterat
             if key in seen:
                 continue
             seen.add(key)
-            yield from (call | compile_for(capability, launched) for capability in capabilities)
+            if key not in made:
+                made[key] = [compile_for(capability, launched) for capability in capabilities]
+            yield from (call | row for row in made[key])
 
 
 def main() -> None:
@@ -245,7 +279,13 @@ def docs() -> None:
     print(triton_table.most(rows))
 
 
-COMMANDS = {"signatures": signatures, "first-call": first_call, "table": table, "docs": docs}
+COMMANDS = {
+    "signatures": signatures,
+    "seconds": seconds,
+    "first-call": first_call,
+    "table": table,
+    "docs": docs,
+}
 
 if __name__ == "__main__":
     from capsfast import toolchain

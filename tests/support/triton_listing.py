@@ -1,9 +1,9 @@
 """What a Triton kernel executes for one input capsule, read out of Triton's intermediate code and the machine code.
 
 In the intermediate code (TTGIR) the loop over input capsules is the innermost one whose bounds are known at run time
-only: batch tiles and groups of outputs are around it, steps of K within it. Products in it say how many matrix
-instructions an input capsule takes, and these which loop of the machine code it has become, and how many input
-capsules that one takes a turn.
+only and that has all products: batch tiles and groups of outputs are around it, steps of K within it. The products say
+how many matrix instructions an input capsule takes, and these which loop of the machine code it has become, and how
+many input capsules that one takes a turn.
 """
 
 import math
@@ -60,9 +60,11 @@ class Intermediate:
             yield Scf(n, last, trips)
 
     def over_capsules(self) -> Scf | None:
-        """The innermost loop of unknown length, and of several side by side the longest."""
+        """Of the loops of unknown length the innermost one that has all products, or without any the longest one."""
         loops = [loop for loop in self.loops if loop.trips is None]
-        inner = [loop for loop in loops if not any(loop.holds(other) for other in loops)]
+        dots = {loop: sum(" tt.dot " in line for line in self.lines[loop.first : loop.last]) for loop in loops}
+        most = [loop for loop in loops if dots[loop] == max(dots.values())]
+        inner = [loop for loop in most if not any(loop.holds(other) for other in most)]
         return max(inner, key=lambda loop: loop.last - loop.first, default=None)
 
     def within(self, loop: Scf) -> list[Scf]:
@@ -71,7 +73,10 @@ class Intermediate:
     def times(self, loop: Scf) -> Iterator[tuple[str, int]]:
         """The lines of a loop, and how often one turn of it executes them."""
         for n in range(loop.first + 1, loop.last):
-            yield self.lines[n], math.prod(x.trips or 1 for x in self.within(loop) if x.first < n < x.last)
+            yield (
+                self.lines[n],
+                math.prod(1 if x.trips is None else x.trips for x in self.within(loop) if x.first < n < x.last),
+            )
 
     def conversions(self, loop: Scf) -> int:
         """Changes of layout: numbers that go to other lanes, and through shared memory if these are of other warps."""
@@ -169,7 +174,7 @@ def microseconds(instructions: float, tiles: float) -> float:
 
 
 def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> dict[str, Any]:
-    """For BB rows and one input capsule, empty for kernels without a loop over input capsules.
+    """For BB rows and one input capsule, empty for kernels without a loop over input capsules that can be counted.
 
     instructions: of all warps of the programs that share the outputs. products, barriers, conversions, exchanges
     (accesses to shared memory) and loads (from global memory, by bytes of a lane): of one warp. turn: input capsules
@@ -179,7 +184,9 @@ def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> d
     loop = intermediate.over_capsules()
     if loop is None or "BB" not in constants:
         return {}
-    trips = [inner.trips or 1 for inner in intermediate.within(loop)]
+    trips = [inner.trips for inner in intermediate.within(loop) if inner.trips is not None]
+    if len(trips) < len(intermediate.within(loop)):  # how often a loop within is executed is not known
+        return {}
     products = intermediate.products(loop)
     found = turn(code, products, trips)
     if found is None:
