@@ -30,37 +30,35 @@ SHARED = 64 * 1024
 class Choice(NamedTuple):
     """How one kernel is cut.
 
-    columns: how many padded columns (j, d) a warp may hold. warps: the most of a program. resident: for how many
-    warps per multiprocessor the grid is made. chunk: the most input capsules of a program, or 0 for as few programs
-    as fill the device.
+    columns: how many padded columns (j, d) a warp may hold. warps: the most that share the columns of a row.
+    resident: for how many warps per multiprocessor the grid is made. chunk: the most input capsules of a program, or 0
+    for as few programs as fill the device. down: warps of a program, 16 rows each, if a warp holds whole rows.
     """
 
     columns: int
     warps: int
-    resident: int = 16
+    resident: int = 8
     chunk: int = 0
+    down: int = 1
 
 
-# The default of resident, 16, is two to four programs a multiprocessor: one computes while others wait for memory.
 TABLE = {
-    # Holds sums, votes and V: at J=10, D=16 with two warps, 40 registers a thread for each, 225 in all, no spills.
-    "accumulate": Choice(80, 8),
-    # Also reads ds: at J=10, D=16 with four warps, 24 registers for each of these sets of tiles, 251 in all.
-    "accumulate_gradient": Choice(64, 8),
-    # Holds the coefficients of all iterations beside the votes. With more than 40, Triton 3.6 spills at r=3.
-    # chunk 8: V and ds of a tile stay in L1 after the first input capsule, and dW of a chunk stays in L2.
-    "gradient": Choice(40, 8, chunk=8),
-    # Takes one tile after the other and keeps only a few numbers per row.
-    "row_norm": Choice(64, 8),
-    "coupling": Choice(64, 8),
-    # A pass with precision, center or second moments has second sums, and reads precision and center from L1: at
-    # J=10, D=16 with four warps, 24 registers a thread for each set of tiles, 220 in all, no spills.
-    "accumulate quadratic": Choice(48, 8),
-    # At J=10, D=16 with eight warps, 227 registers.
-    "accumulate_gradient quadratic": Choice(40, 8),
-    # At J=10, D=16 the tiles of "gradient": with eight warps 255 registers, 48 bytes of stack, no spills in the loop.
-    # More outputs are taken in smaller groups.
-    "gradient quadratic": Choice(32, 8, chunk=8),
+    "accumulate": Choice(160, 8, down=2),
+    "accumulate_gradient": Choice(160, 8, down=2),
+    "gradient": Choice(160, 8, chunk=8, down=2),
+    "row_norm": Choice(160, 8, down=2),
+    "coupling": Choice(160, 8, down=2),
+    "accumulate votes": Choice(80, 8),
+    "accumulate_gradient votes": Choice(64, 8),
+    "gradient votes": Choice(40, 8, chunk=8),
+    "row_norm votes": Choice(64, 8),
+    "coupling votes": Choice(64, 8),
+    "accumulate quadratic": Choice(80, 8, down=2),
+    "accumulate_gradient quadratic": Choice(80, 8, down=2),
+    "gradient quadratic": Choice(80, 8, chunk=8),
+    "accumulate votes quadratic": Choice(48, 8),
+    "accumulate_gradient votes quadratic": Choice(40, 8),
+    "gradient votes quadratic": Choice(32, 8, chunk=8),
 }
 
 
@@ -70,6 +68,7 @@ class Tiles(NamedTuple):
     BB: int
     JT: int
     DP: int
+    LANES: int
     KP: int
     NT: int
     groups: int
@@ -101,35 +100,69 @@ def power_of_two(n: int) -> int:
 
 @functools.cache
 def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
-    """The fewest warps whose registers hold all outputs. If even the most warps cannot, groups of outputs.
+    """The fewest warps whose registers hold all outputs. If even the most warps cannot, groups of outputs."""
+    return _of_votes(kernel, layer, choice) if layer.K == 0 else _of_product(kernel, layer, choice)
 
-    A tile has 16 columns per warp (more if D is larger), so that a warp has whole outputs: sums over d stay within the
-    warp, and only a maximum and a sum per row cross warps. With fewer warps fewer columns are padding.
-    """
-    J, D, K, itemsize, _, poses = layer
-    rows = max(ROWS, power_of_two(poses))
-    # What a warp may hold is counted in rows of one mma.
-    held = choice.columns * ROWS // rows
-    DP = power_of_two(D)
-    KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
+
+def _of_votes(kernel: str, layer: Layer, choice: Choice) -> Tiles:
+    """Of votes that are read: a tile has 16 columns per warp, more if D is larger."""
+    DP = power_of_two(layer.D)
     warps = 1
     while True:
         columns = max(16 * warps, DP)
         JT = columns // DP
-        NT = -(-J // JT)
-        if NT * columns <= held * warps or warps == choice.warps:
+        NT = -(-layer.J // JT)
+        if NT * columns <= choice.columns * warps or warps == choice.warps:
             break
         warps *= 2
-    # row_norm takes one tile after the other.
-    fit = 1 if kernel == "row_norm" else max(1, held * warps // columns)
-    groups = -(-NT // fit)
-    NT = -(-NT // groups)
+    NT, groups = _groups(kernel, NT, max(1, choice.columns * warps // columns))
+    return Tiles(ROWS, JT, DP, 0, 1, NT, groups, warps, 3 if kernel != "gradient" else 1)
+
+
+def _groups(kernel: str, NT: int, fit: int) -> tuple[int, int]:
+    """NT tiles in groups of as many as fit. row_norm takes one tile after the other."""
+    groups = -(-NT // (1 if kernel == "row_norm" else fit))
+    return -(-NT // groups), groups
+
+
+def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
+    """Of votes that are a product: a warp has whole rows, or if these are too long, the columns of whole outputs."""
+    J, D, K, itemsize, _, poses = layer
+    rows = max(ROWS, power_of_two(poses))
+    # What a warp may hold is counted in rows of one mma. Of a larger K it also holds more of W, of a shared weight dW.
+    more = K > 16 or (kernel == "gradient" and layer.shared)
+    held = choice.columns * ROWS // rows // (2 if more else 1)
+    KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
+    across = 1
+    while True:
+        DP, LANES, JT, NT = _cut(J, D, across)
+        if held * across >= NT * JT * DP or across == choice.warps:
+            break
+        across *= 2
+    columns = JT * DP
+    NT, groups = _groups(kernel, NT, max(1, held * across // columns))
+    # Warps side by side share the weight. The compiler lays them so for tiles of 32 columns.
+    down = choice.down if across == 1 and columns <= 32 else 1
+    BB = max(rows, ROWS * down)
     # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
     steps = min(2, -(-K // KP))
-    pipeline = 2 * (NT * columns + rows) * KP * steps * itemsize
+    pipeline = 2 * (NT * columns + BB) * KP * steps * itemsize
     # Not in the gradient pass: Triton would also pipeline V and ds of every iteration, 330 KiB at J=10, D=16.
     pipelined = pipeline <= SHARED and kernel != "gradient"
-    return Tiles(rows, JT, DP, KP, NT, groups, warps, 3 if pipelined else 1)
+    return Tiles(BB, JT, DP, LANES, KP, NT, groups, across * BB // ROWS, 2 if pipelined else 1)
+
+
+def _cut(J: int, D: int, across: int) -> tuple[int, int, int, int]:
+    """(DP, LANES, JT, NT) of tiles that as many warps have, with the fewest columns of padding."""
+    found = []
+    for log in range(3 + across.bit_length() - 1):
+        LANES = 1 << log
+        DP = max(power_of_two(D), 2 * LANES)
+        JT = 4 * across // LANES
+        NT = -(-J // JT)
+        # Of the same padding a tile of 32 columns.
+        found.append((NT * JT * DP, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
+    return min(found)[2:]
 
 
 def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:

@@ -209,12 +209,14 @@ class Call:
     @functools.cached_property
     def layer(self) -> Layer:
         B, I, J, D, K = self.sizes
-        K = 0 if self.votes_given else K
+        K = 0 if self.votes_given else max(K, 1)
         return Layer(J, D // self.poses, K, self.x.element_size(), self.shared, self.poses)
 
     def choice(self, kernel: str) -> Choice:
-        name = f"{kernel} quadratic" if self.quadratic else kernel
-        return config.choice(name if name in config.TABLE else kernel, self.layer, self.x.device)
+        name = f"{kernel} votes" if self.votes_given else kernel
+        if self.quadratic and f"{name} quadratic" in config.TABLE:
+            name = f"{name} quadratic"
+        return config.choice(name, self.layer, self.x.device)
 
     def tiles(self, kernel: str) -> Tiles:
         return config.tiles(kernel, self.layer, self.choice(kernel))
@@ -238,7 +240,7 @@ class Call:
             x = (0, 0)  # arguments of the launch, see position_strides
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
         inner = dict(zip(("x_j", "x_d", "w_j", "w_d", "w_k"), (*x, *w), strict=True))
-        cut = {"BB": tiles.BB, "JT": tiles.JT, "DP": tiles.DP, "KP": tiles.KP, "NT": tiles.NT}
+        cut = {"BB": tiles.BB, "JT": tiles.JT, "DP": tiles.DP, "LANES": tiles.LANES, "KP": tiles.KP, "NT": tiles.NT}
         return {"J": J, "D": D, "K": K, "P": self.poses, "PP": power_of_two(self.poses), **cut, **inner}
 
     def batch_tiles(self, tiles: Tiles) -> int:

@@ -272,7 +272,7 @@ def gradient(
         factor[1],
         **constants, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
         START=start + uniform, R=call.iterations, UNIFORM=uniform, AGREEMENT=call.agreement, SHARED=call.shared,
-        COMMON=call.common, SUM_LOGITS=sum_logits, WARPS=tiles.warps,
+        COMMON=call.common, SUM_LOGITS=sum_logits,
     )  # fmt: skip
     dweight = dlogits = None
     if dw is not None:

@@ -23,10 +23,11 @@ from .launch import Call
 
 # Values to try beside the default, for each field of config.Choice.
 CANDIDATES = {
-    "columns": (24, 32, 40, 48, 64, 80, 96),
-    "warps": (4, 8),
-    "resident": (8, 12, 16, 24, 32),
+    "columns": (20, 40, 80, 120, 160, 240),
+    "warps": (1, 2, 4, 8),
+    "resident": (4, 8, 12, 16, 24),
     "chunk": (2, 4, 8, 16, 32),
+    "down": (1, 2),
 }
 # The kernels that are tuned, in this order. A forward and a backward launch all of them, row_norm for large J only.
 KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm")

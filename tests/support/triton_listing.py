@@ -18,6 +18,8 @@ from .listing import Code, Instruction, Loop
 # instruction of a warp a cycle, and GHz. A lower bound: nothing ever waits.
 B, I = 128, 1152
 MULTIPROCESSORS, SCHEDULERS, CLOCK = 132, 4, 1.755
+# The rows of a matrix instruction, for which instructions are counted.
+ROWS = 16
 # KiB of shared memory, warps and programs of a multiprocessor, by capability.
 LIMITS = {80: (164, 64, 32), 86: (100, 48, 16), 89: (100, 48, 24), 90: (228, 64, 32), 100: (228, 64, 32)}
 LIMITS[120] = LIMITS[89]
@@ -169,16 +171,16 @@ def resident(capability: int, registers: int, shared: int, warps: int) -> int:
 
 
 def microseconds(instructions: float, tiles: float) -> float:
-    """Of instructions for a batch tile and an input capsule, if nothing but their number counted."""
+    """Of instructions for 16 rows and an input capsule, if nothing but their number counted."""
     return instructions * tiles * I / (MULTIPROCESSORS * SCHEDULERS) / (CLOCK * 1000)
 
 
 def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> dict[str, Any]:
-    """For BB rows and one input capsule, empty for kernels without a loop over input capsules that can be counted.
+    """For one input capsule, empty for kernels without a loop over input capsules that can be counted.
 
-    instructions: of all warps of the programs that share the outputs. products, barriers, conversions, exchanges
-    (accesses to shared memory) and loads (from global memory, by bytes of a lane): of one warp. turn: input capsules
-    that a turn of the loop takes.
+    instructions: of all warps of the programs that share the outputs, for 16 rows. products, barriers, conversions,
+    exchanges (accesses to shared memory) and loads (from global memory, by bytes of a lane): of one warp. turn: input
+    capsules that a turn of the loop takes.
     """
     intermediate = Intermediate(ttgir)
     loop = intermediate.over_capsules()
@@ -192,7 +194,7 @@ def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> d
     if found is None:
         return {}
     groups = -(-constants["J"] // (constants["JT"] * constants["NT"]))
-    instructions = _whole(found.count() * warps * groups)
+    instructions = _whole(found.count() * warps * groups * ROWS / constants["BB"])
     return {
         "turn": found.capsules,
         "instructions": instructions,
@@ -202,5 +204,5 @@ def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> d
         "exchanges": found.count("LDS", "STS", "LDSM", "STSM"),
         "shuffles": found.count("SHFL"),
         "loads": found.widths("LDG", "LDGSTS"),
-        "microseconds": round(microseconds(instructions, B * constants["PP"] / constants["BB"]), 1),
+        "microseconds": round(microseconds(instructions, B * constants["PP"] / ROWS), 1),
     }

@@ -9,16 +9,19 @@ the order in which programs run.
 import triton
 import triton.language as tl
 
-from .softmax import agreement_gradient, couple, finite_or_zero, scaled
+from .softmax import agreement_gradient, couple, exponential, finite_or_zero, scaled
 from .tiles import (
     batch_rows,
     centered,
     coupling_gradient,
+    first_tile,
     input_capsules,
     load_numbers,
+    load_state,
     load_vectors,
     of_batch,
     per_input,
+    reread,
     routing_logits,
     spread,
     store_numbers,
@@ -27,6 +30,7 @@ from .tiles import (
     valid_inputs,
     valid_outputs,
     valid_rows,
+    vector_tile,
     votes_tile,
 )
 
@@ -43,12 +47,12 @@ def accumulate_kernel(
     second_ptr,  # [splits, B, J, D] float32, out: sum_i c x^2, or None
     coupling_ptr,  # [B, I, J], out, or None; not for MODE "in" and "uniform"
     lse_ptr,  # [B, I] float32, out for MODE "out": log-sum-exp, or None
-    x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
     positions, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
 ):
@@ -56,14 +60,16 @@ def accumulate_kernel(
 
     QUADRATIC: something beyond the score with V and the first moment is given or asked for. activation multiplies c.
     """
-    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
+    rows = batch_rows(tl.program_id(0), B, positions, BB, PP, WIDE)
     split = tl.program_id(1)
-    first = tl.program_id(2) * NT
-    inside, once = valid_rows(rows, B, positions, P)
+    first = first_tile(tl.program_id(2), J, JT, NT)
+    inside, once = valid_rows(rows, P)
+    vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
     mass = ()
@@ -79,8 +85,8 @@ def accumulate_kernel(
         if second_ptr is not None:
             second = second + (tl.zeros([BB, JT * DP], tl.float32),)
         if MODE != "uniform":
-            if QUERY:
-                V = V + (load_vectors(V_ptr, rows, inside, first + n, J, D, P, JT, DP),)
+            if QUERY and LANES == 0:
+                V = V + (load_vectors(V_ptr, vectors, first + n, J, D, P, JT, DP, LANES),)
             known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
         if MODE == "in":
             maximum = maximum + (tl.full([BB, JT], float("-inf"), tl.float32),)
@@ -90,6 +96,7 @@ def accumulate_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         sums = ()
         masses = ()
@@ -99,13 +106,13 @@ def accumulate_kernel(
                 a = per_input(activation_ptr, rows, ok, i, I)
             for n in tl.static_range(NT):
                 votes = votes_tile(
-                    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
-                    BB, JT, DP, KP, VOTES, DOT, WIDE
+                    u, x_ptr, w_at, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
+                    BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
                 )
                 if QUADRATIC:
                     valid = tl.broadcast_to(ok[:, None], [BB, JT])
                     votes = centered(
-                        votes, center_ptr, mask_ptr, None, valid, rows, inside, first + n, J, D, P, BB, JT, DP
+                        votes, center_ptr, mask_ptr, None, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
                     )
                 weighted = votes * a[:, None] if activation_ptr is not None else votes
                 sums = sums + (acc[n] + weighted,)
@@ -119,17 +126,22 @@ def accumulate_kernel(
             b = ()
             for n in tl.static_range(NT):
                 votes = votes_tile(
-                    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
-                    BB, JT, DP, KP, VOTES, DOT, WIDE
+                    u, x_ptr, w_at, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
+                    BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
                 )
                 valid = known[n] & ok[:, None]
                 if QUADRATIC:
                     votes = centered(
-                        votes, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, P, BB, JT, DP
+                        votes, center_ptr, mask_ptr, out_mask_ptr, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
                     )
+                V_n = None
+                if QUERY and LANES == 0:
+                    V_n = V[n]
+                elif QUERY:
+                    V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, J, D, P, JT, DP, LANES)
                 b = b + (routing_logits(
-                    votes, V[n] if QUERY else None, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n,
-                    (l_b, l_i, l_j), valid, J, D, P, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
+                    votes, V_n, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n,
+                    (l_b, l_i, l_j), valid, J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
             if MODE == "in":
@@ -139,18 +151,18 @@ def accumulate_kernel(
                 for n in tl.static_range(NT):
                     grown = tl.maximum(maximum[n], b[n])
                     least = finite_or_zero(grown)
-                    scale = tl.exp(maximum[n] - least)
-                    e = tl.exp(b[n] - least)
+                    scale = exponential(maximum[n] - least)
+                    e = exponential(b[n] - least)
                     maxima = maxima + (grown,)
                     totals = totals + (total[n] * scale + e,)
                     if activation_ptr is not None:
                         e *= per_input(activation_ptr, rows, ok, i, I)[:, None]
-                    weighted = spread(e, BB, JT, DP) * x[n]
-                    sums = sums + (acc[n] * spread(scale, BB, JT, DP) + weighted,)
+                    weighted = spread(e, BB, JT, DP, LANES) * x[n]
+                    sums = sums + (acc[n] * spread(scale, BB, JT, DP, LANES) + weighted,)
                     if mass_ptr is not None:
                         masses = masses + (mass[n] * scale + e,)
                     if second_ptr is not None:
-                        seconds = seconds + (second[n] * spread(scale, BB, JT, DP) + weighted * x[n],)
+                        seconds = seconds + (second[n] * spread(scale, BB, JT, DP, LANES) + weighted * x[n],)
                 maximum = maxima
                 total = totals
             else:
@@ -160,7 +172,7 @@ def accumulate_kernel(
                 if activation_ptr is not None:
                     c = scaled(c, per_input(activation_ptr, rows, ok, i, I), NT)
                 for n in tl.static_range(NT):
-                    weighted = spread(c[n], BB, JT, DP) * x[n]
+                    weighted = spread(c[n], BB, JT, DP, LANES) * x[n]
                     sums = sums + (acc[n] + weighted,)
                     if mass_ptr is not None:
                         masses = masses + (mass[n] + c[n],)
@@ -176,11 +188,11 @@ def accumulate_kernel(
 
     plane = tl.cast(split, tl.int64) * B * J
     for n in tl.static_range(NT):
-        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, P, JT, DP)
+        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, P, JT, DP, LANES)
         if mass_ptr is not None:
             store_numbers(mass_ptr + plane, mass[n], rows, once, first + n, J, JT)
         if second_ptr is not None:
-            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, P, JT, DP)
+            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, P, JT, DP, LANES)
         if MODE == "in":
             store_numbers(online_ptr + plane, maximum[n], rows, once, first + n, J, JT)
             totals_ptr = online_ptr + plane + tl.cast(tl.num_programs(1), tl.int64) * B * J
@@ -203,25 +215,29 @@ def accumulate_gradient_kernel(
     partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
-    x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
     positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
     """Partial sums of sum_i db votes, which one iteration adds to G, and those that a pass needs beside it."""
-    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
+    rows = batch_rows(tl.program_id(0), B, positions, BB, PP, WIDE)
     split = tl.program_id(1)
-    first = tl.program_id(2) * NT
-    inside, once = valid_rows(rows, B, positions, P)
+    first = first_tile(tl.program_id(2), J, JT, NT)
+    inside, once = valid_rows(rows, P)
+    vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
+    states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
     C: tl.constexpr = D // P
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
-    dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    if dcoupling_ptr is not None:
+        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
     acc = ()
     mass = ()
@@ -247,29 +263,35 @@ def accumulate_gradient_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
+        state = reread(state_ptr, i32, LANES > 0)
         x = ()
         b = ()
         dc = ()
         valid = ()
         for n in tl.static_range(NT):
             votes = votes_tile(
-                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K, BB, JT, DP, KP, VOTES, DOT, WIDE
+                u, x_ptr, w_at, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
+                BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
             )
             here = known[n] & ok[:, None]
             if QUADRATIC:
                 votes = centered(
-                    votes, center_ptr, mask_ptr, out_mask_ptr, here, rows, inside, first + n, J, D, P, BB, JT, DP
+                    votes, center_ptr, mask_ptr, out_mask_ptr, here, vectors, first + n, J, D, P, BB, JT, DP, LANES
                 )
-            V = load_vectors(state_ptr, rows, inside, first + n, J, D, P, JT, DP, 2 * R) if QUERY else None
+            V = None
+            if QUERY:
+                V, ds = load_state(state, states, first + n, J, D, P, JT, DP, LANES, 2 * R)
+            else:
+                ds = load_vectors(state + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
             b = b + (routing_logits(
-                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n, (l_b, l_i, l_j), here,
-                J, D, P, BB, JT, DP, WIDE, 0.0 if MODE == "none" else float("-inf")
+                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), here,
+                J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
             ),)
-            ds = load_vectors(state_ptr + D, rows, inside, first + n, J, D, P, JT, DP, 2 * R)
             dc = dc + (coupling_gradient(
-                votes, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, inside, i, first + n, (d_b, d_i, d_j), here,
-                J, D, P, BB, JT, DP, WIDE
+                votes, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n, (d_b, d_i, d_j), here,
+                True, J, D, P, BB, JT, DP, LANES, WIDE
             ),)
             x = x + (votes,)
             valid = valid + (here,)
@@ -281,7 +303,7 @@ def accumulate_gradient_kernel(
         masses = ()
         seconds = ()
         for n in tl.static_range(NT):
-            weighted = spread(db[n], BB, JT, DP) * x[n]
+            weighted = spread(db[n], BB, JT, DP, LANES) * x[n]
             sums = sums + (acc[n] + weighted,)
             if mass_ptr is not None:
                 masses = masses + (mass[n] + db[n],)
@@ -295,8 +317,8 @@ def accumulate_gradient_kernel(
 
     plane = tl.cast(split, tl.int64) * B * J
     for n in tl.static_range(NT):
-        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, P, JT, DP)
+        store_vectors(partial_ptr + plane * D, acc[n], rows, inside, first + n, J, D, P, JT, DP, LANES)
         if mass_ptr is not None:
             store_numbers(mass_ptr + plane, mass[n], rows, once, first + n, J, JT)
         if second_ptr is not None:
-            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, P, JT, DP)
+            store_vectors(second_ptr + plane * D, second[n], rows, inside, first + n, J, D, P, JT, DP, LANES)

@@ -9,24 +9,26 @@ that all input capsules share has a partial dW per program.
 A routing pass is one iteration. V is its query, ds the gradient of its first moment, and with x, the votes about a
 center, dvotes = c (ds + 2 dsecond x) + db (V - precision x).
 
-The coefficients c_t and db_t of all iterations are computed first. Then dvotes are made from them and used up one tile
-after the other: the registers would not hold dvotes of all outputs beside the votes.
+The votes and dvotes of an input capsule stay in registers while a loop over the iterations adds to dvotes. V_t and
+ds_t are loaded twice, once for the coefficients c_t and db_t and once for the sum; they are in L1.
 """
 
 import triton
 import triton.language as tl
 
-from .softmax import agreement_gradient, couple, scaled
+from .softmax import agreement_gradient, couple, over_tiles, scaled
 from .tiles import (
     batch_rows,
     batch_tiles,
-    by_warp,
     centered,
     columns,
+    columns_by_warp,
     components,
     coupling_gradient,
+    first_tile,
     input_capsules,
     load_numbers,
+    load_state,
     load_vectors,
     of_batch,
     outputs,
@@ -40,9 +42,44 @@ from .tiles import (
     valid_inputs,
     valid_outputs,
     valid_rows,
+    vector_tile,
     votes_tile,
     weight_tile,
+    weights_by_warp,
+    weights_together,
 )
+
+
+@triton.jit
+def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr):
+    """acc + dx w for a tile of dvotes dx [BB, N] and a weight [N, KP]: [BB, KP], or a part for every warp of a row."""
+    PAIRS: tl.constexpr = w.dtype.primitive_bitwidth == 16
+    return product(columns_by_warp(dx, ACROSS, PAIRS), weights_by_warp(w.to(tl.float32), ACROSS, PAIRS), acc, DOT)
+
+
+@triton.jit
+def together(parts, ACROSS: tl.constexpr):
+    """The sum of the parts of all warps of a row."""
+    if ACROSS > 1:
+        parts = tl.sum(parts, 0)
+    return parts
+
+
+@triton.jit
+def votes_to_weights(dx, u, ACROSS: tl.constexpr, DOT: tl.constexpr):
+    """dx^T u: a tile of dvotes [BB, N] and input capsules [BB, KP] make dW [N, KP]."""
+    BB: tl.constexpr = dx.shape[0]
+    N: tl.constexpr = dx.shape[1]
+    KP: tl.constexpr = u.shape[1]
+    u = u.to(tl.float32)
+    if ACROSS == 1:
+        dw = product(dx, u, tl.zeros([N, KP], tl.float32), DOT, True)
+    else:
+        # Every warp those of its columns.
+        each = tl.broadcast_to(u[None, :, :], [ACROSS, BB, KP])
+        none = tl.zeros([ACROSS, N // ACROSS, KP], tl.float32)
+        dw = weights_together(product(columns_by_warp(dx, ACROSS, True), each, none, DOT, True), ACROSS)
+    return dw
 
 
 @triton.jit
@@ -56,10 +93,11 @@ def add_to(at, value, within, stored):
 @triton.jit
 def add_weight_gradient(
     dw_ptr, value, n, k0, stored,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr,
+    KP: tl.constexpr,
 ):
     """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
-    j, d = columns(n, JT, DP, False)
+    j, d = columns(n, JT, DP, LANES, False)
     k = components(k0, KP, False)
     within = ((j < J) & (d < D))[:, None] & (k < K)[None, :]
     add_to(dw_ptr + ((j * D + d) * K)[:, None] + k[None, :], value, within, stored)
@@ -81,10 +119,10 @@ def add_input_gradient(
 @triton.jit
 def store_votes_gradient(
     dx_ptr, value, rows, inside, i, n, I, positions,
-    J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Stores tile n of dvotes of input capsule i for the samples, in [B, I, J, D]."""
-    j, d = columns(n, JT, DP, WIDE)
+    j, d = columns(n, JT, DP, LANES, WIDE)
     if positions is None:
         at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
     else:
@@ -139,16 +177,16 @@ def gradient_kernel(
     dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
     dl_ptr,  # out: [B, I, J] or, if SUM_LOGITS, [splits, I, J], or None
     dactivation_ptr, drow_ptr,  # out, of a pass: [B, I] float32, or None. drow: of a log-sum-exp that is given
-    x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
     positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk, tiles, groups, factor,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, BACK_DOT: tl.constexpr,
     LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
     START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
-    SHARED: tl.constexpr, COMMON: tl.constexpr, SUM_LOGITS: tl.constexpr, WARPS: tl.constexpr,
+    SHARED: tl.constexpr, COMMON: tl.constexpr, SUM_LOGITS: tl.constexpr,
 ):
     """START: the first iteration whose coupling depends on the pair (i, j). UNIFORM: the iteration before START has a
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". COMMON: all outputs have the same votes.
@@ -160,28 +198,36 @@ def gradient_kernel(
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     ws = (w_i, w_j, w_d, w_k)
     plane = tl.cast(B, tl.int64) * J
-    first_tile = split * tiles
-    last_tile = tl.minimum(first_tile + tiles, batch_tiles(B, positions, BB, PP))
+    batch_start = split * tiles
+    batch_end = tl.minimum(batch_start + tiles, batch_tiles(B, positions, BB, PP))
     C: tl.constexpr = D // P
-    keep_dw: tl.constexpr = SHARED and K <= KP
-    for tile in range(first_tile, last_tile):
-        rows = batch_rows(tile, positions, BB, PP, WIDE)
-        inside, once = valid_rows(rows, B, positions, P)
+    KB: tl.constexpr = KP if K > 8 else 8  # what a product does not sum over needs no 16
+    keep_dw: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
+    ACROSS: tl.constexpr = JT * LANES // 4  # warps that have the columns of a row; 0 if votes are given
+    for tile in range(batch_start, batch_end):
+        rows = batch_rows(tile, B, positions, BB, PP, WIDE)
+        inside, once = valid_rows(rows, P)
+        vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
+        states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
         x_at = of_batch(x_ptr, rows, positions, x_jump)
-        logits_at = of_batch(logits_ptr, rows, positions, l_jump)
-        dcoupling_at = of_batch(dcoupling_ptr, rows, positions, d_jump)
+        logits_at = logits_ptr
+        if logits_ptr is not None:
+            logits_at = of_batch(logits_ptr, rows, positions, l_jump)
+        dcoupling_at = dcoupling_ptr
+        if dcoupling_ptr is not None:
+            dcoupling_at = of_batch(dcoupling_ptr, rows, positions, d_jump)
         if factor_ptr is not None:
             each = tl.load(factor_ptr + rows[0] + rows[1], mask=inside, other=0.0)
         else:
             each = tl.zeros([BB], tl.float32) + factor
         for group in range(groups):
-            first = group * NT
+            first = first_tile(group, J, JT, NT)
             known = ()
             dw = ()
             for n in tl.static_range(NT):
                 known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
                 if keep_dw:
-                    dw = dw + (tl.zeros([WARPS, JT * DP // WARPS, KP], tl.float32),)
+                    dw = dw + (tl.zeros([JT * DP, KB], tl.float32),)
             for i32 in range(lo, hi):
                 i = tl.cast(i32, tl.int64)
                 ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
@@ -191,22 +237,39 @@ def gradient_kernel(
                 for n in tl.static_range(NT):
                     votes = votes_tile(
                         u, x_at, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
-                        BB, JT, DP, KP, VOTES, DOT, WIDE
+                        BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
                     )
                     pairs = known[n] & ok[:, None]
                     if QUADRATIC:
                         votes = centered(
-                            votes, center_ptr, mask_ptr, out_mask_ptr, pairs, rows, inside, first + n,
-                            J, D, P, BB, JT, DP
+                            votes, center_ptr, mask_ptr, out_mask_ptr, pairs, vectors, first + n,
+                            J, D, P, BB, JT, DP, LANES
                         )
                     x = x + (votes,)
                     valid = valid + (pairs,)
                 if activation_ptr is not None:
                     a = per_input(activation_ptr, rows, ok, i, I)
 
-                weights = ()  # for each iteration a pair (c, db) of tuples of NT tiles [BB, JT]
-                for t in tl.static_range(START, R):
+                dx = ()
+                dl = ()
+                for n in tl.static_range(NT):
+                    part = tl.zeros([BB, JT * DP], tl.float32)
+                    if UNIFORM:
+                        c0 = tl.where(valid[n], each[:, None], 0.0)
+                        if activation_ptr is not None:
+                            c0 *= a[:, None]
+                        ds = load_vectors(
+                            state_ptr + (2 * START - 1) * D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R
+                        )
+                        part = spread(c0, BB, JT, DP, LANES) * slope(
+                            ds, x[n], dsecond_ptr, 2.0, vectors, first + n, J, D, P, JT, DP, LANES
+                        )
+                    dx = dx + (part,)
+                    if dl_ptr is not None:
+                        dl = dl + (tl.zeros([BB, JT], tl.float32),)
+                for t in range(START, R):
                     at = t * plane
+                    state_at = state_ptr + 2 * t * D
                     b = ()
                     dc = ()
                     maximum = ()
@@ -215,16 +278,17 @@ def gradient_kernel(
                     for n in tl.static_range(NT):
                         V = None
                         if QUERY:
-                            V = load_vectors(state_ptr + 2 * t * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R)
-                        ds = load_vectors(state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R)
+                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R)
+                        else:
+                            ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         b = b + (routing_logits(
-                            x[n], V, logits_at, precision_ptr, prior_ptr, rows, inside, i, first + n,
-                            (l_b, l_i, l_j), valid[n], J, D, P, BB, JT, DP, WIDE,
+                            x[n], V, logits_at, precision_ptr, prior_ptr, rows, vectors, i, first + n,
+                            (l_b, l_i, l_j), valid[n], J, D, P, BB, JT, DP, LANES, WIDE,
                             0.0 if MODE == "none" else float("-inf")
                         ),)
                         dc = dc + (coupling_gradient(
-                            x[n], ds, dcoupling_at if t == R - 1 else None, dmass_ptr, dsecond_ptr, rows, inside, i,
-                            first + n, (d_b, d_i, d_j), valid[n], J, D, P, BB, JT, DP, WIDE
+                            x[n], ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
+                            (d_b, d_i, d_j), valid[n], t == R - 1, J, D, P, BB, JT, DP, LANES, WIDE
                         ),)
                         if MODE == "in":
                             maximum = maximum + (load_numbers(norm_ptr + at, rows, known[n], first + n, J, JT),)
@@ -235,134 +299,108 @@ def gradient_kernel(
                         row_at = rows_ptr + 3 * t * tl.cast(B, tl.int64) * I
                     c, _ = couple(b, row_at, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
                     if dactivation_ptr is not None:
-                        da = tl.sum(tl.where(valid[0], c[0] * dc[0], 0.0), 1)
-                        for n in tl.static_range(1, NT):
-                            da += tl.sum(tl.where(valid[n], c[n] * dc[n], 0.0), 1)
-                        add_inputs_gradient(dactivation_ptr, da, rows, once, i, I, group)
+                        da = ()
+                        for n in tl.static_range(NT):
+                            da = da + (tl.where(valid[n], c[n] * dc[n], 0.0),)
+                        add_inputs_gradient(dactivation_ptr, over_tiles(da, NT), rows, once, i, I, group)
                     if activation_ptr is not None:
                         dc = scaled(dc, a, NT)
                     db = agreement_gradient(c, dc, valid, row_at, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
                     if drow_ptr is not None:
-                        drow = -tl.sum(db[0], 1)
-                        for n in tl.static_range(1, NT):
-                            drow -= tl.sum(db[n], 1)
-                        add_inputs_gradient(drow_ptr, drow, rows, once, i, I, group)
+                        add_inputs_gradient(drow_ptr, -over_tiles(db, NT), rows, once, i, I, group)
                     if activation_ptr is not None:
                         c = scaled(c, a, NT)
-                    weights = weights + ((c, db),)
-
-                more_dw = ()
-                du = tl.zeros([WARPS, BB, KP], tl.float32)
-                dvotes = tl.zeros([BB, DP], tl.float32)
-                u_each = u
-                if not VOTES:
-                    u_each = tl.broadcast_to(u.to(tl.float32)[None, :, :], [WARPS, BB, KP])
-                for n in tl.static_range(NT):
-                    dx = tl.zeros([BB, JT * DP], tl.float32)
-                    dl = tl.zeros([BB, JT], tl.float32)
-                    if UNIFORM:
-                        c0 = tl.where(valid[n], each[:, None], 0.0)
-                        if activation_ptr is not None:
-                            c0 *= a[:, None]
-                        ds_0 = load_vectors(
-                            state_ptr + (2 * START - 1) * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R
-                        )
-                        dx += spread(c0, BB, JT, DP) * slope(
-                            ds_0, x[n], dsecond_ptr, 2.0, rows, inside, first + n, J, D, P, JT, DP
-                        )
-                    for t in tl.static_range(START, R):
-                        ds_t = load_vectors(
-                            state_ptr + (2 * t + 1) * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R, True
-                        )
-                        dx += spread(weights[t - START][0][n], BB, JT, DP) * slope(
-                            ds_t, x[n], dsecond_ptr, 2.0, rows, inside, first + n, J, D, P, JT, DP, True
+                    more_dx = ()
+                    more_dl = ()
+                    for n in tl.static_range(NT):
+                        V = None
+                        if QUERY:
+                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
+                        else:
+                            ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
+                        part = dx[n] + spread(c[n], BB, JT, DP, LANES) * slope(
+                            ds, x[n], dsecond_ptr, 2.0, vectors, first + n, J, D, P, JT, DP, LANES, True
                         )
                         if AGREEMENT:
-                            V_t = None
-                            if QUERY:
-                                V_t = load_vectors(
-                                    state_ptr + 2 * t * D, rows, inside, first + n, J, D, P, JT, DP, 2 * R, True
-                                )
-                            dx += spread(weights[t - START][1][n], BB, JT, DP) * slope(
-                                V_t, x[n], precision_ptr, -1.0, rows, inside, first + n, J, D, P, JT, DP, True
+                            part += spread(db[n], BB, JT, DP, LANES) * slope(
+                                V, x[n], precision_ptr, -1.0, vectors, first + n, J, D, P, JT, DP, LANES, True
                             )
-                        dl += weights[t - START][1][n]
+                        more_dx = more_dx + (part,)
+                        if dl_ptr is not None:
+                            more_dl = more_dl + (dl[n] + db[n],)
+                    dx = more_dx
                     if dl_ptr is not None:
-                        if P > 1:
-                            dl = tl.where(once[:, None], dl, 0.0)
+                        dl = more_dl
+
+                more_dw = ()
+                du = tl.zeros([BB, KB] if ACROSS <= 1 else [ACROSS, BB, KB], tl.float32)
+                dvotes = tl.zeros([BB, DP], tl.float32)
+                u_back = u if VOTES or KB == KP else input_capsules(x_at, rows, ok, i, 0, xs, K, KB, WIDE)
+                for n in tl.static_range(NT):
+                    if dl_ptr is not None:
+                        dl_n = tl.where(once[:, None], dl[n], 0.0) if P > 1 else dl[n]
                         store_logits_gradient(
-                            dl_ptr, dl, rows, once, i, first + n, I, positions, split, tile - first_tile, J, JT,
+                            dl_ptr, dl_n, rows, once, i, first + n, I, positions, split, tile - batch_start, J, JT,
                             WIDE, SUM_LOGITS
                         )
                     if VOTES:
                         if COMMON:
-                            dvotes += tl.sum(tl.reshape(dx, [BB, JT, DP]), 1)
+                            dvotes += tl.sum(tl.reshape(dx[n], [BB, JT, DP]), 1)
                         elif dx_ptr is not None:
                             store_votes_gradient(
-                                dx_ptr, tl.where(ok[:, None], dx, 0.0), rows, inside, i, first + n, I, positions, J, D,
-                                JT, DP, WIDE
+                                dx_ptr, tl.where(ok[:, None], dx[n], 0.0), rows, inside, i, first + n, I, positions,
+                                J, D, JT, DP, LANES, WIDE
                             )
                     else:
-                        if dx_ptr is not None and K <= KP:
-                            w = weight_tile(w_ptr, i, first + n, 0, ws, J, C, K, JT, DP, KP, WIDE).to(tl.float32)
-                            w_each = tl.reshape(w, [WARPS, JT * DP // WARPS, KP])
-                            du = product(by_warp(dx, BB, JT * DP, WARPS), w_each, du, BACK_DOT)
-                        if dx_ptr is not None and K > KP:
-                            for k0 in range(0, K, KP):
-                                w_part = weight_tile(
-                                    w_ptr, i, first + n, k0, ws, J, C, K, JT, DP, KP, WIDE
-                                ).to(tl.float32)
-                                w_parts = tl.reshape(w_part, [WARPS, JT * DP // WARPS, KP])
-                                no_du = tl.zeros([WARPS, BB, KP], tl.float32)
-                                du_part = tl.sum(product(by_warp(dx, BB, JT * DP, WARPS), w_parts, no_du, BACK_DOT), 0)
+                        if dx_ptr is not None and K <= KB:
+                            w = weight_tile(w_ptr, i, first + n, 0, ws, J, C, K, JT, DP, LANES, KB, WIDE)
+                            du = votes_to_inputs(dx[n], w, du, ACROSS, BACK_DOT)
+                        if dx_ptr is not None and K > KB:
+                            for k0 in range(0, K, KB):
+                                w_part = weight_tile(w_ptr, i, first + n, k0, ws, J, C, K, JT, DP, LANES, KB, WIDE)
+                                none = tl.zeros(du.shape, tl.float32)
+                                du_part = together(votes_to_inputs(dx[n], w_part, none, ACROSS, BACK_DOT), ACROSS)
                                 add_input_gradient(
                                     dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, inside, i, k0, I, first + n, K,
-                                    P, KP, WIDE
+                                    P, KB, WIDE
                                 )
                             # The next tile adds to what was stored here, which other threads may have done.
                             tl.debug_barrier()
-                        if dw_ptr is not None and keep_dw:
-                            dx_each = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
-                            none = tl.zeros([WARPS, JT * DP // WARPS, KP], tl.float32)
-                            more_dw = more_dw + (dw[n] + product(dx_each, u_each, none, BACK_DOT),)
-                        if dw_ptr is not None and not keep_dw:
+                        if keep_dw:
+                            more_dw = more_dw + (dw[n] + votes_to_weights(dx[n], u_back, ACROSS, BACK_DOT),)
+                        elif dw_ptr is not None:
                             owner = tl.cast(split, tl.int64) * I + i
-                            stored = tile - first_tile
+                            stored = tile - batch_start
                             if SHARED:
                                 owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
                                 stored += i32 - lo
-                            for k0 in range(0, K, KP):
-                                u_part = input_capsules(x_at, rows, ok, i, k0, xs, K, KP, WIDE).to(tl.float32)
-                                u_parts = tl.broadcast_to(u_part[None, :, :], [WARPS, BB, KP])
-                                dx_parts = tl.permute(by_warp(dx, BB, JT * DP, WARPS), (0, 2, 1))
-                                no_dw = tl.zeros([WARPS, JT * DP // WARPS, KP], tl.float32)
-                                dw_part = product(dx_parts, u_parts, no_dw, BACK_DOT)
+                            for k0 in range(0, K, KB):
+                                u_k = u_back if K <= KB else input_capsules(x_at, rows, ok, i, k0, xs, K, KB, WIDE)
                                 add_weight_gradient(
-                                    dw_ptr + owner * (J * C * K), tl.reshape(dw_part, [JT * DP, KP]), first + n, k0,
-                                    stored, J, C, K, JT, DP, KP
+                                    dw_ptr + owner * (J * C * K), votes_to_weights(dx[n], u_k, ACROSS, BACK_DOT),
+                                    first + n, k0, stored, J, C, K, JT, DP, LANES, KB
                                 )
-                if dw_ptr is not None and keep_dw:
+                if keep_dw:
                     dw = more_dw
                 if COMMON and dx_ptr is not None:
                     add_common_votes_gradient(
                         dx_ptr, tl.where(ok[:, None], dvotes, 0.0), rows, inside, i, I, group, D, DP, WIDE
                     )
-                if not VOTES and K <= KP:
-                    if dx_ptr is not None:
-                        add_input_gradient(
-                            dx_ptr, tl.where(ok[:, None], tl.sum(du, 0), 0.0), rows, inside, i, 0, I, group, K, P,
-                            KP, WIDE
-                        )
-                if SHARED and not keep_dw:
+                if not VOTES and K <= KB and dx_ptr is not None:
+                    add_input_gradient(
+                        dx_ptr, tl.where(ok[:, None], together(du, ACROSS), 0.0), rows, inside, i, 0, I, group, K, P,
+                        KB, WIDE
+                    )
+                if SHARED and K > KB:
                     # The next input capsule adds to this dW, which other threads may have stored.
                     tl.debug_barrier()
             # The next tile or group adds to what other threads may have stored.
             tl.debug_barrier()
-            if keep_dw and dw_ptr is not None:
+            if keep_dw:
                 owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
                 for n in tl.static_range(NT):
                     add_weight_gradient(
-                        dw_ptr + owner * (J * C * K), tl.reshape(dw[n], [JT * DP, KP]), first + n, 0,
-                        tile - first_tile, J, C, K, JT, DP, KP
+                        dw_ptr + owner * (J * C * K), dw[n], first + n, 0,
+                        tile - batch_start, J, C, K, JT, DP, LANES, KB
                     )
                 tl.debug_barrier()

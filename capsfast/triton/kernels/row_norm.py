@@ -3,21 +3,24 @@
 import triton
 import triton.language as tl
 
-from .softmax import couple, finite_or_zero, inverse, scaled
+from .softmax import couple, exponential, finite_or_zero, inverse, scaled
 from .tiles import (
     batch_rows,
     centered,
     coupling_gradient,
+    first_tile,
     input_capsules,
     load_numbers,
     load_vectors,
     of_batch,
     per_input,
+    reread,
     routing_logits,
     store_pairs,
     valid_inputs,
     valid_outputs,
     valid_rows,
+    vector_tile,
     votes_tile,
 )
 
@@ -30,12 +33,12 @@ def row_norm_kernel(
     dmass_ptr, dsecond_ptr, dlse_ptr,  # of a pass: float32 [B, J], [B, J, D], [B, I], or None
     state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
     rows_ptr,  # [3, B, I] float32, out
-    x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
     positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk, groups,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
 ):
@@ -43,13 +46,16 @@ def row_norm_kernel(
 
     Program (batch tile, split) has BB samples and a slice of the input capsules.
     """
-    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
-    inside, once = valid_rows(rows, B, positions, P)
+    rows = batch_rows(tl.program_id(0), B, positions, BB, PP, WIDE)
+    inside, once = valid_rows(rows, P)
+    vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
-    dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    if dcoupling_ptr is not None:
+        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
     S: tl.constexpr = 2 * R if WITH_DS else 1
     plane = tl.cast(B, tl.int64) * I
@@ -57,6 +63,7 @@ def row_norm_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         # If LEAKY, there is one more entry, of logit 0.
         m = tl.full([BB], 0.0 if LEAKY else float("-inf"), tl.float32)
@@ -64,27 +71,27 @@ def row_norm_kernel(
         inner = tl.zeros([BB], tl.float32)
         for n in range(groups * NT):
             x = votes_tile(
-                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws, J, C, K,
-                BB, JT, DP, KP, VOTES, DOT, WIDE
+                u, x_ptr, w_at, mask_ptr, rows, ok, i, n, xs, ws, J, C, K,
+                BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
             )
             valid = valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J, JT, WIDE)
             if QUADRATIC:
-                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, n, J, D, P, BB, JT, DP)
-            V = load_vectors(state_ptr, rows, inside, n, J, D, P, JT, DP, S) if QUERY else None
+                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, vectors, n, J, D, P, BB, JT, DP, LANES)
+            V = load_vectors(state_ptr, vectors, n, J, D, P, JT, DP, LANES, S) if QUERY else None
             b = routing_logits(
-                x, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, n, (l_b, l_i, l_j), valid,
-                J, D, P, BB, JT, DP, WIDE
+                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, n, (l_b, l_i, l_j), valid,
+                J, D, P, BB, JT, DP, LANES, WIDE
             )
             grown = tl.maximum(m, tl.max(b, 1))
             least = finite_or_zero(grown)
-            scale = tl.exp(m - least)
-            e = tl.exp(b - least[:, None])
+            scale = exponential(m - least)
+            e = exponential(b - least[:, None])
             total = total * scale + tl.sum(e, 1)
             if WITH_DS:
-                ds = load_vectors(state_ptr + D, rows, inside, n, J, D, P, JT, DP, S)
+                ds = load_vectors(state_ptr + D, vectors, n, J, D, P, JT, DP, LANES, S)
                 dc = coupling_gradient(
-                    x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, inside, i, n, (d_b, d_i, d_j), valid,
-                    J, D, P, BB, JT, DP, WIDE
+                    x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, n, (d_b, d_i, d_j), valid, True,
+                    J, D, P, BB, JT, DP, LANES, WIDE
                 )
                 inner = inner * scale + tl.sum(tl.where(valid, e * dc, 0.0), 1)
             m = grown
@@ -110,23 +117,25 @@ def coupling_kernel(
     rows_ptr,  # [3, B, I] float32, MODE "row_norm"
     norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
     coupling_ptr,  # [B, I, J], out
-    x_b, x_i, w_i, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
     positions, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
+    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
 ):
     """Writes the coupling of one iteration. Programs are cut as in accumulate.py."""
-    rows = batch_rows(tl.program_id(0), positions, BB, PP, WIDE)
-    first = tl.program_id(2) * NT
-    inside, once = valid_rows(rows, B, positions, P)
+    rows = batch_rows(tl.program_id(0), B, positions, BB, PP, WIDE)
+    first = first_tile(tl.program_id(2), J, JT, NT)
+    inside, once = valid_rows(rows, P)
+    vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
+    if logits_ptr is not None:
+        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
     maximum = ()
     inverses = ()
@@ -139,20 +148,23 @@ def coupling_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         b = ()
         for n in tl.static_range(NT):
             x = votes_tile(
-                u, x_ptr, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
-                BB, JT, DP, KP, VOTES, DOT, WIDE
+                u, x_ptr, w_at, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
+                BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
             )
             valid = valid_outputs(out_mask_ptr, rows, ok, first + n, o_b, o_j, J, JT, WIDE)
             if QUADRATIC:
-                x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, rows, inside, first + n, J, D, P, BB, JT, DP)
-            V = load_vectors(V_ptr, rows, inside, first + n, J, D, P, JT, DP) if QUERY else None
+                x = centered(
+                    x, center_ptr, mask_ptr, out_mask_ptr, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
+                )
+            V = load_vectors(V_ptr, vectors, first + n, J, D, P, JT, DP, LANES) if QUERY else None
             b = b + (routing_logits(
-                x, V, logits_ptr, precision_ptr, prior_ptr, rows, inside, i, first + n, (l_b, l_i, l_j), valid,
-                J, D, P, BB, JT, DP, WIDE
+                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), valid,
+                J, D, P, BB, JT, DP, LANES, WIDE
             ),)
         c, _ = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
         if activation_ptr is not None:

@@ -24,20 +24,40 @@ def inverse(total):
 
 
 @triton.jit
+def exponential(x):
+    """exp(x) as the one instruction that there is for it, which flushes what is below 1e-38 to zero."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def over_tiles(tiles, NT: tl.constexpr):
+    """The sum of tiles [BB, JT] over their columns: [BB]. Tiles are added up first, as lanes take more to add."""
+    total = tiles[0]
+    for n in tl.static_range(1, NT):
+        total += tiles[n]
+    return tl.sum(total, 1)
+
+
+@triton.jit
 def over_outputs(b, NT: tl.constexpr, LEAKY: tl.constexpr):
     """c of all tiles and the log-sum-exp [BB], -inf where there is no finite logit."""
-    m = tl.max(b[0], 1)
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    most = b[0]
     for n in tl.static_range(1, NT):
-        m = tl.maximum(m, tl.max(b[n], 1))
+        most = tl.maximum(most, b[n])
+    m = tl.max(most, 1)
     if LEAKY:
         m = tl.maximum(m, 0.0)
     m = finite_or_zero(m)
+    # All exponents of a row have the rounding error of this product, so it cancels.
+    shift = m * LOG2_E
     exponentials = ()
-    total = tl.exp(-m) if LEAKY else tl.zeros_like(m)
     for n in tl.static_range(NT):
-        e = tl.exp(b[n] - m[:, None])
-        exponentials = exponentials + (e,)
-        total += tl.sum(e, 1)
+        exponentials = exponentials + (tl.exp2(b[n] * LOG2_E - shift[:, None]),)
+    total = over_tiles(exponentials, NT)
+    if LEAKY:
+        total += tl.exp2(-shift)
     scale = inverse(total)[:, None]
     c = ()
     for n in tl.static_range(NT):
@@ -60,11 +80,11 @@ def couple(
         scale = tl.load(at + tl.cast(B, tl.int64) * I, mask=ok, other=0.0)
         c = ()
         for n in tl.static_range(NT):
-            c = c + (tl.exp(b[n] - m[:, None]) * scale[:, None],)
+            c = c + (exponential(b[n] - m[:, None]) * scale[:, None],)
     elif MODE == "in":
         c = ()
         for n in tl.static_range(NT):
-            c = c + (tl.exp(b[n] - norm[0][n]) * norm[1][n],)
+            c = c + (exponential(b[n] - norm[0][n]) * norm[1][n],)
     elif MODE == "sigmoid":
         c = ()
         for n in tl.static_range(NT):
@@ -104,9 +124,10 @@ def agreement_gradient(
             db = db + (tl.where(valid[n], dc[n], 0.0),)
     else:
         if MODE == "out":
-            total = tl.sum(tl.where(valid[0], c[0] * dc[0], 0.0), 1)
-            for n in tl.static_range(1, NT):
-                total += tl.sum(tl.where(valid[n], c[n] * dc[n], 0.0), 1)
+            inner = ()
+            for n in tl.static_range(NT):
+                inner = inner + (tl.where(valid[n], c[n] * dc[n], 0.0),)
+            total = over_tiles(inner, NT)
             if dlse_ptr is not None:
                 total -= per_input(dlse_ptr, rows, ok, i, I)
         else:

@@ -12,14 +12,14 @@ from .squash import squash, squash_gradient
 
 @triton.jit
 def sum_splits(partial_ptr, at, within, splits, plane, SB: tl.constexpr):
-    """Rows at the offsets ``at`` [RB, DP], summed over the splits, of which SB are read at once."""
-    total = tl.zeros(at.shape, tl.float32)
+    """Rows at the offsets ``at`` [RB, DP], summed over the splits, in SB sums side by side that are added last."""
+    total = tl.zeros([SB, at.shape[0], at.shape[1]], tl.float32)
     for start in range(0, splits, SB):
         split = start + tl.arange(0, SB)
         there = (split < splits)[:, None, None] & within[None, :, :]
         offset = tl.cast(split, tl.int64)[:, None, None] * plane + at[None, :, :]
-        total += tl.sum(tl.load(partial_ptr + offset, mask=there, other=0.0), 0)
-    return total
+        total += tl.load(partial_ptr + offset, mask=there, other=0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
