@@ -141,4 +141,4 @@ def _given(call: Call) -> tuple[Tensor | None, ...]:
 def zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:
     """Zeros of the shape of the tensor, or an empty gradient if it is absent or not wanted."""
     like = call.x if tensor is None else tensor
-    return like.new_zeros(like.shape if wanted and tensor is not None else (0,))
+    return like.new_zeros(like.shape) if wanted and tensor is not None else like.new_empty(0)
