@@ -12,7 +12,7 @@ from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import coupling_kernel, row_norm_kernel
 from .kernels.update import moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv, pair_strides
-from .record import launch
+from .recorder import launch
 
 
 class Given(NamedTuple):
@@ -220,8 +220,18 @@ def restore(call: Call, s: Tensor) -> Tensor:
     state = call.new(B, J, R, 2, D)
     grid, shape = _update_grid(call)
     launch(
-        restore_kernel, grid,
-        s, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps, **shape, R=R, num_warps=4
+        restore_kernel,
+        grid,
+        s,
+        call.bias,
+        call.out_mask,
+        state,
+        *call.out_strides,
+        B,
+        call.options.eps,
+        **shape,
+        R=R,
+        num_warps=4,
     )
     return state
 
@@ -230,6 +240,7 @@ def update_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
     splits = 0 if partial is None else partial.shape[0]
+    partial = None if splits == 0 else partial
     launch(
         update_gradient_kernel, grid,
         partial, G, call.bias, call.out_mask, s, ds, delta, *call.out_strides, call.sizes[0], splits,
@@ -288,7 +299,8 @@ def gradient(
     dweight = dlogits = None
     if dw is not None:
         assert call.weight is not None
-        dweight = dw.sum(0).to(call.weight.dtype).view(call.weight.shape)
+        total = dw.sum(0) if dw.shape[0] > 1 else dw
+        dweight = total.to(call.weight.dtype).view(call.weight.shape)
     if dl is not None:
         assert call.logits is not None
         dlogits = (dl.sum(0) if sum_logits else dl).to(call.logits.dtype)
