@@ -119,7 +119,11 @@ class Recorder(TorchDispatchMode):
         elif fresh or op._schema.is_mutable:
             used = self.places(args, alone=True)
             memory = self.found("result", fresh[0]) if fresh else None
-            self.steps.append((lambda final: operation(QUICK.get(op, op), kwargs, memory and memory.slot, final), used))
+
+            def make(final: Sequence[Any]) -> Step:
+                return operation(QUICK.get(op, op), kwargs, None if memory is None else memory.slot, final)
+
+            self.steps.append((make, used))
 
     def launched(self, kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any], compiled: Any) -> None:
         make: Callable[[Sequence[Any]], Step]
