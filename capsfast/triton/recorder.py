@@ -79,11 +79,14 @@ class Recorder(TorchDispatchMode):
         for tensor in given:
             self.found("given", tensor).alone = True
 
+    def refuse(self, why_not: str) -> None:
+        self.why_not = self.why_not or why_not
+
     def found(self, kind: str, tensor: Tensor) -> Memory:
         if tensor.device != self.device:
-            self.why_not = f"a tensor is on {tensor.device}"
+            self.refuse(f"a tensor is on {tensor.device}")
         if kind != "given" and tensor.data_ptr() % ALIGNMENT:
-            self.why_not = "an allocator gave memory that is not aligned"
+            self.refuse("an allocator gave memory that is not aligned")
         self.numbers[tensor] = len(self.memories)
         self.memories.append(Memory(kind, tensor))
         return self.memories[-1]
@@ -98,10 +101,10 @@ class Recorder(TorchDispatchMode):
         results = tree_leaves(returned)
         operands = [value for value in args if isinstance(value, Tensor)]
         if not all(isinstance(each, Tensor) for each in results):
-            self.why_not = f"{op} has a result that is no tensor"
+            self.refuse(f"{op} has a result that is no tensor")
             return
         if len(operands) != sum(isinstance(each, Tensor) for each in tree_leaves((args, kwargs))):
-            self.why_not = f"{op} has a list of tensors, or one by name"
+            self.refuse(f"{op} has a list of tensors, or one by name")
             return
         if op in ALLOCATIONS:
             self.found("allocated", returned)
@@ -115,7 +118,7 @@ class Recorder(TorchDispatchMode):
             elif base in self.numbers:
                 self.numbers[result] = self.numbers[base]
         if len(fresh) > 1:
-            self.why_not = f"{op} has {len(fresh)} results"
+            self.refuse(f"{op} has {len(fresh)} results")
         elif fresh or op._schema.is_mutable:
             used = self.places(args, alone=True)
             memory = self.found("result", fresh[0]) if fresh else None
@@ -134,7 +137,7 @@ class Recorder(TorchDispatchMode):
             args = (*args, *(constants.get(name, defaults[name].default) for name in kernel.arg_names[len(args) :]))
             make = functools.partial(compiled_launch, compiled, grid)
         else:
-            self.why_not = f"a launch gave {type(compiled).__name__}, no compiled kernel"
+            self.refuse(f"a launch gave {type(compiled).__name__}, no compiled kernel")
             return
         self.steps.append((make, self.places(args)))
 
@@ -144,7 +147,7 @@ class Recorder(TorchDispatchMode):
     def place(self, tensor: Tensor, alone: bool) -> Place | None:
         number = self.numbers.get(tensor)
         if number is None:
-            self.why_not = "a tensor is none of the call's"
+            self.refuse("a tensor is none of the call's")
             return None
         memory = self.memories[number]
         memory.alone |= alone
@@ -155,7 +158,7 @@ class Recorder(TorchDispatchMode):
     def recording(self, outputs: Sequence[Tensor]) -> Recording | str:
         returned = self.places(outputs, alone=True)
         if not self.why_not and any(self.memories[each.slot].kind == "given" for each in returned):
-            self.why_not = "an output is an input"
+            self.refuse("an output is an input")
         if self.why_not:
             return self.why_not
         given, allocated, results = (
