@@ -101,7 +101,9 @@ def test_a_replay_of_a_pass_over_votes_is_the_ordinary_call(how: str, spatial: t
     assert_replays(support_passes.make(SHAPE, case, "votes_pass", torch.float32))
 
 
-@pytest.mark.parametrize("case", [QUIET, LOADED, replace(EVERYTHING, poses=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [QUIET, LOADED, PassCase(query=True, normalize="in"), replace(EVERYTHING, poses=2)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_other_dtypes_and_strides(case: Case | PassCase, dtype: torch.dtype, layout: str) -> None:
@@ -426,7 +428,7 @@ def test_a_recorder_knows_tensors_no_longer_than_they_live() -> None:
 
 
 def test_what_compiled_kernels_get_and_what_it_costs() -> None:
-    """A replay gives Triton's launcher what Triton itself would, in half the time at most: on a quiet machine a fifth."""
+    """A replay gives the launcher what Triton itself would, in half the time or less: on a quiet machine a fifth."""
     root = Path(capsfast.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.triton_host", "json"]

@@ -111,8 +111,8 @@ class Recorder(TorchDispatchMode):
             return
         fresh = []
         for result in results:
-            storage = result.untyped_storage().data_ptr()
-            base = next((each for each in operands if each.untyped_storage().data_ptr() == storage), None)
+            storage = result.untyped_storage().data_ptr()  # 0 for no bytes
+            base = next((each for each in operands if each.untyped_storage().data_ptr() == storage != 0), None)
             if base is None:
                 fresh.append(result)
             elif base in self.numbers:
