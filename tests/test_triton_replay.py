@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 if not toolchain.why_no_triton():
     from capsfast.triton import config, recorder, replay
     from capsfast.triton.config import Choice
-    from capsfast.triton.recorder import Memory, Recorder, arrange
+    from capsfast.triton.recorder import Memory, arrange
     from capsfast.triton.recording import Recording
 
 SHAPE = (3, 4, 5, 6, 2)
@@ -420,11 +421,35 @@ def test_in_inference_mode_and_out_of_it(u_and_weight: tuple[Tensor, Tensor]) ->
     assert u.grad is not None and weight.grad is not None
 
 
-def test_a_recorder_knows_tensors_no_longer_than_they_live() -> None:
-    with Recorder([torch.ones(3)]) as found:
+def test_a_recording_keeps_no_memory_that_the_call_has_freed() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
         for _ in range(3):
-            torch.empty(1000)
-    assert len(found.numbers) == 0
+            room = torch.empty(1000).zero_()
+            known = weakref.ref(room)
+            del room
+            assert known() is None
+        return (x + 1,)
+
+    _, found = recorder.record(function, [torch.ones(3)])
+    assert isinstance(found, Recording)
+
+
+def test_recording_is_a_matter_of_its_thread() -> None:
+    """torch.compile looks at flags of the process, which a mode usually sets; and it is not imported."""
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        assert not is_in_torch_dispatch_mode()
+        return (x + 1,)
+
+    _, found = recorder.record(function, [torch.ones(3)])
+    assert isinstance(found, Recording)
+    program = (
+        "import sys, torch, capsfast; u, weight = torch.randn(3, 2, 2), torch.randn(2, 3, 4, 2)\n"
+        "for _ in range(2): capsfast.dynamic_routing(u, weight, backend='triton')\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
 def test_what_compiled_kernels_get_and_what_it_costs() -> None:

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.compiler import CompiledKernel
 
@@ -68,6 +67,10 @@ class Memory:
 class Recorder(TorchDispatchMode):
     """why_not: why the call can't be repeated, "" if it can."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would import it: a second at the first call
+
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
         self.device = given[0].device
@@ -98,12 +101,13 @@ class Recorder(TorchDispatchMode):
         return returned
 
     def called(self, op: Any, args: Any, kwargs: Any, returned: Any) -> None:
-        results = tree_leaves(returned)
+        results = returned if isinstance(returned, (list, tuple)) else (returned,)
         operands = [value for value in args if isinstance(value, Tensor)]
+        beside = [*kwargs.values(), *(each for value in args if isinstance(value, (list, tuple)) for each in value)]
         if not all(isinstance(each, Tensor) for each in results):
             self.refuse(f"{op} has a result that is no tensor")
             return
-        if len(operands) != sum(isinstance(each, Tensor) for each in tree_leaves((args, kwargs))):
+        if any(isinstance(each, Tensor) for each in beside):
             self.refuse(f"{op} has a list of tensors, or one by name")
             return
         if op in ALLOCATIONS:
@@ -214,9 +218,11 @@ def record(
     # One tensor as two arguments becomes two: at a replay they may differ.
     args = [value.detach() if isinstance(value, Tensor) else value for value in args]
     _active.recorder = recorder = Recorder([value for value in args if isinstance(value, Tensor)])
+    # A with statement would also set flags of the process, at which torch.compile looks in every thread.
+    _push_mode(recorder)
     try:
-        with recorder:
-            outputs = function(*args)
+        outputs = function(*args)
     finally:
+        _pop_mode()
         _active.recorder = None
     return outputs, recorder.recording(outputs)
