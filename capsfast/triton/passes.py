@@ -233,7 +233,6 @@ def update_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
     splits = 0 if partial is None else partial.shape[0]
-    partial = None if splits == 0 else partial
     launch(update_gradient_kernel, grid,
         partial, G, call.bias, call.out_mask, s, ds, delta, *call.out_strides, call.sizes[0], splits,
         call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,

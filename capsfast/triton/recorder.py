@@ -51,13 +51,14 @@ _active = threading.local()
 class Memory:
     """kind: "given", "allocated", or the "result" of an operation. first, last: steps that use it.
 
-    alone: torch uses it, or it is returned. slot, offset: where a replay has it.
+    alone: no part of the workspace, as torch uses it or it is returned. slot, offset: where a replay has it.
     """
 
     def __init__(self, kind: str, tensor: Tensor) -> None:
         self.kind, self.address, self.form = kind, tensor.data_ptr(), form(tensor)
         self.bytes = -(-tensor.untyped_storage().nbytes() // GRANULE) * GRANULE
-        self.first, self.last, self.alone, self.slot, self.offset = -1, -1, False, -1, 0
+        self.alone = kind != "allocated"
+        self.first, self.last, self.slot, self.offset = -1, -1, -1, 0
 
     def place(self, offset: int, wanted: Form | None) -> Place:
         whole = self.alone and offset == 0 and wanted == self.form
@@ -80,7 +81,7 @@ class Recorder(TorchDispatchMode):
         # What makes a step of its arguments, and these, with numbers of memories for slots.
         self.steps: list[tuple[Callable[[Sequence[Any]], Step], Sequence[Any]]] = []
         for tensor in given:
-            self.found("given", tensor).alone = True
+            self.found("given", tensor)
 
     def refuse(self, why_not: str) -> None:
         self.why_not = self.why_not or why_not
