@@ -52,13 +52,15 @@ def saving(contract: "Contract") -> Callable[..., None]:
 def backward_by(contract: "Contract", op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Any, ...]]:
     """The backward of an autograd formula. op: the function of the ``..._backward`` op, see _transformable()."""
 
+    count, differentiable, may_need = contract.tensors, contract.differentiable, len(contract.needed)
+    others = count - may_need + len(contract.requests)
+
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        tensors, kept = saved[: contract.tensors], saved[contract.tensors :]
-        received = contract.received(given[: contract.differentiable], tensors, kept)
-        needed = ctx.needs_input_grad[: len(contract.needed)]
-        gradients = op(*received, *tensors, *kept, *ctx.options, *needed)
-        found = tuple(g if wanted else None for g, wanted in zip(gradients, needed, strict=True))
-        return (*found, *(None,) * (contract.tensors - len(found) + len(ctx.options) + len(contract.requests)))
+        saved, options = ctx.saved_tensors, ctx.options
+        received = contract.received(given[:differentiable], saved[:count], saved[count:])
+        needed = ctx.needs_input_grad[:may_need]
+        gradients = op(*received, *saved, *options, *needed)
+        found = [g if wanted else None for g, wanted in zip(gradients, needed, strict=True)]
+        return (*found, *(None,) * (others + len(options)))
 
     return backward

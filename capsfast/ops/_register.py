@@ -4,6 +4,7 @@ There are two ops with the same contract, one per set of kernels: ``capsfast::<o
 ``capsfast::triton_<op>`` for those of Triton. So a traced program keeps the kernels it was traced with.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -118,9 +119,11 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
 def _bind_triton(name: str) -> None:
     """Registers the Triton kernels. Triton is imported at the first call. On CPU tensors only its interpreter runs."""
 
+    imported = functools.cache(lambda: importlib.import_module(f"capsfast.triton.{name}"))
+
     def bound(function: str) -> Callable[..., Any]:
         def kernel(*args: Any) -> Any:
-            return getattr(importlib.import_module(f"capsfast.triton.{name}"), function)(*args)
+            return getattr(imported(), function)(*args)
 
         return kernel
 

@@ -7,13 +7,16 @@ from torch import Tensor
 from ..options import Options
 from . import routing
 from .launch import Call
+from .replay import replayed
 
 
+@replayed
 def forward(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     logits, bias, mask, out_mask, *options, tf32, return_coupling = rest
     return routing.forward(Call(u, weight, logits, bias, mask, out_mask, Options(*options), tf32), return_coupling)
 
 
+@replayed
 def backward(dv: Tensor, dcoupling: Tensor | None, u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     logits, bias, mask, out_mask, coupling, s, norm, *options, tf32 = rest[:-4]
     call = Call(u, weight, logits, bias, mask, out_mask, Options(*options), tf32)

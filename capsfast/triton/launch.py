@@ -76,7 +76,6 @@ class Call:
     scores: Scores | None = None
     sizes: tuple[int, int, int, int, int] = field(init=False)  # B or B S, I, J, D, K
     poses: int = field(init=False, default=1)  # P
-    _plans: dict[str, Plan] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.weight is None:
@@ -222,13 +221,9 @@ class Call:
         return config.tiles(kernel, self.layer, self.choice(kernel))
 
     def plan(self, kernel: str) -> Plan:
-        """The plan of a kernel. Made once, as the passes of a call launch it several times."""
-        if kernel not in self._plans:
-            tiles = self.tiles(kernel)
-            splits, chunk = self.split(kernel)
-            constants = {**self.shape(tiles), **self.precision, **tiles.launch}
-            self._plans[kernel] = Plan(tiles, splits, chunk, constants)
-        return self._plans[kernel]
+        tiles = self.tiles(kernel)
+        splits, chunk = self.split(kernel)
+        return Plan(tiles, splits, chunk, {**self.shape(tiles), **self.precision, **tiles.launch})
 
     def shape(self, tiles: Tiles) -> dict[str, int]:
         """Sizes and inner strides, which are compile-time constants: then offsets in a tile need no registers."""

@@ -134,7 +134,7 @@ def _forward(
         mass,
         first,
         empty if second is None else second,
-        empty.to(call.x.dtype) if weights is None else weights,
+        call.new(0, dtype=call.x.dtype) if weights is None else weights,
         empty if log_sum is None else log_sum,
         empty if norm is None else norm,
     )

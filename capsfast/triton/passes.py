@@ -12,6 +12,7 @@ from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import coupling_kernel, row_norm_kernel
 from .kernels.update import moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv, pair_strides
+from .recorder import launch
 
 
 class Given(NamedTuple):
@@ -57,7 +58,7 @@ def row_norm(
     """Fills rows [3, B, I]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
     tiles, splits, chunk, constants = call.plan("row_norm")
     B, I, *_ = call.sizes
-    row_norm_kernel[(call.batch_tiles(tiles), splits)](
+    launch(row_norm_kernel, (call.batch_tiles(tiles), splits),
         *call.tensors, dcoupling, *given, state, rows, *call.strides, *pair_strides(dcoupling),
         *call.position_strides, call.jump(dcoupling), B, I, chunk, tiles.groups,
         **constants, WITH_DS=with_ds, R=call.iterations,
@@ -71,7 +72,7 @@ def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool)
     kind = "uniform" if uniform else mode(call, "accumulate")
     partial = call.new(splits, B, J, D)
     online = call.new(2, splits, B, J) if kind == "in" else None
-    accumulate_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
+    launch(accumulate_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
         *call.tensors, V, rows, partial, online, None, None, None, None, *call.strides,
         *call.position_strides, B, I, chunk,
         **constants, MODE=kind,
@@ -93,7 +94,7 @@ def accumulate_moments(
     second = isinstance(call.options, PassOptions) and call.options.second
     sums = _partial_sums(call, splits, True, second)
     online = call.new(2, splits, B, J) if kind == "in" else None
-    accumulate_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
+    launch(accumulate_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
         *call.tensors, call.scores.query, rows, sums.first, online, sums.mass, sums.second,
         None if kind == "in" else coupling, lse if kind == "out" else None, *call.strides,
         *call.position_strides, B, I, chunk,
@@ -127,7 +128,7 @@ def accumulate_gradient(
     tiles, splits, chunk, constants = call.plan("accumulate_gradient")
     B, I, *_ = call.sizes
     sums = _partial_sums(call, splits, *wanted)
-    accumulate_gradient_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
+    launch(accumulate_gradient_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
         *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *pair_strides(dcoupling),
         *call.position_strides, call.jump(dcoupling), B, I, chunk,
         **constants, MODE=mode(call, "accumulate_gradient"), R=call.iterations,
@@ -138,7 +139,7 @@ def accumulate_gradient(
 def coupling(call: Call, V: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
     tiles, splits, chunk, constants = call.plan("coupling")
     B, I, *_ = call.sizes
-    coupling_kernel[(call.batch_tiles(tiles), splits, tiles.groups)](
+    launch(coupling_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
         *call.tensors, V, rows, *norm, out, *call.strides,
         *call.position_strides, B, I, chunk,
         **constants, MODE=mode(call, "coupling"),
@@ -175,7 +176,7 @@ def update(
     """Fills s, norm, and V of the next iteration (following) or, in the last one, the output v."""
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
-    update_kernel[grid](
+    launch(update_kernel, grid,
         partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
         call.sizes[0], partial.shape[0], factor[1], call.options.eps,
         **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
@@ -197,7 +198,7 @@ def update_moments(
         None if partial.mass is None else call.new(B, J),
         None if partial.second is None else call.new(B, J, D),
     )
-    moments_kernel[grid](
+    launch(moments_kernel, grid,
         *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm.unbind(0)),
         *call.out_strides, B, partial.first.shape[0], factor[1],
         **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
@@ -211,8 +212,19 @@ def restore(call: Call, s: Tensor) -> Tensor:
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
     grid, shape = _update_grid(call)
-    restore_kernel[grid](
-        s, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps, **shape, R=R, num_warps=4
+    launch(
+        restore_kernel,
+        grid,
+        s,
+        call.bias,
+        call.out_mask,
+        state,
+        *call.out_strides,
+        B,
+        call.options.eps,
+        **shape,
+        R=R,
+        num_warps=4,
     )
     return state
 
@@ -221,7 +233,7 @@ def update_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
     splits = 0 if partial is None else partial.shape[0]
-    update_gradient_kernel[grid](
+    launch(update_gradient_kernel, grid,
         partial, G, call.bias, call.out_mask, s, ds, delta, *call.out_strides, call.sizes[0], splits,
         call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
     )  # fmt: skip
@@ -266,7 +278,7 @@ def gradient(
         assert call.logits is not None
         dl = call.new(splits, I, J) if sum_logits else call.new_pairs(call.logits.dtype)
     factor = uniform_factor(call) if uniform else (None, 0.0)
-    gradient_kernel[(chunks, splits)](
+    launch(gradient_kernel, (chunks, splits),
         *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, dl, dactivation, drow, *call.strides,
         *pair_strides(dcoupling), *call.position_strides, call.jump(dcoupling), B, I, chunk, batch_tiles, tiles.groups,
         factor[1],
@@ -277,7 +289,8 @@ def gradient(
     dweight = dlogits = None
     if dw is not None:
         assert call.weight is not None
-        dweight = dw.sum(0).to(call.weight.dtype).view(call.weight.shape)
+        total = dw.sum(0) if dw.shape[0] > 1 else dw
+        dweight = total.to(call.weight.dtype).view(call.weight.shape)
     if dl is not None:
         assert call.logits is not None
         dlogits = (dl.sum(0) if sum_logits else dl).to(call.logits.dtype)

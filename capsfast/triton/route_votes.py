@@ -8,6 +8,7 @@ from ..options import Options
 from ..positions import as_positions, as_samples, to_samples
 from . import routing
 from .launch import Call
+from .replay import replayed
 
 
 def _call(votes: Tensor, logits: Tensor | None, bias: Tensor | None, *rest: Any) -> Call:
@@ -16,6 +17,7 @@ def _call(votes: Tensor, logits: Tensor | None, bias: Tensor | None, *rest: Any)
     return Call(votes, None, logits, bias, mask, out_mask, Options(*options), outputs=J)
 
 
+@replayed
 def forward(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *given, return_coupling = rest
     v, coupling, s, norm = routing.forward(_call(votes, *given), return_coupling)
@@ -24,6 +26,7 @@ def forward(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return as_positions(v, votes.shape[0], votes.shape[4:]), coupling, s, norm
 
 
+@replayed
 def backward(dv: Tensor, dcoupling: Tensor | None, votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     # Four parameters, three saved outputs, J and the options, three needs.
     given, (coupling, s, norm), options = rest[:4], rest[4:7], rest[7:-3]

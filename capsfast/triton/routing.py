@@ -106,12 +106,15 @@ def _backward(
 
     row_norm(r - 1)
     if start == 0 and r > 1:
-        G = call.zeros(B, J, D)
+        G: Tensor | None = None
         for t in range(r - 1, 0, -1):
             row = None if rows is None else rows[t]
-            partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), row, norm_of(t))
+            partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), row, norm_of(t)).first
+            if G is None:
+                # What the first of these passes adds is added to its own last part, which needs no zeros.
+                G, partial = partial[-1], partial[:-1]
             before = state[:, :, t - 1, 1]
-            passes.update_gradient(call, partial.first, G, s[t - 1], before, None if delta is None else delta[t - 1])
+            passes.update_gradient(call, partial, G, s[t - 1], before, None if delta is None else delta[t - 1])
             row_norm(t - 1)
 
     need_x, need_weight, need_logits, need_bias = needed
@@ -141,4 +144,4 @@ def _given(call: Call) -> tuple[Tensor | None, ...]:
 def zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:
     """Zeros of the shape of the tensor, or an empty gradient if it is absent or not wanted."""
     like = call.x if tensor is None else tensor
-    return like.new_zeros(like.shape if wanted and tensor is not None else (0,))
+    return like.new_zeros(like.shape) if wanted and tensor is not None else like.new_empty(0)

@@ -9,6 +9,7 @@ from ..options import PassOptions
 from ..positions import as_positions, as_samples
 from ..reference.votes_pass import PassParameters
 from . import moments
+from .replay import replayed
 
 # What has positions behind, as the votes have them, and is read and written like that.
 IN_PLACE = ("votes", "logits", "weights", "norm")
@@ -30,6 +31,7 @@ def _positions(names: Sequence[str], values: Sequence[Tensor], votes: Tensor) ->
     return tuple(value if name in IN_PLACE else as_positions(value, B, spatial) for name, value in pairs)
 
 
+@replayed
 def forward(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     (J, *options, return_weights, return_lse) = rest[9:]
     parameters = PassParameters(*_samples(PassParameters._fields, rest[:9], votes))
@@ -37,6 +39,7 @@ def forward(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return _positions(OUTPUTS, moments.forward(call, parameters.lse, return_weights, return_lse), votes)
 
 
+@replayed
 def backward(*args: Any) -> tuple[Tensor, ...]:
     # Five gradients of outputs, the votes, nine parameters, six saved outputs, J and the options, eight needs.
     votes, (J, *options), (need_votes, *needed) = args[5], args[21:-8], args[-8:]

@@ -1,0 +1,158 @@
+"""What an eager call of the Triton backend costs the host, beside what a small torch.matmul does.
+
+Runs as a process of its own, without a GPU: kernels are compiled for sm_90, and what would launch them notes its
+arguments. So the time of the driver is missing, and the time of the allocator is the one of CPU tensors.
+
+    python -m tests.support.triton_host          µs, for people
+    python -m tests.support.triton_host json     µs by row, and what replays launch otherwise than ordinary calls
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+# The layer of the benchmarks but for B and I, which take the host no time; what torch does takes time here that a GPU
+# would. Two tiles of the batch and few input capsules: the batch is split, and partial dW are to be added up.
+SHAPE = (17, 2, 10, 16, 8)
+ROUNDS = 15
+
+
+@contextmanager
+def stubbed() -> Iterator[list[tuple[Any, ...]]]:
+    """Inside, launches of Triton kernels are prepared to the end, and then only noted: the kernel's name, the rest."""
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    from tests.support.triton_compile import Driver
+
+    launched: list[tuple[Any, ...]] = []
+
+    def load(self: Any) -> None:
+        name = self.name
+        self._run = lambda *args: launched.append((name, args))
+
+    before, CompiledKernel._init_handles = CompiledKernel._init_handles, load
+    driver.set_active(Driver())
+    try:
+        yield launched
+    finally:
+        CompiledKernel._init_handles = before
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Inside, nothing is recorded or repeated."""
+    from capsfast.triton import replay
+
+    before, replay.why_not = replay.why_not, lambda: "it is compared with"
+    try:
+        yield
+    finally:
+        replay.why_not = before
+
+
+def microseconds(function: Callable[[], Any], launched: list[Any], calls: int = 200) -> float:
+    """Of a call, in the quickest round: what else the machine does only adds to it."""
+    least = float("inf")
+    for _ in range(ROUNDS):
+        launched.clear()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        least = min(least, time.perf_counter() - start)
+    return least / calls * 1e6
+
+
+def measure(launched: list[Any]) -> dict[str, float]:
+    import torch
+
+    import capsfast
+
+    torch.set_num_threads(1)
+    B, I, J, D, K = SHAPE
+    plain = [torch.randn(B, I, K), torch.randn(I, J, D, K)]
+    needing = [value.clone().requires_grad_() for value in plain]
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+
+    def forward(given: list[Any]) -> Any:
+        return capsfast.dynamic_routing(*given, backend="triton")
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            ctx.save_for_backward(*given)
+            return given[0].sum()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return ctx.saved_tensors
+
+    v, nothing = forward(needing), Nothing.apply(*needing)
+    dv, one = torch.randn_like(v), torch.ones_like(nothing)
+    rows: dict[str, Callable[[], Any]] = {
+        "forward": lambda: forward(plain),
+        "forward under autograd": lambda: forward(needing),
+        "backward": lambda: torch.autograd.grad(v, needing, dv, retain_graph=True),
+    }
+    found = {
+        "torch.matmul of 4 x 4": microseconds(lambda: torch.matmul(a, b), launched, 2000),
+        "backward of a Function that computes nothing": microseconds(
+            lambda: torch.autograd.grad(nothing, needing, one, retain_graph=True), launched
+        ),
+    }
+    found |= {name: microseconds(call, launched) for name, call in rows.items()}
+    with ordinary():
+        return found | {f"{name}, ordinary": microseconds(call, launched) for name, call in rows.items()}
+
+
+def differences(launched: list[Any]) -> list[str]:
+    """Where a replay gives the launcher other arguments than Triton's own path: addresses but in alignment."""
+    import torch
+
+    from tests.support.problems import Case, make, run
+
+    found = []
+    for case, dtype in (
+        (Case(coupling=False), torch.float32),
+        (Case(coupling=False), torch.bfloat16),
+        (Case(softmax="in", logits="BIJ", bias=True, mask=True), torch.float32),
+    ):
+        problem = make((17, 3, 2, 4, 4), case, dtype=dtype)
+        sequences = []
+        for manner in (ordinary, nullcontext, nullcontext):
+            launched.clear()
+            with manner():
+                run(problem, "triton")
+            sequences.append([known(*each) for each in launched])
+        for sequence in sequences[1:]:
+            pairs = zip(sequences[0], sequence, strict=True)
+            found += [f"{case}: {one} became {other}" for one, other in pairs if one != other]
+    return found
+
+
+def known(name: str, args: tuple[Any, ...]) -> list[Any]:
+    """The arguments of a launch with addresses as what is known of them."""
+    x, y, z, stream, function, metadata, _, _, _, *values = args
+    plain = [
+        value if value is None or isinstance(value, (str, bool, float)) or value < 2**32 else value % 16
+        for value in (each.data_ptr() if hasattr(each, "data_ptr") else each for each in values)
+    ]
+    return [name, (x, y, z), stream, function, metadata, plain]
+
+
+if __name__ == "__main__":
+    from capsfast import toolchain
+
+    os.environ.pop("TRITON_INTERPRET", None)
+    # Calls go to Triton as if its interpreter ran.
+    toolchain.interpreting = lambda: True
+    with stubbed() as noted:
+        if sys.argv[1:] == ["json"]:
+            json.dump({"microseconds": measure(noted), "differences": differences(noted)}, sys.stdout)
+        else:
+            for name, took in measure(noted).items():
+                print(f"{name:48}{took:8.1f} µs")
