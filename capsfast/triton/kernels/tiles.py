@@ -1,7 +1,7 @@
 """What every kernel does with a tile [BB, N]: BB samples, N columns. A column is one component d of one output j.
 
 A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. rows is
-(number of the first sample, the sample of every row from there on [BB], the rows of a pose [PP], the last sample).
+(number of the first sample, the sample of every row from there on [BB], the rows of a pose [PP], samples there are).
 Strides are tuples: xs of u (b, i, -, k) or votes (b, i, j, d), ws of the weight (i, j, d, k). The address of a tile is
 64-bit. Offsets within it are 32-bit, which takes half the registers, unless they may be too large (WIDE, launch.py).
 
@@ -39,18 +39,18 @@ def batch_rows(tile, B, positions, BB: tl.constexpr, PP: tl.constexpr, WIDE: tl.
         local = local // PP
     if positions is None:
         first = tl.cast(tile, tl.int64) * (BB // PP)
-        last = B - 1 - first
+        count = B - first
     else:
         tiles = (positions + BB - 1) // BB
         first = tl.cast(tile // tiles, tl.int64) * positions + (tile % tiles) * BB
-        last = (first // positions + 1) * positions - 1 - first
-    return first, local, tl.arange(0, PP), last
+        count = (first // positions + 1) * positions - first
+    return first, local, tl.arange(0, PP), count
 
 
 @triton.jit
 def valid_rows(rows, P: tl.constexpr):
     """Which rows exist, and of these the first of every sample: [BB] each."""
-    inside = rows[1] <= rows[3]
+    inside = rows[1] < rows[3]
     once = inside
     if P > 1:
         pose = pose_rows(rows, 1)
@@ -149,7 +149,7 @@ def vector_tile(
         register = index // (32 * ACROSS * DOWN)
         row = index // (32 * ACROSS) % DOWN * 16 + register % 2 * 8 + index // 4 % 8
         # Rows outside are not used: they read the last ones, as for a mask the compiler would clear registers.
-        sample = (rows[0] + tl.minimum((row // PP).to(tl.int64), rows[3]))[:, None]
+        sample = (rows[0] + tl.minimum((row // PP).to(tl.int64), rows[3] - 1))[:, None]
         j = (lane // LANES)[:, None]
         d = lane % LANES * (DP // LANES) + register // 2 % (DP // LANES // F) * F
         d = d[:, None] + tl.arange(0, F)[None, :]
