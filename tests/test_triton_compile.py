@@ -37,7 +37,7 @@ MORE_CALLS: dict[str, Row] = {
     "bfloat16": {"shape": triton_table.SHAPE, "dtype": "bfloat16", "case": {"coupling": False}},
     "votes": {"shape": [32, 64, 10, 16, 1], "dtype": "float32", "op": "route_votes"},
     "shared weight": {"shape": [32, 64, 4, 64, 64], "dtype": "float32", "case": {"shared": True, "coupling": False}},
-    "D=512": {"shape": [16, 16, 2, 512, 8], "dtype": "float32", "case": {"coupling": False}},
+    "D=512": {"shape": [16, 16, 2, 512, 64], "dtype": "float32", "case": {"coupling": False}},
     "J=1000": {"shape": [16, 32, 1000, 16, 8], "dtype": "float32"},
     "softmax in": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"softmax": "in", **ALL}},
     "all options": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {**ALL, "logits": "IJ"}},
@@ -173,15 +173,16 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
         assert all(name.startswith("mma.sync") for name in row["mma"]), text(row)
 
 
-# Accesses to spilled registers in a loop: layers whose K takes two steps, all options at once with softmax "in",
-# which carries twice the numbers per pair, and the end of what is served.
-SPILLS = {"K=64": 40, "shared weight": 8, "softmax in": 48, "D=512": 400}
+# Accesses to spilled registers in a loop: groups of many outputs, the end of what is served, passes with second moments,
+# and all options at once, above all with softmax "in", which carries three more numbers per output.
+SPILLS = {"J=1000": 30, "D=512": 8, "EM": 12, "EM, in": 60, "EM, J=1000": 60, "softmax in": 200, "all options": 30}
 
 
 def test_no_register_spills(rows: list[Row]) -> None:
     for row in rows:
-        # With registers left, the compiler has spilled a few of its own accord, for one more program at a time.
-        of_its_own_accord = 8 if row["registers"] < 255 else 0
+        # With registers left, the compiler has spilled a few of its own accord, for one more program at a time. Else
+        # an address that few instructions of the loop need.
+        of_its_own_accord = 8 if row["registers"] < 255 else 2
         assert row["spills"] <= max(SPILLS.get(row["name"], 0), of_its_own_accord), text(row)
         # Outside of the loops a few addresses.
         assert row["stack"] <= (1536 if row["name"] in SPILLS else 96), text(row)
@@ -246,6 +247,23 @@ def test_what_is_computed_is_counted(rows: list[Row]) -> None:
             assert row["turn"] >= 1 and row["instructions"] > 100, text(row)
         if row["name"] in triton_table.BUILDS and row["kernel"] in MAKES_VOTES:
             assert row["products"] * row["warps"] == products(row), text(row)
+
+
+def test_tensor_cores_do_not_sum_over_input_capsules(rows: list[Row]) -> None:
+    """They round sums towards zero. The compiler makes acc + a b of one product if it may."""
+    for row in rows:
+        if row["mode"] == "uniform" and row["name"] in ("float32", "bfloat16", "tf32"):
+            assert row["additions"] >= 80, text(row)  # a warp has 16 rows of 160 columns, in 32 lanes
+
+
+def test_grids_are_made_for_what_fits(layer: list[Row]) -> None:
+    """As many warps of a multiprocessor as the registers of the compiled kernel allow."""
+    from capsfast.triton import config
+
+    for row in layer:
+        choice = config.TABLE.get(row["kernel"].removesuffix("_kernel"))
+        if choice is not None and row["mode"] != "uniform":
+            assert row["resident"] * row["warps"] == choice.resident, text(row)
 
 
 # A product over K in two steps, between groups of outputs and the loop over input capsules; only what is looked at.

@@ -42,23 +42,34 @@ class Choice(NamedTuple):
     down: int = 1
 
 
+# Warps of 255 registers, which is what most kernels take, are at most eight on a multiprocessor: resident.
 TABLE = {
+    # 160 columns of 16 rows are 80 registers each for the sums and the votes; V is read again for every input capsule.
+    # Two warps, one below the other, read W once for 32 samples. Four would make the compiler take the instructions of
+    # four warps together, which wait for each other.
     "accumulate": Choice(160, 8, down=2),
     "accumulate_gradient": Choice(160, 8, down=2),
+    # Votes and dvotes in as many registers. V and ds of all iterations are 50 KiB for 16 samples, of which the input
+    # capsules of a chunk find most in L1. dW of a chunk, which every batch tile adds to, stays in L2.
     "gradient": Choice(160, 8, chunk=8, down=2),
+    # Takes one tile after the other and keeps only a few numbers per row.
     "row_norm": Choice(160, 8, down=2),
     "coupling": Choice(160, 8, down=2),
-    "accumulate votes": Choice(80, 8),
-    "accumulate_gradient votes": Choice(64, 8),
-    "gradient votes": Choice(40, 8, chunk=8),
-    "row_norm votes": Choice(64, 8),
-    "coupling votes": Choice(64, 8),
+    # A pass with precision, center or second moments has second sums, or reads two more vectors.
     "accumulate quadratic": Choice(80, 8, down=2),
     "accumulate_gradient quadratic": Choice(80, 8, down=2),
-    "gradient quadratic": Choice(80, 8, chunk=8),
-    "accumulate votes quadratic": Choice(48, 8),
-    "accumulate_gradient votes quadratic": Choice(40, 8),
-    "gradient votes quadratic": Choice(32, 8, chunk=8),
+    "gradient quadratic": Choice(80, 8, chunk=8, down=2),
+    # Votes that are read lie in registers as memory has them: 16 columns of a tile are a warp's. Sums, votes and V
+    # of 80 columns are 40 registers each.
+    "accumulate votes": Choice(80, 8, 16),
+    # Beside these ds.
+    "accumulate_gradient votes": Choice(64, 8, 16),
+    "gradient votes": Choice(40, 8, 16, chunk=8),
+    "row_norm votes": Choice(64, 8, 16),
+    "coupling votes": Choice(64, 8, 16),
+    "accumulate votes quadratic": Choice(48, 8, 16),
+    "accumulate_gradient votes quadratic": Choice(40, 8, 16),
+    "gradient votes quadratic": Choice(32, 8, 16, chunk=8),
 }
 
 
@@ -140,6 +151,8 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
             break
         across *= 2
     columns = JT * DP
+    if NT * columns > held * across:
+        held = held * 3 // 4  # offsets of a group's tiles are no constants, and take registers
     NT, groups = _groups(kernel, NT, max(1, held * across // columns))
     # Warps side by side share the weight. The compiler lays them so for tiles of 32 columns.
     down = choice.down if across == 1 and columns <= 32 else 1

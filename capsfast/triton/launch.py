@@ -15,6 +15,15 @@ from ..positions import to_samples
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
 
+# The kernels that make votes.
+KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm", "coupling")
+# Sums are cut into no more parts: of a small batch few programs add them up, one part after the other.
+MOST_SPLITS = 256
+# Bytes of the partial dW of a shared weight.
+MOST_PARTIAL_WEIGHTS = 256 * 1024**2
+# What CUDA allows of a grid's second axis.
+MOST_CHUNKS = 65535
+
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
@@ -185,7 +194,7 @@ class Call:
     def wide(self) -> bool:
         """WIDE: whether offsets within the samples of a tile, all outputs and all K may need 64 bits."""
         B, I, J, D, K = self.sizes
-        samples, positions = config.ROWS, self.positions
+        samples, positions = max(self.tiles(kernel).BB for kernel in KERNELS), self.positions
         # The gradients of inputs, numbers [B, I], and V and ds of all iterations.
         inputs = samples * I * max(J * D, self.poses * K, J) if positions is None else samples + J * D * positions
         reach = [inputs, samples * I, samples * 2 * self.iterations * J * D]
@@ -196,7 +205,8 @@ class Call:
                 reach.append(samples * batch + sum((n - 1) * stride for n, stride in _inner(tensor, axes)))
         if self.weight is not None:
             j_d_k = zip(self.weight.shape[1:], self.weight.stride()[1:], strict=True)
-            reach.append(sum((n - 1) * stride for n, stride in j_d_k))
+            # Beside the weight its gradient, which is contiguous.
+            reach += [sum((n - 1) * stride for n, stride in j_d_k), math.prod(self.weight.shape[1:])]
         return max(reach) >= 2**31
 
     @property
@@ -253,19 +263,22 @@ class Call:
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
         others = self.batch_tiles(tiles) * (1 if kernel == "row_norm" else tiles.groups)
-        chunk = cdiv(max(I, 1), min(cdiv(self.wanted_programs(kernel), others), max(I, 1)))
+        chunk = cdiv(max(I, 1), min(cdiv(self.wanted_programs(kernel), others), MOST_SPLITS, max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
     def split_gradient(self) -> tuple[int, int, int, int]:
         """(chunks, input capsules of a chunk, splits of the batch, batch tiles of a split) for the gradient pass."""
         B, I, *_ = self.sizes
         wanted = self.wanted_programs("gradient")
+        if self.shared:
+            # A shared weight has a partial dW per program, so no more programs are made than fill the device.
+            assert self.weight is not None
+            wanted = min(wanted, max(1, MOST_PARTIAL_WEIGHTS // (4 * max(1, self.weight[0].numel()))))
         fair = cdiv(max(I, 1), min(wanted, max(I, 1)))
-        # A shared weight has a partial dW per program, so no more programs are made than fill the device.
-        chunk = fair if self.shared else min(self.choice("gradient").chunk, fair)
+        chunk = max(fair if self.shared else min(self.choice("gradient").chunk, fair), cdiv(I, MOST_CHUNKS))
         chunks = cdiv(max(I, 1), chunk)
         batch = self.batch_tiles(self.tiles("gradient"))
-        each = cdiv(batch, min(cdiv(wanted, chunks), batch))
+        each = cdiv(batch, min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch))
         return chunks, chunk, cdiv(batch, each), each
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:

@@ -179,7 +179,7 @@ def _backward(
     norm: tuple[Tensor | None, ...] = Nothing
     beside = Given(dmass, dsecond, dlse)
     if call.normalize == "in":
-        norm = (*saved[5].unbind(0), _inward_total(call, beside, dfirst, dcoupling, saved))
+        norm = (*saved[5].unbind(0), _inward_total(call, beside, dfirst, dcoupling, saved), None)
         beside = Given(dmass, dsecond)
     need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
     uniform = call.uniform_start and not need_activation

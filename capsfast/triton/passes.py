@@ -123,7 +123,7 @@ def accumulate_gradient(
 ) -> Sums:
     """Partial sums over i of db x, which an iteration adds to G, and if wanted of db and of db x^2.
 
-    norm: maximum, 1 / sum, s . ds, [B, J] each.
+    norm: for softmax "in" maximum, 1 / sum, delta, [B, J] each, and s [B, J, D], as kernels/accumulate.py has them.
     """
     tiles, splits, chunk, constants = call.plan("accumulate_gradient")
     B, I, *_ = call.sizes
@@ -229,12 +229,12 @@ def restore(call: Call, s: Tensor) -> Tensor:
     return state
 
 
-def update_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds: Tensor, delta: Tensor | None) -> None:
+def update_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds: Tensor) -> None:
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
     splits = 0 if partial is None else partial.shape[0]
     launch(update_gradient_kernel, grid,
-        partial, G, call.bias, call.out_mask, s, ds, delta, *call.out_strides, call.sizes[0], splits,
+        partial, G, call.bias, call.out_mask, s, ds, *call.out_strides, call.sizes[0], splits,
         call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
     )  # fmt: skip
 
@@ -278,7 +278,7 @@ def gradient(
         assert call.logits is not None
         dl = call.new(splits, I, J) if sum_logits else call.new_pairs(call.logits.dtype)
     factor = uniform_factor(call) if uniform else (None, 0.0)
-    launch(gradient_kernel, (chunks, splits),
+    launch(gradient_kernel, (splits, chunks),
         *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, dl, dactivation, drow, *call.strides,
         *pair_strides(dcoupling), *call.position_strides, call.jump(dcoupling), B, I, chunk, batch_tiles, tiles.groups,
         factor[1],

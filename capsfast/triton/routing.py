@@ -9,7 +9,8 @@ from . import passes
 from .launch import Call
 from .passes import NOTHING
 
-Nothing: tuple[None, None, None] = (None, None, None)
+# In place of what softmax "in" alone has: maximum, 1 / sum, delta and s, as kernels/accumulate.py explains them.
+Nothing: tuple[None, None, None, None] = (None, None, None, None)
 
 
 def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,13 +85,14 @@ def _backward(
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
     state = passes.restore(call, s)
-    delta = call.new(r, B, J) if inward else None
-    passes.update_gradient(call, None, dv.contiguous(), s[-1], state[:, :, -1, 1], None if delta is None else delta[-1])
-    if delta is not None and dcoupling is not None:
-        delta[-1] += call.over_inputs(coupling.float() * dcoupling)
+    passes.update_gradient(call, None, dv.contiguous(), s[-1], state[:, :, -1, 1])
+    delta: Tensor | None = None
+    if inward and dcoupling is not None:
+        delta = call.zeros(r, B, J)
+        delta[-1] = call.over_inputs(coupling.float() * dcoupling)
 
     def norm_of(t: int | slice) -> tuple[Tensor | None, ...]:
-        return Nothing if delta is None else (norm[0, t], norm[1, t], delta[t])
+        return (norm[0, t], norm[1, t], None if delta is None else delta[t], s[t]) if inward else Nothing
 
     start = 0 if call.agreement else r - 1
     first_varied = max(start, 1) if call.uniform_start else start
@@ -114,7 +116,7 @@ def _backward(
                 # What the first of these passes adds is added to its own last part, which needs no zeros.
                 G, partial = partial[-1], partial[:-1]
             before = state[:, :, t - 1, 1]
-            passes.update_gradient(call, partial, G, s[t - 1], before, None if delta is None else delta[t - 1])
+            passes.update_gradient(call, partial, G, s[t - 1], before)
             row_norm(t - 1)
 
     need_x, need_weight, need_logits, need_bias = needed

@@ -178,9 +178,9 @@ def microseconds(instructions: float, tiles: float) -> float:
 def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> dict[str, Any]:
     """For one input capsule, empty for kernels without a loop over input capsules that can be counted.
 
-    instructions: of all warps of the programs that share the outputs, for 16 rows. products, barriers, conversions,
-    exchanges (accesses to shared memory) and loads (from global memory, by bytes of a lane): of one warp. turn: input
-    capsules that a turn of the loop takes.
+    instructions: of all warps of the programs that share the outputs, for 16 rows. products, additions, barriers,
+    conversions, exchanges (accesses to shared memory) and loads (from global memory, by bytes of a lane): of one warp.
+    turn: input capsules that a turn of the loop takes.
     """
     intermediate = Intermediate(ttgir)
     loop = intermediate.over_capsules()
@@ -199,6 +199,7 @@ def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> d
         "turn": found.capsules,
         "instructions": instructions,
         "products": products,
+        "additions": found.count("FADD") + 2 * found.count("FADD2"),
         "barriers": found.count("BAR"),
         "conversions": intermediate.conversions(loop),
         "exchanges": found.count("LDS", "STS", "LDSM", "STSM"),

@@ -97,6 +97,12 @@ def accumulate_kernel(
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
         w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
+        precision_at = precision_ptr
+        if precision_ptr is not None:
+            precision_at = reread(precision_ptr, i32, LANES > 0)
+        center_at = center_ptr
+        if center_ptr is not None:
+            center_at = reread(center_ptr, i32, LANES > 0)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         sums = ()
         masses = ()
@@ -112,7 +118,7 @@ def accumulate_kernel(
                 if QUADRATIC:
                     valid = tl.broadcast_to(ok[:, None], [BB, JT])
                     votes = centered(
-                        votes, center_ptr, mask_ptr, None, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
+                        votes, center_at, mask_ptr, None, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
                     )
                 weighted = votes * a[:, None] if activation_ptr is not None else votes
                 sums = sums + (acc[n] + weighted,)
@@ -132,7 +138,7 @@ def accumulate_kernel(
                 valid = known[n] & ok[:, None]
                 if QUADRATIC:
                     votes = centered(
-                        votes, center_ptr, mask_ptr, out_mask_ptr, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
+                        votes, center_at, mask_ptr, out_mask_ptr, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
                     )
                 V_n = None
                 if QUERY and LANES == 0:
@@ -140,7 +146,7 @@ def accumulate_kernel(
                 elif QUERY:
                     V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, J, D, P, JT, DP, LANES)
                 b = b + (routing_logits(
-                    votes, V_n, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n,
+                    votes, V_n, logits_ptr, precision_at, prior_ptr, rows, vectors, i, first + n,
                     (l_b, l_i, l_j), valid, J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
@@ -202,7 +208,7 @@ def accumulate_kernel(
 # These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
 @triton.jit(
     do_not_specialize=["B", "I", "chunk"],
-    do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr", "delta_ptr"],
+    do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr", "delta_ptr", "s_ptr"],
 )
 def accumulate_gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
@@ -211,7 +217,9 @@ def accumulate_gradient_kernel(
     dmass_ptr, dsecond_ptr, dlse_ptr,  # of a pass: float32 [B, J], [B, J, D], [B, I], or None
     state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
     rows_ptr,  # [3, B, I] float32, MODE "row_norm"
-    norm_ptr, inverse_ptr, delta_ptr,  # [B, J] float32, MODE "in"
+    norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
+    delta_ptr,  # [B, J] float32 or None, MODE "in": sum_i c dc, or without s_ptr's part
+    s_ptr,  # [B, J, D] float32 or None, MODE "in": sum_i c x
     partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
@@ -257,13 +265,25 @@ def accumulate_gradient_kernel(
         if MODE == "in":
             maximum = maximum + (load_numbers(norm_ptr, rows, pairs, first + n, J, JT),)
             inverses = inverses + (load_numbers(inverse_ptr, rows, pairs, first + n, J, JT),)
-            delta = delta + (load_numbers(delta_ptr, rows, pairs, first + n, J, JT),)
+            if delta_ptr is None:
+                delta = delta + (tl.zeros([BB, JT], tl.float32),)
+            else:
+                delta = delta + (load_numbers(delta_ptr, rows, pairs, first + n, J, JT),)
 
     lo = split * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
         w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
+        precision_at = precision_ptr
+        if precision_ptr is not None:
+            precision_at = reread(precision_ptr, i32, LANES > 0)
+        center_at = center_ptr
+        if center_ptr is not None:
+            center_at = reread(center_ptr, i32, LANES > 0)
+        dsecond_at = dsecond_ptr
+        if dsecond_ptr is not None:
+            dsecond_at = reread(dsecond_ptr, i32, LANES > 0)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         state = reread(state_ptr, i32, LANES > 0)
         x = ()
@@ -278,7 +298,7 @@ def accumulate_gradient_kernel(
             here = known[n] & ok[:, None]
             if QUADRATIC:
                 votes = centered(
-                    votes, center_ptr, mask_ptr, out_mask_ptr, here, vectors, first + n, J, D, P, BB, JT, DP, LANES
+                    votes, center_at, mask_ptr, out_mask_ptr, here, vectors, first + n, J, D, P, BB, JT, DP, LANES
                 )
             V = None
             if QUERY:
@@ -286,11 +306,14 @@ def accumulate_gradient_kernel(
             else:
                 ds = load_vectors(state + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
             b = b + (routing_logits(
-                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), here,
+                votes, V, logits_ptr, precision_at, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), here,
                 J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
             ),)
+            about = votes
+            if s_ptr is not None:
+                about -= load_vectors(reread(s_ptr, i32, LANES > 0), vectors, first + n, J, D, P, JT, DP, LANES)
             dc = dc + (coupling_gradient(
-                votes, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n, (d_b, d_i, d_j), here,
+                about, ds, dcoupling_ptr, dmass_ptr, dsecond_at, rows, vectors, i, first + n, (d_b, d_i, d_j), here,
                 True, J, D, P, BB, JT, DP, LANES, WIDE
             ),)
             x = x + (votes,)

@@ -94,11 +94,11 @@ def add_to(at, value, within, stored):
 def add_weight_gradient(
     dw_ptr, value, n, k0, stored,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr,
-    KP: tl.constexpr,
+    KP: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
-    j, d = columns(n, JT, DP, LANES, False)
-    k = components(k0, KP, False)
+    j, d = columns(n, JT, DP, LANES, WIDE)
+    k = components(k0, KP, WIDE)
     within = ((j < J) & (d < D))[:, None] & (k < K)[None, :]
     add_to(dw_ptr + ((j * D + d) * K)[:, None] + k[None, :], value, within, stored)
 
@@ -162,7 +162,7 @@ def store_logits_gradient(
 
 
 @triton.jit(
-    do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["inverse_ptr"]
+    do_not_specialize=["B", "I", "chunk", "tiles", "groups"], do_not_specialize_on_alignment=["inverse_ptr", "s_ptr"]
 )
 def gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
@@ -171,7 +171,9 @@ def gradient_kernel(
     dmass_ptr, dsecond_ptr, dlse_ptr,  # of a pass: float32 [B, J], [B, J, D], [B, I], or None
     state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32, so that offsets between them are constants
     rows_ptr,  # [R, 3, B, I] float32, MODE "row_norm"
-    norm_ptr, inverse_ptr, delta_ptr,  # [R, B, J] float32, MODE "in"
+    norm_ptr, inverse_ptr,  # [R, B, J] float32, MODE "in"
+    delta_ptr,  # [R, B, J] float32 or None, MODE "in": sum_i c dc, or without s_ptr's part
+    s_ptr,  # [R, B, J, D] float32 or None, MODE "in": sum_i c x
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], [B, I, 1, D] if COMMON, or None
     dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
@@ -192,8 +194,9 @@ def gradient_kernel(
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". COMMON: all outputs have the same votes.
     tiles: batch tiles of a split.
     """
-    split = tl.program_id(1)
-    lo = tl.program_id(0) * chunk
+    # Programs that a multiprocessor gets one after the other mostly have the same V and ds: those of one split.
+    split = tl.program_id(0)
+    lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
     ws = (w_i, w_j, w_d, w_k)
@@ -286,14 +289,20 @@ def gradient_kernel(
                             (l_b, l_i, l_j), valid[n], J, D, P, BB, JT, DP, LANES, WIDE,
                             0.0 if MODE == "none" else float("-inf")
                         ),)
+                        about = x[n]
+                        if s_ptr is not None:
+                            about -= load_vectors(s_ptr + at * D, vectors, first + n, J, D, P, JT, DP, LANES)
                         dc = dc + (coupling_gradient(
-                            x[n], ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
+                            about, ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
                             (d_b, d_i, d_j), valid[n], t == R - 1, J, D, P, BB, JT, DP, LANES, WIDE
                         ),)
                         if MODE == "in":
                             maximum = maximum + (load_numbers(norm_ptr + at, rows, known[n], first + n, J, JT),)
                             inverses = inverses + (load_numbers(inverse_ptr + at, rows, known[n], first + n, J, JT),)
-                            delta = delta + (load_numbers(delta_ptr + at, rows, known[n], first + n, J, JT),)
+                            if delta_ptr is None:
+                                delta = delta + (tl.zeros([BB, JT], tl.float32),)
+                            else:
+                                delta = delta + (load_numbers(delta_ptr + at, rows, known[n], first + n, J, JT),)
                     row_at = rows_ptr
                     if MODE == "row_norm":
                         row_at = rows_ptr + 3 * t * tl.cast(B, tl.int64) * I
@@ -372,13 +381,13 @@ def gradient_kernel(
                             owner = tl.cast(split, tl.int64) * I + i
                             stored = tile - batch_start
                             if SHARED:
-                                owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
+                                owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
                                 stored += i32 - lo
                             for k0 in range(0, K, KB):
                                 u_k = u_back if K <= KB else input_capsules(x_at, rows, ok, i, k0, xs, K, KB, WIDE)
                                 add_weight_gradient(
                                     dw_ptr + owner * (J * C * K), votes_to_weights(dx[n], u_k, ACROSS, BACK_DOT),
-                                    first + n, k0, stored, J, C, K, JT, DP, LANES, KB
+                                    first + n, k0, stored, J, C, K, JT, DP, LANES, KB, WIDE
                                 )
                 if keep_dw:
                     dw = more_dw
@@ -397,10 +406,10 @@ def gradient_kernel(
             # The next tile or group adds to what other threads may have stored.
             tl.debug_barrier()
             if keep_dw:
-                owner = tl.cast(split, tl.int64) * tl.num_programs(0) + tl.program_id(0)
+                owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
                 for n in tl.static_range(NT):
                     add_weight_gradient(
                         dw_ptr + owner * (J * C * K), dw[n], first + n, 0,
-                        tile - batch_start, J, C, K, JT, DP, LANES, KB
+                        tile - batch_start, J, C, K, JT, DP, LANES, KB, WIDE
                     )
                 tl.debug_barrier()

@@ -108,7 +108,10 @@ def scaled(c, a, NT: tl.constexpr):
 def agreement_gradient(
     c, dc, valid, rows_ptr, delta, dlse_ptr, rows, ok, i, B, I, NT: tl.constexpr, MODE: tl.constexpr
 ):
-    """db = c (dc - sum c dc + dlse), summed over what the softmax runs over. delta: for MODE "in" that sum, NT tiles.
+    """db = c (dc - sum c dc + dlse), summed over what the softmax runs over.
+
+    delta: for MODE "in" that sum, NT tiles, without what dc does not have: dc = (x - s) . ds, as for a large c the
+    difference of x . ds and s . ds would lose its digits.
 
     dlse_ptr: [B, I] or None, for MODE "out"; in other modes it is part of delta or of the rows.
     """

@@ -196,7 +196,7 @@ def restore_kernel(
         tl.store(state_ptr + 2 * t * D + to, V, mask=within)
 
 
-@triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr", "delta_ptr"])
+@triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr"])
 def update_gradient_kernel(
     partial_ptr,  # [splits, B, J, D] float32, what this pass adds to G, or None: G is dv
     G_ptr,  # [B, J, D]: G so far; with partial_ptr it is float32 and updated
@@ -204,7 +204,6 @@ def update_gradient_kernel(
     out_mask_ptr,
     s_ptr,  # [B, J, D] float32, of the iteration whose ds is computed
     ds_ptr,  # points to ds of that iteration in [B, J, R, 2, D] float32, out
-    delta_ptr,  # [B, J] float32, out: s . ds, or None
     o_b, o_j, B, splits, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr, R: tl.constexpr,
     KIND: tl.constexpr,
@@ -218,12 +217,9 @@ def update_gradient_kernel(
     if partial_ptr is not None:
         dv += sum_splits(partial_ptr, at, within, splits, tl.cast(B, tl.int64) * J * D, SB)
         tl.store(G_ptr + at, dv, mask=within)
-    plain = tl.load(s_ptr + at, mask=within, other=0.0)
-    s = plain
+    s = tl.load(s_ptr + at, mask=within, other=0.0)
     if bias_ptr is not None:
         s += load_bias(bias_ptr, rows, d, within, J, D)
     alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
     ds = tl.where(alive[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
     tl.store(ds_ptr + (rows * (2 * R * D))[:, None] + d[None, :], ds, mask=within)
-    if delta_ptr is not None:
-        tl.store(delta_ptr + rows, tl.sum(tl.where(alive[:, None], plain * ds, 0.0), 1), mask=ok)
