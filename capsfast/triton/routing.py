@@ -83,9 +83,8 @@ def _backward(
         return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
-    state = passes.restore(call, s)
     delta = call.new(r, B, J) if inward else None
-    passes.update_gradient(call, None, dv.contiguous(), s[-1], state[:, :, -1, 1], None if delta is None else delta[-1])
+    state = passes.restore(call, s, dv.contiguous(), None if delta is None else delta[-1])
     if delta is not None and dcoupling is not None:
         delta[-1] += call.over_inputs(coupling.float() * dcoupling)
 

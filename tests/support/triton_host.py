@@ -17,7 +17,7 @@ from typing import Any
 
 # The layer of the benchmarks but for B and I, which take the host no time; what torch does takes time here that a GPU
 # would. Two tiles of the batch and few input capsules: the batch is split, and partial dW are to be added up.
-SHAPE = (17, 2, 10, 16, 8)
+SHAPE = (33, 2, 10, 16, 8)
 ROUNDS = 15
 
 
