@@ -81,10 +81,9 @@ def replayed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple
         tensors, addresses = [], []
         for value in args:
             if isinstance(value, Tensor):
-                address = value.data_ptr()
                 tensors.append(value)
-                addresses.append(address)
-                key += (value.shape, value.stride(), value.dtype, value.get_device(), address % ALIGNMENT)
+                addresses.append(address := value.data_ptr())
+                key.append((value.shape, value.stride(), value.dtype, value.get_device(), address % ALIGNMENT))
             else:
                 key.append(value)
         signature = tuple(key)
