@@ -85,16 +85,9 @@ def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
 
 
 def forward(
-    call: Call, lse: Tensor | None, return_weights: bool, return_lse: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns ``(mass, first, second, weights, lse, norm)``. lse: the one that normalize="lse" needs."""
-    with call.on_device():
-        return _forward(call, lse, return_weights, return_lse)
-
-
-def _forward(
     call: Call, given_lse: Tensor | None, return_weights: bool, return_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the one that normalize="lse" needs."""
     B, I, J, D, _ = call.sizes
     assert isinstance(call.options, PassOptions) and call.scores is not None
     inward, empty = call.normalize == "in", call.new(0)
@@ -152,17 +145,6 @@ def backward(
 
     given: gradients of mass, first, second, weights and lse, each of which may be None. saved: what forward() returned.
     """
-    with call.on_device():
-        return _backward(call, parameters, given, saved, needed)
-
-
-def _backward(
-    call: Call,
-    parameters: PassParameters,
-    given: tuple[Tensor | None, ...],
-    saved: tuple[Tensor, ...],
-    needed: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
     B, I, J, D, K = call.sizes
     inputs = (call.x, call.weight, *parameters[:7])
     if B == 0 or J == 0:

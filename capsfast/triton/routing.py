@@ -14,11 +14,6 @@ Nothing: tuple[None, None, None] = (None, None, None)
 
 def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns ``(v, coupling, s, norm)``; ops/dynamic_routing.py has the contract."""
-    with call.on_device():
-        return _forward(call, return_coupling)
-
-
-def _forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, I, J, D, _ = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     v = call.new(B, J, D, dtype=call.x.dtype)
@@ -64,19 +59,6 @@ def backward(
     needed: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes."""
-    with call.on_device():
-        return _backward(call, dv, dcoupling, coupling, s, norm, needed)
-
-
-def _backward(
-    call: Call,
-    dv: Tensor,
-    dcoupling: Tensor | None,
-    coupling: Tensor,
-    s: Tensor,
-    norm: Tensor,
-    needed: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, I, J, D, K = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     if B == 0 or J == 0:
