@@ -113,7 +113,7 @@ def forward(
             passes.row_norm(call, call.scores.query, None, rows, False)
             if log_sum is not None:
                 log_sum = _log_sum(rows[0], rows[1])
-        partial, online = passes.accumulate_moments(call, rows, uniform, weights, log_sum)
+        partial, online = passes.accumulate(call, call.scores.query, rows, uniform, weights, log_sum)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         sums = passes.update_moments(call, partial, online, factor, norm)
         if norm is not None and weights is not None:

@@ -65,37 +65,27 @@ def row_norm(
     )  # fmt: skip
 
 
-def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool) -> tuple[Tensor, Tensor | None]:
-    """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J]."""
-    tiles, splits, chunk, constants = call.plan("accumulate")
-    B, I, J, D, _ = call.sizes
-    kind = "uniform" if uniform else mode(call, "accumulate")
-    partial = call.new(splits, B, J, D)
-    online = call.new(2, splits, B, J) if kind == "in" else None
-    launch(accumulate_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
-        *call.tensors, V, rows, partial, online, None, None, None, None, *call.strides,
-        *call.position_strides, B, I, chunk,
-        **constants, MODE=kind,
-    )  # fmt: skip
-    return partial, online
-
-
-def accumulate_moments(
-    call: Call, rows: Tensor | None, uniform: bool, coupling: Tensor | None, lse: Tensor | None
+def accumulate(
+    call: Call,
+    V: Tensor | None,
+    rows: Tensor | None,
+    uniform: bool,
+    coupling: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Sums, Tensor | None]:
-    """Partial sums of the moments and, for softmax "in", maxima and sums as in accumulate().
+    """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J].
 
-    Fills coupling [B, I, J], except for softmax "in", and lse [B, I], if the mode is "out".
+    In a routing pass V is the query, and the sums are those of all moments. Fills coupling [B, I, J], except for
+    softmax "in", and lse [B, I], if the mode is "out".
     """
-    assert call.scores is not None
     tiles, splits, chunk, constants = call.plan("accumulate")
-    B, I, J, D, _ = call.sizes
+    B, I, J, *_ = call.sizes
     kind = "uniform" if uniform else mode(call, "accumulate")
-    second = isinstance(call.options, PassOptions) and call.options.second
-    sums = _partial_sums(call, splits, True, second)
+    of_pass = call.options if isinstance(call.options, PassOptions) else None
+    sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
     online = call.new(2, splits, B, J) if kind == "in" else None
     launch(accumulate_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
-        *call.tensors, call.scores.query, rows, sums.first, online, sums.mass, sums.second,
+        *call.tensors, V, rows, sums.first, online, sums.mass, sums.second,
         None if kind == "in" else coupling, lse if kind == "out" else None, *call.strides,
         *call.position_strides, B, I, chunk,
         **constants, MODE=kind,

@@ -85,8 +85,7 @@ def replayed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple
     @functools.wraps(function)
     def call(*args: Any) -> tuple[Tensor, ...]:
         key: list[Any] = [function, edition(), os.environ.get("CAPSFAST_TRITON_TABLE")]
-        tensors: list[Any] = []
-        addresses = []
+        tensors, addresses = [], []
         for value in args:
             if isinstance(value, Tensor):
                 tensors.append(value)

@@ -32,13 +32,13 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
             assert V is not None
             rows = call.new(3, B, I) if rows is None else rows
             passes.row_norm(call, V, None, rows, False)
-        partial, online = passes.accumulate(call, V, rows, uniform)
+        sums, online = passes.accumulate(call, V, rows, uniform)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         last = t == r - 1
         if not last:
             following = call.new(B, J, D) if V is None else V
         kept = (norm[0, t], norm[1, t]) if inward else (None, None)
-        passes.update(call, partial, online, factor, V, s[t], kept, None if last else following, v if last else None)
+        passes.update(call, sums.first, online, factor, V, s[t], kept, None if last else following, v if last else None)
         V = V if last else following
     if return_coupling:
         assert V is not None
