@@ -27,7 +27,7 @@ if not toolchain.why_no_triton():
     import triton
     import triton.language as tl
 
-    from capsfast.triton import config, tune
+    from capsfast.triton import config, replay, tune
     from capsfast.triton.config import Choice, Layer
     from capsfast.triton.kernels.gradient import add_weight_gradient
     from capsfast.triton.launch import Call
@@ -416,6 +416,7 @@ def test_tune_keeps_what_was_fastest_and_its_table_is_used(
         if config.TABLE["accumulate"].columns == 20:
             raise RuntimeError("out of resource: shared memory")
         function()
+        assert replay._recordings
         pairs = [zip(config.TABLE[kernel], wanted, strict=True) for kernel, wanted in best.items()]
         return 1.0 + sum(one != other for pair in pairs for one, other in pair)
 

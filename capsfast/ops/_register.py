@@ -101,13 +101,14 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
             _library.define(schema)
     if backend == "triton":
         _bind_triton(contract.name)
-    fused_backward = _transformable(f"{name}_backward", _keep_nothing, _second_derivative(contract.name), 0)
+    second = _second_derivative(contract.name)
+    fused_backward = _transformable(f"{name}_backward", _keep_nothing, second, 0, contract.differentiable)
     backward = backward_by(contract, fused_backward)
     save = saving(contract)
     torch.library.register_fake(op, contract.fake)
     torch.library.register_fake(f"{op}_backward", contract.fake_backward)
     torch.library.register_autograd(op, backward, setup_context=save)
-    torch.library.register_autograd(f"{op}_backward", _second_derivative(contract.name))
+    torch.library.register_autograd(f"{op}_backward", second)
     for overload in (op, f"{op}_backward"):
         torch.library.register_vmap(overload, _vmap(_overload(overload)))
     for device in ("cpu", "cuda"):
@@ -132,12 +133,15 @@ def _bind_triton(name: str) -> None:
         _library.impl(f"triton_{name}_backward", bound("backward"), key)
 
 
-def _transformable(name: str, save: Callable[..., None], backward: Callable[..., Any], cast: int) -> Callable[..., Any]:
+def _transformable(
+    name: str, save: Callable[..., None], backward: Callable[..., Any], cast: int, first: int = 0
+) -> Callable[..., Any]:
     """A function that calls ``capsfast::name`` in the way that suits its caller.
 
     Under torch.compile and autocast it calls the op itself. torch.func cannot differentiate ops registered with
     torch.library, and in eager mode their autograd takes most of the host time of a call. In both cases save and
-    backward run in an autograd.Function instead. cast: how many of the first arguments autocast casts.
+    backward run in an autograd.Function instead. cast: how many of the first arguments autocast casts. first: which
+    argument is surely a tensor, as the gradients before it may be None.
     """
     op = _overload(f"capsfast::{name}")
 
@@ -169,9 +173,10 @@ def _transformable(name: str, save: Callable[..., None], backward: Callable[...,
             _sharding.register_if_imported()
         if torch.compiler.is_compiling():
             return op(*inputs)
-        # The first of a backward are gradients, which may be None.
-        device = next(value for value in inputs if isinstance(value, Tensor)).device.type
-        casting = device != "meta" and torch.is_autocast_enabled(device)
+        casting = torch._C._is_any_autocast_enabled()
+        if casting:
+            device = inputs[first].device.type
+            casting = device != "meta" and torch.is_autocast_enabled(device)
         if torch._C._are_functorch_transforms_active():
             if not casting:
                 return Transformed.apply(*inputs)

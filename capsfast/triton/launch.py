@@ -1,6 +1,5 @@
 """The arguments of a call as kernels take them: tensors, strides, sizes, precision, and the grid of each pass."""
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass, field
@@ -280,10 +279,6 @@ class Call:
         batch = self.batch_tiles(self.tiles("gradient"))
         each = cdiv(batch, min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch))
         return chunks, chunk, cdiv(batch, each), each
-
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes the device of the call the current one: Triton launches there, on its current stream."""
-        return torch.cuda.device(self.x.device) if self.x.is_cuda else contextlib.nullcontext()
 
     def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.x.device)

@@ -85,16 +85,9 @@ def _log_sum(maximum: Tensor, scale: Tensor) -> Tensor:
 
 
 def forward(
-    call: Call, lse: Tensor | None, return_weights: bool, return_lse: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns ``(mass, first, second, weights, lse, norm)``. lse: the one that normalize="lse" needs."""
-    with call.on_device():
-        return _forward(call, lse, return_weights, return_lse)
-
-
-def _forward(
     call: Call, given_lse: Tensor | None, return_weights: bool, return_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the one that normalize="lse" needs."""
     B, I, J, D, _ = call.sizes
     assert isinstance(call.options, PassOptions) and call.scores is not None
     inward, empty = call.normalize == "in", call.new(0)
@@ -120,7 +113,7 @@ def _forward(
             passes.row_norm(call, call.scores.query, None, rows, False)
             if log_sum is not None:
                 log_sum = _log_sum(rows[0], rows[1])
-        partial, online = passes.accumulate_moments(call, rows, uniform, weights, log_sum)
+        partial, online = passes.accumulate(call, call.scores.query, rows, uniform, weights, log_sum)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         sums = passes.update_moments(call, partial, online, factor, norm)
         if norm is not None and weights is not None:
@@ -152,17 +145,6 @@ def backward(
 
     given: gradients of mass, first, second, weights and lse, each of which may be None. saved: what forward() returned.
     """
-    with call.on_device():
-        return _backward(call, parameters, given, saved, needed)
-
-
-def _backward(
-    call: Call,
-    parameters: PassParameters,
-    given: tuple[Tensor | None, ...],
-    saved: tuple[Tensor, ...],
-    needed: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
     B, I, J, D, K = call.sizes
     inputs = (call.x, call.weight, *parameters[:7])
     if B == 0 or J == 0:

@@ -10,7 +10,7 @@ from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import coupling_kernel, row_norm_kernel
-from .kernels.update import moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
+from .kernels.update import add_up_kernel, moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv, pair_strides
 from .recorder import launch
 
@@ -65,37 +65,27 @@ def row_norm(
     )  # fmt: skip
 
 
-def accumulate(call: Call, V: Tensor | None, rows: Tensor | None, uniform: bool) -> tuple[Tensor, Tensor | None]:
-    """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J]."""
-    tiles, splits, chunk, constants = call.plan("accumulate")
-    B, I, J, D, _ = call.sizes
-    kind = "uniform" if uniform else mode(call, "accumulate")
-    partial = call.new(splits, B, J, D)
-    online = call.new(2, splits, B, J) if kind == "in" else None
-    launch(accumulate_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
-        *call.tensors, V, rows, partial, online, None, None, None, None, *call.strides,
-        *call.position_strides, B, I, chunk,
-        **constants, MODE=kind,
-    )  # fmt: skip
-    return partial, online
-
-
-def accumulate_moments(
-    call: Call, rows: Tensor | None, uniform: bool, coupling: Tensor | None, lse: Tensor | None
+def accumulate(
+    call: Call,
+    V: Tensor | None,
+    rows: Tensor | None,
+    uniform: bool,
+    coupling: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Sums, Tensor | None]:
-    """Partial sums of the moments and, for softmax "in", maxima and sums as in accumulate().
+    """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J].
 
-    Fills coupling [B, I, J], except for softmax "in", and lse [B, I], if the mode is "out".
+    In a routing pass V is the query, and the sums are those of all moments. Fills coupling [B, I, J], except for
+    softmax "in", and lse [B, I], if the mode is "out".
     """
-    assert call.scores is not None
     tiles, splits, chunk, constants = call.plan("accumulate")
-    B, I, J, D, _ = call.sizes
+    B, I, J, *_ = call.sizes
     kind = "uniform" if uniform else mode(call, "accumulate")
-    second = isinstance(call.options, PassOptions) and call.options.second
-    sums = _partial_sums(call, splits, True, second)
+    of_pass = call.options if isinstance(call.options, PassOptions) else None
+    sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
     online = call.new(2, splits, B, J) if kind == "in" else None
     launch(accumulate_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
-        *call.tensors, call.scores.query, rows, sums.first, online, sums.mass, sums.second,
+        *call.tensors, V, rows, sums.first, online, sums.mass, sums.second,
         None if kind == "in" else coupling, lse if kind == "out" else None, *call.strides,
         *call.position_strides, B, I, chunk,
         **constants, MODE=kind,
@@ -206,37 +196,44 @@ def update_moments(
     return sums
 
 
-def restore(call: Call, s: Tensor) -> Tensor:
-    """From s [R, B, J, D]: state [B, J, R, 2, D], with V of every iteration and room for ds."""
+def restore(call: Call, s: Tensor, dv: Tensor) -> Tensor:
+    """From s [R, B, J, D]: state [B, J, R, 2, D], with V of every iteration, ds of the last one and room for others."""
     assert isinstance(call.options, Options)
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
     grid, shape = _update_grid(call)
-    launch(
-        restore_kernel,
-        grid,
-        s,
-        call.bias,
-        call.out_mask,
-        state,
-        *call.out_strides,
-        B,
-        call.options.eps,
-        **shape,
-        R=R,
-        num_warps=4,
-    )
+    launch(restore_kernel, grid,
+        s, dv, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps,
+        **shape, R=R, num_warps=4,
+    )  # fmt: skip
     return state
 
 
-def update_gradient(call: Call, partial: Tensor | None, G: Tensor, s: Tensor, ds: Tensor) -> None:
+def update_gradient(call: Call, partial: Tensor, G: Tensor, s: Tensor, ds: Tensor) -> None:
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
-    splits = 0 if partial is None else partial.shape[0]
     launch(update_gradient_kernel, grid,
-        partial, G, call.bias, call.out_mask, s, ds, *call.out_strides, call.sizes[0], splits,
+        partial, G, call.bias, call.out_mask, s, ds, *call.out_strides, call.sizes[0], partial.shape[0],
         call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
     )  # fmt: skip
+
+
+def _parts(call: Call, splits: int, like: Tensor) -> Tensor:
+    """Room for partial sums. Those of a single split need no adding up."""
+    return call.new(*(() if splits == 1 else (splits,)), *like.shape)
+
+
+def _add_up(call: Call, parts: Tensor, like: Tensor) -> Tensor:
+    """The sum of _parts() over the splits, in the dtype of the tensor that it is a gradient of."""
+    if parts.shape == like.shape and parts.dtype == like.dtype:
+        return parts
+    total = call.new(*like.shape, dtype=like.dtype)
+    n = total.numel()
+    # A shared weight has a part per program. Whatever the number, a program reads 2 048 numbers at once.
+    at_once = 64 if call.shared else 4
+    width = 2048 // at_once
+    launch(add_up_kernel, (cdiv(n, width),), parts, total, n, parts.numel() // max(n, 1), WIDTH=width, SB=at_once)
+    return total
 
 
 def gradient(
@@ -271,12 +268,11 @@ def gradient(
     if need_weight:
         # Partial sums, one per split of the batch, or for a shared weight one per program.
         assert call.weight is not None
-        sums = (chunks * splits,) if call.shared else (splits, I)
-        dw = call.new(*sums, *call.weight.shape[1:])
+        dw = _parts(call, chunks * splits if call.shared else splits, call.weight)
     sum_logits = call.logits is not None and call.logits.dim() == 2
     if need_logits:
         assert call.logits is not None
-        dl = call.new(splits, I, J) if sum_logits else call.new_pairs(call.logits.dtype)
+        dl = _parts(call, splits, call.logits) if sum_logits else call.new_pairs(call.logits.dtype)
     factor = uniform_factor(call) if uniform else (None, 0.0)
     launch(gradient_kernel, (splits, chunks),
         *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, dl, dactivation, drow, *call.strides,
@@ -286,12 +282,10 @@ def gradient(
         START=start + uniform, R=call.iterations, UNIFORM=uniform, AGREEMENT=call.agreement, SHARED=call.shared,
         COMMON=call.common, SUM_LOGITS=sum_logits,
     )  # fmt: skip
-    dweight = dlogits = None
     if dw is not None:
         assert call.weight is not None
-        total = dw.sum(0) if dw.shape[0] > 1 else dw
-        dweight = total.to(call.weight.dtype).view(call.weight.shape)
-    if dl is not None:
+        dw = _add_up(call, dw, call.weight)
+    if dl is not None and sum_logits:
         assert call.logits is not None
-        dlogits = (dl.sum(0) if sum_logits else dl).to(call.logits.dtype)
-    return None if dx is None else dx.to(call.x.dtype), dweight, dlogits
+        dl = _add_up(call, dl, call.logits)
+    return None if dx is None else dx.to(call.x.dtype), dw, dl

@@ -5,6 +5,7 @@ device and alignment, and the tables of tile sizes. Without a recording (recorde
 Triton is none that this was tested with, and while hooks, such as a profiler's, are to be called at every launch.
 """
 
+import contextlib
 import functools
 import os
 import threading
@@ -57,6 +58,7 @@ _recordings: dict[tuple[Any, ...], Recording | str] = {}  # by signature
 _lock = threading.Lock()
 _tables: tuple[Any, ...] = ()
 _edition = 0
+_as_it_is = contextlib.nullcontext()
 
 
 def edition() -> int:
@@ -70,40 +72,40 @@ def edition() -> int:
     return _edition
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a device the current one: Triton launches there, on its current stream."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _as_it_is
+    return torch.cuda.device(device)
+
+
 def replayed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """The kernels of an op, whose launches are recorded at the first call of a signature and repeated at later ones."""
 
     @functools.wraps(function)
     def call(*args: Any) -> tuple[Tensor, ...]:
-        if why_not() or hooked():
-            return function(*args)
         key: list[Any] = [function, edition(), os.environ.get("CAPSFAST_TRITON_TABLE")]
         tensors, addresses = [], []
         for value in args:
             if isinstance(value, Tensor):
-                address = value.data_ptr()
                 tensors.append(value)
-                addresses.append(address)
-                key += (value.shape, value.stride(), value.dtype, value.get_device(), address % ALIGNMENT)
+                addresses.append(address := value.data_ptr())
+                key.append((value.shape, value.stride(), value.dtype, value.get_device(), address % ALIGNMENT))
             else:
                 key.append(value)
         signature = tuple(key)
-        recording = _recordings.get(signature)
-        if recording is None:
-            outputs, recording = record(function, args)
-            with _lock:
-                if len(_recordings) >= MOST:
-                    del _recordings[next(iter(_recordings))]
-                _recordings[signature] = recording
-            return outputs
-        if isinstance(recording, str):
-            return function(*args)
-        device = recording.device
-        if device.type != "cuda" or torch.cuda.current_device() == device.index:
-            found = recording.replay(tensors, addresses)
-        else:
-            with torch.cuda.device(device):
-                found = recording.replay(tensors, addresses)
-        return function(*args) if found is None else found
+        with on_device(tensors[0].device):
+            if why_not() or hooked():
+                return function(*args)
+            recording = _recordings.get(signature)
+            if recording is None:
+                outputs, recording = record(function, args)
+                with _lock:
+                    if len(_recordings) >= MOST:
+                        del _recordings[next(iter(_recordings))]
+                    _recordings[signature] = recording
+                return outputs
+            found = None if isinstance(recording, str) else recording.replay(tensors, addresses)
+            return function(*args) if found is None else found
 
     return call

@@ -15,11 +15,6 @@ Nothing: tuple[None, None, None, None] = (None, None, None, None)
 
 def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns ``(v, coupling, s, norm)``; ops/dynamic_routing.py has the contract."""
-    with call.on_device():
-        return _forward(call, return_coupling)
-
-
-def _forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, I, J, D, _ = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     v = call.new(B, J, D, dtype=call.x.dtype)
@@ -38,13 +33,13 @@ def _forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor,
             assert V is not None
             rows = call.new(3, B, I) if rows is None else rows
             passes.row_norm(call, V, None, rows, False)
-        partial, online = passes.accumulate(call, V, rows, uniform)
+        sums, online = passes.accumulate(call, V, rows, uniform)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         last = t == r - 1
         if not last:
             following = call.new(B, J, D) if V is None else V
         kept = (norm[0, t], norm[1, t]) if inward else (None, None)
-        passes.update(call, partial, online, factor, V, s[t], kept, None if last else following, v if last else None)
+        passes.update(call, sums.first, online, factor, V, s[t], kept, None if last else following, v if last else None)
         V = V if last else following
     if return_coupling:
         assert V is not None
@@ -65,27 +60,13 @@ def backward(
     needed: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes."""
-    with call.on_device():
-        return _backward(call, dv, dcoupling, coupling, s, norm, needed)
-
-
-def _backward(
-    call: Call,
-    dv: Tensor,
-    dcoupling: Tensor | None,
-    coupling: Tensor,
-    s: Tensor,
-    norm: Tensor,
-    needed: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, I, J, D, K = call.sizes
     r, inward = call.iterations, call.normalize == "in"
     if B == 0 or J == 0:
         return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
-    state = passes.restore(call, s)
-    passes.update_gradient(call, None, dv.contiguous(), s[-1], state[:, :, -1, 1])
+    state = passes.restore(call, s, dv.contiguous())
     delta: Tensor | None = None
     if inward and dcoupling is not None:
         delta = call.zeros(r, B, J)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..files import write_text
 from ..options import Options, PassOptions
 from ..reference.votes_pass import PassParameters
-from . import config, moments, routing
+from . import config, dynamic_routing, moments, routing_pass
 from .config import Choice
 from .launch import Call
 
@@ -56,27 +56,28 @@ def gpu_milliseconds(function: Callable[[], Any]) -> float:
 
 
 class Workload(NamedTuple):
-    """A forward and a backward of one layer. A call keeps how it launches its kernels: other choices, another call."""
+    """A forward and a backward of one layer, which repeat recorded launches, or else the host would be timed."""
 
     call: Callable[[], Call]
-    run: Callable[[Call], None]
+    run: Callable[[], None]
 
 
-def dynamic_routing(u: Tensor, weight: Tensor, options: Options) -> Workload:
+def of_dynamic_routing(u: Tensor, weight: Tensor, options: Options) -> Workload:
     def call() -> Call:
         return Call(u, weight, None, None, None, None, options)
 
-    v, coupling, s, norm = routing.forward(call(), False)
+    given = (u, weight, None, None, None, None)
+    v, *saved = dynamic_routing.forward(*given, *options, False, False)
     dv = torch.randn_like(v)
 
-    def run(call: Call) -> None:
-        routing.forward(call, False)
-        routing.backward(call, dv, None, coupling, s, norm, (True, True, False, False))
+    def run() -> None:
+        dynamic_routing.forward(*given, *options, False, False)
+        dynamic_routing.backward(dv, None, *given, *saved, *options, False, True, True, False, False)
 
     return Workload(call, run)
 
 
-def routing_pass(u: Tensor, weight: Tensor, options: PassOptions) -> Workload:
+def of_routing_pass(u: Tensor, weight: Tensor, options: PassOptions) -> Workload:
     """An iteration of EM routing, all of whose arguments have a gradient."""
     (B, I, _), (J, D) = u.shape, weight.shape[1:3]
     draw = functools.partial(torch.rand, device=u.device)
@@ -86,13 +87,14 @@ def routing_pass(u: Tensor, weight: Tensor, options: PassOptions) -> Workload:
     def call() -> Call:
         return moments.call(u, weight, parameters, options)
 
-    saved = moments.forward(call(), None, False, False)
-    given = (*saved[:2], saved[2] if options.second else None, None, None)
-    needed = (True, True, *(value is not None for value in parameters[:7]))
+    given = (u, weight, *parameters)
+    saved = routing_pass.forward(*given, *options, False, False, False)
+    gradients = (*saved[:2], saved[2] if options.second else None, None, None)
+    needed = [value is not None for value in given[:9]]
 
-    def run(call: Call) -> None:
-        moments.forward(call, None, False, False)
-        moments.backward(call, parameters, given, saved, needed)
+    def run() -> None:
+        routing_pass.forward(*given, *options, False, False, False)
+        routing_pass.backward(*gradients, *given, *saved, *options, False, *needed)
 
     return Workload(call, run)
 
@@ -121,7 +123,11 @@ def tune(
     if os.environ.get("CAPSFAST_TRITON_TABLE"):
         raise ValueError("tune: unset CAPSFAST_TRITON_TABLE, its choices would stand in the way of those to be tried")
     passing = isinstance(options, PassOptions)
-    work = routing_pass(u, weight, options) if isinstance(options, PassOptions) else dynamic_routing(u, weight, options)
+    work = (
+        of_routing_pass(u, weight, options)
+        if isinstance(options, PassOptions)
+        else of_dynamic_routing(u, weight, options)
+    )
     device = torch.cuda.get_device_name(u.device) if u.is_cuda else "interpreter"
     rows = []
     with contextlib.ExitStack() as held:
@@ -130,7 +136,7 @@ def tune(
             if kernel == "row_norm" and all(call.tiles(other).groups == 1 for other in KERNELS[:3]):
                 continue
             best = config.TABLE[kernel]
-            first = least = timer(functools.partial(work.run, call))
+            first = least = timer(work.run)
             tried = {launched(call, kernel)}
             for name, values in CANDIDATES.items():
                 for value in values if name != "chunk" or kernel.startswith("gradient") else ():
@@ -141,7 +147,7 @@ def tune(
                             continue
                         tried.add(launched(call, kernel))
                         try:
-                            took = timer(functools.partial(work.run, call))
+                            took = timer(work.run)
                         except Exception as error:
                             say(f"{kernel} {candidate}: {type(error).__name__}")
                             continue

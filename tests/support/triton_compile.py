@@ -33,7 +33,10 @@ TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "uint8": "
 
 
 def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """What forward and backward of a call would launch: (kernel, arguments, keywords). need: inputs with a gradient."""
+    """What forward and backward of a call would launch: (kernel, arguments, keywords).
+
+    need: inputs with a gradient. kernels: names of those to keep.
+    """
     from triton.runtime.jit import JITFunction
 
     from tests.support import passes
@@ -59,7 +62,7 @@ def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, A
     finally:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         JITFunction.run = run_before
-    return launched
+    return [each for each in launched if each[0].fn.__name__ in call.get("kernels", [each[0].fn.__name__])]
 
 
 def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -207,15 +210,12 @@ def seconds() -> None:
         os.environ["TRITON_CACHE_DIR"] = cache
         for call in json.load(sys.stdin):
             for launched in record(call):
-                kernel = launched[0].fn.__name__
-                if kernel not in call.get("kernels", [kernel]):
-                    continue
                 if not warm:  # the first one also loads the compiler
                     _compile(90, launched, num_stages=2)
                     warm = True
                 before = used()
                 _compile(90, launched)
-                found.append(call | {"kernel": kernel, "seconds": round(used() - before, 2)})
+                found.append(call | {"kernel": launched[0].fn.__name__, "seconds": round(used() - before, 2)})
     json.dump(found, sys.stdout)
 
 

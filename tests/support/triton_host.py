@@ -11,25 +11,29 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 # The layer of the benchmarks but for B and I, which take the host no time; what torch does takes time here that a GPU
 # would. Two tiles of the batch and few input capsules: the batch is split, and partial dW are to be added up.
-SHAPE = (17, 2, 10, 16, 8)
+SHAPE = (33, 2, 10, 16, 8)
 ROUNDS = 15
 
 
 @contextmanager
-def stubbed() -> Iterator[list[tuple[Any, ...]]]:
-    """Inside, launches of Triton kernels are prepared to the end, and then only noted: the kernel's name, the rest."""
+def stubbed() -> Iterator[deque[tuple[Any, ...]]]:
+    """Inside, launches of Triton kernels are prepared to the end, and then only noted: the kernel's name, the rest.
+
+    The last ones are kept. If all were, their growing number would set Python's garbage collector to work.
+    """
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
     from tests.support.triton_compile import Driver
 
-    launched: list[tuple[Any, ...]] = []
+    launched: deque[tuple[Any, ...]] = deque(maxlen=100)
 
     def load(self: Any) -> None:
         name = self.name
@@ -55,11 +59,10 @@ def ordinary() -> Iterator[None]:
         replay.why_not = before
 
 
-def microseconds(function: Callable[[], Any], launched: list[Any], calls: int = 200) -> float:
+def microseconds(function: Callable[[], Any], calls: int = 200) -> float:
     """Of a call, in the quickest round: what else the machine does only adds to it."""
     least = float("inf")
     for _ in range(ROUNDS):
-        launched.clear()
         start = time.perf_counter()
         for _ in range(calls):
             function()
@@ -67,7 +70,7 @@ def microseconds(function: Callable[[], Any], launched: list[Any], calls: int = 
     return least / calls * 1e6
 
 
-def measure(launched: list[Any]) -> dict[str, float]:
+def measure() -> dict[str, float]:
     import torch
 
     import capsfast
@@ -99,17 +102,17 @@ def measure(launched: list[Any]) -> dict[str, float]:
         "backward": lambda: torch.autograd.grad(v, needing, dv, retain_graph=True),
     }
     found = {
-        "torch.matmul of 4 x 4": microseconds(lambda: torch.matmul(a, b), launched, 2000),
+        "torch.matmul of 4 x 4": microseconds(lambda: torch.matmul(a, b), 2000),
         "backward of a Function that computes nothing": microseconds(
-            lambda: torch.autograd.grad(nothing, needing, one, retain_graph=True), launched
+            lambda: torch.autograd.grad(nothing, needing, one, retain_graph=True)
         ),
     }
-    found |= {name: microseconds(call, launched) for name, call in rows.items()}
+    found |= {name: microseconds(call) for name, call in rows.items()}
     with ordinary():
-        return found | {f"{name}, ordinary": microseconds(call, launched) for name, call in rows.items()}
+        return found | {f"{name}, ordinary": microseconds(call) for name, call in rows.items()}
 
 
-def differences(launched: list[Any]) -> list[str]:
+def differences(launched: deque[tuple[Any, ...]]) -> list[str]:
     """Where a replay gives the launcher other arguments than Triton's own path: addresses but in alignment."""
     import torch
 
@@ -152,7 +155,7 @@ if __name__ == "__main__":
     toolchain.interpreting = lambda: True
     with stubbed() as noted:
         if sys.argv[1:] == ["json"]:
-            json.dump({"microseconds": measure(noted), "differences": differences(noted)}, sys.stdout)
+            json.dump({"microseconds": measure(), "differences": differences(noted)}, sys.stdout)
         else:
-            for name, took in measure(noted).items():
+            for name, took in measure().items():
                 print(f"{name:48}{took:8.1f} µs")

@@ -172,9 +172,10 @@ def moments_kernel(
 @triton.jit(do_not_specialize=["B"])
 def restore_kernel(
     s_ptr,  # [r, B, J, D] float32
+    dv_ptr,  # [B, J, D]
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
-    state_ptr,  # [B, J, R, 2, D] float32: [..., t, 0, :] is V of iteration t, out; [..., t, 1, :] is for ds
+    state_ptr,  # [B, J, R, 2, D] float32, out: [..., t, 0, :] is V of iteration t, [..., -1, 1, :] ds of the last one
     o_b, o_j, B, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
 ):
@@ -184,6 +185,7 @@ def restore_kernel(
     within = ok[:, None] & (d < D)[None, :]
     at = (rows * D)[:, None] + d[None, :]
     alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
+    dv = tl.load(dv_ptr + at, mask=within, other=0.0).to(tl.float32)
     V = tl.zeros([RB, DP], tl.float32)
     to = (rows * (2 * R * D))[:, None] + d[None, :]
     tl.store(state_ptr + to, V, mask=within)
@@ -194,12 +196,27 @@ def restore_kernel(
         V += tl.where(alive[:, None], squash(s, eps, KIND), 0.0)
         at += tl.cast(B, tl.int64) * J * D
         tl.store(state_ptr + 2 * t * D + to, V, mask=within)
+    to += (2 * R - 1) * D
+    store_ds(s_ptr + at, dv, bias_ptr, state_ptr + to, rows, alive, d, within, eps, J, D, KIND)
+
+
+@triton.jit
+def store_ds(
+    s_ptrs, dv, bias_ptr, ds_ptrs, rows, alive, d, within, eps,
+    J: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
+):
+    """ds, from dv and v = squash(s + bias)."""
+    s = tl.load(s_ptrs, mask=within, other=0.0)
+    if bias_ptr is not None:
+        s += load_bias(bias_ptr, rows, d, within, J, D)
+    ds = tl.where(alive[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
+    tl.store(ds_ptrs, ds, mask=within)
 
 
 @triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr"])
 def update_gradient_kernel(
-    partial_ptr,  # [splits, B, J, D] float32, what this pass adds to G, or None: G is dv
-    G_ptr,  # [B, J, D]: G so far; with partial_ptr it is float32 and updated
+    partial_ptr,  # [splits, B, J, D] float32, what this pass adds to G
+    G_ptr,  # [B, J, D] float32: G so far, updated
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
     s_ptr,  # [B, J, D] float32, of the iteration whose ds is computed
@@ -213,13 +230,21 @@ def update_gradient_kernel(
     d = tl.arange(0, DP)
     within = ok[:, None] & (d < D)[None, :]
     at = (rows * D)[:, None] + d[None, :]
-    dv = tl.load(G_ptr + at, mask=within, other=0.0).to(tl.float32)
-    if partial_ptr is not None:
-        dv += sum_splits(partial_ptr, at, within, splits, tl.cast(B, tl.int64) * J * D, SB)
-        tl.store(G_ptr + at, dv, mask=within)
-    s = tl.load(s_ptr + at, mask=within, other=0.0)
-    if bias_ptr is not None:
-        s += load_bias(bias_ptr, rows, d, within, J, D)
+    dv = tl.load(G_ptr + at, mask=within, other=0.0)
+    dv += sum_splits(partial_ptr, at, within, splits, tl.cast(B, tl.int64) * J * D, SB)
+    tl.store(G_ptr + at, dv, mask=within)
     alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
-    ds = tl.where(alive[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
-    tl.store(ds_ptr + (rows * (2 * R * D))[:, None] + d[None, :], ds, mask=within)
+    to = (rows * (2 * R * D))[:, None] + d[None, :]
+    store_ds(s_ptr + at, dv, bias_ptr, ds_ptr + to, rows, alive, d, within, eps, J, D, KIND)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def add_up_kernel(
+    partial_ptr,  # [splits, n] float32
+    sum_ptr,  # [n], out
+    n, splits,
+    WIDTH: tl.constexpr, SB: tl.constexpr,
+):
+    """A program has WIDTH of the n sums."""
+    at = tl.cast(tl.program_id(0), tl.int64) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(sum_ptr + at, sum_splits(partial_ptr, at, at < n, splits, n, SB), mask=at < n)
