@@ -181,7 +181,7 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
         assert all(name.startswith("mma.sync") for name in row["mma"]), text(row)
 
 
-# Accesses to spilled registers in a loop: groups of many outputs, the end of what is served, passes with second moments,
+# Accesses to spilled registers in a loop: groups of many outputs, the end of what is served, second moments,
 # and all options at once, above all with softmax "in", which carries three more numbers per output.
 SPILLS = {"J=1000": 30, "D=512": 8, "EM": 12, "EM, in": 60, "EM, J=1000": 60, "softmax in": 200, "all options": 30}
 
