@@ -95,16 +95,11 @@ def forward(
     norm = call.new(2, B, J) if inward else None
     log_sum = call.new(B, I) if return_lse and not inward else None
     if B == 0 or J == 0:
+        sums = passes.Sums(call.new(B, J, D), call.new(B, J), call.new(B, J, D) if call.options.second else None)
         if log_sum is not None:
             log_sum.fill_(0.0 if call.options.leaky else -torch.inf)
-        found: tuple[Tensor | None, ...] = (
-            call.new(B, J),
-            call.new(B, J, D),
-            call.new(B, J, D) if call.options.second else None,
-            weights,
-            call.new(B, J) if inward and return_lse else log_sum,
-            norm,
-        )
+        elif inward and return_lse:
+            log_sum = call.new(B, J)
     else:
         uniform = call.uniform_start and not return_weights and not return_lse
         rows = _rows(call, given_lse)
@@ -120,13 +115,11 @@ def forward(
             passes.coupling(call, call.scores.query, None, (norm[0], norm[1]), weights)
         if norm is not None and return_lse:
             log_sum = _log_sum(norm[0], norm[1])
-        found = (sums.mass, sums.first, sums.second, weights, log_sum, norm)
-    mass, first, second, weights, log_sum, norm = found
-    assert mass is not None and first is not None
+    assert sums.mass is not None
     return (
-        mass,
-        first,
-        empty if second is None else second,
+        sums.mass,
+        sums.first,
+        empty if sums.second is None else sums.second,
         call.new(0, dtype=call.x.dtype) if weights is None else weights,
         empty if log_sum is None else log_sum,
         empty if norm is None else norm,
