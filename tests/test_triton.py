@@ -29,7 +29,7 @@ if not toolchain.why_no_triton():
 
     from capsfast.triton import config, replay, tune
     from capsfast.triton.config import Choice, Layer
-    from capsfast.triton.kernels.gradient import add_weight_gradient
+    from capsfast.triton.kernels.stores import add_weight_gradient
     from capsfast.triton.launch import Call
 
     @triton.jit

@@ -30,7 +30,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
-    """DOT of the votes' product (kernels/tiles.py): float32 takes one TF32 product if that is allowed, else three."""
+    """DOT of the votes' product (kernels/products.py): float32 takes one TF32 product if that is allowed, else three."""
     if dtype != torch.float32:
         return "half"
     return "tf32" if tf32 else "tf32x3"

@@ -1,6 +1,6 @@
 """The gradient pass: dvotes = sum_t c_t ds_t + db_t V_t, and from it du, dW and dlogits.
 
-V_t is what iteration t scored with; t counts from 0, so V_0 = 0. Program (chunk, split) has the input capsules of its
+V_t is what iteration t scored with; t counts from 0, so V_0 = 0. Program (split, chunk) has the input capsules of its
 chunk and the batch tiles of its split. No other program writes du of these, or dW of these input capsules in
 partial[split]; tiles of outputs and of the batch after the first are added to what it stored before. So there are no
 atomics, and no sum depends on the order in which programs run. passes.py adds up the splits of dW in order. A weight
@@ -10,155 +10,25 @@ A routing pass is one iteration. V is its query, ds the gradient of its first mo
 center, dvotes = c (ds + 2 dsecond x) + db (V - precision x).
 
 The votes and dvotes of an input capsule stay in registers while a loop over the iterations adds to dvotes. V_t and
-ds_t are loaded twice, once for the coefficients c_t and db_t and once for the sum; they are in L1.
+ds_t are loaded twice, once for the coefficients c_t and db_t and once for the sum, the second time from L1.
 """
 
 import triton
 import triton.language as tl
 
+from .products import together, votes_to_inputs, votes_to_weights
 from .softmax import agreement_gradient, couple, over_tiles, scaled
-from .tiles import (
-    batch_rows,
-    batch_tiles,
-    centered,
-    columns,
-    columns_by_warp,
-    components,
-    coupling_gradient,
-    first_tile,
-    input_capsules,
-    load_numbers,
-    load_state,
-    load_vectors,
-    of_batch,
-    outputs,
-    per_input,
-    pose_rows,
-    product,
-    routing_logits,
-    slope,
-    spread,
-    store_pairs,
-    valid_inputs,
-    valid_outputs,
-    valid_rows,
-    vector_tile,
-    votes_tile,
-    weight_tile,
-    weights_by_warp,
-    weights_together,
+from .stores import (
+    add_common_votes_gradient,
+    add_input_gradient,
+    add_inputs_gradient,
+    add_weight_gradient,
+    store_logits_gradient,
+    store_votes_gradient,
 )
-
-
-@triton.jit
-def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr):
-    """acc + dx w for a tile of dvotes dx [BB, N] and a weight [N, KP]: [BB, KP], or a part for every warp of a row."""
-    PAIRS: tl.constexpr = w.dtype.primitive_bitwidth == 16
-    return product(columns_by_warp(dx, ACROSS, PAIRS), weights_by_warp(w.to(tl.float32), ACROSS, PAIRS), acc, DOT)
-
-
-@triton.jit
-def together(parts, ACROSS: tl.constexpr):
-    """The sum of the parts of all warps of a row."""
-    if ACROSS > 1:
-        parts = tl.sum(parts, 0)
-    return parts
-
-
-@triton.jit
-def votes_to_weights(dx, u, ACROSS: tl.constexpr, DOT: tl.constexpr):
-    """dx^T u: a tile of dvotes [BB, N] and input capsules [BB, KP] make dW [N, KP]."""
-    BB: tl.constexpr = dx.shape[0]
-    N: tl.constexpr = dx.shape[1]
-    KP: tl.constexpr = u.shape[1]
-    u = u.to(tl.float32)
-    if ACROSS == 1:
-        dw = product(dx, u, tl.zeros([N, KP], tl.float32), DOT, True)
-    else:
-        # Every warp those of its columns.
-        each = tl.broadcast_to(u[None, :, :], [ACROSS, BB, KP])
-        none = tl.zeros([ACROSS, N // ACROSS, KP], tl.float32)
-        dw = weights_together(product(columns_by_warp(dx, ACROSS, True), each, none, DOT, True), ACROSS)
-    return dw
-
-
-@triton.jit
-def add_to(at, value, within, stored):
-    """Stores value or, if stored > 0, adds it to what this program stored before."""
-    again = tl.zeros(within.shape, tl.int32) + stored > 0
-    before = tl.load(at, mask=within & again, other=0.0)
-    tl.store(at, before.to(tl.float32) + value, mask=within)
-
-
-@triton.jit
-def add_weight_gradient(
-    dw_ptr, value, n, k0, stored,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr,
-    KP: tl.constexpr, WIDE: tl.constexpr,
-):
-    """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
-    j, d = columns(n, JT, DP, LANES, WIDE)
-    k = components(k0, KP, WIDE)
-    within = ((j < J) & (d < D))[:, None] & (k < K)[None, :]
-    add_to(dw_ptr + ((j * D + d) * K)[:, None] + k[None, :], value, within, stored)
-
-
-@triton.jit
-def add_input_gradient(
-    dx_ptr, value, rows, inside, i, k0, I, stored, K: tl.constexpr, P: tl.constexpr, KP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Stores du of input capsule i for the rows, in [B, I, P K], components k from k0 on."""
-    k = components(k0, KP, WIDE)
-    at = dx_ptr + (rows[0] * I + i) * (P * K) + (rows[1] * I * (P * K))[:, None] + k[None, :]
-    if P > 1:
-        at += pose_rows(rows, K)[:, None]
-    add_to(at, value, inside[:, None] & (k < K)[None, :], stored)
-
-
-@triton.jit
-def store_votes_gradient(
-    dx_ptr, value, rows, inside, i, n, I, positions,
-    J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
-):
-    """Stores tile n of dvotes of input capsule i for the samples, in [B, I, J, D]."""
-    j, d = columns(n, JT, DP, LANES, WIDE)
-    if positions is None:
-        at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
-    else:
-        batch = rows[0] // positions
-        at = dx_ptr + rows[0] + ((batch * I + i) * (J * D) - batch) * positions
-        at = at + rows[1][:, None] + ((j * D + d) * positions)[None, :]
-    tl.store(at, value, mask=inside[:, None] & ((j < J) & (d < D))[None, :])
-
-
-@triton.jit
-def add_common_votes_gradient(
-    dx_ptr, value, rows, inside, i, I, stored, D: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr
-):
-    """Stores dvotes [BB, DP] of input capsule i for the samples, in [B, I, 1, D]: of votes that all outputs share."""
-    d = components(0, DP, WIDE)
-    at = dx_ptr + (rows[0] * I + i) * D + (rows[1] * I * D)[:, None] + d[None, :]
-    add_to(at, value, inside[:, None] & (d < D)[None, :], stored)
-
-
-@triton.jit
-def add_inputs_gradient(ptr, value, rows, inside, i, I, stored):
-    """Stores a number of input capsule i for each sample, [BB], in [B, I]."""
-    add_to(ptr + (rows[0] * I + i) + rows[1] * I, value, inside, stored)
-
-
-@triton.jit
-def store_logits_gradient(
-    dl_ptr, value, rows, inside, i, n, I, positions, split, stored,
-    J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
-):
-    """Stores tile n of dlogits of input capsule i: per sample in [B, I, J] or, if SUM, summed in [splits, I, J]."""
-    j = outputs(n, JT, WIDE)
-    if SUM:
-        add_to(dl_ptr + (tl.cast(split, tl.int64) * I + i) * J + j, tl.sum(value, 0), j < J, stored)
-    else:
-        store_pairs(dl_ptr, value, rows, inside, i, n, I, positions, J, JT, WIDE)
+from .tiles import batch_rows, batch_tiles, first_tile, of_batch, per_input, valid_inputs, valid_outputs, valid_rows
+from .vectors import centered, load_numbers, load_state, load_vectors, slope, spread, vector_tile
+from .votes import coupling_gradient, input_capsules, routing_logits, votes_tile, weight_tile
 
 
 @triton.jit(

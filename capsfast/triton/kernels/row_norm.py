@@ -4,25 +4,9 @@ import triton
 import triton.language as tl
 
 from .softmax import couple, exponential, finite_or_zero, inverse, scaled
-from .tiles import (
-    batch_rows,
-    centered,
-    coupling_gradient,
-    first_tile,
-    input_capsules,
-    load_numbers,
-    load_vectors,
-    of_batch,
-    per_input,
-    reread,
-    routing_logits,
-    store_pairs,
-    valid_inputs,
-    valid_outputs,
-    valid_rows,
-    vector_tile,
-    votes_tile,
-)
+from .tiles import batch_rows, first_tile, of_batch, per_input, store_pairs, valid_inputs, valid_outputs, valid_rows
+from .vectors import centered, load_numbers, load_vectors, vector_tile
+from .votes import coupling_gradient, input_capsules, reread, routing_logits, votes_tile
 
 
 @triton.jit(do_not_specialize=["B", "I", "chunk", "groups"], do_not_specialize_on_alignment=["rows_ptr"])

@@ -1,0 +1,122 @@
+"""Products by tensor cores: votes of input capsules, and of dvotes the gradients of input capsules and weights."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def head(x):
+    """x cut to TF32. The rest, x - head(x), is exact; it has 2 bits more than TF32 holds."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nearest(x):
+    """x such that the tensor core, which cuts it to TF32, finds the nearest; NaN may have a payload that overflows."""
+    return tl.where(x == x, (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def turned(a, TURN: tl.constexpr):
+    """a with its last two axes swapped, if TURN."""
+    if TURN:
+        a = tl.trans(a) if len(a.shape) == 2 else tl.permute(a, (0, 2, 1))
+    return a
+
+
+@triton.jit
+def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
+    """acc + a b, or if TURN acc + a^T b, by tensor cores. DOT "half": 16-bit operands. "tf32": one TF32 product.
+    "tf32x3": three TF32 products, for the accuracy of float32. "tf32x2": two, for a b that was converted from 16 bits
+    and is exact in TF32.
+
+    input_precision="tf32x3" is not used, as it also replaces infinities, with a select for every element. a is turned
+    after it is split: then it goes through shared memory, else through many shuffles. max_num_imprecise_acc means
+    nothing for these types but that the compiler leaves sums outside of the tensor core where they are.
+    """
+    if DOT == "half":
+        acc = tl.dot(turned(a, TURN), b, acc, max_num_imprecise_acc=1)
+    elif DOT == "tf32":
+        acc = tl.dot(turned(nearest(a), TURN), nearest(b), acc, input_precision="tf32", max_num_imprecise_acc=1)
+    else:
+        a_head = head(a)
+        a_rest = turned(a - a_head, TURN)
+        a_head = turned(a_head, TURN)
+        acc = tl.dot(a_rest, head(b) if DOT == "tf32x3" else b, acc, input_precision="tf32")
+        if DOT == "tf32x3":
+            b_head = head(b)
+            acc = tl.dot(a_head, b - b_head, acc, input_precision="tf32")
+            acc = tl.dot(a_head, b_head, acc, input_precision="tf32")
+        else:
+            acc = tl.dot(a_head, b, acc, input_precision="tf32")
+    return acc
+
+
+@triton.jit
+def columns_by_warp(tile, ACROSS: tl.constexpr, PAIRS: tl.constexpr):
+    """A tile [BB, N] for a product that sums over columns: [ACROSS, BB, N / ACROSS], those of every warp of a row.
+
+    Within 8 columns the order becomes that in which the tensor core takes them, so that every lane has what it needs:
+    two neighbours if PAIRS, as the compiler lays out operands that were 16-bit, else every fourth.
+    """
+    BB: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    SHAPE: tl.constexpr = [BB, N] if ACROSS == 1 else [ACROSS, BB, N // ACROSS]
+    if PAIRS:
+        parts = tl.permute(tl.reshape(tile, [BB, N // (8 * ACROSS), ACROSS, 8]), (2, 0, 1, 3))
+    else:
+        parts = tl.permute(tl.reshape(tile, [BB, N // (8 * ACROSS), ACROSS, 4, 2]), (2, 0, 1, 4, 3))
+    return tl.reshape(parts, SHAPE)
+
+
+@triton.jit
+def weights_by_warp(w, ACROSS: tl.constexpr, PAIRS: tl.constexpr):
+    """The same for a weight [N, KP]: [ACROSS, N / ACROSS, KP]."""
+    N: tl.constexpr = w.shape[0]
+    KP: tl.constexpr = w.shape[1]
+    SHAPE: tl.constexpr = [N, KP] if ACROSS == 1 else [ACROSS, N // ACROSS, KP]
+    if PAIRS:
+        parts = tl.permute(tl.reshape(w, [N // (8 * ACROSS), ACROSS, 8, KP]), (1, 0, 2, 3))
+    else:
+        parts = tl.permute(tl.reshape(w, [N // (8 * ACROSS), ACROSS, 4, 2, KP]), (1, 0, 3, 2, 4))
+    return tl.reshape(parts, SHAPE)
+
+
+@triton.jit
+def weights_together(w, ACROSS: tl.constexpr):
+    """The opposite of weights_by_warp with PAIRS."""
+    M: tl.constexpr = w.shape[1]
+    KP: tl.constexpr = w.shape[2]
+    return tl.reshape(tl.permute(tl.reshape(w, [ACROSS, M // 8, 8, KP]), (1, 0, 2, 3)), [ACROSS * M, KP])
+
+
+@triton.jit
+def together(parts, ACROSS: tl.constexpr):
+    """The sum of the parts of all warps of a row."""
+    if ACROSS > 1:
+        parts = tl.sum(parts, 0)
+    return parts
+
+
+@triton.jit
+def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr):
+    """acc + dx w for a tile of dvotes dx [BB, N] and a weight [N, KP]: [BB, KP], or a part for every warp of a row."""
+    PAIRS: tl.constexpr = w.dtype.primitive_bitwidth == 16
+    return product(columns_by_warp(dx, ACROSS, PAIRS), weights_by_warp(w.to(tl.float32), ACROSS, PAIRS), acc, DOT)
+
+
+@triton.jit
+def votes_to_weights(dx, u, ACROSS: tl.constexpr, DOT: tl.constexpr):
+    """dx^T u: a tile of dvotes [BB, N] and input capsules [BB, KP] make dW [N, KP]."""
+    BB: tl.constexpr = dx.shape[0]
+    N: tl.constexpr = dx.shape[1]
+    KP: tl.constexpr = u.shape[1]
+    u = u.to(tl.float32)
+    if ACROSS == 1:
+        dw = product(dx, u, tl.zeros([N, KP], tl.float32), DOT, True)
+    else:
+        # Every warp those of its columns.
+        each = tl.broadcast_to(u[None, :, :], [ACROSS, BB, KP])
+        none = tl.zeros([ACROSS, N // ACROSS, KP], tl.float32)
+        dw = weights_together(product(columns_by_warp(dx, ACROSS, True), each, none, DOT, True), ACROSS)
+    return dw
