@@ -85,7 +85,9 @@ def accumulate_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
-        w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
+        w_at = w_ptr
+        if not VOTES:
+            w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
         precision_at = precision_ptr
         if precision_ptr is not None:
             precision_at = reread(precision_ptr, i32, LANES > 0)
@@ -263,7 +265,9 @@ def accumulate_gradient_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
-        w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
+        w_at = w_ptr
+        if not VOTES:
+            w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
         precision_at = precision_ptr
         if precision_ptr is not None:
             precision_at = reread(precision_ptr, i32, LANES > 0)

@@ -47,7 +47,9 @@ def row_norm_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
-        w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
+        w_at = w_ptr
+        if not VOTES:
+            w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         # If LEAKY, there is one more entry, of logit 0.
         m = tl.full([BB], 0.0 if LEAKY else float("-inf"), tl.float32)
@@ -132,7 +134,9 @@ def coupling_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
         ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
-        w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
+        w_at = w_ptr
+        if not VOTES:
+            w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         b = ()
         for n in tl.static_range(NT):
