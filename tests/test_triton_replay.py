@@ -102,6 +102,28 @@ def test_a_replay_of_a_pass_over_votes_is_the_ordinary_call(how: str, spatial: t
     assert_replays(support_passes.make(SHAPE, case, "votes_pass", torch.float32))
 
 
+def test_a_gradient_of_the_mass_alone_is_repeated() -> None:
+    """That of the first moment is None then."""
+    problem = support_passes.make(SHAPE, PassCase(query=True), dtype=torch.float32)
+    u, weight = (problem.inputs[name].requires_grad_() for name in ("u", "weight"))
+    found = []
+    for _ in range(2):
+        out = capsfast.routing_pass(u, weight, query=problem.inputs["query"], backend="triton")
+        found.append(torch.autograd.grad(out.mass.square().sum(), [u, weight]))
+    assert [each for each in replay._recordings.values() if isinstance(each, str)] == []
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_what_torch_made_is_freed_after_its_last_use() -> None:
+    """As in the ordinary call: a replay's peak of memory is no higher."""
+    run(make(SHAPE, Case(softmax="in"), dtype=torch.float32), "triton")
+    recordings = [each for each in replay._recordings.values() if not isinstance(each, str)]
+    freed = [slot for each in recordings for _, done in each.steps for slot in done]
+    assert freed and len(set(freed)) == len(freed)
+    for each in recordings:
+        assert not {place.slot for place in each.outputs} & {slot for _, done in each.steps for slot in done}
+
+
 @pytest.mark.parametrize(
     "case", [QUIET, LOADED, PassCase(query=True, normalize="in"), replace(EVERYTHING, poses=2)], ids=str
 )

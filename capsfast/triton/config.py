@@ -49,8 +49,9 @@ TABLE = {
     # four warps together, which wait for each other.
     "accumulate": Choice(160, 8, down=2),
     "accumulate_gradient": Choice(160, 8, down=2),
-    # Votes and dvotes in as many registers. V and ds of all iterations are 50 KiB for 16 samples, of which the input
-    # capsules of a chunk find most in L1. dW of a chunk, which every batch tile adds to, stays in L2.
+    # Votes and dvotes in as many registers. V and ds of three iterations are 100 KiB for 32 samples, which the input
+    # capsules of a chunk should find in L1, if the programs of a multiprocessor have the same samples (not measured).
+    # dW of a chunk, which every batch tile adds to, stays in L2.
     "gradient": Choice(160, 8, chunk=8, down=2),
     # Takes one tile after the other and keeps only a few numbers per row.
     "row_norm": Choice(160, 8, down=2),
@@ -196,8 +197,11 @@ def tuned(name: str, device: str) -> dict[tuple[str, Layer], Choice]:
     try:
         rows = [row for row in json.loads(Path(name).read_text())["rows"] if row["device"] == device]
         found = {(row["kernel"], Layer(*row["layer"])): Choice(*row["choice"]) for row in rows}
-        if any(chosen.warps not in (1, 2, 4, 8, 16) or chosen.columns < 16 for chosen in found.values()):
-            raise ValueError("warps must be a power of two up to 16, columns at least 16")
+        for chosen in found.values():
+            if chosen.warps not in (1, 2, 4, 8, 16) or chosen.down not in (1, 2) or chosen.columns < 16:
+                raise ValueError("warps must be a power of two up to 16, down 1 or 2, columns at least 16")
+            if chosen.resident < 1 or chosen.chunk < 0:
+                raise ValueError("resident must be positive, chunk not negative")
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

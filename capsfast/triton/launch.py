@@ -30,7 +30,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
-    """DOT of the votes' product (kernels/products.py): float32 takes one TF32 product if that is allowed, else three."""
+    """DOT of the votes' product (kernels/products.py): of float32 one TF32 product if that is allowed, else three."""
     if dtype != torch.float32:
         return "half"
     return "tf32" if tf32 else "tf32x3"
@@ -156,17 +156,18 @@ class Call:
         """The strides over samples and i, and those of logits and masks. shape() has the others."""
         w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
         pairs, mask = pair_strides(self.logits), matrix_strides(self.mask)
-        return (_sample_stride(self.x, 4), self.x.stride(1), w_i, *pairs, *mask, *self.out_strides)
+        x_i = 0 if self.positions is not None else self.x.stride(1)  # see position_strides
+        return (_sample_stride(self.x, 4), x_i, w_i, *pairs, *mask, *self.out_strides)
 
     @functools.cached_property
     def position_strides(self) -> tuple[int | None, ...]:
-        """What positions need beside the strides: how many there are, strides over j and d, and jump() of x and logits.
+        """What positions need beside strides: how many there are, strides over i, j, d, and jump() of x and logits.
 
         They are arguments of a launch, so that other positions are no other kernel.
         """
         if self.positions is None:
-            return (None,) * 5
-        return (self.positions, *self.x.stride()[2:4], self.jump(self.x), self.jump(self.logits))
+            return (None,) * 6
+        return (self.positions, *self.x.stride()[1:4], self.jump(self.x), self.jump(self.logits))
 
     def jump(self, tensor: Tensor | None) -> int | None:
         """What an address gains from the last position of b to the first of b + 1, beyond a stride over positions."""

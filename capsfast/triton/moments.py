@@ -148,7 +148,10 @@ def backward(
     dcoupling, dlse = None if given[3] is None else given[3].contiguous(), _plain(given[4])
     # The layout of dynamic routing. Without a query nothing reads its place.
     state = call.new(B, J, 1, 2, D)
-    state[:, :, 0, 1] = 0.0 if dfirst is None else dfirst
+    if dfirst is None:
+        state[:, :, 0, 1].zero_()
+    else:
+        state[:, :, 0, 1] = dfirst
     if call.scores.query is not None:
         state[:, :, 0, 0] = call.scores.query
     norm: tuple[Tensor | None, ...] = Nothing

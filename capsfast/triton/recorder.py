@@ -7,7 +7,7 @@ for dbias, masks, zeros for a first V) is repeated as it is. Memory that only ke
 tensors that no step needs at once may have the same bytes.
 
 Not recorded: operations that look at numbers, take lists of tensors or have several results that are no views, and
-outputs that are inputs. None of the four ops has any of these, except for empty tensors.
+outputs that are inputs. None of the four ops has any of these, except for some empty tensors.
 """
 
 import functools
@@ -182,8 +182,10 @@ class Recorder(TorchDispatchMode):
         def final(values: Sequence[Any]) -> Any:
             return tuple(self.memories[n.slot].place(*n[1:]) if isinstance(n, Place) else n for n in values)
 
-        steps = tuple(make(final(values)) for make, values in self.steps)
-        return Recording(self.device, tuple(fresh), len(results), steps, final(returned))
+        steps = []
+        for n, (make, values) in enumerate(self.steps):
+            steps.append((make(final(values)), tuple(each.slot for each in results if each.last == n)))
+        return Recording(self.device, tuple(fresh), len(results), tuple(steps), final(returned))
 
 
 def arrange(memories: list[Memory]) -> int:

@@ -44,7 +44,7 @@ class Recording(NamedTuple):
     device: torch.device
     fresh: tuple[Form, ...]
     results: int
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[Step, tuple[int, ...]], ...]  # and the slots of results that no later step needs
     outputs: tuple[Place, ...]
 
     def replay(self, tensors: list[Any], addresses: list[int]) -> tuple[Tensor, ...] | None:
@@ -61,8 +61,10 @@ class Recording(NamedTuple):
         tensors += [None] * self.results
         addresses += [0] * self.results
         stream = 0 if is_interpreted() else driver.active.get_current_stream(self.device.index)
-        for step in self.steps:
+        for step, done in self.steps:
             step(tensors, addresses, stream)
+            for slot in done:
+                tensors[slot] = None
         return tuple([place.tensor(tensors) for place in self.outputs])
 
 

@@ -130,20 +130,23 @@ def differences(launched: deque[tuple[Any, ...]]) -> list[str]:
             launched.clear()
             with manner():
                 run(problem, "triton")
-            sequences.append([known(*each) for each in launched])
-        for sequence in sequences[1:]:
-            pairs = zip(sequences[0], sequence, strict=True)
-            found += [f"{case}: {one} became {other}" for one, other in pairs if one != other]
+            sequences.append(list(launched))
+        # Triton's own path has tensors where a replay has their addresses.
+        pointers = [[hasattr(value, "data_ptr") for value in args[9:]] for _, args in sequences[0]]
+        first, *others = (
+            [known(*launch, where) for launch, where in zip(sequence, pointers, strict=True)] for sequence in sequences
+        )
+        for other in others:
+            pairs = zip(first, other, strict=True)
+            found += [f"{case}: {one} became {two}" for one, two in pairs if one != two]
     return found
 
 
-def known(name: str, args: tuple[Any, ...]) -> list[Any]:
+def known(name: str, args: tuple[Any, ...], pointers: list[bool]) -> list[Any]:
     """The arguments of a launch with addresses as what is known of them."""
     x, y, z, stream, function, metadata, _, _, _, *values = args
-    plain = [
-        value if value is None or isinstance(value, (str, bool, float)) or value < 2**32 else value % 16
-        for value in (each.data_ptr() if hasattr(each, "data_ptr") else each for each in values)
-    ]
+    numbers = (each.data_ptr() if hasattr(each, "data_ptr") else each for each in values)
+    plain = [value % 16 if pointer else value for value, pointer in zip(numbers, pointers, strict=True)]
     return [name, (x, y, z), stream, function, metadata, plain]
 
 

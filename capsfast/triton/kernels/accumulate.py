@@ -37,7 +37,7 @@ def accumulate_kernel(
     coupling_ptr,  # [B, I, J], out, or None; not for MODE "in" and "uniform"
     lse_ptr,  # [B, I] float32, out for MODE "out": log-sum-exp, or None
     x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
-    positions, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
+    positions, s_i, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -55,7 +55,7 @@ def accumulate_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     if logits_ptr is not None:
         logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
@@ -215,7 +215,7 @@ def accumulate_gradient_kernel(
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
     x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
-    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
+    positions, s_i, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -231,7 +231,7 @@ def accumulate_gradient_kernel(
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
     C: tl.constexpr = D // P
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     if logits_ptr is not None:
         logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)

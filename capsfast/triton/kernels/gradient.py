@@ -50,7 +50,7 @@ def gradient_kernel(
     dl_ptr,  # out: [B, I, J] or, if SUM_LOGITS, [splits, I, J], or None
     dactivation_ptr, drow_ptr,  # out, of a pass: [B, I] float32, or None. drow: of a log-sum-exp that is given
     x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
-    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
+    positions, s_i, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk, tiles, groups, factor,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -64,11 +64,11 @@ def gradient_kernel(
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". COMMON: all outputs have the same votes.
     tiles: batch tiles of a split.
     """
-    # Programs that a multiprocessor gets one after the other mostly have the same V and ds: those of one split.
+    # Splits first: if their number divides that of the multiprocessors, all programs of one have the same V and ds.
     split = tl.program_id(0)
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     ws = (w_i, w_j, w_d, w_k)
     plane = tl.cast(B, tl.int64) * J
     batch_start = split * tiles

@@ -18,7 +18,7 @@ def row_norm_kernel(
     state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
     rows_ptr,  # [3, B, I] float32, out
     x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
-    positions, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
+    positions, s_i, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
     B, I, chunk, groups,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -34,7 +34,7 @@ def row_norm_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     if logits_ptr is not None:
         logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
@@ -104,7 +104,7 @@ def coupling_kernel(
     norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
     coupling_ptr,  # [B, I, J], out
     x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
-    positions, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
+    positions, s_i, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -118,7 +118,7 @@ def coupling_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, x_i, s_j, s_d)
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     if logits_ptr is not None:
         logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)

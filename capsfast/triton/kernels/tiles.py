@@ -3,7 +3,8 @@
 A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. rows is
 (number of the first sample, the sample of every row from there on [BB], the rows of a pose [PP], samples there are).
 Strides are tuples: xs of u (b, i, -, k) or votes (b, i, j, d), ws of the weight (i, j, d, k). The address of a tile is
-64-bit. Offsets within it are 32-bit, which takes half the registers, unless they may be too large (WIDE, launch.py).
+64-bit. Offsets within it are 32-bit, which takes half the registers, unless they may be too large (WIDE, launch.py);
+those of [J, D] within a sample always are.
 
 The columns of votes that are read are output after output (LANES = 0). Those of a product lie such that LANES
 neighbouring lanes of a warp have all of an output: a dot product over d is one within lanes and a sum over a few of

@@ -39,6 +39,7 @@ def vector_tile(
         d = d[:, None] + tl.arange(0, F)[None, :]
         within = d < C
         if P > 1:
+            within = within & (row % PP < P)[:, None]
             d += (tl.minimum(row % PP, P - 1) * C)[:, None]
         if TWO > 1:
             d += (index // M * D)[:, None]
@@ -63,7 +64,7 @@ def _load(
         j = tl.minimum(n, (J - 1) // JT) * JT + at[1]
         # 64 bits for the samples alone, so that what tiles and components add is part of the instruction.
         place = ptr + at[0] * (J * S * D) + (j * (S * D) + at[2])
-        if D // P == DP and J % JT == 0:
+        if D // P == DP and J % JT == 0 and P & (P - 1) == 0:
             tile = tl.load(place, cache_modifier=CACHE)
         else:
             tile = tl.load(place, mask=at[3] & (j < J), other=0.0, cache_modifier=CACHE)
@@ -86,7 +87,7 @@ def load_vectors(
     LANES: tl.constexpr, S: tl.constexpr = 1, AGAIN: tl.constexpr = False,
 ):
     """Tile n of float32 vectors [B, J, D]. With S > 1 they are one of the S vectors in [B, J, S, D], to which ptr
-    points. at: from vector_tile(). Columns outside are 0, rows outside anything that the tile has.
+    points. at: from vector_tile(). Columns outside and rows that pad a pose are 0, rows of no sample are anything.
 
     AGAIN: the same tile was loaded before. The cache modifier makes this a different load, so that the compiler reads
     L1 again instead of keeping the tile in registers in between.
