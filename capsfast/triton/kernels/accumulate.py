@@ -16,6 +16,7 @@ from .vectors import (
     load_numbers,
     load_state,
     load_vectors,
+    reread_tiles,
     spread,
     store_numbers,
     store_vectors,
@@ -88,12 +89,7 @@ def accumulate_kernel(
         w_at = w_ptr
         if not VOTES:
             w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
-        precision_at = precision_ptr
-        if precision_ptr is not None:
-            precision_at = reread(precision_ptr, i32, LANES > 0)
-        center_at = center_ptr
-        if center_ptr is not None:
-            center_at = reread(center_ptr, i32, LANES > 0)
+        beside = reread_tiles(vectors, i32, LANES, QUADRATIC)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         sums = ()
         masses = ()
@@ -109,7 +105,7 @@ def accumulate_kernel(
                 if QUADRATIC:
                     valid = tl.broadcast_to(ok[:, None], [BB, JT])
                     votes = centered(
-                        votes, center_at, mask_ptr, None, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
+                        votes, center_ptr, mask_ptr, None, valid, beside, first + n, J, D, P, BB, JT, DP, LANES
                     )
                 weighted = votes * a[:, None] if activation_ptr is not None else votes
                 sums = sums + (acc[n] + weighted,)
@@ -129,7 +125,7 @@ def accumulate_kernel(
                 valid = known[n] & ok[:, None]
                 if QUADRATIC:
                     votes = centered(
-                        votes, center_at, mask_ptr, out_mask_ptr, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
+                        votes, center_ptr, mask_ptr, out_mask_ptr, valid, beside, first + n, J, D, P, BB, JT, DP, LANES
                     )
                 V_n = None
                 if QUERY and LANES == 0:
@@ -137,7 +133,7 @@ def accumulate_kernel(
                 elif QUERY:
                     V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, J, D, P, JT, DP, LANES)
                 b = b + (routing_logits(
-                    votes, V_n, logits_ptr, precision_at, prior_ptr, rows, vectors, i, first + n,
+                    votes, V_n, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n,
                     (l_b, l_i, l_j), valid, J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
@@ -268,15 +264,7 @@ def accumulate_gradient_kernel(
         w_at = w_ptr
         if not VOTES:
             w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
-        precision_at = precision_ptr
-        if precision_ptr is not None:
-            precision_at = reread(precision_ptr, i32, LANES > 0)
-        center_at = center_ptr
-        if center_ptr is not None:
-            center_at = reread(center_ptr, i32, LANES > 0)
-        dsecond_at = dsecond_ptr
-        if dsecond_ptr is not None:
-            dsecond_at = reread(dsecond_ptr, i32, LANES > 0)
+        beside = reread_tiles(vectors, i32, LANES, QUADRATIC)
         u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_ptr, rows, ok, i, 0, xs, K, KP, WIDE)
         state = reread(state_ptr, i32, LANES > 0)
         x = ()
@@ -291,7 +279,7 @@ def accumulate_gradient_kernel(
             here = known[n] & ok[:, None]
             if QUADRATIC:
                 votes = centered(
-                    votes, center_at, mask_ptr, out_mask_ptr, here, vectors, first + n, J, D, P, BB, JT, DP, LANES
+                    votes, center_ptr, mask_ptr, out_mask_ptr, here, beside, first + n, J, D, P, BB, JT, DP, LANES
                 )
             V = None
             if QUERY:
@@ -299,14 +287,14 @@ def accumulate_gradient_kernel(
             else:
                 ds = load_vectors(state + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
             b = b + (routing_logits(
-                votes, V, logits_ptr, precision_at, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), here,
+                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n, (l_b, l_i, l_j), here,
                 J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
             ),)
             about = votes
             if s_ptr is not None:
                 about -= load_vectors(reread(s_ptr, i32, LANES > 0), vectors, first + n, J, D, P, JT, DP, LANES)
             dc = dc + (coupling_gradient(
-                about, ds, dcoupling_ptr, dmass_ptr, dsecond_at, rows, vectors, i, first + n, (d_b, d_i, d_j), here,
+                about, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, beside, i, first + n, (d_b, d_i, d_j), here,
                 True, J, D, P, BB, JT, DP, LANES, WIDE
             ),)
             x = x + (votes,)

@@ -48,6 +48,14 @@ def vector_tile(
 
 
 @triton.jit
+def reread_tiles(at, i32, LANES: tl.constexpr, AGAIN: tl.constexpr):
+    """What vector_tile() returned, so that if AGAIN tiles are loaded in every turn of the loop: see votes.reread()."""
+    if LANES > 0 and AGAIN:
+        at = (at[0] + (i32 >> 31), at[1], at[2], at[3])
+    return at
+
+
+@triton.jit
 def _load(
     ptr, at, n, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     LANES: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr,
