@@ -1,6 +1,5 @@
 """What a routing layer does with its inputs, and in words what is wrong."""
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +9,9 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .nn import ConvCaps2d, CouplingEntropy, DynamicRouting, MarginLoss, RoutingByAgreement
+from .nn import ConvCaps2d, CouplingEntropy, DynamicRouting, MarginLoss, RoutedCaps, RoutingByAgreement, couplings
+from .nn.routed_caps import route
+from .nn.routing.base import lengths as lengths_of
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -18,6 +19,7 @@ __all__ = ["Diagnosis", "Finding", "diagnose"]
 # LONG, 0.06 where it is SHORT.
 LONG = 0.98
 SHORT = 1e-3
+Layer = DynamicRouting | RoutedCaps | RoutingByAgreement
 # A capsule that stays so far below the longest, or below an equal share of the coupling, takes no part.
 DEAD_SHARE = 0.01
 COLLAPSED = 0.95
@@ -68,9 +70,7 @@ class Diagnosis:
         return "\n".join([*lines, *(f"{name}: {what} Remedy: {remedy}" for name, what, remedy in self.findings)])
 
 
-def diagnose(
-    layer: DynamicRouting | ConvCaps2d | RoutingByAgreement, u: Tensor, labels: Tensor | None = None, **given: Tensor
-) -> Diagnosis:
+def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None, **given: Tensor) -> Diagnosis:
     """Runs the layer forward and backward on ``u`` and says what is wrong with it.
 
     Found are: numbers that are not finite; saturation, in which the squash makes every capsule about 1 long
@@ -84,46 +84,50 @@ def diagnose(
             Some dozen samples of all classes are needed to tell a dead capsule from an absent class.
         labels: int64, one for each row of the output, for the margin loss whose gradients are measured; by default
             0 … J-1 in turn.
-        given: logits, mask and so on, as in the layer's forward.
+        given: logits, mask, activation and so on, as in the layer's forward. Where a routing asks for activations and
+            none are given, they are the lengths of u.
 
     Raises:
         TypeError: not a routing layer.
         ValueError: no sample, or what the layer itself raises.
     """
     op = "capsfast.diagnose"
-    if not isinstance(layer, (DynamicRouting, ConvCaps2d, RoutingByAgreement)):
+    if not isinstance(layer, (DynamicRouting, ConvCaps2d, RoutedCaps, RoutingByAgreement)):
         raise TypeError(
-            f"{op}: layer must be a DynamicRouting, ConvCaps2d or RoutingByAgreement, got {type(layer).__name__}; "
-            f"of a model, take its part .routing"
+            f"{op}: layer must be a DynamicRouting, ConvCaps2d, RoutedCaps or RoutingByAgreement, got "
+            f"{type(layer).__name__}; of a model, take its part .routing"
         )
     if not isinstance(u, Tensor):
         raise TypeError(f"{op}: u must be a torch.Tensor, got {type(u).__name__}")
     text = f"{type(layer).__name__}({layer.extra_repr()})"
     if isinstance(layer, ConvCaps2d):
         windows, inside = layer.unfold(u), layer.inside(u)
+        if "activation" in given:
+            given["activation"] = layer.unfold_activation(u, given["activation"])
         u, layer = windows, layer.routing
         given = given if inside is None else {"mask": inside, **given}
     with torch.enable_grad():
         leaf = u.detach().requires_grad_()
-        v = layer(leaf, **given)
-        if v.numel() == 0:
+        activations = lengths_of(layer(leaf, **given)) if _of_votes(layer) else route(layer, leaf, **given).activations
+        if activations.numel() == 0:
             raise ValueError(f"{op}: u must hold at least one sample, got {checks.shape_of(u)}")
         if labels is None:
-            labels = torch.arange(v.shape[0], device=v.device) % v.shape[1]
-        loss = MarginLoss()(v, labels)
-        leaves = {"votes" if isinstance(layer, RoutingByAgreement) else "u": leaf} | {
+            labels = torch.arange(activations.shape[0], device=u.device) % activations.shape[1]
+        loss = MarginLoss()(activations, labels)
+        leaves = {"votes" if _of_votes(layer) else "u": leaf} | {
             name: value for name, value in layer.named_parameters() if value.requires_grad
         }
         gradients = torch.autograd.grad(loss, list(leaves.values()))
-    couplings = _couplings(layer, u.detach(), given)
-    lengths = torch.linalg.vector_norm(v.detach().float(), dim=-1)
-    entropy = CouplingEntropy(layer.softmax)
-    dead_outputs, dead_inputs = _dead(layer, u, lengths, couplings[-1].float(), given)
+    coupling = _couplings(layer, u.detach(), given)
+    lengths = activations.detach().float()
+    softmax = getattr(layer, "softmax", "out")
+    entropy = CouplingEntropy(softmax)
+    dead_outputs, dead_inputs = _dead(softmax, u, lengths, coupling[-1].float(), given)
     measured = Diagnosis(
         text,
         lengths,
-        tuple(entropy(c.flatten(0, 1)).item() for c in couplings),
-        (lengths > LONG).float().mean().item() if layer.squash in BOUNDED else 0.0,
+        tuple(entropy(c.flatten(0, 1)).item() for c in coupling),
+        (lengths > LONG).float().mean().item() if _squashes(layer) else 0.0,
         dead_outputs,
         dead_inputs,
         loss.item(),
@@ -134,19 +138,24 @@ def diagnose(
         return replace(measured, findings=(_not_finite(layer, u),))
     # What training has to move: W, or the votes where the layer has none.
     flat = gradients[list(leaves).index("W") if "W" in leaves else 0].float().square().mean().sqrt().item()
-    load = couplings[-1].float().mean((0, 2)) if layer.softmax == "out" else None
+    load = coupling[-1].float().mean((0, 2)) if softmax == "out" else None
     return replace(measured, findings=tuple(_findings(measured, flat, load)))
 
 
-def _couplings(layer: DynamicRouting | RoutingByAgreement, u: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
+def _of_votes(layer: Layer) -> bool:
+    return isinstance(layer, RoutingByAgreement)
+
+
+def _squashes(layer: Layer) -> bool:
+    """Whether a length near 1 is that of a vector where the squash is flat."""
+    routing = layer.routing if isinstance(layer, RoutedCaps) else layer
+    return getattr(routing, "squash", None) in BOUNDED
+
+
+def _couplings(layer: Layer, u: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
     """The coupling of each iteration, ``[B, groups, I / groups, J / groups]``."""
-    probe, couplings = copy.copy(layer), []
-    for t in range(layer.num_iterations):
-        probe.num_iterations = t + 1
-        with torch.no_grad():
-            _, c = probe(u, return_coupling=True, **given)
-        couplings.append(c.unflatten(1, (getattr(layer, "groups", 1), -1)))
-    return couplings
+    groups = getattr(layer, "groups", 1)
+    return [c.unflatten(1, (groups, -1)) for c in couplings(layer, u, shares=True, **given)]
 
 
 def _findings(measured: Diagnosis, gradient_rms: float, load: Tensor | None) -> Iterator[Finding]:
@@ -196,12 +205,12 @@ def _findings(measured: Diagnosis, gradient_rms: float, load: Tensor | None) -> 
 
 
 def _dead(
-    layer: DynamicRouting | RoutingByAgreement, u: Tensor, lengths: Tensor, c: Tensor, given: dict[str, Tensor]
+    softmax: str, u: Tensor, lengths: Tensor, c: Tensor, given: dict[str, Tensor]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Output and input capsules that take no part in any sample, and were not taken out."""
     longest = lengths.amax(0)
     dead = longest < DEAD_SHARE * longest.amax()
-    if layer.softmax == "out":
+    if softmax == "out":
         dead = dead | (c.amax((0, 2)) < DEAD_SHARE / c.shape[3]).flatten()
     if "out_mask" in given:
         dead = dead & given["out_mask"].any(0)
@@ -211,7 +220,7 @@ def _dead(
     return tuple(dead.nonzero().flatten().tolist()), tuple(absent.nonzero().flatten().tolist())
 
 
-def _not_finite(layer: DynamicRouting | RoutingByAgreement, u: Tensor) -> Finding:
+def _not_finite(layer: Layer, u: Tensor) -> Finding:
     places = [name for name, value in layer.named_parameters() if not value.isfinite().all()]
     if not u.isfinite().all():
         places.append("the input")

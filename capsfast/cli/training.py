@@ -13,6 +13,7 @@ import typer
 
 from ..bench import record
 from ..files import check_writable, write_text
+from ..nn import ROUTINGS
 from .common import DataDir, plain_errors, say
 from .endings import stop
 
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 # Options by where they go; a resumed run takes all of them from its checkpoint.
 MODEL = ("conv_channels", "primary_groups", "primary_dim", "digit_dim", "types", "num_caps", "caps_dim")
-ROUTING = ("num_iterations", "backend")
+ROUTING = ("routing", "num_iterations", "backend")
 LEARNING = ("lr", "warmup_steps", "decay_rate", "decay_steps", "clip", "reconstruction_weight", "seed")
 IMAGES = ("data", "batch_size", "image_size", "shift", "rotation", "scale", "seed", "workers")
-FIXED = frozenset(("model", "reconstruction", *MODEL, *ROUTING, *LEARNING, *IMAGES))
+FIXED = frozenset(("model", "reconstruction", "option", *MODEL, *ROUTING, *LEARNING, *IMAGES))
 TRAINER = (
     "epochs",
     "max_steps",
@@ -74,7 +75,14 @@ def train(
     types: Size = None,
     num_caps: Size = None,
     caps_dim: Size = None,
+    routing: Annotated[
+        str | None, typer.Option(help=f"{', '.join(ROUTINGS)}.", show_default="dynamic", rich_help_panel="Model")
+    ] = None,
     num_iterations: Size = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE, of the routing or its layer; repeat.", rich_help_panel="Model"),
+    ] = None,
     reconstruction: Annotated[bool, typer.Option(help="Whether there is a decoder.", rich_help_panel="Model")] = True,
     backend: Annotated[str | None, typer.Option(help="Of the routing.", rich_help_panel="Model")] = None,
     lr: Annotated[float, typer.Option(help="Of Adam, after the warm-up.", rich_help_panel="Learning")] = 1e-3,
@@ -143,8 +151,23 @@ def _new(given: Options) -> "tuple[Learner, ImageData]":
     options = {name: given[name] for name in (*MODEL, *ROUTING) if given[name] is not None}
     if not given["reconstruction"]:
         options["reconstruction"] = False
+    options |= _named(given["option"] or [])
     sizes = images.sets[2:]
     return Learner(given["model"], *sizes, options=options, **{name: given[name] for name in LEARNING}), images
+
+
+def _named(pairs: list[str]) -> Options:
+    """``NAME=VALUE`` as the command line gives them: numbers, true, false and null as in JSON, all else as text."""
+    found: Options = {}
+    for pair in pairs:
+        name, mark, value = pair.partition("=")
+        if not (name and mark):
+            raise stop(f"capsfast train: --option must be NAME=VALUE, got {pair!r}")
+        try:
+            found[name.replace("-", "_")] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name.replace("-", "_")] = value
+    return found
 
 
 def _resumed(context: typer.Context, checkpoint: Path, data_dir: str | None) -> "tuple[Learner, ImageData]":

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..nn import DynamicRouting, Length, PrimaryCaps, _arguments
+from ..nn import Length, PrimaryCaps, _arguments
+from ..nn.routed_caps import fully_connected, route
+from ..nn.routing.base import Capsules
+from ..nn.routing.names import RoutingChoice
 from ._images import check_images, image_shape
 
 
@@ -32,7 +35,8 @@ class CapsuleEncoder(nn.Module):
         primary_groups: int,
         primary_dim: int,
         kernel_size: int | None,
-        num_iterations: int,
+        num_iterations: int | None,
+        routing: RoutingChoice,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         routing_options: dict[str, Any],
@@ -51,8 +55,9 @@ class CapsuleEncoder(nn.Module):
         self.primary = PrimaryCaps(conv_channels, primary_groups, primary_dim, kernel, stride=2, **made)
         features = _arguments.window_grid(op, size, (kernel, kernel), (1, 1), (0, 0), (1, 1))
         height, width = self.primary.grid(features)
-        self.routing = DynamicRouting(
-            primary_groups * height * width, num_caps, primary_dim, caps_dim, num_iterations, **made, **routing_options
+        in_caps = primary_groups * height * width
+        self.routing = fully_connected(
+            in_caps, num_caps, primary_dim, caps_dim, routing, num_iterations, **made, **routing_options
         )
         self.length = Length()
 
@@ -60,3 +65,7 @@ class CapsuleEncoder(nn.Module):
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
         check_images(self._op, images, self.image_shape)
         return self.primary(F.relu(self.conv(images)))  # type: ignore[no-any-return]
+
+    def classify(self, images: Tensor) -> Capsules:
+        """The output capsules of ``images [B, C, H, W]``, without a decoder."""
+        return route(self.routing, self.encode(images))

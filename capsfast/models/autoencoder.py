@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..nn import Decoder
+from ..nn.routing.names import RoutingChoice
 from ._encoder import CapsuleEncoder
 from .output import CapsNetOutput
 
@@ -34,7 +35,8 @@ class CapsAutoEncoder(CapsuleEncoder):
         conv_channels: int = 256,
         primary_groups: int = 32,
         primary_dim: int = 8,
-        num_iterations: int = 3,
+        num_iterations: int | None = None,
+        routing: RoutingChoice = "dynamic",
         kernel_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -51,6 +53,7 @@ class CapsAutoEncoder(CapsuleEncoder):
             primary_dim,
             kernel_size,
             num_iterations,
+            routing,
             device,
             dtype,
             routing_options,
@@ -62,5 +65,5 @@ class CapsAutoEncoder(CapsuleEncoder):
         return self.decoder(capsules)  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor) -> CapsNetOutput:
-        capsules: Tensor = self.routing(self.encode(images))
-        return CapsNetOutput(self.length(capsules), capsules, self.reconstruct(capsules))
+        capsules, activations = self.classify(images)
+        return CapsNetOutput(activations, capsules, self.reconstruct(capsules))

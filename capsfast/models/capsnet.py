@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import checks
 from ..nn import Decoder
+from ..nn.routing.names import RoutingChoice
 from ._encoder import CapsuleEncoder
 from .output import CapsNetOutput
 
@@ -18,7 +19,8 @@ class CapsNet(CapsuleEncoder):
     For 28 x 28 images the defaults are the paper's: 8 215 568 parameters, 6 804 224 without the decoder.
 
     Parts: ``conv``, ``primary`` (:class:`capsfast.nn.PrimaryCaps`), ``routing``
-    (:class:`capsfast.DynamicRouting`), ``decoder`` (:class:`capsfast.nn.Decoder` or None).
+    (:class:`capsfast.DynamicRouting` or :class:`capsfast.nn.RoutedCaps`), ``decoder``
+    (:class:`capsfast.nn.Decoder` or None).
 
     Args:
         in_channels, image_size: of the images; an int or (height, width). The number of primary capsules follows.
@@ -26,10 +28,11 @@ class CapsNet(CapsuleEncoder):
         conv_channels: of the first convolution.
         primary_groups, primary_dim: types and size of the primary capsules.
         digit_dim: size of the class capsules.
-        num_iterations: of the routing.
+        num_iterations: of the routing; None for its default, 3 for dynamic routing.
+        routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
         reconstruction: whether there is a decoder.
         kernel_size: of both convolutions; by default 9, on images below 19 pixels smaller.
-        backend, device, dtype, routing_options: all others of :class:`capsfast.DynamicRouting`.
+        backend, device, dtype, routing_options: all others of :class:`capsfast.DynamicRouting`, or of RoutedCaps.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] and labels int64 ``[B]`` to :class:`CapsNetOutput`.
 
@@ -49,7 +52,8 @@ class CapsNet(CapsuleEncoder):
         primary_groups: int = 32,
         primary_dim: int = 8,
         digit_dim: int = 16,
-        num_iterations: int = 3,
+        num_iterations: int | None = None,
+        routing: RoutingChoice = "dynamic",
         reconstruction: bool = True,
         kernel_size: int | None = None,
         device: torch.device | str | None = None,
@@ -68,6 +72,7 @@ class CapsNet(CapsuleEncoder):
             primary_dim,
             kernel_size,
             num_iterations,
+            routing,
             device,
             dtype,
             routing_options,
@@ -83,6 +88,6 @@ class CapsNet(CapsuleEncoder):
         return self.decoder(capsules, labels)  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        capsules: Tensor = self.routing(self.encode(images))
+        capsules, activations = self.classify(images)
         images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
-        return CapsNetOutput(self.length(capsules), capsules, images_again)
+        return CapsNetOutput(activations, capsules, images_again)

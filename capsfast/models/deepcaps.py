@@ -9,6 +9,9 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import ConvCaps2d, ConvDecoder, DynamicRouting, FlattenCaps, Length, PrimaryCaps, _arguments
+from ..nn.routed_caps import fully_connected, route
+from ..nn.routing.base import Capsules, lengths
+from ..nn.routing.names import RoutingChoice
 from ._images import check_images, image_shape
 from .output import CapsNetOutput
 
@@ -19,23 +22,34 @@ class CapsCell(nn.Module):
     Args:
         types: capsules at each place, before and after.
         in_dim, out_dim: sizes of a capsule.
-        skip_iterations: of the skip connection; the other layers have one.
+        skip: num_iterations and routing of the skip connection; the other layers have dynamic routing of one iteration.
         made: options of :class:`capsfast.nn.ConvCaps2d`.
 
     Shapes: ``[B, types, in_dim, H, W]`` to ``[B, types, out_dim, ceil(H / 2), ceil(W / 2)]``.
     """
 
-    def __init__(self, types: int, in_dim: int, out_dim: int, skip_iterations: int, **made: Any) -> None:
+    def __init__(self, types: int, in_dim: int, out_dim: int, skip: dict[str, Any], **made: Any) -> None:
         super().__init__()
         self.down = ConvCaps2d(types, types, in_dim, out_dim, 3, stride=2, padding=1, num_iterations=1, **made)
-        self.first, self.second = (
-            ConvCaps2d(types, types, out_dim, out_dim, 3, padding=1, num_iterations=1, **made) for _ in range(2)
-        )
-        self.skip = ConvCaps2d(types, types, out_dim, out_dim, 3, padding=1, num_iterations=skip_iterations, **made)
+        same: dict[str, Any] = {
+            "in_types": types,
+            "out_types": types,
+            "in_dim": out_dim,
+            "out_dim": out_dim,
+            "padding": 1,
+        }
+        self.first, self.second = (ConvCaps2d(**same, num_iterations=1, **made) for _ in range(2))
+        if skip.get("routing", "dynamic") != "dynamic":
+            made = {name: made[name] for name in ("backend", "device", "dtype") if name in made}
+        self.skip = ConvCaps2d(**same, **skip, **made)
 
     def forward(self, poses: Tensor) -> Tensor:
         halved = self.down(poses)
-        return self.second(self.first(halved)) + self.skip(halved)  # type: ignore[no-any-return]
+        if isinstance(self.skip.routing, DynamicRouting):
+            skipped = self.skip(halved)
+        else:
+            skipped = self.skip(halved, lengths(halved.movedim(2, -1))).poses
+        return self.second(self.first(halved)) + skipped  # type: ignore[no-any-return]
 
 
 class DeepCaps(nn.Module):
@@ -46,17 +60,20 @@ class DeepCaps(nn.Module):
     Unlike there, no batch normalisation keeps the capsules from fading in the stack, but the squash and the initial
     deviation of :class:`capsfast.nn.ConvCaps2d`.
 
-    Parts: ``conv``, ``primary``, ``cells``, ``routing`` (:class:`capsfast.DynamicRouting`), ``decoder``
-    (:class:`capsfast.nn.ConvDecoder` or None).
+    Parts: ``conv``, ``primary``, ``cells``, ``routing`` (:class:`capsfast.DynamicRouting` or
+    :class:`capsfast.nn.RoutedCaps`), ``decoder`` (:class:`capsfast.nn.ConvDecoder` or None).
 
     Args:
-        in_channels, image_size, num_classes, digit_dim, num_iterations, reconstruction: as in :class:`CapsNet`.
+        in_channels, image_size, num_classes, digit_dim, num_iterations, routing, reconstruction: as in
+            :class:`CapsNet`. The routing is that of the class capsules and of the last skip connection.
         conv_channels: of the convolution before the primary capsules.
         types: capsule types of all cells.
         dims: size of the primary capsules, then of those of each cell; the last two alike. By default (4, 4, 8, 8, 8);
             images below 17 pixels have fewer cells, at least two, so that the last holds 2 x 2 places if it can.
         squash: of the primary capsules and the cells; that of the class capsules is the paper's.
-        backend, gradient, eps: of all routings.
+        backend, gradient, eps: of all routings; the last two of dynamic ones.
+        routing_options: of the class capsules' layer, as in CapsNet; those of a routing other than dynamic also go to
+            the skip connection.
         device, dtype: of the parameters.
 
     Shapes, errors: as CapsNet.
@@ -74,7 +91,8 @@ class DeepCaps(nn.Module):
         types: int = 32,
         dims: Sequence[int] | None = None,
         digit_dim: int = 16,
-        num_iterations: int = 3,
+        num_iterations: int | None = None,
+        routing: RoutingChoice = "dynamic",
         reconstruction: bool = True,
         squash: str = "exp",
         backend: str | None = None,
@@ -82,12 +100,13 @@ class DeepCaps(nn.Module):
         eps: float = 1e-8,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **routing_options: Any,
     ) -> None:
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
         _arguments.integers(op, num_classes=num_classes, digit_dim=digit_dim)
-        _arguments.integers(op, conv_channels=conv_channels, types=types, num_iterations=num_iterations)
+        _arguments.integers(op, conv_channels=conv_channels, types=types)
         if dims is None:
             cells = min(4, max(2, (min(self.image_shape[1:]) - 1).bit_length() - 1))
             dims = (4, *(4, 8, 8, 8)[-cells:])
@@ -100,18 +119,21 @@ class DeepCaps(nn.Module):
         options: dict[str, Any] = {"backend": backend, "gradient": gradient, "eps": eps, **made}
         self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **made)
         self.primary = PrimaryCaps(conv_channels, types, dims[0], 3, 1, 1, squash=squash, flatten=False, **made)
-        iterations = [1] * (len(dims) - 2) + [num_iterations]
+        chosen: dict[str, Any] = {"routing": routing, "num_iterations": num_iterations}
+        skips = [{"num_iterations": 1}] * (len(dims) - 2) + [chosen | ({} if routing == "dynamic" else routing_options)]
         self.cells = nn.ModuleList(
-            CapsCell(types, before, after, count, squash=squash, **options)
-            for before, after, count in zip(dims, dims[1:], iterations, strict=False)
+            CapsCell(types, before, after, skip, squash=squash, **options)
+            for before, after, skip in zip(dims, dims[1:], skips, strict=False)
         )
         size, places = self.image_shape[1:], []
         for _ in self.cells:
             size = ((size[0] + 1) // 2, (size[1] + 1) // 2)
             places.append(size[0] * size[1])
         self.flatten = FlattenCaps()
-        self.routing = DynamicRouting(
-            types * (places[-2] + places[-1]), num_classes, dims[-1], digit_dim, num_iterations, **options
+        if routing != "dynamic":
+            options = {"backend": backend, **made}
+        self.routing = fully_connected(
+            types * (places[-2] + places[-1]), num_classes, dims[-1], digit_dim, **chosen, **options, **routing_options
         )
         self.length = Length()
         self.decoder = (
@@ -130,6 +152,10 @@ class DeepCaps(nn.Module):
             seen.append(poses)
         return torch.cat([self.flatten(image) for image in seen[-2:]], 1)
 
+    def classify(self, images: Tensor) -> Capsules:
+        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
+        return route(self.routing, self.encode(images))
+
     def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
         """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest."""
         if self.decoder is None:
@@ -137,6 +163,6 @@ class DeepCaps(nn.Module):
         return self.decoder(capsules, labels)  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        capsules: Tensor = self.routing(self.encode(images))
+        capsules, activations = self.classify(images)
         images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
-        return CapsNetOutput(self.length(capsules), capsules, images_again)
+        return CapsNetOutput(activations, capsules, images_again)

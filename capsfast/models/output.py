@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 class CapsNetOutput(NamedTuple):
-    """lengths ``[B, J]``, capsules ``[B, J, D]``, reconstruction ``[B, C, H, W]`` or None."""
+    """lengths ``[B, J]``, with a routing that has activations these; capsules ``[B, J, D]``; reconstruction
+    ``[B, C, H, W]`` or None."""
 
     lengths: Tensor
     capsules: Tensor

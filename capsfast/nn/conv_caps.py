@@ -10,6 +10,9 @@ from torch.nn import functional as F
 from .. import checks
 from . import _arguments
 from .dynamic_routing import DynamicRouting
+from .routed_caps import fully_connected
+from .routing.base import Capsules
+from .routing.names import RoutingChoice
 
 
 class ConvCaps2d(nn.Module):
@@ -19,7 +22,8 @@ class ConvCaps2d(nn.Module):
     (type, y, x). The poses are unfolded, the votes are not: beyond the input it needs the poses once
     for every window they are in.
 
-    Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`.
+    Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`, with another routing a
+    :class:`capsfast.nn.RoutedCaps`.
 
     Capsules of the padding are not there: they have no coupling and no vote.
 
@@ -27,17 +31,21 @@ class ConvCaps2d(nn.Module):
         in_types, out_types: capsules at each place, before and after.
         in_dim, out_dim: sizes of a capsule, K and D.
         kernel_size, stride, padding, dilation: of the window; an int or two of them (vertical, horizontal).
-        num_iterations: weighted sums formed, at least 1. One iteration is a convolution of the poses, squashed.
-        groups: input and output types are cut into as many runs; each run of inputs is routed to its run
-            of outputs alone.
-        init_std: as in DynamicRouting. By default such that the weighted sum of equal coupling starts about as long
-            as the input capsules, with one iteration twice as long. In a deep stack ``squash="exp"`` keeps their
-            length then, while ``"paper"``, quadratic for short vectors, lets them fade.
+        num_iterations: of the routing; None for its default, 3 for dynamic routing. There, one iteration is a
+            convolution of the poses, squashed.
+        routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
+        groups: of dynamic routing: input and output types are cut into as many runs; each run of inputs is routed to
+            its run of outputs alone.
+        init_std: as in the layer of the routing. With dynamic routing by default such that the weighted sum of equal
+            coupling starts about as long as the input capsules, with one iteration twice as long. In a deep stack
+            ``squash="exp"`` keeps their length then, while ``"paper"``, quadratic for short vectors, lets them fade.
         device, dtype: of the parameters.
         options: all others of :class:`capsfast.DynamicRouting` (shared_weight, learned_logits, bias, rank,
-            top_k, softmax, gradient, leaky, squash, eps, backend; share_batch_logits averages over places too).
+            top_k, softmax, gradient, leaky, squash, eps, backend; share_batch_logits averages over places too), with
+            another routing those of RoutedCaps.
 
-    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``.
+    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than the
+    dynamic, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such shapes.
 
     Source: Hinton, Sabour, Frosst (2018), section 4, for the windows; Sabour, Frosst, Hinton (2017) for the routing.
 
@@ -55,8 +63,9 @@ class ConvCaps2d(nn.Module):
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
-        num_iterations: int = 3,
+        num_iterations: int | None = None,
         *,
+        routing: RoutingChoice = "dynamic",
         groups: int = 1,
         init_std: float | None = None,
         device: torch.device | str | None = None,
@@ -77,22 +86,19 @@ class ConvCaps2d(nn.Module):
         self.padding = _arguments.pair(op, "padding", padding, least=0)
         self.dilation = _arguments.pair(op, "dilation", dilation)
         in_caps = in_types * self.kernel_size[0] * self.kernel_size[1]
-        if init_std is None:
+        if routing != "dynamic" and groups != 1:
+            raise ValueError(f"{op}: groups need routing='dynamic', got groups={groups} with another routing")
+        if routing == "dynamic":
+            options["groups"] = groups
+        if init_std is None and routing == "dynamic":
             # Equal coupling c and independent weights: |s|^2 = I c^2 std^2 D |u|^2. Further iterations lengthen s.
             routed = in_caps // groups
             shares = routed if options.get("softmax") == "in" else out_types // groups
             init_std = (2 if num_iterations == 1 else 1) * shares / (routed * out_dim) ** 0.5
-        self.routing = DynamicRouting(
-            in_caps,
-            out_types,
-            in_dim,
-            out_dim,
-            num_iterations,
-            groups=groups,
-            init_std=init_std,
-            device=device,
-            dtype=dtype,
-            **options,
+        if init_std is not None:
+            options["init_std"] = init_std
+        self.routing = fully_connected(
+            in_caps, out_types, in_dim, out_dim, routing, num_iterations, device=device, dtype=dtype, **options
         )
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
@@ -114,6 +120,18 @@ class ConvCaps2d(nn.Module):
         windows = _windows(poses, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, K, H', W', h, w]
         return windows.permute(0, 3, 4, 1, 5, 6, 2).flatten(3, 5).flatten(0, 2)
 
+    def unfold_activation(self, poses: Tensor, activation: Tensor) -> Tensor:
+        """``[B, in_types, H, W]`` beside these poses to the activations of every window, ``[B·H'·W', I]``."""
+        op = "capsfast.nn.ConvCaps2d"
+        _arguments.floats(op, "activation", activation, "[B, in_types, H, W]")
+        if activation.shape != (poses.shape[0], self.in_types, *poses.shape[3:]):
+            raise ValueError(
+                f"{op}: activation must be [B, in_types, H, W] of poses {checks.shape_of(poses)}, "
+                f"got {checks.shape_of(activation)}"
+            )
+        windows = _windows(activation, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, H', W', ..]
+        return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
+
     def inside(self, poses: Tensor) -> Tensor | None:
         """Which capsules of the windows are not padding, bool ``[B·H'·W', I]``; None where all are."""
         if self.padding == (0, 0):
@@ -123,10 +141,22 @@ class ConvCaps2d(nn.Module):
         at_place = windows.flatten(5, 6).flatten(0, 4)  # [H'·W', h·w]
         return at_place.repeat(poses.shape[0], self.in_types)
 
-    def forward(self, poses: Tensor, *, return_coupling: bool = False) -> Any:
-        """With ``return_coupling`` also the last ``c [B, H', W', I, out_types / groups]``."""
+    def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
+        """With ``return_coupling``, for dynamic routing, also the last ``c [B, H', W', I, out_types / groups]``."""
+        op = "capsfast.nn.ConvCaps2d"
         u = self.unfold(poses)
         places = (poses.shape[0], *self.grid(poses.shape[3:]))
+        if not isinstance(self.routing, DynamicRouting):
+            if return_coupling:
+                raise ValueError(f"{op}: return_coupling needs routing='dynamic'; see capsfast.nn.couplings")
+            at_windows = None if activation is None else self.unfold_activation(poses, activation)
+            found = self.routing(u, at_windows, mask=self.inside(poses))
+            return Capsules(
+                found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2),  # [B, J, D, H', W']
+                found.activations.unflatten(0, places).movedim(-1, 1),  # [B, J, H', W']
+            )
+        if activation is not None:
+            raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
         # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
         seen = return_coupling or self.routing.softmax == "in"
         mask = self.inside(poses) if seen else None

@@ -9,7 +9,7 @@ from .. import checks
 from ..functional import dynamic_routing
 from ..options import Options
 from . import _arguments
-from ._routing import RoutingLayer
+from ._dynamic import RoutingLayer
 
 
 class DynamicRouting(RoutingLayer):

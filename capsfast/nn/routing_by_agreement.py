@@ -8,7 +8,7 @@ from .. import checks
 from ..functional import route_votes
 from ..options import Options
 from . import _arguments
-from ._routing import RoutingLayer
+from ._dynamic import RoutingLayer
 
 
 class RoutingByAgreement(RoutingLayer):

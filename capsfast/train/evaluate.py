@@ -68,7 +68,7 @@ def evaluate(
         if attack is not None:
             images = attack(learner.margin_of(labels), images)
         with torch.no_grad():
-            lengths = learner.model.length(learner.model.routing(learner.model.encode(images)))
+            lengths = learner.model.classify(images).activations
         right += int(right_predictions(lengths, labels).sum())
         seen += len(labels)
         if labels.dim() == 2:

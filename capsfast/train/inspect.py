@@ -1,6 +1,5 @@
 """What a trained network has learnt: reconstructions, the meaning of capsule dimensions, how its routing decides."""
 
-import copy
 from math import log
 from typing import NamedTuple
 
@@ -9,6 +8,8 @@ from torch import Tensor
 
 from ..data import Batch
 from ..data.sets import DrawnSet
+from ..nn import couplings
+from ..nn.routed_caps import route
 from .evaluate import batches
 from .learner import Learner, multi_hot
 
@@ -96,17 +97,14 @@ def routing_statistics(
         raise ValueError(f"{op}: a network with encode() and classes is needed, got {learner.hparams['model']}")
     learner.eval()
     routing = learner.model.routing
-    J, r = learner.sizes["num_classes"], routing.num_iterations
-    lengths, entropy, count = torch.zeros(J, J), torch.zeros(r, J), torch.zeros(J)
+    J = learner.sizes["num_classes"]
+    lengths, count, entropy = torch.zeros(J, J), torch.zeros(J), torch.zeros(0, J)
     for batch in batches(dataset, batch_size, limit):
         classes = multi_hot(batch.labels, J)  # [B, J]
         u = learner.model.encode(batch.images.to(learner.device))
-        for t in range(1, r + 1):
-            part = copy.copy(routing)
-            part.num_iterations = t
-            v, coupling = part(u, return_coupling=True)
-            of_sample = torch.special.entr(coupling).sum(2).mean(1).cpu() / log(J)
-            entropy[t - 1] += classes.T @ of_sample
-        lengths += classes.T @ v.norm(dim=2).cpu()
+        found = couplings(routing, u, shares=True)
+        of_samples = torch.stack([torch.special.entr(c).sum(2).mean(1).cpu() / log(J) for c in found])  # [r, B]
+        entropy = of_samples @ classes + (entropy if len(entropy) else 0)
+        lengths += classes.T @ route(routing, u).activations.cpu()
         count += classes.sum(0)
     return RoutingStatistics(lengths / count[:, None], entropy / count)

@@ -131,7 +131,7 @@ class Learner(pl.LightningModule):
         """The margin loss as a function of images, summed over them: what an attack raises."""
         loss = MarginLoss(reduction="sum")
         targets = multi_hot(labels, self.sizes["num_classes"])
-        return lambda images: loss(self.model.routing(self.model.encode(images)), targets)
+        return lambda images: loss(self.model.classify(images).activations, targets)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         torch.manual_seed(seed_for(self.seed, "step", self.global_step, self.global_rank))

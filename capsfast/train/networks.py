@@ -7,27 +7,34 @@ from typing import Any
 from torch import nn
 
 from ..models import CapsAutoEncoder, CapsNet, DeepCaps
-from ..nn import DynamicRouting
+from ..nn import DynamicRouting, RoutedCaps
+from ..nn.routing.names import RoutingChoice, routing_class
+from ..nn.routing.names import options_of as options_of_routing
 
 NETWORKS: dict[str, type[nn.Module]] = {"capsnet": CapsNet, "deepcaps": DeepCaps, "autoencoder": CapsAutoEncoder}
 # From the data set, or moved by Lightning.
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
 
-def options_of(name: str) -> list[str]:
-    """What :func:`build` takes for a model beside the sizes that the data set gives.
+def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
+    """What :func:`build` takes for a model and its routing beside the sizes that the data set gives.
 
     Raises:
-        ValueError: no model of that name.
+        ValueError: no model or no routing of that name.
     """
+    op = "capsfast.train.build"
     if name not in NETWORKS:
-        raise ValueError(f"capsfast.train.build: model must be one of {', '.join(NETWORKS)}, got {name!r}")
+        raise ValueError(f"{op}: model must be one of {', '.join(NETWORKS)}, got {name!r}")
     taken = inspect.signature(NETWORKS[name]).parameters
     own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
     if len(own) < len(taken):
-        routing = inspect.signature(DynamicRouting).parameters.items()
-        own += [each for each, what in routing if what.kind == what.KEYWORD_ONLY and each not in own]
-    return [each for each in own if each not in GIVEN]
+        own += _keywords(DynamicRouting) if routing == "dynamic" else _keywords(RoutedCaps)
+        own += [] if routing == "dynamic" else options_of_routing(routing_class(op, routing))
+    return [each for each in dict.fromkeys(own) if each not in GIVEN]
+
+
+def _keywords(layer: type[nn.Module]) -> list[str]:
+    return [each for each, what in inspect.signature(layer).parameters.items() if what.kind == what.KEYWORD_ONLY]
 
 
 def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn.Module:
@@ -36,7 +43,7 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
     Raises:
         ValueError: no model of that name, an option that it does not have, or one that it rejects.
     """
-    known = options_of(name)
+    known = options_of(name, options.get("routing", "dynamic"))
     for each in options:
         if each not in known:
             raise ValueError(f"capsfast.train.build: {name} has no option {each}; it has {', '.join(known)}")

@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..backend import use_backend
 from ..data import Batch
-from ..nn import ConvCaps2d, DynamicRouting, RoutingByAgreement
+from ..nn import ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement
 from .learner import Learner
 
 STEP, ROUTING = "capsfast: step", "capsfast: routing"
-LAYERS = (ConvCaps2d, DynamicRouting, RoutingByAgreement)
+LAYERS = (ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement)
 
 
 class StepShare(NamedTuple):

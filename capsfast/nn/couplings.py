@@ -1,0 +1,64 @@
+"""The coupling coefficients of a routing, pass by pass."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..passes import Moments
+from .dynamic_routing import DynamicRouting
+from .routed_caps import RoutedCaps
+from .routing.base import lengths
+from .routing.votes import Votes
+from .routing_by_agreement import RoutingByAgreement
+
+
+class RecordedVotes(Votes):
+    """Votes that keep the coupling coefficients of every pass in ``weights``, a list of ``[B, I, J]``."""
+
+    def __init__(self, votes: Votes) -> None:
+        self.votes = votes
+        self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
+        self.dtype, self.device, self.u, self.out_mask = votes.dtype, votes.device, votes.u, votes.out_mask
+        self.weights: list[Tensor] = []
+
+    def moments(self, **arguments: Any) -> Moments:
+        found = self.votes.moments(**{**arguments, "return_weights": True})
+        assert found.weights is not None
+        self.weights.append(found.weights.detach())
+        return found
+
+
+@torch.no_grad()
+def couplings(
+    layer: nn.Module, u: Tensor, activation: Tensor | None = None, *, shares: bool = False, **given: Tensor
+) -> list[Tensor]:
+    """The coupling coefficients ``[B, I, J]`` of every pass that a layer makes over its votes.
+
+    Args:
+        layer: a :class:`capsfast.DynamicRouting` (with groups: ``[B, I, J / groups]``), a
+            :class:`capsfast.nn.RoutingByAgreement` or a :class:`capsfast.nn.RoutedCaps`.
+        u: what its forward takes first.
+        activation: of the input capsules ``[B, I]``, for RoutedCaps; where the routing asks for them and there are
+            none, the lengths of u.
+        shares: those of RoutedCaps divided by their sum over the output capsules: what an input capsule has decided,
+            without the factor of its activation.
+        given: mask and so on, as in the layer's forward.
+
+    Raises:
+        TypeError: another layer.
+    """
+    if isinstance(layer, (DynamicRouting, RoutingByAgreement)):
+        probe, found = copy.copy(layer), []
+        for t in range(layer.num_iterations):
+            probe.num_iterations = t + 1
+            found.append(probe(u, return_coupling=True, **given)[1])
+        return found
+    if not isinstance(layer, RoutedCaps):
+        raise TypeError(f"capsfast.nn.couplings: layer must be a routing layer, got {type(layer).__name__}")
+    votes = RecordedVotes(layer.votes(u, **given))
+    layer.routing(votes, lengths(u) if layer.uses_activation and activation is None else activation)
+    if not shares:
+        return votes.weights
+    return [c / c.sum(2, keepdim=True).clamp_min(torch.finfo(c.dtype).tiny) for c in votes.weights]

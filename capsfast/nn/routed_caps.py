@@ -1,0 +1,158 @@
+"""Fully connected capsules with any routing."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from . import _arguments
+from .dynamic_routing import DynamicRouting
+from .routing.base import Capsules, lengths
+from .routing.names import RoutingChoice, make_routing
+from .routing.votes import Votes, votes_of
+
+
+class RoutedCaps(nn.Module):
+    """Fully connected capsules with a routing of choice: ``u, activation -> poses, activations``.
+
+    Parameters: ``W [in_caps, out_caps, out_dim, in_dim]``, or ``[1, ...]`` if shared; with ``pose_rows``
+    ``[in_caps, out_caps, Q, R]``. Those of the routing are in its part ``routing``.
+
+    Args:
+        in_caps, out_caps: numbers of capsules, I and J.
+        in_dim, out_dim: sizes of a capsule, K and D.
+        routing: a name of :data:`capsfast.nn.ROUTINGS`, a :class:`Routing` class, or a function of the same
+            arguments that makes one.
+        shared_weight: one matrix per output capsule, shared by all input capsules.
+        pose_rows: capsules are matrices of so many rows, P, row by row: ``in_dim = P Q`` and ``out_dim = P R``. A vote
+            is a product of matrices ``[P, Q] [Q, R]`` (Hinton, Sabour, Frosst 2018). None: capsules are vectors.
+        init_std: W starts as a normal distribution of this deviation, cut at two deviations; by default what the
+            routing says, see :meth:`Routing.weight_std`.
+        device, dtype: of the parameters.
+        options: of the routing, such as num_iterations and backend.
+
+    Shapes: ``u [B, in_caps, in_dim]`` and ``activation [B, in_caps]`` or None to :class:`Capsules`: poses
+    ``[B, out_caps, out_dim]`` and activations ``[B, out_caps]``.
+
+    Raises:
+        ValueError, TypeError: sizes, options or inputs that do not fit.
+    """
+
+    _op = "capsfast.nn.RoutedCaps"
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        routing: RoutingChoice = "dynamic",
+        shared_weight: bool = False,
+        pose_rows: int | None = None,
+        init_std: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        op = self._op
+        _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim)
+        checks.boolean(op, "shared_weight", shared_weight)
+        if init_std is not None:
+            _arguments.positive(op, "init_std", init_std)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.routing = make_routing(op, routing, in_caps, out_caps, in_dim, out_dim, **options, **made)
+        self.in_caps = in_caps
+        self.out_caps = out_caps
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self.pose_rows = pose_rows
+        rows = 1 if shared_weight else in_caps
+        if pose_rows is None:
+            shape, summed = (rows, out_caps, out_dim, in_dim), in_dim
+        else:
+            P, Q, R = pose_sizes(op, in_dim, out_dim, pose_rows)
+            shape, summed = (rows, out_caps, Q, R), Q
+        self.init_std = self.routing.weight_std(summed) if init_std is None else init_std
+        self.W = nn.Parameter(torch.empty(shape, **made))
+        self.reset_parameters()
+
+    @property
+    def uses_activation(self) -> bool:
+        """Whether the routing asks for activations of the input capsules."""
+        return self.routing.uses_activation
+
+    def reset_parameters(self) -> None:
+        """Draws W anew."""
+        nn.init.trunc_normal_(self.W, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+
+    def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
+        """The votes of ``u [B, I, K]`` as the routing takes them; none is in memory."""
+        op = self._op
+        _arguments.floats(op, "u", u, "[B, I, K]")
+        if u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
+            raise ValueError(
+                f"{op}: u must be [B, in_caps={self.in_caps}, in_dim={self.in_dim}], got {checks.shape_of(u)}"
+            )
+        if self.pose_rows is not None:
+            u = u.unflatten(2, (self.pose_rows, -1))
+        return votes_of(op, (u, self.W), mask=mask, out_mask=out_mask, backend=self.routing.backend)
+
+    def forward(
+        self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
+    ) -> Capsules:
+        """``activation [B, I]``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
+        return self.routing(self.votes(u, mask, out_mask), activation)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}"
+        if self.pose_rows is not None:
+            text += f", pose_rows={self.pose_rows}"
+        return f"{text}, shared_weight=True" if self.W.shape[0] == 1 and self.in_caps != 1 else text
+
+
+def pose_sizes(op: str, in_dim: int, out_dim: int, pose_rows: int) -> tuple[int, int, int]:
+    """(P, Q, R) of pose matrices ``[P, Q]`` that become votes ``[P, R]``."""
+    _arguments.integer(op, "pose_rows", pose_rows)
+    for name, size in (("in_dim", in_dim), ("out_dim", out_dim)):
+        if size % pose_rows:
+            raise ValueError(f"{op}: pose_rows must divide {name}={size}, got {pose_rows}")
+    return pose_rows, in_dim // pose_rows, out_dim // pose_rows
+
+
+FullyConnected = DynamicRouting | RoutedCaps
+
+
+def fully_connected(
+    in_caps: int,
+    out_caps: int,
+    in_dim: int,
+    out_dim: int,
+    routing: RoutingChoice = "dynamic",
+    num_iterations: int | None = None,
+    **options: Any,
+) -> FullyConnected:
+    """The layer of a routing: :class:`DynamicRouting` with all its options, else :class:`RoutedCaps`.
+
+    ``num_iterations``: None for what the routing has by default; a routing that makes one pass takes no number.
+    """
+    if num_iterations is not None:
+        options["num_iterations"] = num_iterations
+    if routing == "dynamic":
+        return DynamicRouting(in_caps, out_caps, in_dim, out_dim, **options)
+    return RoutedCaps(in_caps, out_caps, in_dim, out_dim, routing=routing, **options)
+
+
+def route(layer: nn.Module, u: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
+    """Poses and activations of a layer, whichever kind it is.
+
+    ``activation``: of the input capsules; where the routing asks for them and there are none, their lengths.
+    """
+    if isinstance(layer, DynamicRouting):
+        v = layer(u, **given)
+        return Capsules(v, lengths(v))
+    if layer.uses_activation and activation is None:
+        activation = lengths(u)
+    return layer(u, activation, **given)  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""The interface of all routings: from votes and activations to poses and activations."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import checks
+from .. import _arguments
+from .votes import Votes, votes_of
+
+
+class Capsules(NamedTuple):
+    """poses ``[B, J, D]``, activations ``[B, J]`` in [0, 1] or thereabouts: how present each capsule is."""
+
+    poses: Tensor
+    activations: Tensor
+
+
+def lengths(poses: Tensor) -> Tensor:
+    """``[..., D]`` to ``[...]``: the activations of capsules that say by their length how present they are."""
+    return torch.linalg.vector_norm(poses, dim=-1)  # type: ignore[no-any-return]
+
+
+class Routing(nn.Module):
+    """Routes votes to output capsules. It holds what parameters the routing itself has, but not the weight.
+
+    A routing of your own overrides :meth:`route`; docs/passes.md adds one. Its class goes wherever a name does:
+    ``RoutedCaps(..., routing=Mine)``, ``CapsNet(routing=Mine)``, ``ConvCaps2d(..., routing=Mine)``.
+
+    Args:
+        in_caps, out_caps: numbers of capsules, I and J.
+        in_dim, out_dim: sizes of a capsule, K and D; of a pose matrix, the number of all its entries.
+        backend: of all passes, see :func:`capsfast.routing_pass`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError, TypeError: a size or an option that does not fit.
+    """
+
+    # Whether activations of the input capsules matter. Where they do not, the lengths of the poses say all.
+    uses_activation = False
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.op = f"{type(self).__module__.partition('.')[0]}.{type(self).__name__}"
+        _arguments.integers(self.op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim)
+        _arguments.backend(self.op, backend)
+        self.in_caps = in_caps
+        self.out_caps = out_caps
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self.backend = backend
+        self._made: dict[str, Any] = {"device": device, "dtype": dtype}
+
+    def route(self, votes: Votes, activation: Tensor | None) -> Capsules | tuple[Tensor, Tensor]:
+        """What a routing is: passes over the votes, ``votes.moments(...)``, and torch between them.
+
+        Args:
+            votes: of B samples, I input and J output capsules; every position of an image is a sample.
+            activation: of the input capsules, ``[B, I]``, or None for 1.
+
+        Returns:
+            Poses ``[B, J, D]`` and activations ``[B, J]``.
+        """
+        raise NotImplementedError
+
+    def weight_std(self, summed: int) -> float:
+        """The deviation that the weight of a layer starts with, whose votes are sums of ``summed`` products.
+
+        By default a vote is as long as its input capsule, in the mean.
+        """
+        return float(summed**-0.5)
+
+    def forward(
+        self,
+        votes: Any,
+        activation: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        out_mask: Tensor | None = None,
+    ) -> Capsules:
+        """Poses and activations of the output capsules.
+
+        Args:
+            votes: a pair ``(u, weight)`` of ``[B, I, K]`` and ``[I or 1, J, D, K]`` (or pose matrices, as for
+                :func:`capsfast.routing_pass`), votes ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, or :class:`Votes`.
+            activation: of the input capsules, ``[B, I]`` (and ``*spatial``), not negative; None for 1.
+            mask, out_mask: bool ``[B, I]`` and ``[B, J]``; False takes a capsule out. A masked output capsule has
+                pose and activation 0.
+
+        Returns:
+            Poses ``[B, J, D]`` and activations ``[B, J]``, both with ``*spatial`` if the votes have them, in the
+            dtype of the votes.
+
+        Raises:
+            ValueError, TypeError: a size, a dtype or a device that does not fit.
+        """
+        found = votes_of(self.op, votes, J=self.out_caps, mask=mask, out_mask=out_mask, backend=self.backend)
+        if (self.in_caps, self.out_caps, self.out_dim) != (found.I, found.J, found.D):
+            raise ValueError(
+                f"{self.op}: votes must be those of in_caps={self.in_caps} for out_caps={self.out_caps} of "
+                f"out_dim={self.out_dim}, got I={found.I}, J={found.J}, D={found.D}"
+            )
+        if activation is not None:
+            checks.floating(self.op, "activation", activation)
+            activation = found.samples("activation", activation)
+        poses, activations = self.route(found, activation if self.uses_activation else None)
+        if found.out_mask is not None:
+            absent = ~found.out_mask
+            poses, activations = poses.masked_fill(absent[..., None], 0.0), activations.masked_fill(absent, 0.0)
+        return Capsules(*(found.restore(each.to(found.dtype)) for each in (poses, activations)))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}"
+
+
+class IterativeRouting(Routing):
+    """A :class:`Routing` that goes over the votes more than once.
+
+    Args:
+        num_iterations: as the routing counts them, at least 1.
+        all others: as for Routing.
+    """
+
+    def __init__(
+        self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, *, num_iterations: int = 3, **made: Any
+    ) -> None:
+        super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
+        _arguments.integers(self.op, num_iterations=num_iterations)
+        self.num_iterations = num_iterations
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, num_iterations={self.num_iterations}"

@@ -1,0 +1,69 @@
+"""The routings by name."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .agreement import AgreementRouting
+from .base import Routing
+
+ROUTINGS: dict[str, type[Routing]] = {
+    "dynamic": AgreementRouting,
+}
+
+# A name, a Routing class, or what makes one from the same arguments.
+RoutingChoice = str | Callable[..., Routing]
+
+
+def routing_class(op: str, routing: RoutingChoice) -> Callable[..., Routing]:
+    """The class of a name; a class or a function as it is.
+
+    Raises:
+        ValueError: no routing of that name.
+        TypeError: neither name nor callable.
+    """
+    if isinstance(routing, str):
+        if routing not in ROUTINGS:
+            raise ValueError(f"{op}: routing must be one of {', '.join(map(repr, ROUTINGS))}, got {routing!r}")
+        return ROUTINGS[routing]
+    if not callable(routing):
+        raise TypeError(f"{op}: routing must be a name or a Routing class, got {type(routing).__name__}")
+    return routing
+
+
+def make_routing(
+    op: str, routing: RoutingChoice, in_caps: int, out_caps: int, in_dim: int, out_dim: int, **options: Any
+) -> Routing:
+    """A routing for these sizes.
+
+    Raises:
+        ValueError, TypeError: no such routing, an option that it does not have, or one that it rejects.
+    """
+    make = routing_class(op, routing)
+    known = options_of(make)
+    for name in options:
+        if known and name not in known:
+            raise TypeError(f"{op}: routing {routing_name(routing)} has no option {name}; it has {', '.join(known)}")
+    made = make(in_caps, out_caps, in_dim, out_dim, **options)
+    if not isinstance(made, Routing):
+        raise TypeError(f"{op}: routing must make a capsfast.nn.Routing, got {type(made).__name__}")
+    return made
+
+
+def options_of(routing: Callable[..., Any]) -> list[str]:
+    """The keyword options of a routing class, those of its bases included; [] of what is not a class."""
+    if not inspect.isclass(routing):
+        return []
+    found: list[str] = []
+    for each in routing.__mro__:
+        if not issubclass(each, Routing) or "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(each.__init__).parameters.values()
+        found += [what.name for what in parameters if what.kind == what.KEYWORD_ONLY and what.name not in found]
+        if not any(what.kind == what.VAR_KEYWORD for what in parameters):
+            break
+    return found
+
+
+def routing_name(routing: RoutingChoice) -> str:
+    return routing if isinstance(routing, str) else getattr(routing, "__name__", type(routing).__name__)

@@ -1,0 +1,208 @@
+"""What a routing goes over: votes, wherever they come from."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import checks, positions
+from ...axes import axes_of
+from ...functional import dynamic_routing, route_votes
+from ...functional import squash as _squash
+from ...ops._product import width
+from ...passes import Moments, routing_pass, votes_pass
+
+
+class Votes(ABC):
+    """Votes ``[B, I, J, D]``, seen through passes over them.
+
+    A routing never looks at a vote itself. It calls :meth:`moments`, once or more often, and computes with what it
+    gets, ``[B, J]`` and ``[B, J, D]``. So it need not know whether the votes are made in the kernels or lie in memory,
+    belong to positions of an image, or compete across windows.
+
+    Attributes:
+        B, I, J, D: sizes; positions of an image count as samples, in B.
+        dtype, device: of the votes.
+        u: the input capsules ``[B, I, K]`` (pose matrices ``[B, I, P, Q]``) that the votes are made from, None where
+            they are given.
+        out_mask: bool ``[B, J]``, False where an output capsule is taken out; None where none is.
+    """
+
+    B: int
+    I: int
+    J: int
+    D: int
+    dtype: torch.dtype
+    device: torch.device
+    u: Tensor | None = None
+    out_mask: Tensor | None = None
+
+    @abstractmethod
+    def moments(
+        self,
+        *,
+        query: Tensor | None = None,
+        precision: Tensor | None = None,
+        center: Tensor | None = None,
+        prior: Tensor | None = None,
+        logits: Tensor | None = None,
+        activation: Tensor | None = None,
+        normalize: str = "out",
+        leaky: bool = False,
+        second: bool = False,
+        return_weights: bool = False,
+    ) -> Moments:
+        """One pass over the votes, as :func:`capsfast.routing_pass`; masked capsules are left out."""
+
+    def agree(self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float) -> Tensor:
+        """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; softmax over the outputs."""
+        sum_of_v, v = None, None
+        for t in range(num_iterations):
+            constant = gradient == "last" and t + 1 < num_iterations
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not constant):
+                v = _squash(self.moments(query=sum_of_v, logits=logits).first, kind=squash, eps=eps)
+            sum_of_v = v if sum_of_v is None else sum_of_v + v
+        assert v is not None
+        return v
+
+    def samples(self, name: str, value: Tensor | None) -> Tensor | None:
+        """An argument of a pass with its axes of positions, if the votes have such, joined to the batch."""
+        return value
+
+    def restore(self, value: Tensor) -> Tensor:
+        """The opposite for a result ``[B, J]`` or ``[B, J, D]``."""
+        return value
+
+
+class ProductVotes(Votes):
+    """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
+
+    Args:
+        op: in whose name errors are raised.
+        u, weight: as for :func:`capsfast.routing_pass`.
+        J: the number of output capsules, where they share the weight.
+        mask, out_mask: bool ``[B, I]`` and ``[B, J]``.
+        backend: of all passes.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        u: Tensor,
+        weight: Tensor,
+        *,
+        J: int | None = None,
+        mask: Tensor | None = None,
+        out_mask: Tensor | None = None,
+        backend: str | None = None,
+    ) -> None:
+        flat, matrix = checks.product(op, u, weight)
+        self.u, self.weight = u, weight
+        self.B, self.I = flat.shape[:2]
+        self.J = matrix.shape[1] if matrix.shape[1] != 1 or J is None else J
+        self.D = width(flat, matrix)
+        self.dtype, self.device, self.out_mask = u.dtype, u.device, out_mask
+        self.given: dict[str, Any] = {"mask": mask, "out_mask": out_mask, "backend": backend}
+        checks.parameters(op, "u", u, (self.B, self.I, self.J, self.D), {"mask": mask, "out_mask": out_mask})
+        if matrix.shape[1] != self.J and out_mask is None:
+            self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
+
+    def moments(self, **arguments: Any) -> Moments:
+        return routing_pass(self.u, self.weight, **arguments, **self.given)  # type: ignore[arg-type]
+
+    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+        return dynamic_routing(self.u, self.weight, num_iterations, **options, **self.given)  # type: ignore[arg-type, no-any-return]
+
+
+class GivenVotes(Votes):
+    """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
+
+    Args:
+        op: in whose name errors are raised.
+        votes: as for :func:`capsfast.votes_pass`.
+        J: the number of output capsules, where they share the votes.
+        mask, out_mask: bool ``[B, I]`` and ``[B, J]``, with or without the axes of positions.
+        backend: of all passes.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        votes: Tensor,
+        *,
+        J: int | None = None,
+        mask: Tensor | None = None,
+        out_mask: Tensor | None = None,
+        backend: str | None = None,
+    ) -> None:
+        _, self.spatial = checks.votes(op, votes)
+        self.votes = votes
+        self.batch = votes.shape[0]
+        self.places = 1
+        for size in self.spatial:
+            self.places *= size
+        self.B, self.I, self.D = self.batch * self.places, votes.shape[1], votes.shape[3]
+        self.J = votes.shape[2] if votes.shape[2] != 1 or J is None else J
+        self.dtype, self.device = votes.dtype, votes.device
+        masks = {"mask": mask, "out_mask": out_mask}
+        checks.parameters(op, "votes", votes, (self.batch, self.I, self.J, self.D), masks, self.spatial)
+        if votes.shape[2] != self.J and out_mask is None:
+            masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=votes.device)
+        self.given: dict[str, Any] = {**masks, "backend": backend}
+        self.out_mask = self.samples("out_mask", out_mask)
+
+    def moments(self, **arguments: Any) -> Moments:
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and axes_of(name, value)[0] == "B":
+                arguments[name] = self.restore(value)
+        found = votes_pass(self.votes, **arguments, **self.given)
+        return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
+
+    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+        return self._sampled(route_votes(self.votes, num_iterations, **options, **self.given))
+
+    def samples(self, name: str, value: Tensor | None) -> Tensor | None:
+        if value is None or not self.spatial:
+            return value
+        axes = axes_of(name, value)
+        if value.dim() == len(axes):  # holds at every position
+            return value.repeat_interleave(self.places, 0)
+        return positions.to_samples(value.flatten(len(axes)))
+
+    def restore(self, value: Tensor) -> Tensor:
+        if not self.spatial:
+            return value
+        return positions.restore(positions.from_samples(value, self.batch, self.places), self.spatial)
+
+    def _sampled(self, value: Tensor) -> Tensor:
+        if not self.spatial:
+            return value
+        return positions.to_samples(value.flatten(value.dim() - len(self.spatial)))
+
+
+def votes_of(
+    op: str,
+    given: object,
+    *,
+    J: int | None = None,
+    mask: Tensor | None = None,
+    out_mask: Tensor | None = None,
+    backend: str | None = None,
+) -> Votes:
+    """Votes from a tensor of them, from a pair ``(u, weight)``, or as they are.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a shape that does not fit, a mask beside :class:`Votes`, which have their own.
+    """
+    options: dict[str, Any] = {"J": J, "mask": mask, "out_mask": out_mask, "backend": backend}
+    if isinstance(given, Votes):
+        if mask is not None or out_mask is not None:
+            raise ValueError(f"{op}: mask and out_mask belong to the Votes; give them where these are made")
+        return given
+    if isinstance(given, Tensor):
+        return GivenVotes(op, given, **options)
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        return ProductVotes(op, *given, **options)
+    raise TypeError(f"{op}: votes must be a torch.Tensor, a pair (u, weight) or Votes, got {type(given).__name__}")

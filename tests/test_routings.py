@@ -1,0 +1,329 @@
+"""Every routing by name: against plain code, and in every place that takes a routing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import capsfast
+from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
+from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
+from capsfast.nn.routed_caps import fully_connected
+from capsfast.nn.routing.base import lengths
+
+from .support import plain
+from .support.backends import Backend
+from .support.routings import ROUTINGS as ROWS
+from .support.routings import cases, randomize
+
+B, I, J, D, K = 5, 11, 4, 6, 6
+CASES = cases()
+IDS = [" ".join([name, *(f"{option}={value}" for option, value in options.items())]) for name, options in CASES]
+each_case = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+each_name = pytest.mark.parametrize("name", ROWS)
+
+
+def layer_of(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> RoutedCaps:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing=name, init_std=0.5, dtype=dtype, **options)
+    randomize(layer)
+    return layer
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    u = torch.randn(B, I, K, dtype=dtype).requires_grad_()
+    return u, (0.2 + 0.7 * torch.rand(B, I, dtype=dtype)).requires_grad_()
+
+
+def definition(layer: RoutedCaps, name: str, u: Tensor, activation: Tensor) -> tuple[Tensor, Tensor]:
+    return ROWS[name].definition(plain.votes(u, layer.W), activation, layer.routing, u)
+
+
+def gradients(found: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(2)
+    seeds = [torch.randn_like(each) for each in found]
+    got = torch.autograd.grad(found, leaves, seeds, allow_unused=True)
+    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, got, strict=True)]
+
+
+def test_every_routing_has_a_row() -> None:
+    assert set(ROWS) == set(ROUTINGS)
+
+
+@plain.on_cpu
+@each_case
+def test_is_its_definition(name: str, options: dict[str, Any], by: Backend) -> None:
+    layer = layer_of(name, **options)
+    u, activation = inputs()
+    leaves = [u, activation, *layer.parameters()]
+    with capsfast.use_backend(by.name):
+        found = layer(u, activation)
+        got = gradients(found, leaves)
+    wanted = definition(layer, name, u, activation)
+    plain.assert_same(tuple(found), tuple(wanted))
+    plain.assert_same(got, gradients(wanted, leaves))
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that an operation of the block has returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.numel())
+        return found
+
+
+@each_case
+def test_votes_are_not_in_memory(name: str, options: dict[str, Any]) -> None:
+    layer = layer_of(name, torch.float32, **options)
+    u, activation = (each.detach().repeat(6, *(1,) * (each.dim() - 1)).requires_grad_() for each in inputs())
+    with Largest() as largest:
+        found = layer(u.float(), activation.float())
+        gradients(tuple(found), [u, activation, *layer.parameters()])
+    assert 0 < largest.numel < 6 * B * I * J * D
+
+
+@each_case
+def test_given_votes_at_positions(name: str, options: dict[str, Any]) -> None:
+    """Votes of a convolution are routed at every position as if it were alone."""
+    layer = layer_of(name, **options)
+    torch.manual_seed(1)
+    votes = torch.randn(2, I, J, D, 3, 2, dtype=torch.float64)
+    activation = torch.rand(2, I, 3, 2, dtype=torch.float64)
+    if not ROWS[name].of_votes:
+        with pytest.raises(ValueError, match="input capsules"):
+            layer.routing(votes, activation)
+        return
+    found = layer.routing(votes, activation)
+    assert found.poses.shape == (2, J, D, 3, 2) and found.activations.shape == (2, J, 3, 2)
+    for y in range(3):
+        for x in range(2):
+            alone = layer.routing(votes[..., y, x], activation[..., y, x])
+            plain.assert_same((found.poses[..., y, x], found.activations[..., y, x]), tuple(alone))
+
+
+@each_case
+def test_masked_capsules_are_not_there(name: str, options: dict[str, Any]) -> None:
+    layer = layer_of(name, **options)
+    u, activation = inputs()
+    mask, out_mask = torch.ones(B, I, dtype=torch.bool), torch.ones(B, J, dtype=torch.bool)
+    mask[:, -2:] = False
+    mask[0] = False
+    out_mask[:, -1] = False
+    out_mask[1] = False
+    with torch.no_grad():
+        wild = u.detach().clone()
+        wild[:, -2:], wild[0] = 1e3, -1e3
+    leaves = [u, activation, *layer.parameters()]
+    found = layer(u, activation, mask=mask, out_mask=out_mask)
+    assert all(each.isfinite().all() for each in (*found, *gradients(found, leaves)))
+    plain.assert_same(tuple(layer(wild, activation, mask=mask, out_mask=out_mask)), tuple(found))
+    assert not found.poses[:, -1].any() and not found.poses[1].any() and not found.activations[1].any()
+
+
+@each_case
+def test_one_parent_one_child_and_nothing_there(name: str, options: dict[str, Any]) -> None:
+    for in_caps, out_caps in ((1, 1), (1, J), (I, 1)):
+        torch.manual_seed(0)
+        layer = RoutedCaps(in_caps, out_caps, K, D, routing=name, **options)
+        for u in (torch.randn(3, in_caps, K), torch.zeros(3, in_caps, K), 1e3 * torch.randn(3, in_caps, K)):
+            for activation in (None, torch.zeros(3, in_caps), torch.rand(3, in_caps)):
+                leaf = u.clone().requires_grad_()
+                found = layer(leaf, activation)
+                assert found.poses.shape == (3, out_caps, D) and found.activations.shape == (3, out_caps)
+                everything = (*found, *gradients(found, [leaf, *layer.parameters()]))
+                assert all(each.isfinite().all() for each in everything)
+
+
+@each_case
+def test_sixteen_bits(name: str, options: dict[str, Any]) -> None:
+    layer = layer_of(name, torch.float32, **options)
+    u, activation = inputs(torch.float32)
+    exact = copy.deepcopy(layer).double()(u.double(), activation.double())
+    low = copy.deepcopy(layer).bfloat16()(u.bfloat16(), activation.bfloat16())
+    assert low.poses.dtype == low.activations.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = layer(u, activation)
+    gradients(cast, [u, *layer.parameters()])
+    for found in (low, cast):
+        for one, other in zip(found, exact, strict=True):
+            assert (one.double() - other).norm() < 0.1 * other.norm()
+
+
+@each_case
+def test_compiles_without_a_graph_break(name: str, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    layer = layer_of(name, torch.float32, **options)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    u, activation = inputs(torch.float32)
+    leaves = [u, activation, *layer.parameters()]
+    found, wanted = compiled(u, activation), layer(u, activation)
+    torch.testing.assert_close(tuple(found), tuple(wanted))
+    torch.testing.assert_close(gradients(found, leaves), gradients(wanted, leaves), rtol=1e-4, atol=1e-5)
+
+
+@each_name
+def test_state_and_text(name: str) -> None:
+    layer = layer_of(name)
+    other = RoutedCaps(I, J, K, D, routing=name, dtype=torch.float64)
+    other.load_state_dict(layer.state_dict())
+    plain.assert_same(tuple(layer(*inputs())), tuple(other(*inputs())))
+    assert f"{I}, {J}, {K}, {D}" in repr(layer) and type(layer.routing).__name__ in repr(layer)
+
+
+@each_name
+def test_pose_matrices(name: str) -> None:
+    """Matrices of 2 rows are what the block-diagonal weight makes of their numbers."""
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing=name, pose_rows=2, dtype=torch.float64)
+    whole = RoutedCaps(I, J, K, D, routing=name, dtype=torch.float64)
+    randomize(layer.routing)
+    whole.routing.load_state_dict(layer.routing.state_dict())
+    with torch.no_grad():
+        whole.W.zero_()
+        for row in range(2):  # [I, J, R, Q]
+            whole.W[:, :, 3 * row : 3 * row + 3, 3 * row : 3 * row + 3] = layer.W.transpose(2, 3)
+    plain.assert_same(tuple(layer(*inputs())), tuple(whole(*inputs())))
+
+
+@each_name
+def test_shared_weight(name: str) -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing=name, shared_weight=True, dtype=torch.float64)
+    assert layer.W.shape == (1, J, D, K) and "shared_weight=True" in repr(layer)
+    randomize(layer)
+    u, activation = inputs()
+    wanted = ROWS[name].definition(plain.votes(u, layer.W), activation, layer.routing, u)
+    plain.assert_same(tuple(layer(u, activation)), tuple(wanted))
+
+
+@each_name
+@pytest.mark.parametrize("network", [CapsNet, CapsAutoEncoder, DeepCaps])
+def test_networks_take_it(name: str, network: type[nn.Module]) -> None:
+    small = {"dims": (2, 3, 4, 4), "types": 3} if network is DeepCaps else {"primary_groups": 3, "primary_dim": 4}
+    torch.manual_seed(0)
+    model = network(1, 12, 5, conv_channels=6, routing=name, **small)
+    images, labels = torch.rand(7, 1, 12, 12), torch.arange(7) % 5
+    output = model(images)
+    assert output.lengths.shape == (7, 5)
+    loss = capsfast.nn.MarginLoss()(output.lengths, labels) + output.reconstruction.square().sum()
+    loss.backward()
+    values = model.named_parameters()
+    missing = [each for each, value in values if value.grad is None or not value.grad.isfinite().all()]
+    assert not missing
+    found = capsfast.diagnose(model.routing, model.encode(images), labels)
+    assert not any(each.name == "not finite" for each in found.findings) and "coupling entropy" in str(found)
+
+
+@each_name
+def test_convolution_is_a_layer_at_every_place(name: str) -> None:
+    torch.manual_seed(0)
+    conv = ConvCaps2d(2, J, K, D, 3, padding=1, routing=name, dtype=torch.float64)
+    assert all(value.dtype == torch.float64 for value in conv.parameters())
+    poses, activation = torch.randn(2, 2, K, 5, 4, dtype=torch.float64), torch.rand(2, 2, 5, 4, dtype=torch.float64)
+    found = conv(poses, activation) if name != "dynamic" else None
+    layer = conv.routing
+    window = poses[:, :, :, 1:4, 1:4].permute(0, 1, 3, 4, 2).flatten(1, 3)  # around the place (2, 2)
+    of_window = activation[:, :, 1:4, 1:4].flatten(1)
+    if found is None:
+        plain.assert_same(conv(poses)[:, :, :, 2, 2], layer(window))
+        return
+    alone = layer(window, of_window)
+    plain.assert_same((found.poses[..., 2, 2], found.activations[..., 2, 2]), tuple(alone))
+    corner = torch.zeros(2, 2, 3, 3, K, dtype=torch.float64)
+    corner[:, :, 1:, 1:] = poses[:, :, :, :2, :2].permute(0, 1, 3, 4, 2)
+    there = (torch.arange(3)[:, None] > 0) & (torch.arange(3) > 0)
+    alone = layer(
+        corner.flatten(1, 3),
+        torch.nn.functional.pad(activation[:, :, :2, :2], (1, 0, 1, 0)).flatten(1),
+        mask=there.flatten().repeat(2).expand(2, -1),
+    )
+    plain.assert_same((found.poses[..., 0, 0], found.activations[..., 0, 0]), tuple(alone))
+
+
+@each_name
+def test_couplings_of_every_pass(name: str) -> None:
+    layer = layer_of(name)
+    u, activation = inputs()
+    found = couplings(layer, u, activation)
+    assert found and all(each.shape == (B, I, J) and each.isfinite().all() for each in found)
+    for each in couplings(layer, u, shares=True):
+        plain.assert_same(each.sum(2), torch.ones(B, I, dtype=torch.float64))
+
+
+class Mean(Routing):
+    """The mean vote. Activations are not looked at."""
+
+    def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
+        poses = votes.moments().first / votes.I
+        return poses, lengths(poses)
+
+
+def test_a_routing_of_ones_own() -> None:
+    for routing in (Mean, lambda *sizes, **made: Mean(*sizes, **made)):
+        layer = RoutedCaps(I, J, K, D, routing=routing, dtype=torch.float64)
+        u, _ = inputs()
+        plain.assert_same(layer(u).poses, plain.votes(u, layer.W).mean(1) / J)
+        assert CapsNet(1, 12, 5, conv_channels=4, routing=routing)(torch.rand(2, 1, 12, 12)).lengths.shape == (2, 5)
+
+
+def test_the_fastest_layer_of_a_name() -> None:
+    assert isinstance(fully_connected(I, J, K, D), capsfast.DynamicRouting)
+    assert isinstance(fully_connected(I, J, K, D, Mean), RoutedCaps)
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "name": (lambda: RoutedCaps(3, 2, 4, 4, routing="magic"), ValueError, "RoutedCaps: routing must be one of 'dyn"),
+    "kind": (lambda: RoutedCaps(3, 2, 4, 4, routing=3), TypeError, "must be a name or a Routing class, got int"),
+    "not a routing": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=lambda *_, **__: nn.Identity()),
+        TypeError,
+        "routing must make a capsfast.nn.Routing, got Identity",
+    ),
+    "option": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing="dynamic", sharpness=2),
+        TypeError,
+        "routing dynamic has no option sharpness; it has num_iterations, learned_logits",
+    ),
+    "size": (lambda: RoutedCaps(0, 2, 4, 4), ValueError, "RoutedCaps: in_caps must be at least 1, got 0"),
+    "rows": (lambda: RoutedCaps(3, 2, 4, 6, pose_rows=4), ValueError, "pose_rows must divide out_dim=6, got 4"),
+    "u": (lambda: RoutedCaps(3, 2, 4, 6)(torch.zeros(1, 4, 4)), ValueError, r"u must be \[B, in_caps=3, in_dim=4\]"),
+    "votes": (
+        lambda: RoutedCaps(3, 2, 4, 6).routing(torch.zeros(1, 4, 2, 6)),
+        ValueError,
+        "votes must be those of in_caps=3 for out_caps=2 of out_dim=6, got I=4, J=2, D=6",
+    ),
+    "no votes": (lambda: RoutedCaps(3, 2, 4, 6).routing(7), TypeError, "votes must be a torch.Tensor, a pair"),
+    "groups": (
+        lambda: ConvCaps2d(2, 2, 4, 4, routing=Mean, groups=2),
+        ValueError,
+        "groups need routing='dynamic', got groups=2",
+    ),
+    "activation": (
+        lambda: ConvCaps2d(2, 2, 4, 4)(torch.zeros(1, 2, 4, 5, 5), torch.zeros(1, 2, 5, 5)),
+        ValueError,
+        "dynamic routing takes no activation",
+    ),
+    "activation of an image": (
+        lambda: ConvCaps2d(2, 2, 4, 4, routing=Mean)(torch.zeros(1, 2, 4, 5, 5), torch.zeros(1, 2, 5, 4)),
+        ValueError,
+        r"activation must be \[B, in_types, H, W\] of poses \[1, 2, 4, 5, 5\], got \[1, 2, 5, 4\]",
+    ),
+    "couplings": (lambda: couplings(nn.Identity(), torch.zeros(1)), TypeError, "layer must be a routing layer"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
