@@ -1,0 +1,156 @@
+"""The stacked capsule autoencoder of Kosiorek, Sabour, Teh, Hinton (2019)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import _arguments
+from ..nn.object_caps import Explained, ObjectCaps, Objects, explain
+from ..nn.part_caps import Drawn, PartCaps, Parts, TemplateMixture
+from ..nn.set_transformer import SetTransformer
+from ._images import check_images, image_shape
+
+
+class StackedOutput(NamedTuple):
+    """What the two autoencoders find and how well it explains image and parts."""
+
+    parts: Parts
+    objects: Objects
+    drawn: Drawn
+    explained: Explained
+
+    @property
+    def reconstruction(self) -> Tensor:
+        """``[B, C, H, W]``."""
+        return self.drawn.image
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """Weights of the terms that make objects specialise (section 2.4).
+
+    Of ``num_classes`` classes each is to have a share of the objects, and each image to be explained by the objects of
+    one class: presences within an image sum to K / classes and those of an object over B images to B / classes (prior,
+    squares of the difference); the shares of the objects in the parts have little entropy within an image, and much over
+    all images (posterior). deformation: of what relations of objects and parts differ from image to image.
+    """
+
+    prior_within: float = 2.0
+    prior_between: float = 0.35
+    posterior_within: float = 0.7
+    posterior_between: float = 0.2
+    deformation: float = 10.0
+
+
+class StackedCapsuleAutoencoder(nn.Module):
+    """Images to parts to objects, and back, without labels (Kosiorek, Sabour, Teh, Hinton 2019).
+
+    Part capsules find templates with their poses in the image and are to draw it. Object capsules find the poses of the
+    parts, from which no gradient goes back into the parts, and are to explain them. Which objects are present tells
+    the class: :func:`capsfast.train.cluster_accuracy`.
+
+    Parts: ``conv``, ``part_caps``, ``templates``, ``encoder`` (:class:`capsfast.nn.SetTransformer`), ``object_caps``.
+
+    Args:
+        in_channels, image_size: of the images.
+        num_classes: assumed by the sparsity terms.
+        num_parts, num_objects: M and K.
+        conv_channels: of four convolutions of 3 x 3, the first two of stride 2.
+        part_features: numbers of a part beside pose and presence.
+        template_size: of the templates.
+        dim, hidden: of the object capsules.
+        pixel_std: of the image likelihood.
+        noise: on the presence logits in training.
+        sparsity: weights of the terms beside the likelihoods.
+        device, dtype: of the parameters.
+
+    Shapes: images ``[B, C, H, W]`` with values in [0, 1] to :class:`StackedOutput`.
+
+    Raises:
+        ValueError, TypeError: a size, an option or an input that does not fit.
+    """
+
+    _op = "capsfast.models.StackedCapsuleAutoencoder"
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        image_size: int | Sequence[int] = 28,
+        num_classes: int = 10,
+        *,
+        num_parts: int = 24,
+        num_objects: int = 24,
+        conv_channels: int = 128,
+        part_features: int = 16,
+        template_size: int | Sequence[int] = 11,
+        dim: int = 32,
+        hidden: int = 128,
+        pixel_std: float = 0.2,
+        noise: float = 2.0,
+        sparsity: Sparsity | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = self._op
+        self.image_shape = image_shape(op, in_channels, image_size)
+        _arguments.integers(op, num_classes=num_classes, num_parts=num_parts, num_objects=num_objects)
+        _arguments.integers(op, conv_channels=conv_channels, part_features=part_features, dim=dim, hidden=hidden)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.num_classes = num_classes
+        self.num_objects = num_objects
+        self.sparsity = Sparsity() if sparsity is None else sparsity
+        layers: list[nn.Module] = []
+        for n, stride in enumerate((2, 2, 1, 1)):
+            channels = in_channels if n == 0 else conv_channels
+            layers += [nn.Conv2d(channels, conv_channels, 3, stride, padding=1, **made), nn.ReLU()]
+        self.conv = nn.Sequential(*layers)
+        self.part_caps = PartCaps(conv_channels, num_parts, part_features, noise=noise, **made)
+        self.templates = TemplateMixture(
+            num_parts, part_features, self.image_shape, template_size, pixel_std=pixel_std, **made
+        )
+        described = 6 + 1 + part_features + self.templates.templates[0].numel() + self.templates.alpha[0].numel()
+        self.encoder = SetTransformer(described, 256, num_objects, **made)
+        self.object_caps = ObjectCaps(256, num_objects, num_parts, dim=dim, hidden=hidden, noise=noise, **made)
+
+    def find_parts(self, images: Tensor) -> Parts:
+        check_images(self._op, images, self.image_shape)
+        return self.part_caps(self.conv(images))  # type: ignore[no-any-return]
+
+    def find_objects(self, parts: Parts) -> Objects:
+        """Objects of parts, which count as given: no gradient goes back to them."""
+        poses, presences, features = (each.detach() for each in parts)
+        sheets = torch.cat([self.templates.templates.flatten(1), self.templates.alpha.flatten(1)], 1).detach().sigmoid()
+        members = torch.cat([poses.flatten(2), presences[..., None], features, sheets.expand(len(poses), -1, -1)], 2)
+        return self.object_caps(self.encoder(members, presences))  # type: ignore[no-any-return]
+
+    def forward(self, images: Tensor) -> StackedOutput:
+        parts = self.find_parts(images)
+        objects = self.find_objects(parts)
+        explained = explain(objects, parts.poses.detach(), parts.presences.detach())
+        return StackedOutput(parts, objects, self.templates(parts, images), explained)
+
+    def loss(self, output: StackedOutput) -> dict[str, Tensor]:
+        """The terms whose sum is to be minimised, means over the batch, under their names."""
+        K, classes, weights = self.num_objects, self.num_classes, self.sparsity
+        presences, posterior = output.objects.presences, output.explained.posterior.sum(1)  # [B, K] both
+        B = presences.shape[0]
+        within, between = presences.sum(1) - K / classes, presences.sum(0) - B / classes
+        return {
+            "image": -output.drawn.log_likelihood.mean(),
+            "parts": -output.explained.log_likelihood.mean(),
+            "prior_within": weights.prior_within * within.square().mean() / 2,
+            "prior_between": weights.prior_between * between.square().mean() / 2,
+            "posterior_within": weights.posterior_within * _entropy(posterior).mean(),
+            "posterior_between": -weights.posterior_between * _entropy(posterior.sum(0)),
+            "deformation": weights.deformation * output.objects.deformation,
+        }
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    """``[..., K]`` to ``[...]``, of the weights divided by their sum."""
+    share = weights / weights.sum(-1, keepdim=True).clamp_min(1e-8)
+    return -(share * share.clamp_min(1e-8).log()).sum(-1)

@@ -1,0 +1,137 @@
+"""Object capsules that explain the poses of parts (Kosiorek et al. 2019, section 2.3)."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import _arguments
+from .affine import affine, compose
+
+
+class Objects(NamedTuple):
+    """Object capsules, K of them, for M parts.
+
+    votes ``[B, K, M, 6]``: the pose that an object predicts for a part. vote_presences ``[B, K, M]``: that of the
+    object times that of the vote. scales ``[B, K, M]``: standard deviations of the votes. deformation ``[]``: half the
+    squares of what object-part relations differ from sample to sample, summed, the mean of the samples.
+    """
+
+    votes: Tensor
+    vote_presences: Tensor
+    scales: Tensor
+    deformation: Tensor
+
+    @property
+    def presences(self) -> Tensor:
+        """``[B, K]``: that of the most present vote of each object."""
+        return self.vote_presences.amax(2)
+
+
+class Explained(NamedTuple):
+    """log_likelihood ``[B]`` of the part poses; posterior ``[B, M, K]``: the share of each object in a part, whose
+    rest is nobody's."""
+
+    log_likelihood: Tensor
+    posterior: Tensor
+
+
+class _EachLinear(nn.Module):
+    """A linear layer for each object capsule, ``[B, K, n] -> [B, K, m]``."""
+
+    def __init__(self, count: int, inputs: int, outputs: int, bias: bool = True, **made: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, inputs, outputs, **made) * inputs**-0.5)
+        self.bias = nn.Parameter(torch.zeros(count, outputs, **made)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("bkn,knm->bkm", x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class ObjectCaps(nn.Module):
+    """Encodings of a set of parts to object capsules, each with a vote for the pose of each part.
+
+    An object has a pose in the image, and a relation to each part: a constant one, and a deviation that depends on the
+    sample. A vote is their product.
+
+    Args:
+        in_dim: of an encoding.
+        num_objects, num_parts: K and M.
+        dim: numbers that describe an object.
+        hidden: width of the two hidden layers of each object.
+        noise: in training, uniform noise of so much to either side on the logits of the presences.
+        device, dtype: of the parameters.
+
+    Shapes: ``[B, K, in_dim]`` to :class:`Objects`.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        num_objects: int = 24,
+        num_parts: int = 24,
+        *,
+        dim: int = 32,
+        hidden: int = 128,
+        noise: float = 2.0,
+        **made: Any,
+    ) -> None:
+        super().__init__()
+        op = "capsfast.nn.ObjectCaps"
+        _arguments.integers(op, in_dim=in_dim, num_objects=num_objects, num_parts=num_parts, dim=dim, hidden=hidden)
+        _arguments.positive(op, "noise", noise, zero=True)
+        self.num_parts = num_parts
+        self.noise = noise
+        K, M = num_objects, num_parts
+        self.describe = nn.Sequential(
+            _EachLinear(K, in_dim, hidden, **made), nn.ReLU(), _EachLinear(K, hidden, dim, **made)
+        )
+        # The last layer has no bias: what is constant of a relation is `relations`, and costs nothing.
+        self.predict = nn.Sequential(
+            _EachLinear(K, dim, hidden, **made), nn.ReLU(), _EachLinear(K, hidden, 8 * M + 7, bias=False, **made)
+        )
+        with torch.no_grad():  # so that relations start nearly constant, and presences at 1/2
+            self.predict[2].weight.mul_(0.1)
+        self.relations = nn.Parameter(0.1 * torch.randn(K, M, 6, **made))
+        self.pose = nn.Parameter(0.1 * torch.randn(K, 6, **made))
+        self.presence = nn.Parameter(torch.zeros(K, 1 + M, **made))
+        self.scale = nn.Parameter(torch.zeros(K, M, **made))
+
+    def forward(self, encodings: Tensor) -> Objects:
+        M = self.num_parts
+        found = self.predict(self.describe(encodings))
+        relations, pose, logits, scales = found.split((6 * M, 6, 1 + M, M), 2)
+        relations = relations.unflatten(2, (M, 6))
+        logits = logits + self.presence
+        if self.training and self.noise:
+            logits = logits + self.noise * (2 * torch.rand_like(logits) - 1)
+        presence = logits.sigmoid()
+        votes = compose(affine(pose + self.pose)[:, :, None], affine(relations + self.relations))
+        return Objects(
+            votes.flatten(3),
+            presence[:, :, :1] * presence[:, :, 1:],
+            nn.functional.softplus(scales + self.scale + 0.5) + 1e-2,
+            relations.square().sum() / 2 / relations.shape[0],
+        )
+
+
+def explain(objects: Objects, poses: Tensor, presences: Tensor, nobody: float = 1e-4) -> Explained:
+    """How well objects predict the poses of parts: a mixture of their votes for each part (equation 5).
+
+    A vote has the weight of its presence. ``nobody`` is weight times density of a component that no object has.
+
+    Args:
+        objects: with votes for M parts.
+        poses: of the parts, ``[B, M, 2, 3]``.
+        presences: of the parts, ``[B, M]``: powers of their likelihoods.
+        nobody: positive.
+    """
+    x = poses.flatten(2)[:, None]  # [B, 1, M, 6]
+    scales = objects.scales[..., None]
+    density = -0.5 * ((x - objects.votes) / scales).square() - scales.log() - 0.5 * torch.tensor(2 * torch.pi).log()
+    joint = objects.vote_presences.clamp_min(1e-16).log() + density.sum(3)  # [B, K, M]
+    rest = torch.full_like(joint[:, :1], nobody).log()
+    total = torch.cat([joint, rest], 1).logsumexp(1)  # [B, M]
+    posterior = (joint - total[:, None]).exp().transpose(1, 2)
+    return Explained((presences * total).sum(1), posterior)

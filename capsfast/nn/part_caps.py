@@ -1,0 +1,130 @@
+"""Part capsules of an image, and the image made of their templates (Kosiorek et al. 2019, section 2.2)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import checks
+from . import _arguments
+from .affine import affine, inverse
+
+
+class Parts(NamedTuple):
+    """poses ``[B, M, 2, 3]`` from a template to the image, presences ``[B, M]`` in (0, 1), features ``[B, M, F]``."""
+
+    poses: Tensor
+    presences: Tensor
+    features: Tensor
+
+
+class PartCaps(nn.Module):
+    """Feature maps to part capsules: each part has attention over the places, and pools what it wants to know there.
+
+    Args:
+        in_channels: of the feature maps.
+        num_parts, features: M and F.
+        noise: in training, uniform noise of so much to either side on the logits of the presences.
+        device, dtype: of the parameters.
+
+    Shapes: ``[B, in_channels, H, W]`` to :class:`Parts`.
+    """
+
+    def __init__(
+        self, in_channels: int, num_parts: int = 24, features: int = 16, *, noise: float = 2.0, **made: Any
+    ) -> None:
+        super().__init__()
+        op = "capsfast.nn.PartCaps"
+        _arguments.integers(op, in_channels=in_channels, num_parts=num_parts, features=features)
+        _arguments.positive(op, "noise", noise, zero=True)
+        self.num_parts = num_parts
+        self.features = features
+        self.noise = noise
+        # For each part a pose of 6 numbers, its presence, its features; then its attention.
+        self.conv = nn.Conv2d(in_channels, num_parts * (6 + 1 + features + 1), 1, **made)
+
+    def forward(self, maps: Tensor) -> Parts:
+        found = self.conv(maps).flatten(2).unflatten(1, (self.num_parts, -1))  # [B, M, 8 + F, places]
+        pooled = (found[:, :, :-1] * found[:, :, -1:].softmax(3)).sum(3)
+        poses, presence, features = pooled.split((6, 1, self.features), 2)
+        logit = presence.squeeze(2)
+        if self.training and self.noise:
+            logit = logit + self.noise * (2 * torch.rand_like(logit) - 1)
+        return Parts(affine(poses), logit.sigmoid(), features.relu())
+
+
+class Drawn(NamedTuple):
+    """log_likelihood ``[B]``, of all pixels; image ``[B, C, H, W]``, the mean of the mixture."""
+
+    log_likelihood: Tensor
+    image: Tensor
+
+
+class TemplateMixture(nn.Module):
+    """Every pixel is a mixture of the templates that parts lay over it, and of a background (equations 1 to 4).
+
+    Parameters: ``templates [M, C, h, w]`` and ``alpha [M, 1, h, w]``, both logits; the colours' layers; the background.
+
+    Args:
+        num_parts, features: M and F of the parts.
+        image_shape: (C, H, W).
+        template_size: (h, w), or an int for both.
+        pixel_std: standard deviation of a pixel about what its component says.
+        device, dtype: of the parameters.
+
+    Shapes: :class:`Parts` and ``images [B, C, H, W]`` to :class:`Drawn`.
+    """
+
+    def __init__(
+        self,
+        num_parts: int,
+        features: int,
+        image_shape: Sequence[int],
+        template_size: int | Sequence[int] = 11,
+        *,
+        pixel_std: float = 0.2,
+        **made: Any,
+    ) -> None:
+        super().__init__()
+        op = "capsfast.nn.TemplateMixture"
+        _arguments.integers(op, num_parts=num_parts, features=features)
+        _arguments.positive(op, "pixel_std", pixel_std)
+        h, w = _arguments.pair(op, "template_size", template_size)
+        self.image_shape = tuple(image_shape)
+        self.pixel_std = pixel_std
+        channels = self.image_shape[0]
+        self.templates = nn.Parameter(0.1 * torch.randn(num_parts, channels, h, w, **made))
+        self.alpha = nn.Parameter(0.1 * torch.randn(num_parts, 1, h, w, **made))
+        self.colour = nn.Sequential(
+            nn.Linear(features, 32, **made), nn.ReLU(), nn.Linear(32, channels, **made), nn.Sigmoid()
+        )
+        self.background = nn.Parameter(torch.full((channels,), -2.0, **made))
+        self.background_weight = nn.Parameter(torch.full((), -2.0, **made))
+
+    def drawn(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        """What each component says ``[B, M + 1, C, H, W]``, and its share ``[B, M + 1, 1, H, W]``; background last."""
+        B, M = parts.presences.shape
+        channels, H, W = self.image_shape
+        sheets = torch.cat([self.templates.sigmoid(), self.alpha.sigmoid()], 1)  # [M, C + 1, h, w]
+        # A pixel of the image looks up its place in the template, so the grid takes the inverse of the pose.
+        grid = F.affine_grid(inverse(parts.poses).flatten(0, 1), [B * M, channels + 1, H, W], align_corners=False)
+        laid = F.grid_sample(sheets.repeat(B, 1, 1, 1), grid, align_corners=False).unflatten(0, (B, M))
+        values = laid[:, :, :-1] * self.colour(parts.features)[..., None, None]
+        weights = laid[:, :, -1:] * parts.presences[..., None, None, None]
+        values = torch.cat([values, self.background.sigmoid()[None, None, :, None, None].expand(B, 1, -1, H, W)], 1)
+        weights = torch.cat([weights, self.background_weight.sigmoid().expand(B, 1, 1, H, W)], 1)
+        return values, weights / weights.sum(1, keepdim=True)
+
+    def forward(self, parts: Parts, images: Tensor) -> Drawn:
+        op = "capsfast.nn.TemplateMixture"
+        if tuple(images.shape[1:]) != self.image_shape:
+            raise ValueError(f"{op}: images must be [B, {self.image_shape}], got {checks.shape_of(images)}")
+        values, share = self.drawn(parts)
+        error = (values - images[:, None]) / self.pixel_std
+        density = -0.5 * error.square() - torch.tensor(self.pixel_std * (2 * torch.pi) ** 0.5).log()
+        # Channels of a pixel come from one component.
+        log_share = share.clamp_min(torch.finfo(share.dtype).tiny).log()
+        log_likelihood = (log_share + density.sum(2, keepdim=True)).logsumexp(1)
+        return Drawn(log_likelihood.flatten(1).sum(1), (share * values).sum(1))

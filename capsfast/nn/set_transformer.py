@@ -1,0 +1,67 @@
+"""From a set of any order to a number of encodings."""
+
+import torch
+from torch import Tensor, nn
+
+from . import _arguments
+
+
+class SetTransformer(nn.Module):
+    """Self-attention between the members of a set, then attention of learned queries to them (Lee et al. 2019).
+
+    The layers are torch's own (SAB: ``TransformerEncoderLayer``, PMA: ``MultiheadAttention`` and a residual layer).
+
+    Args:
+        in_dim: of a member.
+        out_dim, num_outputs: of the encodings, and how many.
+        dim: width of the layers.
+        num_layers, num_heads: of the self-attention.
+        device, dtype: of the parameters.
+
+    Shapes: ``members [B, M, in_dim]``, ``presence [B, M]`` to ``[B, num_outputs, out_dim]``. A member is attended to in
+    proportion to its presence, in (0, 1].
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        num_outputs: int,
+        *,
+        dim: int = 16,
+        num_layers: int = 3,
+        num_heads: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = "capsfast.nn.SetTransformer"
+        _arguments.integers(op, in_dim=in_dim, out_dim=out_dim, num_outputs=num_outputs, dim=dim)
+        _arguments.integers(op, num_layers=num_layers, num_heads=num_heads)
+        if dim % num_heads:
+            raise ValueError(f"{op}: num_heads must divide dim={dim}, got {num_heads}")
+        made = {"device": device, "dtype": dtype}
+        self.embed = nn.Linear(in_dim, dim, **made)  # type: ignore[arg-type]
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, num_heads, 2 * dim, dropout=0.0, batch_first=True, **made)  # type: ignore[arg-type]
+            for _ in range(num_layers)
+        )
+        self.expand = nn.Linear(dim, out_dim, **made)  # type: ignore[arg-type]
+        self.queries = nn.Parameter(torch.empty(num_outputs, out_dim, device=device, dtype=dtype))
+        self.attention = nn.MultiheadAttention(out_dim, num_heads, batch_first=True, **made)  # type: ignore[arg-type]
+        self.norm = nn.LayerNorm(out_dim, **made)  # type: ignore[arg-type]
+        self.out = nn.Linear(out_dim, out_dim, **made)  # type: ignore[arg-type]
+        nn.init.xavier_uniform_(self.queries)
+
+    def forward(self, members: Tensor, presence: Tensor) -> Tensor:
+        # Added to the logits of the attention: a factor on its weights.
+        weight = presence.clamp_min(torch.finfo(presence.dtype).tiny).log()
+        x = self.embed(members)
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=weight)
+        x = self.expand(x)
+        queries = self.queries.expand(x.shape[0], -1, -1)
+        attended, _ = self.attention(queries, x, x, key_padding_mask=weight, need_weights=False)
+        y: Tensor = self.norm(queries + attended)
+        out: Tensor = self.out(y)
+        return y + out.relu()
