@@ -4,5 +4,6 @@ from .autoencoder import CapsAutoEncoder
 from .capsnet import CapsNet
 from .deepcaps import DeepCaps
 from .output import CapsNetOutput
+from .stacked_autoencoder import Sparsity, StackedCapsuleAutoencoder
 
-__all__ = ["CapsAutoEncoder", "CapsNet", "CapsNetOutput", "DeepCaps"]
+__all__ = ["CapsAutoEncoder", "CapsNet", "CapsNetOutput", "DeepCaps", "Sparsity", "StackedCapsuleAutoencoder"]

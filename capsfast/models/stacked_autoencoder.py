@@ -34,8 +34,8 @@ class Sparsity:
 
     Of ``num_classes`` classes each is to have a share of the objects, and each image to be explained by the objects of
     one class: presences within an image sum to K / classes and those of an object over B images to B / classes (prior,
-    squares of the difference); the shares of the objects in the parts have little entropy within an image, and much over
-    all images (posterior). deformation: of what relations of objects and parts differ from image to image.
+    squares of the difference); the shares of the objects in the parts have little entropy within an image, and much
+    over all images (posterior). deformation: of what relations of objects and parts differ from image to image.
     """
 
     prior_within: float = 2.0

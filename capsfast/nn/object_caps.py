@@ -1,5 +1,6 @@
 """Object capsules that explain the poses of parts (Kosiorek et al. 2019, section 2.3)."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +40,11 @@ class Explained(NamedTuple):
 class _EachLinear(nn.Module):
     """A linear layer for each object capsule, ``[B, K, n] -> [B, K, m]``."""
 
-    def __init__(self, count: int, inputs: int, outputs: int, bias: bool = True, **made: Any) -> None:
+    def __init__(
+        self, count: int, inputs: int, outputs: int, bias: bool = True, std: float | None = None, **made: Any
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(count, inputs, outputs, **made) * inputs**-0.5)
+        self.weight = nn.Parameter(torch.randn(count, inputs, outputs, **made) * (std or inputs**-0.5))
         self.bias = nn.Parameter(torch.zeros(count, outputs, **made)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,12 +90,10 @@ class ObjectCaps(nn.Module):
         self.describe = nn.Sequential(
             _EachLinear(K, in_dim, hidden, **made), nn.ReLU(), _EachLinear(K, hidden, dim, **made)
         )
-        # The last layer has no bias: what is constant of a relation is `relations`, and costs nothing.
-        self.predict = nn.Sequential(
-            _EachLinear(K, dim, hidden, **made), nn.ReLU(), _EachLinear(K, hidden, 8 * M + 7, bias=False, **made)
-        )
-        with torch.no_grad():  # so that relations start nearly constant, and presences at 1/2
-            self.predict[2].weight.mul_(0.1)
+        # The last layer has no bias: what is constant of a relation is `relations`, and costs nothing. It starts small,
+        # so that relations are nearly constant and presences near 1/2.
+        last = _EachLinear(K, hidden, 8 * M + 7, bias=False, std=0.1 * hidden**-0.5, **made)
+        self.predict = nn.Sequential(_EachLinear(K, dim, hidden, **made), nn.ReLU(), last)
         self.relations = nn.Parameter(0.1 * torch.randn(K, M, 6, **made))
         self.pose = nn.Parameter(0.1 * torch.randn(K, 6, **made))
         self.presence = nn.Parameter(torch.zeros(K, 1 + M, **made))
@@ -129,9 +130,9 @@ def explain(objects: Objects, poses: Tensor, presences: Tensor, nobody: float = 
     """
     x = poses.flatten(2)[:, None]  # [B, 1, M, 6]
     scales = objects.scales[..., None]
-    density = -0.5 * ((x - objects.votes) / scales).square() - scales.log() - 0.5 * torch.tensor(2 * torch.pi).log()
+    density = -0.5 * ((x - objects.votes) / scales).square() - scales.log() - 0.5 * math.log(2 * math.pi)
     joint = objects.vote_presences.clamp_min(1e-16).log() + density.sum(3)  # [B, K, M]
-    rest = torch.full_like(joint[:, :1], nobody).log()
+    rest = torch.full_like(joint[:, :1], math.log(nobody))
     total = torch.cat([joint, rest], 1).logsumexp(1)  # [B, M]
     posterior = (joint - total[:, None]).exp().transpose(1, 2)
     return Explained((presences * total).sum(1), posterior)

@@ -1,5 +1,6 @@
 """Part capsules of an image, and the image made of their templates (Kosiorek et al. 2019, section 2.2)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ class TemplateMixture(nn.Module):
             raise ValueError(f"{op}: images must be [B, {self.image_shape}], got {checks.shape_of(images)}")
         values, share = self.drawn(parts)
         error = (values - images[:, None]) / self.pixel_std
-        density = -0.5 * error.square() - torch.tensor(self.pixel_std * (2 * torch.pi) ** 0.5).log()
+        density = -0.5 * error.square() - math.log(self.pixel_std) - 0.5 * math.log(2 * math.pi)
         # Channels of a pixel come from one component.
         log_share = share.clamp_min(torch.finfo(share.dtype).tiny).log()
         log_likelihood = (log_share + density.sum(2, keepdim=True)).logsumexp(1)

@@ -1,0 +1,40 @@
+"""How well clusters that were found without labels agree with the classes."""
+
+import torch
+from torch import Tensor
+
+
+def cluster_accuracy(train: Tensor, test: Tensor, labels: Tensor, num_classes: int, seed: int = 0) -> float:
+    """Accuracy of k-means clusters under the best naming of them (LIN-MATCH of Kosiorek et al. 2019, section 3).
+
+    Clusters are found among ``train`` without labels. Each gets a class, no two the same, such that most of ``test``
+    are right; that naming alone sees labels.
+
+    Args:
+        train, test: what images are described by, ``[N, K]`` and ``[n, K]``, such as the presences of object capsules.
+        labels: of the test images, int64 ``[n]``.
+        num_classes: number of clusters and of classes.
+        seed: of k-means, which starts ten times.
+
+    Returns:
+        The share of test images whose cluster has the name of their class.
+
+    Raises:
+        ModuleNotFoundError: without scikit-learn.
+        ValueError: fewer training images than clusters.
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+        from sklearn.cluster import KMeans
+    except ImportError:
+        raise ModuleNotFoundError(
+            'capsfast.train.cluster_accuracy: clusters are found by scikit-learn: pip install "capsfast[train]"'
+        ) from None
+    if len(train) < num_classes:
+        op = "capsfast.train.cluster_accuracy"
+        raise ValueError(f"{op}: train must have at least num_classes={num_classes} rows, got {len(train)}")
+    clusters = KMeans(num_classes, n_init=10, random_state=seed).fit(train.double().numpy())
+    found = torch.from_numpy(clusters.predict(test.double().numpy())).long()
+    pairs = torch.bincount(found * num_classes + labels, minlength=num_classes**2).view(num_classes, num_classes)
+    rows, columns = linear_sum_assignment(pairs.numpy(), maximize=True)
+    return float(pairs[rows, columns].sum()) / len(labels)
