@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (default %(default).0f)")
     parser.add_argument("--no-profile", action="store_true", help="without ncu")
     parser.add_argument("--only", default="", help="steps by what their names begin with, such as kernels,sweep,tests")
+    parser.add_argument("--train", action="store_true", help="train networks of full size, and nothing else")
     parser.add_argument(
         "--rehearse", action="store_true", help="the same steps on the CPU with small layers: no result"
     )
@@ -42,7 +43,7 @@ def main() -> int:
     runner = Runner(out / "gpu-check", asked.seconds, {"rehearsal": asked.rehearse})
     runner.heed_signals()
     only = [name for name in asked.only.split(",") if name]
-    plan = Plan(runner, out, device, not asked.no_profile, only)
+    plan = Plan(runner, out, device, not asked.no_profile, only, asked.train)
     complete = runner.run(plan.groups())
     if plan.status("machine") == OK:
         write_summary(out)

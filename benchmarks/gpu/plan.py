@@ -5,11 +5,13 @@ import glob
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from .networks import RUNS, data_of
 from .reports import judged_pytest, judged_sanitizer
 from .runner import OK, Runner, Step, python
 
@@ -21,6 +23,7 @@ MOST_SHARDS = 6
 FOUND_ERRORS = 9
 # For ncu, which comes last. Steps that only tell more leave it this time.
 COUNTER_SECONDS, PROFILE_SECONDS = 60.0, 50.0
+TRAINING_SECONDS = 300.0
 # Less is not worth a start.
 LEAST_SECONDS = 8.0
 # Without these there is nothing to run.
@@ -45,6 +48,14 @@ def missing_module(*names: str) -> str:
     return f"{sys.executable.rpartition('/')[2]} has no {' and no '.join(absent)}" if absent else ""
 
 
+def missing_data(name: str) -> str:
+    """What is said where the files of a data set are not there."""
+    code = f"from capsfast.data import load; load({name!r})"
+    environment = {**os.environ, **own_environment()}
+    found = subprocess.run(python("-c", code), capture_output=True, text=True, env=environment, check=False)
+    return found.stderr.strip().rpartition("\n")[2] if found.returncode else ""
+
+
 def own_environment() -> dict[str, str]:
     """For the steps of this folder: the checkout goes before an installed capsfast."""
     path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH"))))
@@ -55,11 +66,20 @@ class Plan:
     """device: "cuda", or "cpu" for a rehearsal, which runs the same steps on small layers. out: the folder OUT.
 
     profile: whether ncu runs, where it is. only: what the names of the steps begin with, all without it.
+    train: networks of full size are trained, and nothing else is done.
     """
 
-    def __init__(self, runner: Runner, out: Path, device: str, profile: bool = True, only: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        out: Path,
+        device: str,
+        profile: bool = True,
+        only: Sequence[str] = (),
+        train: bool = False,
+    ) -> None:
         self.runner, self.out, self.device, self.profile, self.only = runner, out, device, profile, tuple(only)
-        self.rehearse = device == "cpu"
+        self.rehearse, self.train = device == "cpu", train
 
     def module(self, name: str, *words: str) -> list[str]:
         return python("-m", f"gpu.{name}", *words)
@@ -88,6 +108,10 @@ class Plan:
         yield [Step("backends", self.module("backends", "--device", self.device), 60, environment)]
         fused = self.runner.result("backends").get("fused", [])
         none = "" if fused else f"no fused backend for {self.device}"
+        if self.train:
+            for name in RUNS:
+                yield [self.training(name, environment, none)]
+            return
         no_cuda = none or ("" if "cuda" in fused or self.rehearse else "the backend cuda is not there")
         yield [Step("kernels", self.measuring("kernels"), 60, environment, why_not=no_cuda)]
         yield [self.sweep("sweep", "targets", 140, environment, none)]
@@ -126,6 +150,15 @@ class Plan:
     def sweep(self, name: str, cases: str, seconds: float, environment: dict[str, str], why_not: str) -> Step:
         words = ["--cases", cases, "--out", str(self.out)]
         return Step(name, self.measuring("sweep", *words), seconds, environment, why_not=why_not)
+
+    def training(self, name: str, environment: dict[str, str], none: str) -> Step:
+        why_not = none or missing_module("lightning", "typer", "rich", "matplotlib")
+        if not why_not and not self.rehearse:
+            why_not = missing_data(data_of(name))
+        words = ["--run", name, "--out", str(self.out)]
+        return Step(
+            f"training-{name}", self.measuring("training", *words), TRAINING_SECONDS, environment, True, why_not
+        )
 
     def tests(self, fused: list[str]) -> list[Step]:
         """The tests marked gpu, and for each backend those of the shared suite that take a backend."""

@@ -1,0 +1,29 @@
+"""The networks of full size that --train trains, and their commands."""
+
+from pathlib import Path
+
+# Words of `capsfast train` by name of the run: networks of the papers, whose training takes hours on a CPU.
+RUNS: dict[str, list[str]] = {
+    "capsnet-mnist": ["--data", "mnist", "--epochs", "5"],
+    "capsnet-fashion": ["--data", "fashion-mnist", "--epochs", "5"],
+    "capsnet-overlapping": ["--data", "multi:mnist", "--epochs", "5"],
+    "deepcaps-mnist": ["--data", "mnist", "--model", "deepcaps", "--epochs", "2"],
+}
+REHEARSAL = ["--data", "digits", "--max-steps", "2", "--limit-val-batches", "1", "--batch-size", "8", "--epochs", "1"]
+REHEARSAL += ["--conv-channels", "8"]
+
+
+def words(name: str, device: str, out: Path, rehearse: bool) -> list[str]:
+    """The arguments of ``capsfast`` for a run."""
+    own = RUNS[name]
+    if rehearse:
+        model = own[own.index("--model") + 1] if "--model" in own else "capsnet"
+        own = ["--model", model, *REHEARSAL]
+    accelerator = "gpu" if device == "cuda" else "cpu"
+    return ["train", *own, "--accelerator", accelerator, "--no-progress", "--out", str(out / "training" / name)]
+
+
+def data_of(name: str) -> str:
+    """The data set that a run needs."""
+    own = RUNS[name]
+    return own[own.index("--data") + 1].rpartition(":")[2]
