@@ -1,6 +1,10 @@
 """Fused capsule-network routing for PyTorch."""
 
-from . import models, nn
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from . import nn
 from ._version import __version__
 from .backend import backends, use_backend
 from .diagnostics import diagnose
@@ -23,3 +27,13 @@ __all__ = [
     "use_backend",
     "votes_pass",
 ]
+
+if TYPE_CHECKING:
+    from . import models
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Networks are imported when they are first asked for."""
+    if name == "models":
+        return importlib.import_module(".models", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,10 +4,13 @@ import statistics
 import subprocess
 import sys
 
+import pytest
 import torch
 
+import capsfast
+
 HEAVY = ("lightning", "lightning_fabric", "pytorch_lightning", "matplotlib", "sklearn", "rich", "typer", "tensorboard")
-OWN = ("capsfast.bench", "capsfast.cli", "capsfast.data", "capsfast.train")
+OWN = ("capsfast.bench", "capsfast.cli", "capsfast.data", "capsfast.models", "capsfast.train")
 SECONDS = 0.1
 
 
@@ -18,10 +21,17 @@ def python(code: str) -> str:
 def test_nothing_heavy_is_imported() -> None:
     modules = set(python("import capsfast, sys; print(*sys.modules)").split())
     by_torch = set(python("import torch, sys; print(*sys.modules)").split())
-    assert "capsfast.models" in modules
+    assert "capsfast.nn" in modules
     found = {name for name in modules - by_torch if name.split(".")[0] in (*HEAVY, "triton") or name.startswith(OWN)}
     assert not found
     assert not {name for name in modules - by_torch if name.startswith("torch.distributed.tensor")}
+
+
+def test_networks_are_imported_when_they_are_asked_for() -> None:
+    code = "import capsfast; assert 'models' in dir(capsfast); print(capsfast.models.CapsNet.__name__)"
+    assert python(code).strip() == "CapsNet"
+    with pytest.raises(AttributeError, match="module 'capsfast' has no attribute 'magic'"):
+        capsfast.magic  # noqa: B018
 
 
 def test_it_costs_a_tenth_of_a_second_on_top_of_torch() -> None:

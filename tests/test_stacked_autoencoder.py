@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from capsfast.models import Sparsity, StackedCapsuleAutoencoder
-from capsfast.nn import ObjectCaps, PartCaps, SetTransformer, TemplateMixture
-from capsfast.nn.affine import affine, compose, inverse
-from capsfast.nn.object_caps import Objects, explain
-from capsfast.nn.part_caps import Parts
+from capsfast.nn.stacked import ObjectCaps, Objects, PartCaps, Parts, SetTransformer, TemplateMixture, explain
+from capsfast.nn.stacked.affine import affine, compose, inverse
 from capsfast.train.clusters import cluster_accuracy
 
 from .support.plain import assert_same

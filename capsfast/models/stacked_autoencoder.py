@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import _arguments
-from ..nn.object_caps import Explained, ObjectCaps, Objects, explain
-from ..nn.part_caps import Drawn, PartCaps, Parts, TemplateMixture
-from ..nn.set_transformer import SetTransformer
+from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
+from ..nn.stacked.part_caps import Drawn, PartCaps, Parts, TemplateMixture
+from ..nn.stacked.set_transformer import SetTransformer
 from ._images import check_images, image_shape
 
 
@@ -52,7 +52,8 @@ class StackedCapsuleAutoencoder(nn.Module):
     parts, from which no gradient goes back into the parts, and are to explain them. Which objects are present tells
     the class: :func:`capsfast.train.cluster_accuracy`.
 
-    Parts: ``conv``, ``part_caps``, ``templates``, ``encoder`` (:class:`capsfast.nn.SetTransformer`), ``object_caps``.
+    Parts: ``conv``, ``part_caps``, ``templates``, ``encoder``, ``object_caps``, all but the first of
+    ``capsfast.nn.stacked``.
 
     Args:
         in_channels, image_size: of the images.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import checks
-from . import _arguments
+from ... import checks
+from .. import _arguments
 from .affine import affine, inverse
 
 
@@ -37,7 +37,7 @@ class PartCaps(nn.Module):
         self, in_channels: int, num_parts: int = 24, features: int = 16, *, noise: float = 2.0, **made: Any
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.PartCaps"
+        op = "capsfast.nn.stacked.PartCaps"
         _arguments.integers(op, in_channels=in_channels, num_parts=num_parts, features=features)
         _arguments.positive(op, "noise", noise, zero=True)
         self.num_parts = num_parts
@@ -89,7 +89,7 @@ class TemplateMixture(nn.Module):
         **made: Any,
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.TemplateMixture"
+        op = "capsfast.nn.stacked.TemplateMixture"
         _arguments.integers(op, num_parts=num_parts, features=features)
         _arguments.positive(op, "pixel_std", pixel_std)
         h, w = _arguments.pair(op, "template_size", template_size)
@@ -119,7 +119,7 @@ class TemplateMixture(nn.Module):
         return values, weights / weights.sum(1, keepdim=True)
 
     def forward(self, parts: Parts, images: Tensor) -> Drawn:
-        op = "capsfast.nn.TemplateMixture"
+        op = "capsfast.nn.stacked.TemplateMixture"
         if tuple(images.shape[1:]) != self.image_shape:
             raise ValueError(f"{op}: images must be [B, {self.image_shape}], got {checks.shape_of(images)}")
         values, share = self.drawn(parts)

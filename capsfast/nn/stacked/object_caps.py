@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _arguments
+from .. import _arguments
 from .affine import affine, compose
 
 
@@ -81,7 +81,7 @@ class ObjectCaps(nn.Module):
         **made: Any,
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.ObjectCaps"
+        op = "capsfast.nn.stacked.ObjectCaps"
         _arguments.integers(op, in_dim=in_dim, num_objects=num_objects, num_parts=num_parts, dim=dim, hidden=hidden)
         _arguments.positive(op, "noise", noise, zero=True)
         self.num_parts = num_parts

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from . import _arguments
+from .. import _arguments
 
 
 class SetTransformer(nn.Module):
@@ -35,7 +35,7 @@ class SetTransformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.SetTransformer"
+        op = "capsfast.nn.stacked.SetTransformer"
         _arguments.integers(op, in_dim=in_dim, out_dim=out_dim, num_outputs=num_outputs, dim=dim)
         _arguments.integers(op, num_layers=num_layers, num_heads=num_heads)
         if dim % num_heads:
