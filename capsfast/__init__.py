@@ -37,3 +37,7 @@ def __getattr__(name: str) -> ModuleType:
     if name == "models":
         return importlib.import_module(".models", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "models"})
