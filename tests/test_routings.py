@@ -46,7 +46,7 @@ def definition(layer: RoutedCaps, name: str, u: Tensor, activation: Tensor) -> t
 
 def gradients(found: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
     torch.manual_seed(2)
-    seeds = [torch.randn_like(each) for each in found]
+    seeds = [torch.randn(each.shape, dtype=each.dtype) for each in found]  # whatever the strides
     got = torch.autograd.grad(found, leaves, seeds, allow_unused=True)
     return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, got, strict=True)]
 

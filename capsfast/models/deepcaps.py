@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
+from ..functional import squash
 from ..nn import ConvCaps2d, ConvDecoder, DynamicRouting, FlattenCaps, Length, PrimaryCaps, _arguments
 from ..nn.routed_caps import fully_connected, route
 from ..nn.routing.base import Capsules, lengths
@@ -48,7 +49,9 @@ class CapsCell(nn.Module):
         if isinstance(self.skip.routing, DynamicRouting):
             skipped = self.skip(halved)
         else:
-            skipped = self.skip(halved, lengths(halved.movedim(2, -1))).poses
+            found = self.skip(halved, lengths(halved.movedim(2, -1)))
+            # Capsules of the cells say by their length how present they are, poses of other routings need not.
+            skipped = squash(found.poses, 2, kind="unit") * found.activations[:, :, None]
         return self.second(self.first(halved)) + skipped  # type: ignore[no-any-return]
 
 

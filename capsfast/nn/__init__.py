@@ -9,24 +9,43 @@ from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, Spre
 from .primary_caps import FlattenCaps, PrimaryCaps
 from .readout import Length, Mask
 from .routed_caps import RoutedCaps
-from .routing import ROUTINGS, AgreementRouting, Capsules, EMRouting, IterativeRouting, Routing, Votes
+from .routing import (
+    ROUTINGS,
+    AgreementRouting,
+    AttentionRouting,
+    Capsules,
+    CosineRouting,
+    EMRouting,
+    InvertedAttentionRouting,
+    IterativeRouting,
+    KMeansRouting,
+    Routing,
+    SelfAttentionRouting,
+    SelfRouting,
+    VariationalRouting,
+    Votes,
+)
 from .routing_by_agreement import RoutingByAgreement
 
 __all__ = [
     "ROUTINGS",
     "AgreementRouting",
+    "AttentionRouting",
     "CapsNetLoss",
     "Capsules",
     "ClassCaps",
     "ConvCaps2d",
     "ConvDecoder",
+    "CosineRouting",
     "CouplingEntropy",
     "Decoder",
     "DigitCaps",
     "DynamicRouting",
     "EMRouting",
     "FlattenCaps",
+    "InvertedAttentionRouting",
     "IterativeRouting",
+    "KMeansRouting",
     "Length",
     "LossParts",
     "MarginLoss",
@@ -36,7 +55,10 @@ __all__ = [
     "RoutedCaps",
     "Routing",
     "RoutingByAgreement",
+    "SelfAttentionRouting",
+    "SelfRouting",
     "SpreadLoss",
+    "VariationalRouting",
     "Votes",
     "couplings",
 ]

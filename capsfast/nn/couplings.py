@@ -15,26 +15,35 @@ from .routing_by_agreement import RoutingByAgreement
 
 
 class RecordedVotes(Votes):
-    """Votes that keep the coupling coefficients of every pass in ``weights``, a list of ``[B, I, J]``."""
+    """Votes that keep the coupling coefficients of every pass in ``weights``, a list of ``[B, I, J]``.
+
+    Left out are passes whose coefficients are given (``normalize="none"``): nothing is decided there.
+    """
 
     def __init__(self, votes: Votes) -> None:
         self.votes = votes
         self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
         self.dtype, self.device, self.u, self.out_mask = votes.dtype, votes.device, votes.u, votes.out_mask
+        self.mask = votes.mask
         self.weights: list[Tensor] = []
 
     def moments(self, **arguments: Any) -> Moments:
+        if arguments.get("normalize") == "none":
+            return self.votes.moments(**arguments)
         found = self.votes.moments(**{**arguments, "return_weights": True})
         assert found.weights is not None
         self.weights.append(found.weights.detach())
         return found
+
+    def cosines(self, query: Tensor) -> Tensor:
+        return self.votes.cosines(query)
 
 
 @torch.no_grad()
 def couplings(
     layer: nn.Module, u: Tensor, activation: Tensor | None = None, *, shares: bool = False, **given: Tensor
 ) -> list[Tensor]:
-    """The coupling coefficients ``[B, I, J]`` of every pass that a layer makes over its votes.
+    """The coupling coefficients ``[B, I, J]`` of every pass over its votes in which a layer decides them.
 
     Args:
         layer: a :class:`capsfast.DynamicRouting` (with groups: ``[B, I, J / groups]``), a

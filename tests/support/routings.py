@@ -71,9 +71,109 @@ EM_OPTIONS: list[dict[str, Any]] = [
     {"cost": "mass", "isotropic": True, "inverse_temperature": 0.2},
 ]
 
+
+def weighted(c: Tensor, votes: Tensor) -> Tensor:
+    """``c [B, I, J]`` and ``votes [B, I, J, D]`` to ``[B, J, D]``."""
+    return (c[..., None] * votes).sum(1)
+
+
+def length(v: Tensor) -> Tensor:
+    return v.square().sum(-1).sqrt()
+
+
+def self_routing(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Hahn, Pyeon, Kim 2019, section 3.2."""
+    logits = (module.W_route * u[:, :, None]).sum(-1)
+    if module.logits is not None:
+        logits = logits + module.logits
+    c = plain.couple(logits) * a[..., None]
+    mass = c.sum(1)
+    return weighted(c, votes) / mass[..., None], mass / a.sum(1, keepdim=True)
+
+
+def attention(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
+    """After Choi, Seo, Im, Kang 2019: one query for each output capsule, softmax over the input capsules."""
+    D = votes.shape[3]
+    c = plain.couple((votes * module.query).sum(-1) / math.sqrt(D), "in")
+    v = (module.A * weighted(c, votes)[:, :, None]).sum(-1) + module.bias
+    return v, length(v) / math.sqrt(D)
+
+
+def self_attention(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Mazzia, Salvetti, Chiaberge 2021, equations 5 to 7, with all scores of pairs of input capsules."""
+    scores = torch.einsum("bijd,bkjd->bjik", votes, votes) / math.sqrt(votes.shape[3])
+    c = plain.couple(scores.sum(3).transpose(1, 2))
+    v = plain.squash(weighted(c + module.bias, votes), module.squash)
+    return v, length(v)
+
+
+def inverted_attention(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Tsai, Srivastava, Goh, Salakhutdinov 2020, procedure 1, beginning with poses of 0."""
+    pose = torch.zeros_like(votes[:, 0])
+    for _ in range(module.num_iterations):
+        agreement = (votes * pose[:, None]).sum(-1) / (math.sqrt(votes.shape[3]) if module.scaled else 1)
+        pose = weighted(plain.couple(agreement), votes)
+        centered = pose - pose.mean(-1, keepdim=True)
+        pose = module.gain * centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() + module.shift
+    if module.readout is None:
+        return pose, torch.ones_like(pose[..., 0])
+    return pose, 1 / (1 + (-(pose * module.readout).sum(-1) - module.offset).exp())
+
+
+def k_means(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Ren, Lu 2018: scores are dot products with the center at length 1."""
+    center = weighted(plain.couple(torch.zeros_like(votes[..., 0]), module.softmax), votes)
+    for _ in range(module.num_iterations):
+        unit = center / (center.square().sum(-1, keepdim=True) + 1e-8).sqrt()
+        c = plain.couple(module.sharpness * (votes * unit[:, None]).sum(-1), module.softmax)
+        center = weighted(c, votes)
+    v = plain.squash(center)
+    return v, length(v)
+
+
+def cosine(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Nguyen, Hua, Le 2021: agreement with the sum at length 1; with exact, votes at length 1 too."""
+    b = torch.zeros_like(votes[..., 0])
+    for _ in range(module.num_iterations):
+        s = weighted(plain.couple(b), votes) + (0 if module.bias is None else module.bias)
+        cosines = (votes * (s / (s.square().sum(-1, keepdim=True) + 1e-8).sqrt())[:, None]).sum(-1)
+        b = b + (cosines / length(votes) if module.exact else cosines)
+    v = plain.squash(s)
+    return v, length(v)
+
+
+def variational(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Ribeiro, Leontidis, Kollias 2020, algorithm 1, with diagonal precisions; Bishop 2006, section 10.2."""
+    D = votes.shape[3]
+    c = torch.full_like(votes[..., 0], 1 / votes.shape[2])
+    for _ in range(module.num_iterations):
+        r = c * a[..., None]
+        N = r.sum(1)[..., None]
+        center = weighted(r, votes) / N
+        S = weighted(r, (votes - center[:, None]) ** 2)
+        alpha, kappa, nu = module.alpha + N[..., 0], module.kappa + N, module.nu + N
+        mean = N * center / kappa
+        W = 1 / (module.psi + S + module.kappa * N / kappa * center**2)
+        log_precision = sum(torch.digamma((nu[..., 0] - d) / 2) + math.log(2) + W[..., d].log() for d in range(D))
+        log_share = torch.digamma(alpha) - torch.digamma(alpha.sum(1, keepdim=True))
+        distance = D / kappa[..., 0][:, None] + (nu * W * (votes - mean[:, None]).transpose(0, 1) ** 2).sum(
+            -1
+        ).transpose(0, 1)
+        c = plain.couple((log_share + 0.5 * log_precision)[:, None] - 0.5 * distance - 0.5 * D * math.log(2 * math.pi))
+    entropy = 0.5 * D * (1 + math.log(2 * math.pi)) - 0.5 * log_precision
+    return mean, torch.sigmoid(module.beta_a - (module.beta_u + log_share.exp() * entropy))
+
+
 ROUTINGS: dict[str, Row] = {
     "dynamic": Row(dynamic, [{}, {"num_iterations": 2, "learned_logits": True, "squash": "exp"}]),
+    "attention": Row(attention),
+    "cosine": Row(cosine, [{}, {"num_iterations": 2, "bias": False}]),
     "em": Row(em, EM_OPTIONS),
+    "inverted-attention": Row(inverted_attention, [{}, {"num_iterations": 3, "scaled": True}]),
+    "k-means": Row(k_means, [{}, {"num_iterations": 2, "sharpness": 4.0, "softmax": "in"}]),
+    "self": Row(self_routing, [{}, {"shared_route": True, "learned_logits": True}], of_votes=False),
+    "self-attention": Row(self_attention, [{}, {"squash": "paper"}]),
+    "variational": Row(variational, [{}, {"num_iterations": 2, "alpha": 0.5, "kappa": 2.0, "psi": 0.3, "nu": 5.5}]),
 }
 
 

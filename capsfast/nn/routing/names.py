@@ -5,12 +5,24 @@ from collections.abc import Callable
 from typing import Any
 
 from .agreement import AgreementRouting
+from .attention import AttentionRouting, SelfAttentionRouting
 from .base import Routing
+from .cosine import CosineRouting, KMeansRouting
 from .em import EMRouting
+from .inverted_attention import InvertedAttentionRouting
+from .self_routing import SelfRouting
+from .variational import VariationalRouting
 
 ROUTINGS: dict[str, type[Routing]] = {
     "dynamic": AgreementRouting,
+    "attention": AttentionRouting,
+    "cosine": CosineRouting,
     "em": EMRouting,
+    "inverted-attention": InvertedAttentionRouting,
+    "k-means": KMeansRouting,
+    "self": SelfRouting,
+    "self-attention": SelfAttentionRouting,
+    "variational": VariationalRouting,
 }
 
 # A name, a Routing class, or what makes one from the same arguments.

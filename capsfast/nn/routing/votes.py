@@ -13,6 +13,9 @@ from ...functional import squash as _squash
 from ...ops._product import width
 from ...passes import Moments, routing_pass, votes_pass
 
+# A shorter vote has no direction: its cosine goes to 0 with it.
+LEAST_LENGTH = 1e-8
+
 
 class Votes(ABC):
     """Votes ``[B, I, J, D]``, seen through passes over them.
@@ -26,6 +29,7 @@ class Votes(ABC):
         dtype, device: of the votes.
         u: the input capsules ``[B, I, K]`` (pose matrices ``[B, I, P, Q]``) that the votes are made from, None where
             they are given.
+        mask: bool ``[B, I]``, False where an input capsule is taken out; None where none is, or without u.
         out_mask: bool ``[B, J]``, False where an output capsule is taken out; None where none is.
     """
 
@@ -36,7 +40,16 @@ class Votes(ABC):
     dtype: torch.dtype
     device: torch.device
     u: Tensor | None = None
+    mask: Tensor | None = None
     out_mask: Tensor | None = None
+    given: dict[str, Any]
+    batch: int
+
+    def _said(self) -> dict[str, Any]:
+        """What every pass is given. An axis J of size 1 is shared to a pass, unless something says that J is 1."""
+        if self.J != 1 or self.given["out_mask"] is not None:
+            return self.given
+        return {**self.given, "out_mask": torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)}
 
     @abstractmethod
     def moments(
@@ -65,6 +78,14 @@ class Votes(ABC):
             sum_of_v = v if sum_of_v is None else sum_of_v + v
         assert v is not None
         return v
+
+    def cosines(self, query: Tensor) -> Tensor:
+        """Cosines ``[B, I, J]`` of the votes and ``query [B, J, D]`` of length 1.
+
+        Raises:
+            ValueError: the votes are not given, and a pass can't divide by their lengths.
+        """
+        raise ValueError("capsfast.nn.Votes: cosines need votes in memory, got (u, weight); give the votes")
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         """An argument of a pass with its axes of positions, if the votes have such, joined to the batch."""
@@ -100,16 +121,17 @@ class ProductVotes(Votes):
         flat, matrix = checks.product(op, u, weight)
         self.u, self.weight = u, weight
         self.B, self.I = flat.shape[:2]
+        self.batch = self.B
         self.J = matrix.shape[1] if matrix.shape[1] != 1 or J is None else J
         self.D = width(flat, matrix)
-        self.dtype, self.device, self.out_mask = u.dtype, u.device, out_mask
-        self.given: dict[str, Any] = {"mask": mask, "out_mask": out_mask, "backend": backend}
+        self.dtype, self.device, self.mask, self.out_mask = u.dtype, u.device, mask, out_mask
+        self.given = {"mask": mask, "out_mask": out_mask, "backend": backend}
         checks.parameters(op, "u", u, (self.B, self.I, self.J, self.D), {"mask": mask, "out_mask": out_mask})
         if matrix.shape[1] == 1 and out_mask is None:  # a pass has to be told J
             self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
 
     def moments(self, **arguments: Any) -> Moments:
-        return routing_pass(self.u, self.weight, **arguments, **self.given)  # type: ignore[arg-type]
+        return routing_pass(self.u, self.weight, **arguments, **self._said())  # type: ignore[arg-type]
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
         return dynamic_routing(self.u, self.weight, num_iterations, **options, **self.given)  # type: ignore[arg-type, no-any-return]
@@ -149,18 +171,31 @@ class GivenVotes(Votes):
         checks.parameters(op, "votes", votes, (self.batch, self.I, self.J, self.D), masks, self.spatial)
         if votes.shape[2] == 1 and out_mask is None:  # a pass has to be told J
             masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=votes.device)
-        self.given: dict[str, Any] = {**masks, "backend": backend}
+        self.given = {**masks, "backend": backend}
         self.out_mask = self.samples("out_mask", out_mask)
 
     def moments(self, **arguments: Any) -> Moments:
         for name, value in arguments.items():
             if isinstance(value, Tensor) and axes_of(name, value)[0] == "B":
                 arguments[name] = self.restore(value)
-        found = votes_pass(self.votes, **arguments, **self.given)
+        found = votes_pass(self.votes, **arguments, **self._said())
         return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
         return self._sampled(route_votes(self.votes, num_iterations, **options, **self.given))
+
+    def cosines(self, query: Tensor) -> Tensor:
+        votes = self.votes
+        for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
+            mask = self.given[name]
+            if mask is not None:  # what is masked (NaN, say) must not reach a gradient
+                mask = mask.reshape(*mask.shape, *(1,) * (len(self.spatial) + 2 - mask.dim()))
+                for axis in axes:
+                    mask = mask.unsqueeze(axis)
+                votes = votes.masked_fill(~mask, 0.0)
+        query = self.restore(query).to(votes.dtype)
+        lengths = torch.linalg.vector_norm(votes, dim=3).clamp_min(LEAST_LENGTH)
+        return self._sampled(torch.einsum("bijd...,bjd...->bij...", votes, query) / lengths)
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None or not self.spatial:

@@ -1,0 +1,133 @@
+"""Routings that score votes by their angle to the output capsule: queries of length 1."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import checks
+from ...functional import squash as _squash
+from ...options import SOFTMAX, SQUASH
+from .. import _arguments
+from .base import Capsules, IterativeRouting, lengths
+from .votes import Votes
+
+
+class KMeansRouting(IterativeRouting):
+    """Soft k-means: a vote is scored by its dot product with the center at length 1 (Ren, Lu 2018).
+
+    The centers start as the mean votes. An iteration forms ``c_ij = softmax(sharpness vote_ij . center_j /
+    |center_j|)`` and ``center_j = sum_i c_ij vote_ij``; the last is squashed. The activation of an output capsule is
+    its length. A vote's own length stays in its score, as in the authors' code.
+
+    Args:
+        num_iterations: assignments of the votes. There is one pass more, for the mean.
+        sharpness: inverse temperature; the larger, the nearer is an assignment to a choice.
+        softmax: ``"out"``: every input capsule chooses among the output capsules, as points among clusters.
+            ``"in"``: every output capsule weighs the input capsules, as in the authors' code.
+        squash, eps: see :func:`capsfast.squash`.
+        all others: as for :class:`Routing`.
+    """
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        num_iterations: int = 3,
+        sharpness: float = 1.0,
+        softmax: str = "out",
+        squash: str = "paper",
+        eps: float = 1e-8,
+        **made: Any,
+    ) -> None:
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        _arguments.positive(self.op, "sharpness", sharpness)
+        checks.choice(self.op, "softmax", softmax, SOFTMAX)
+        checks.choice(self.op, "squash", squash, SQUASH)
+        checks.positive_eps(self.op, eps)
+        self.sharpness = float(sharpness)
+        self.softmax = softmax
+        self.squash = squash
+        self.eps = eps
+
+    def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
+        center = votes.moments(normalize=self.softmax).first
+        for _ in range(self.num_iterations):
+            query = self.sharpness * _squash(center, kind="unit", eps=self.eps)
+            center = votes.moments(query=query, normalize=self.softmax).first
+        v = _squash(center, kind=self.squash, eps=self.eps)
+        return Capsules(v, lengths(v))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, sharpness={self.sharpness:g}, softmax={self.softmax!r}"
+
+
+class CosineRouting(IterativeRouting):
+    """Agreement by angle with the squash at the end, after 3D-UCaps (Nguyen, Hua, Le 2021).
+
+    ``s_j = sum_i softmax_j(b_ij) vote_ij + bias_j``. After each sum but the last, the agreement with ``s_j``, not
+    squashed, is added to the logits b, and the last is squashed. The activation of an output capsule is its length.
+
+    A pass is linear in a vote. By default the agreement is ``vote_ij . s_j / |s_j|``, the cosine times the length of
+    the vote. The cosine itself, as in the paper, is ``exact=True``. It needs the votes in memory, as a convolution
+    leaves them, and keeps the logits, ``[B, I, J]`` numbers; where a layer makes the votes it is an error.
+
+    Parameters: ``bias [out_caps, out_dim]``, starting at 0.1 as in the authors' code.
+
+    Args:
+        num_iterations: weighted sums formed, at least 1.
+        exact: the cosine without the length of the vote, for given votes only.
+        bias: whether there is one.
+        squash, eps: see :func:`capsfast.squash`.
+        all others: as for :class:`Routing`.
+
+    Raises:
+        ValueError: also ``exact=True`` with votes that are not given.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        num_iterations: int = 3,
+        exact: bool = False,
+        bias: bool = True,
+        squash: str = "paper",
+        eps: float = 1e-8,
+        **made: Any,
+    ) -> None:
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        checks.boolean(self.op, "exact", exact)
+        checks.boolean(self.op, "bias", bias)
+        checks.choice(self.op, "squash", squash, SQUASH)
+        checks.positive_eps(self.op, eps)
+        self.exact = exact
+        self.squash = squash
+        self.eps = eps
+        start = torch.full((out_caps, out_dim), 0.1, **self._made) if bias else None
+        self.register_parameter("bias", None if start is None else nn.Parameter(start))
+
+    def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
+        agreed: dict[str, Any] = {}
+        for t in range(self.num_iterations):
+            s = votes.moments(**agreed).first
+            if self.bias is not None:
+                s = s + self.bias
+            if t + 1 < self.num_iterations:
+                direction = _squash(s, kind="unit", eps=self.eps)
+                # Both are linear in the direction: its sum stands for all iterations.
+                name, value = ("logits", votes.cosines(direction)) if self.exact else ("query", direction)
+                agreed = {name: agreed[name] + value if agreed else value}
+        v = _squash(s, kind=self.squash, eps=self.eps)
+        return Capsules(v, lengths(v))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}{', exact=True' if self.exact else ''}"

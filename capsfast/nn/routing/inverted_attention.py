@@ -1,0 +1,81 @@
+"""Inverted dot-product attention routing."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ... import checks
+from .base import Capsules, IterativeRouting
+from .votes import Votes
+
+
+class InvertedAttentionRouting(IterativeRouting):
+    """Inverted dot-product attention (Tsai, Srivastava, Goh, Salakhutdinov 2020, procedure 1).
+
+    ``pose_j = LayerNorm(sum_i softmax_j(vote_ij . pose_j) vote_ij)``, beginning with poses of 0. Nothing is
+    accumulated. After the LayerNorm all poses are about equally long. How present a capsule is says the paper's
+    classifier, a linear map of the pose that all output capsules share: the activation is its sigmoid.
+
+    :class:`capsfast.models.InvertedAttentionCapsNet` updates several layers at once.
+
+    Parameters: ``gain [out_dim]`` and ``shift [out_dim]`` of the LayerNorm, starting at 1 and 0; ``readout [out_dim]``
+    and ``offset []``, the classifier.
+
+    Args:
+        num_iterations: poses formed, one pass each. The first has equal coupling.
+        scaled: agreement divided by ``sqrt(out_dim)``, as in the authors' code; the paper's equation 2 does not.
+        learned_readout: False leaves the classifier out, and activations are 1: for a layer whose activations nobody
+            reads.
+        all others: as for :class:`Routing`.
+    """
+
+    readout: nn.Parameter | None
+    offset: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        num_iterations: int = 2,
+        scaled: bool = False,
+        learned_readout: bool = True,
+        **made: Any,
+    ) -> None:
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        checks.boolean(self.op, "scaled", scaled)
+        checks.boolean(self.op, "learned_readout", learned_readout)
+        self.scaled = scaled
+        self.gain = nn.Parameter(torch.ones(out_dim, **self._made))
+        self.shift = nn.Parameter(torch.zeros(out_dim, **self._made))
+        self.register_parameter("readout", None)
+        self.register_parameter("offset", None)
+        if learned_readout:
+            limit = out_dim**-0.5
+            self.readout = nn.Parameter(torch.empty(out_dim, **self._made).uniform_(-limit, limit))
+            self.offset = nn.Parameter(torch.zeros((), **self._made))
+
+    def update(self, votes: Votes, pose: Tensor | None) -> Tensor:
+        """The next poses ``[B, J, D]`` from the last, which are None for 0. One pass."""
+        if pose is not None and self.scaled:
+            pose = pose / math.sqrt(self.out_dim)
+        s = votes.moments(query=pose).first
+        return F.layer_norm(s, (self.out_dim,), self.gain.to(s.dtype), self.shift.to(s.dtype))
+
+    def logit(self, pose: Tensor) -> Tensor:
+        """``[B, J, D]`` to ``[B, J]``, the logits of the activations."""
+        if self.readout is None or self.offset is None:
+            raise RuntimeError(f"{self.op}: there is no classifier; build the routing with learned_readout=True")
+        return (pose * self.readout).sum(-1) + self.offset
+
+    def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
+        pose = None
+        for _ in range(self.num_iterations):
+            pose = self.update(votes, pose)
+        assert pose is not None
+        return Capsules(pose, self.logit(pose).sigmoid() if self.readout is not None else torch.ones_like(pose[..., 0]))

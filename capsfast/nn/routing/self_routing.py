@@ -1,0 +1,77 @@
+"""Self-routing: every input capsule chooses its output capsules by itself."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import checks
+from .base import Capsules, Routing
+from .means import mean_vote
+from .votes import Votes
+
+
+class SelfRouting(Routing):
+    """Logits from a learned linear map of each input pose, and one pass (Hahn, Pyeon, Kim 2019, section 3.2).
+
+    The coupling is ``c_ij = a_i softmax_j(W_route_i u_i)``. Poses are the means of the votes with these weights.
+    The activation of an output capsule is its share of the coupling, ``sum_i c_ij / sum_i a_i``; those of a sample sum
+    to 1. It says nothing of W, which learns from what is done with the poses.
+
+    The logits are ``[B, I, J]`` numbers in memory. They are made from the input capsules, so that given votes are not
+    enough.
+
+    Parameters: ``W_route [in_caps, out_caps, in_dim]``, or ``[1, ...]`` if shared, starting at 0; ``logits
+    [in_caps, out_caps]`` on request.
+
+    Args:
+        shared_route: one map for all input capsules.
+        learned_logits: a parameter that is added to the logits, starting at 0.
+        all others: as for :class:`Routing`.
+
+    Raises:
+        ValueError: also where votes are given instead of input capsules and a weight.
+    """
+
+    uses_activation = True
+    logits: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        shared_route: bool = False,
+        learned_logits: bool = False,
+        **made: Any,
+    ) -> None:
+        super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
+        checks.boolean(self.op, "shared_route", shared_route)
+        checks.boolean(self.op, "learned_logits", learned_logits)
+        self.W_route = nn.Parameter(torch.zeros(1 if shared_route else in_caps, out_caps, in_dim, **self._made))
+        start = torch.zeros(in_caps, out_caps, **self._made) if learned_logits else None
+        self.register_parameter("logits", None if start is None else nn.Parameter(start))
+
+    def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
+        if votes.u is None:
+            raise ValueError(
+                f"{self.op}: the logits are made from the input capsules, got votes without them; give (u, weight)"
+            )
+        u = votes.u.flatten(2)
+        if u.shape[2] != self.in_dim:
+            raise ValueError(f"{self.op}: u must have capsules of in_dim={self.in_dim}, got {checks.shape_of(votes.u)}")
+        if votes.mask is not None:
+            u = u.masked_fill(~votes.mask[..., None], 0.0)
+        logits = torch.einsum("ijk,bik->bij", self.W_route.expand(self.in_caps, -1, -1), u)
+        if self.logits is not None:
+            logits = logits + self.logits
+        m = votes.moments(logits=logits, activation=activation)
+        total = m.mass.sum(1, keepdim=True)
+        share = mean_vote(total, m.mass[:, None]).squeeze(1)
+        return Capsules(mean_vote(m.mass, m.first), share)
+
+    def extra_repr(self) -> str:
+        shared = ", shared_route=True" if self.W_route.shape[0] == 1 and self.in_caps != 1 else ""
+        return f"{super().extra_repr()}{shared}"

@@ -1,0 +1,104 @@
+"""Routing as variational inference of a mixture of Gaussians."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _arguments
+from .base import Capsules, IterativeRouting
+from .means import mean_vote
+from .votes import Votes
+
+
+class VariationalRouting(IterativeRouting):
+    """Capsule routing via variational Bayes with diagonal precisions (Ribeiro, Leontidis, Kollias 2020, algorithm 1).
+
+    The votes for an output capsule are draws from a Gaussian whose mean and precision are random themselves, with the
+    priors ``N(0, 1 / (kappa precision))`` and Wishart with ``nu`` degrees of freedom and scale ``1 / psi``. The shares
+    of the output capsules have a Dirichlet prior ``alpha``. An iteration updates these posteriors from the votes,
+    weighted by coupling and input activation, then the coupling, ``softmax_j`` of the expected log share plus log
+    density (Bishop 2006, equations 10.46 to 10.67, restricted to diagonal precisions).
+
+    Poses are the posterior means. The activation of an output capsule is ``sigmoid(beta_a - beta_u - share H)``, where
+    H is the entropy of a Gaussian with the expected log precision and share the exponential of the expected log share;
+    the authors' code also normalises its argument over the batch, which this does not.
+
+    There is one pass more than iterations, without a gradient: about the mean vote that it finds, and later about that
+    of the last iteration, float32 does not cancel in the variances.
+
+    Parameters: ``beta_a [out_caps]`` and ``beta_u [out_caps]``, starting at 0.
+
+    Args:
+        num_iterations: updates of the posteriors, at least 1.
+        alpha, kappa, psi: of the priors, positive.
+        nu: of the prior, more than ``out_dim - 1``; None for ``out_dim + 1``.
+        all others: as for :class:`Routing`.
+    """
+
+    uses_activation = True
+
+    def __init__(
+        self,
+        in_caps: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        *,
+        num_iterations: int = 3,
+        alpha: float = 1.0,
+        kappa: float = 1.0,
+        psi: float = 1.0,
+        nu: float | None = None,
+        **made: Any,
+    ) -> None:
+        super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        self.nu = float(out_dim + 1) if nu is None else nu
+        for name, value in (("alpha", alpha), ("kappa", kappa), ("psi", psi), ("nu", self.nu)):
+            _arguments.positive(self.op, name, value)
+        if self.nu <= out_dim - 1:
+            raise ValueError(f"{self.op}: nu must be more than out_dim - 1 = {out_dim - 1}, got {self.nu:g}")
+        self.alpha = alpha
+        self.kappa = kappa
+        self.psi = psi
+        self.beta_a = nn.Parameter(torch.zeros(out_caps, **self._made))
+        self.beta_u = nn.Parameter(torch.zeros(out_caps, **self._made))
+
+    def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
+        with torch.no_grad():  # the origin of the first moments, on which the result does not depend
+            start = votes.moments(activation=activation)
+            mean = mean_vote(start.mass, start.first)
+        below = torch.arange(self.out_dim, dtype=mean.dtype, device=votes.device)
+        score: dict[str, Any] = {}
+        for t in range(self.num_iterations):
+            m = votes.moments(center=mean, activation=activation, second=True, **score)
+            assert m.second is not None
+            shift = mean_vote(m.mass, m.first)
+            mean = mean + shift
+            mass = m.mass[..., None]
+            kappa, nu = self.kappa + mass, self.nu + mass
+            towards_0 = self.kappa / kappa * mean  # from the posterior mean to the mean vote
+            scatter = (m.second - mass * shift**2).clamp_min(0) + mass * towards_0 * mean
+            inverse_psi = self.psi + scatter
+            log_precision = torch.digamma(0.5 * (nu - below)) + math.log(2) - inverse_psi.log()
+            log_precision = log_precision.sum(-1)
+            log_share = self._log_share(m.mass, votes.out_mask)
+            if t + 1 < self.num_iterations:
+                precision = nu / inverse_psi
+                # A pass has one center, the mean vote; the quadratic form about the posterior mean, expanded there.
+                distance = 0.5 * (self.out_dim / kappa.squeeze(-1) + (precision * towards_0**2).sum(-1))
+                score = {
+                    "precision": precision,
+                    "query": -precision * towards_0,
+                    "prior": log_share + 0.5 * log_precision - distance,
+                }
+        entropy = 0.5 * (self.out_dim * math.log(2 * math.pi * math.e) - log_precision)
+        return Capsules(mean - towards_0, torch.sigmoid(self.beta_a - self.beta_u - log_share.exp() * entropy))
+
+    def _log_share(self, mass: Tensor, out_mask: Tensor | None) -> Tensor:
+        alpha = self.alpha + mass
+        there = alpha if out_mask is None else alpha.masked_fill(~out_mask, 0.0)
+        total = there.sum(1, keepdim=True)
+        # Where no output capsule is there, none has a share.
+        return torch.digamma(alpha) - torch.digamma(torch.where(total > 0, total, 1.0))

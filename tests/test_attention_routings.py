@@ -1,0 +1,231 @@
+"""What single routings promise beyond the checks that all of them pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import capsfast
+from capsfast.nn import (
+    CosineRouting,
+    InvertedAttentionRouting,
+    KMeansRouting,
+    RoutedCaps,
+    SelfAttentionRouting,
+    SelfRouting,
+    VariationalRouting,
+    couplings,
+)
+
+from .support import plain
+from .support.backends import Backend
+from .support.routings import ROUTINGS as ROWS
+from .support.routings import randomize
+
+B, I, J, D, K = 5, 11, 4, 6, 6
+
+
+def given_votes(*spatial: int, shared: bool = False) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, I, 1 if shared else J, D, *spatial, dtype=torch.float64).requires_grad_()
+
+
+@plain.on_cpu
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "bias": False}], ids=["bias", "no bias"])
+def test_exact_cosine_of_given_votes(by: Backend, options: dict[str, Any]) -> None:
+    routing = CosineRouting(I, J, K, D, exact=True, dtype=torch.float64, backend=by.name, **options)
+    randomize(routing)
+    votes = given_votes()
+    found = routing(votes)
+    wanted = ROWS["cosine"].definition(votes, votes[..., 0, 0], routing, votes)
+    plain.assert_same(tuple(found), wanted)
+    leaves = [votes, *routing.parameters()]
+    seed = torch.randn(2, J, D, dtype=torch.float64)
+    plain.assert_same(
+        torch.autograd.grad(found.poses, leaves, seed), torch.autograd.grad(wanted[0], leaves, seed), tolerance=1e-8
+    )
+    longer = votes.detach() * torch.rand(2, I, J, 1, dtype=torch.float64)
+    whole = routing(votes.detach(), out_mask=None)
+    assert not torch.allclose(routing(longer).poses, whole.poses)
+
+
+def test_exact_cosine_at_positions_with_masks() -> None:
+    routing = CosineRouting(I, J, K, D, exact=True, dtype=torch.float64)
+    randomize(routing)
+    votes = given_votes(3, 2).detach()
+    mask, out_mask = torch.rand(2, I, 3, 2) < 0.7, torch.tensor([[True, True, False, True]] * 2)
+    wild = votes.masked_fill(~mask[:, :, None, None], torch.nan).masked_fill(~out_mask[:, None, :, None, None, None], 7)
+    wild.requires_grad_()
+    found = routing(wild, mask=mask, out_mask=out_mask)
+    (gradient,) = torch.autograd.grad(found.poses.square().sum(), wild)
+    assert gradient.isfinite().all() and not gradient[:, :, 2].any()
+    for y in range(3):
+        for x in range(2):
+            for b in range(2):
+                there = votes[b : b + 1, mask[b, :, y, x]][..., y, x]
+                alone = CosineRouting(there.shape[1], J, K, D, exact=True, dtype=torch.float64)
+                alone.load_state_dict(routing.state_dict())
+                wanted = alone(there, out_mask=out_mask[:1])
+                plain.assert_same(found.poses[b : b + 1, ..., y, x], wanted.poses)
+
+
+def test_exact_cosine_of_votes_that_output_capsules_share() -> None:
+    routing = CosineRouting(I, J, K, D, exact=True, dtype=torch.float64)
+    randomize(routing)
+    votes = given_votes(shared=True)
+    plain.assert_same(tuple(routing(votes)), tuple(routing(votes.expand(-1, -1, J, -1))))
+
+
+def test_exact_cosine_needs_votes() -> None:
+    layer = RoutedCaps(I, J, K, D, routing="cosine", exact=True)
+    with pytest.raises(ValueError, match=r"cosines need votes in memory, got \(u, weight\)"):
+        layer(torch.randn(2, I, K))
+
+
+def test_sharp_k_means_is_a_choice() -> None:
+    """With a large sharpness every vote goes to the nearest center: spherical k-means."""
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing="k-means", sharpness=1e5, num_iterations=1, dtype=torch.float64)
+    u = torch.randn(B, I, K, dtype=torch.float64)
+    votes = plain.votes(u, layer.W)
+    nearest = (votes * F.normalize(votes.sum(1), dim=-1)[:, None]).sum(-1).argmax(2)
+    _, c = couplings(layer, u)
+    plain.assert_same(c, F.one_hot(nearest, J).double())
+
+
+def test_self_routing_shares_sum_to_one() -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing="self")
+    u, activation = torch.randn(B, I, K), torch.rand(B, I)
+    torch.testing.assert_close(layer(u, activation).activations, torch.full((B, J), 1 / J))  # a map of 0
+    randomize(layer.routing)
+    found = layer(u, activation)
+    torch.testing.assert_close(found.activations.sum(1), torch.ones(B))
+    torch.testing.assert_close(layer(u, 3 * activation).poses, found.poses)
+    assert not layer(u, torch.zeros(B, I)).activations.any()
+
+
+def test_self_routing_of_a_masked_capsule_that_is_not_a_number() -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing="self")
+    randomize(layer.routing)
+    u, mask = torch.randn(B, I, K), torch.ones(B, I, dtype=torch.bool)
+    mask[:, 0] = False
+    wild = u.clone()
+    wild[:, 0] = torch.nan
+    found = layer(wild, torch.rand(B, I), mask=mask)
+    found.poses.sum().backward()
+    assert found.poses.isfinite().all() and all(each.grad.isfinite().all() for each in layer.parameters())
+
+
+def test_self_attention_makes_three_passes_and_records_one() -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing="self-attention")
+    u = torch.randn(B, I, K)
+    (c,) = couplings(layer, u)
+    votes = plain.votes(u, layer.W)
+    torch.testing.assert_close(c, plain.couple((votes * votes.sum(1, keepdim=True)).sum(-1) / D**0.5))
+
+
+def test_attention_starts_with_the_mean() -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing="attention")
+    u = torch.randn(B, I, K)
+    mean = plain.votes(u, layer.W).mean(1)
+    torch.testing.assert_close(layer(u).poses, (layer.routing.A @ mean[..., None])[..., 0])
+
+
+def test_inverted_attention_without_a_readout() -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing="inverted-attention", learned_readout=False)
+    found = layer(torch.randn(B, I, K), out_mask=torch.tensor([True, True, False, True]).expand(B, -1))
+    assert torch.equal(found.activations, torch.tensor([1.0, 1.0, 0.0, 1.0]).expand(B, -1))
+    assert {name for name, _ in layer.routing.named_parameters()} == {"gain", "shift"}
+    with pytest.raises(RuntimeError, match="build the routing with learned_readout=True"):
+        layer.routing.logit(found.poses)
+
+
+@plain.on_cpu
+def test_variational_of_far_votes_does_not_cancel(by: Backend) -> None:
+    """Votes around 300, whose spread of 0.1 is lost in moments about 0. The prior mean lies far away, so it is weak."""
+    torch.manual_seed(0)
+    u = torch.randn(B, 300, K)
+    options: dict[str, Any] = {"kappa": 1e-6, "psi": 0.01, "backend": by.name}
+    layer = RoutedCaps(300, J, K, D, routing="variational", **options)
+    exact = RoutedCaps(300, J, K, D, routing="variational", dtype=torch.float64, **options)
+    with torch.no_grad():
+        u[..., 0] = 1
+        layer.W.mul_(0.1)
+        layer.W[..., 0] = 300 + 0.1 * torch.randn(300, J, D)
+        layer.routing.beta_a.copy_(torch.linspace(-1, 1, J))
+    exact.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    found, wanted = layer(u), exact(u.double())
+    torch.testing.assert_close(found.poses.double(), wanted.poses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.activations.double(), wanted.activations, rtol=1e-2, atol=1e-3)
+    m = capsfast.routing_pass(u, layer.W, second=True)
+    assert m.second is not None
+    about_0 = m.second / m.mass[..., None] - (m.first / m.mass[..., None]) ** 2
+    variance = plain.votes(u.double(), layer.W.double()).var(1, correction=0)
+    assert ((about_0 - variance).abs() > 0.1 * variance).any()
+
+
+def test_variational_output_capsules_that_are_not_there() -> None:
+    """A masked output capsule takes no share of the others."""
+    torch.manual_seed(0)
+    votes = torch.randn(B, I, J, D, dtype=torch.float64)
+    routing, fewer = (VariationalRouting(I, n, K, D, dtype=torch.float64) for n in (J, J - 1))
+    there = torch.tensor([True] * (J - 1) + [False]).expand(B, -1)
+    found, wanted = routing(votes, out_mask=there), fewer(votes[:, :, :-1])
+    plain.assert_same((found.poses[:, :-1], found.activations[:, :-1]), tuple(wanted))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_given_votes_for_one_output_capsule(name: str) -> None:
+    """An axis J of size 1 is shared to a pass; here it is J."""
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, 1, K, D, routing=name, dtype=torch.float64)
+    u = torch.randn(B, I, K, dtype=torch.float64)
+    if ROWS[name].of_votes:
+        plain.assert_same(tuple(layer.routing(plain.votes(u, layer.W))), tuple(layer(u)))
+    else:
+        assert layer(u).poses.shape == (B, 1, D)
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "sharpness": (lambda: KMeansRouting(2, 2, 2, 2, sharpness=0), ValueError, "sharpness must be positive and finite"),
+    "softmax": (lambda: KMeansRouting(2, 2, 2, 2, softmax="all"), ValueError, "KMeansRouting: softmax must be one of"),
+    "iterations": (
+        lambda: KMeansRouting(2, 2, 2, 2, num_iterations=0),
+        ValueError,
+        "num_iterations must be at least 1",
+    ),
+    "exact": (lambda: CosineRouting(2, 2, 2, 2, exact=1), TypeError, "CosineRouting: exact must be True or False"),
+    "squash": (lambda: SelfAttentionRouting(2, 2, 2, 2, squash="no"), ValueError, "squash must be one of"),
+    "shared": (lambda: SelfRouting(2, 2, 2, 2, shared_route=None), TypeError, "shared_route must be True or False"),
+    "scaled": (lambda: InvertedAttentionRouting(2, 2, 2, 2, scaled=1), TypeError, "scaled must be True or False"),
+    "prior": (lambda: VariationalRouting(2, 2, 2, 2, alpha=0.0), ValueError, "alpha must be positive and finite"),
+    "nu": (
+        lambda: VariationalRouting(2, 2, 2, 4, nu=3),
+        ValueError,
+        "VariationalRouting: nu must be more than out_dim - 1 = 3, got 3",
+    ),
+    "no option": (
+        lambda: RoutedCaps(2, 2, 2, 2, routing="self", num_iterations=3),
+        TypeError,
+        "routing self has no option num_iterations; it has shared_route, learned_logits, backend",
+    ),
+    "u": (
+        lambda: SelfRouting(2, 2, 3, 2)((torch.zeros(1, 2, 4), torch.zeros(2, 2, 2, 4))),
+        ValueError,
+        r"u must have capsules of in_dim=3, got \[1, 2, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
