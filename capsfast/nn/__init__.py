@@ -11,6 +11,7 @@ from .readout import Length, Mask
 from .routed_caps import RoutedCaps
 from .routing import ROUTINGS, AgreementRouting, Capsules, IterativeRouting, Routing, Votes
 from .routing_by_agreement import RoutingByAgreement
+from .slim_caps import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d
 
 __all__ = [
     "ROUTINGS",
@@ -35,6 +36,10 @@ __all__ = [
     "RoutedCaps",
     "Routing",
     "RoutingByAgreement",
+    "SlimConvCaps2d",
+    "SlimConvCaps3d",
+    "SlimConvTransposeCaps2d",
+    "SlimConvTransposeCaps3d",
     "SpreadLoss",
     "Votes",
     "couplings",
