@@ -26,6 +26,7 @@ from .routing import (
     Votes,
 )
 from .routing_by_agreement import RoutingByAgreement
+from .slim_caps import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d
 
 __all__ = [
     "ROUTINGS",
@@ -57,6 +58,10 @@ __all__ = [
     "RoutingByAgreement",
     "SelfAttentionRouting",
     "SelfRouting",
+    "SlimConvCaps2d",
+    "SlimConvCaps3d",
+    "SlimConvTransposeCaps2d",
+    "SlimConvTransposeCaps3d",
     "SpreadLoss",
     "VariationalRouting",
     "Votes",

@@ -38,14 +38,21 @@ def backend(op: str, name: str | None) -> None:
 
 def pair(op: str, name: str, value: int | Sequence[int], least: int = 1) -> tuple[int, int]:
     """An int for both axes, or (vertical, horizontal)."""
-    if isinstance(value, Sequence) and len(value) == 2:
+    vertical, horizontal = for_axes(op, name, value, 2, least)
+    return vertical, horizontal
+
+
+def for_axes(op: str, name: str, value: int | Sequence[int], axes: int, least: int = 1) -> tuple[int, ...]:
+    """An int for all axes of an image, or one for each."""
+    if isinstance(value, Sequence) and len(value) == axes:
         for entry in value:
             integer(op, name, entry, least)
-        return value[0], value[1]
+        return tuple(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int or two of them, got {value!r}")
+        many = {2: "two", 3: "three"}[axes]
+        raise TypeError(f"{op}: {name} must be an int or {many} of them, got {value!r}")
     integer(op, name, value, least)
-    return value, value
+    return (value,) * axes
 
 
 def divides(op: str, name: str, value: int, groups: int) -> None:
@@ -62,17 +69,30 @@ def window_grid(
     dilation: Sequence[int],
 ) -> tuple[int, int]:
     """How many windows of a convolution fit into ``size`` (height, width)."""
-    grid = [
+    height, width = window_places(op, size, kernel_size, stride, padding, dilation)
+    return height, width
+
+
+def window_places(
+    op: str,
+    size: Sequence[int],
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[int, ...]:
+    """The same for any number of axes."""
+    grid = tuple(
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, k, s, p, d in zip(size, kernel_size, stride, padding, dilation, strict=True)
-    ]
+    )
     if min(grid) < 1:
+        window, gaps, image, edge = (" x ".join(map(str, each)) for each in (kernel_size, dilation, size, padding))
         raise ValueError(
-            f"{op}: a window of {kernel_size[0]} x {kernel_size[1]} (dilation {dilation[0]} x {dilation[1]}) must fit "
-            f"into the input with its padding, got {size[0]} x {size[1]} with padding {padding[0]} x {padding[1]}; "
-            f"use a smaller kernel_size"
+            f"{op}: a window of {window} (dilation {gaps}) must fit into the input with its padding, "
+            f"got {image} with padding {edge}; use a smaller kernel_size"
         )
-    return grid[0], grid[1]
+    return grid
 
 
 def floats(op: str, name: str, value: Tensor, shape: str) -> None:
