@@ -226,7 +226,10 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (["--data", "nothing"], "data must be digits, mnist, fashion-mnist or a folder, got 'nothing'"),
+        (
+            ["--data", "nothing"],
+            "data must be digits, mnist, fashion-mnist, cifar10, smallnorb or a folder, got 'nothing'",
+        ),
         (["--model", "caps"], "model must be one of capsnet, deepcaps, autoencoder, got 'caps'"),
         (["--types", "3"], "capsnet has no option types; it has conv_channels"),
         (["--lr", "-1"], "lr must be positive and finite, got -1.0"),

@@ -134,7 +134,9 @@ def test_absolute_folders_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_name_lists_the_choices() -> None:
-    with pytest.raises(ValueError, match="must be digits, mnist, fashion-mnist or a folder, got 'cifar'"):
+    with pytest.raises(
+        ValueError, match="must be digits, mnist, fashion-mnist, cifar10, smallnorb or a folder, got 'cifar'"
+    ):
         data.load("cifar")
 
 

