@@ -9,7 +9,7 @@ from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, Spre
 from .primary_caps import FlattenCaps, PrimaryCaps
 from .readout import Length, Mask
 from .routed_caps import RoutedCaps
-from .routing import ROUTINGS, AgreementRouting, Capsules, IterativeRouting, Routing, Votes
+from .routing import ROUTINGS, AgreementRouting, Capsules, EMRouting, IterativeRouting, Routing, Votes
 from .routing_by_agreement import RoutingByAgreement
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Decoder",
     "DigitCaps",
     "DynamicRouting",
+    "EMRouting",
     "FlattenCaps",
     "IterativeRouting",
     "Length",

@@ -2,7 +2,8 @@
 
 from .agreement import AgreementRouting
 from .base import Capsules, IterativeRouting, Routing
+from .em import EMRouting
 from .names import ROUTINGS
 from .votes import Votes
 
-__all__ = ["ROUTINGS", "AgreementRouting", "Capsules", "IterativeRouting", "Routing", "Votes"]
+__all__ = ["ROUTINGS", "AgreementRouting", "Capsules", "EMRouting", "IterativeRouting", "Routing", "Votes"]

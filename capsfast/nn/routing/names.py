@@ -6,9 +6,11 @@ from typing import Any
 
 from .agreement import AgreementRouting
 from .base import Routing
+from .em import EMRouting
 
 ROUTINGS: dict[str, type[Routing]] = {
     "dynamic": AgreementRouting,
+    "em": EMRouting,
 }
 
 # A name, a Routing class, or what makes one from the same arguments.

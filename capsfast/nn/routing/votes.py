@@ -105,7 +105,7 @@ class ProductVotes(Votes):
         self.dtype, self.device, self.out_mask = u.dtype, u.device, out_mask
         self.given: dict[str, Any] = {"mask": mask, "out_mask": out_mask, "backend": backend}
         checks.parameters(op, "u", u, (self.B, self.I, self.J, self.D), {"mask": mask, "out_mask": out_mask})
-        if matrix.shape[1] != self.J and out_mask is None:
+        if matrix.shape[1] == 1 and out_mask is None:  # a pass has to be told J
             self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
 
     def moments(self, **arguments: Any) -> Moments:
@@ -147,7 +147,7 @@ class GivenVotes(Votes):
         self.dtype, self.device = votes.dtype, votes.device
         masks = {"mask": mask, "out_mask": out_mask}
         checks.parameters(op, "votes", votes, (self.batch, self.I, self.J, self.D), masks, self.spatial)
-        if votes.shape[2] != self.J and out_mask is None:
+        if votes.shape[2] == 1 and out_mask is None:  # a pass has to be told J
             masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=votes.device)
         self.given: dict[str, Any] = {**masks, "backend": backend}
         self.out_mask = self.samples("out_mask", out_mask)
