@@ -12,12 +12,13 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import capsfast
-from capsfast.bench.cases import SWEEPS, Case, sweep
+from capsfast.bench.cases import ROUTING, SWEEPS, Case, sweep
 from capsfast.bench.checkout import why_not_this_one
 from capsfast.bench.contenders import OURS, contender, contenders, missing
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import InputSet, input_sets, step
 from capsfast.bench.measure import free_bytes
+from capsfast.nn import ROUTINGS
 
 # pytest-benchmark's clock is the host's; CUDA is measured by python -m capsfast bench, with events.
 CPU = torch.device("cpu")
@@ -50,12 +51,14 @@ def pytest_report_header() -> list[str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         op = metafunc.module.OP
-        cases = sweep(metafunc.config.getoption("sweep", default="smoke"), op)
+        name = metafunc.config.getoption("sweep", default="smoke")
+        routings = ROUTINGS if op == ROUTING else ("",)
+        cases = [case for routing in routings for case in sweep(name, op, routing=routing)]
         # Without "=" and blanks, which -k does not take.
         ids = [case.name.removeprefix(f"{op} ").replace("=", "").replace(" ", "-") for case in cases]
         metafunc.parametrize("case", cases, ids=ids, scope="module")
         absent = [pytest.param(OURS + name, marks=pytest.mark.skip(reason)) for name, reason in missing(CPU).items()]
-        metafunc.parametrize("name", [*absent, *(each.name for each in contenders())])
+        metafunc.parametrize("name", [*absent, *(each.name for each in contenders(op))])
 
 
 @pytest.fixture(scope="module")

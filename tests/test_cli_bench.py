@@ -59,7 +59,7 @@ class Measured:
 def quick(monkeypatch: pytest.MonkeyPatch) -> Measured:
     """Two small cases in every sweep, no limits to measure, no checks of this installation, rows at once."""
     measured = Measured()
-    monkeypatch.setattr(measuring, "sweep", lambda name, op: SMALL)
+    monkeypatch.setattr(measuring, "sweep", lambda name, op, **more: SMALL)
     monkeypatch.setattr(measuring, "limits", lambda device: dict(LIMITS))
     monkeypatch.setattr(measuring, "why_not_this_one", lambda command: "")
     monkeypatch.setattr(measuring, "measure", measured)
@@ -76,8 +76,8 @@ def test_bench_prints_and_writes(tmp_path: Path, op: str, monkeypatch: pytest.Mo
     # A compiler or an interpreter of kernels would take seconds for each case.
     able = [each for each in contenders.contenders() if each.name in (CPP, EAGER, contenders.BROADCAST)]
     cases = [dataclasses.replace(case, op=op, K=case.K if op == OPS[0] else 0) for case in SMALL]
-    monkeypatch.setattr(measuring, "contenders", lambda: able)
-    monkeypatch.setattr(measuring, "sweep", lambda name, op: cases)
+    monkeypatch.setattr(measuring, "contenders", lambda op: able)
+    monkeypatch.setattr(measuring, "sweep", lambda name, op, **more: cases)
     monkeypatch.setattr(measuring, "limits", lambda device: dict(LIMITS))
     png, json = tmp_path / "plot.png", tmp_path / "record.json"
     result = bench("--sweep", "dims", "--op", op, "--seconds", "0", "--no-memory", "--png", png, "--json", json)
@@ -105,7 +105,7 @@ def test_options_that_contradict_each_other(words: list[str], quick: Measured) -
 
 
 def test_both_ops_and_what_measuring_is_told(monkeypatch: pytest.MonkeyPatch, quick: Measured) -> None:
-    monkeypatch.setattr(measuring, "sweep", lambda name, op: sweep("smoke", op))
+    monkeypatch.setattr(measuring, "sweep", lambda name, op, **more: sweep("smoke", op))
     result = bench("--sweep", "smoke", "--op", "both", "--seconds", "0.5", "--rounds", "7", "--threads", "1")
     assert result.exit_code == 0, result.output
     assert quick.cases == [*sweep("smoke"), *sweep("smoke", "route_votes")]
@@ -129,19 +129,19 @@ def test_memory_where_the_report_shows_it(monkeypatch: pytest.MonkeyPatch, quick
 
 def test_without_baselines_capsfast_alone_is_measured(quick: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = contenders.Contender(CPP, lambda case: torch.neg, lambda case: 0, ("cpu",))
-    monkeypatch.setattr(measuring, "contenders", lambda: [ours, contenders.contender(EAGER)])
+    monkeypatch.setattr(measuring, "contenders", lambda op: [ours, contenders.contender(EAGER)])
     assert bench().exit_code == 0
     assert quick.names == [CPP, EAGER]
     assert bench("--no-baselines").exit_code == 0
     assert quick.names == [CPP]
-    monkeypatch.setattr(measuring, "contenders", lambda: [contenders.contender(EAGER)])
+    monkeypatch.setattr(measuring, "contenders", lambda op: [contenders.contender(EAGER)])
     assert bench("--no-baselines").exit_code == 2
 
 
 def test_the_roofline_sweep_ends_with_its_table(monkeypatch: pytest.MonkeyPatch, quick: Measured) -> None:
     monkeypatch.setattr(measuring, "sweep", sweep)
     ours = contenders.Contender(CPP, lambda case: torch.neg, lambda case: 0, ("cpu",))
-    monkeypatch.setattr(measuring, "contenders", lambda: [ours])
+    monkeypatch.setattr(measuring, "contenders", lambda op: [ours])
     result = bench("--sweep", "roofline")
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if line.strip().startswith("64, 256, 320, 16, 8, 3")]
@@ -164,7 +164,7 @@ def test_missing_fused_backends_are_named(monkeypatch: pytest.MonkeyPatch, quick
     assert result.exit_code == 0
     assert "capsfast cpp is not measured: there is no [extension]" in result.output
     # A record without the package it is about would replace one that has it.
-    monkeypatch.setattr(measuring, "contenders", lambda: [contenders.contender(EAGER)])
+    monkeypatch.setattr(measuring, "contenders", lambda op: [contenders.contender(EAGER)])
     monkeypatch.setattr(measuring, "_results", lambda: tmp_path)
     result = bench("--record")
     assert result.exit_code == 2 and "--record needs a fused backend for cpu: there is no [ext" in result.output
@@ -180,7 +180,7 @@ def test_a_hidden_installation_is_an_error(monkeypatch: pytest.MonkeyPatch, quic
 
 def test_record_goes_into_the_checkout(monkeypatch: pytest.MonkeyPatch, quick: Measured, tmp_path: Path) -> None:
     ours = contenders.Contender(CPP, lambda case: torch.neg, lambda case: 0, ("cpu",))
-    monkeypatch.setattr(measuring, "contenders", lambda: [ours])
+    monkeypatch.setattr(measuring, "contenders", lambda op: [ours])
     monkeypatch.setattr(measuring, "checkout", lambda: tmp_path)
     result = bench("--record")
     assert result.exit_code == 0, result.output
@@ -289,7 +289,7 @@ SLOW = f"""
 from capsfast.bench import contenders
 from capsfast.cli import main, measuring
 measuring.limits = lambda device: {LIMITS!r}
-measuring.contenders = lambda: [contenders.contender(contenders.EAGER)]
+measuring.contenders = lambda op: [contenders.contender(contenders.EAGER)]
 measuring.why_not_this_one = lambda command: ""
 measuring._remembered = lambda name, cases: {{cases[1]}}
 main()

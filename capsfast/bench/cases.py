@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from . import routings
+
 OPS = ("dynamic_routing", "route_votes")
+# A routing of capsfast.nn as a whole, with what its layer holds besides the weight.
+ROUTING = "routing"
 DIRECTIONS = ("forward", "forward+backward")
 DTYPES = {
     "float32": torch.float32,
@@ -20,7 +24,8 @@ DTYPES = {
 class Case:
     """One call: sizes, iterations r, dtype by name, direction and op.
 
-    K is 0 for route_votes, whose votes ``[B, I, J, D]`` have no input dimension.
+    K is 0 for route_votes, whose votes ``[B, I, J, D]`` have no input dimension. ``routing``, a name of
+    :data:`capsfast.nn.ROUTINGS`, belongs to the op "routing"; r is 0 for one that takes no number of iterations.
     """
 
     B: int = 128
@@ -32,10 +37,11 @@ class Case:
     dtype: str = "float32"
     direction: str = "forward"
     op: str = "dynamic_routing"
+    routing: str = ""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("op", self.op, OPS),
+            ("op", self.op, (*OPS, ROUTING)),
             ("direction", self.direction, DIRECTIONS),
             ("dtype", self.dtype, tuple(DTYPES)),
         ):
@@ -43,13 +49,20 @@ class Case:
                 raise ValueError(f"Case: {name} must be one of {', '.join(allowed)}, got {value!r}")
         if (self.K == 0) != (self.op == "route_votes"):
             raise ValueError(f"Case: K must be 0 for route_votes and positive otherwise, got K={self.K} for {self.op}")
+        if bool(self.routing) != (self.op == ROUTING):
+            raise ValueError(
+                f"Case: routing must be a name for the op {ROUTING} and  for others, got {{self.routing!r}}"
+            )
 
     @property
     def name(self) -> str:
         sizes = f"B={self.B} I={self.I} J={self.J} D={self.D}"
         if self.K:
             sizes += f" K={self.K}"
-        return f"{self.op} {self.direction} {sizes} r={self.r} {self.dtype}"
+        if self.r:
+            sizes += f" r={self.r}"
+        op = f"{self.op} {self.routing}" if self.routing else self.op
+        return f"{op} {self.direction} {sizes} {self.dtype}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -64,7 +77,27 @@ class Case:
         """The inputs by name, in the order in which the op takes them."""
         if self.op == "route_votes":
             return {"votes": (self.B, self.I, self.J, self.D)}
-        return {"u": (self.B, self.I, self.K), "weight": (self.I, self.J, self.D, self.K)}
+        products: dict[str, tuple[int, ...]] = {
+            "u": (self.B, self.I, self.K),
+            "weight": (self.I, self.J, self.D, self.K),
+        }
+        if not self.routing:
+            return products
+        own = routings.parameter_shapes(self.routing, self.I, self.J, self.K, self.D, self.r)
+        activation = {"activation": (self.B, self.I)} if routings.uses_activation(self.routing) else {}
+        return {**products, **activation, **own}
+
+    @property
+    def batched(self) -> tuple[str, ...]:
+        """Those of the inputs that have an axis of samples."""
+        return tuple(name for name in self.shapes if name in ("u", "votes", "activation"))
+
+    @property
+    def outputs(self) -> dict[str, tuple[int, ...]]:
+        """What a call returns, in order."""
+        if self.routing:
+            return {"poses": (self.B, self.J, self.D), "activations": (self.B, self.J)}
+        return {"v": (self.B, self.J, self.D)}
 
     @property
     def votes_bytes(self) -> int:
@@ -72,7 +105,7 @@ class Case:
 
     @property
     def output_bytes(self) -> int:
-        return self.B * self.J * self.D * self.torch_dtype.itemsize
+        return sum(math.prod(shape) for shape in self.outputs.values()) * self.torch_dtype.itemsize
 
     @property
     def input_bytes(self) -> int:
@@ -84,7 +117,7 @@ class Case:
 
     @property
     def forward_flops(self) -> int:
-        """One evaluation of the votes, r weighted sums, r - 1 agreements: the least a forward needs."""
+        """The least a forward of dynamic routing needs: votes once, r weighted sums, r - 1 agreements."""
         pairs = self.B * self.I * self.J * self.D
         return 2 * pairs * self.K + 2 * pairs * (2 * self.r - 1)
 
@@ -124,20 +157,27 @@ SMOKE: list[dict[str, int | str]] = [{"B": 4, "I": 64}, {"B": 3, "I": 33, "J": 5
 QUICK: list[dict[str, int | str]] = [{"B": 1}, {"B": 16}, {"B": 128}]
 
 
+# What the routings are compared on with each other.
+ROUTED: list[dict[str, int | str]] = [{"B": n} for n in (1, 16, 64, 128)]
+
 # Sweeps that are not an axis; "quick" has its own directions.
-_OTHERS = {"roofline": ROOFLINE, "long": LONG, "smoke": SMOKE}
+_OTHERS = {"roofline": ROOFLINE, "long": LONG, "routings": ROUTED, "smoke": SMOKE}
 SWEEPS = (*AXES, *_OTHERS, "quick", "all")
 
 
-def sweep(name: str, op: str = "dynamic_routing", directions: tuple[str, ...] = DIRECTIONS) -> list[Case]:
-    """The cases of a named sweep, each once. "all" is every axis and "roofline".
+def sweep(
+    name: str, op: str = "dynamic_routing", directions: tuple[str, ...] = DIRECTIONS, routing: str = ""
+) -> list[Case]:
+    """The cases of a named sweep, each once. "all" is every axis and "roofline". ``routing``: for the op "routing".
 
     Raises:
-        ValueError: no sweep or op of that name.
+        ValueError: no sweep, op or routing of that name.
     """
     if name not in SWEEPS:
         raise ValueError(f"sweep must be one of {', '.join(SWEEPS)}, got {name!r}")
-    if op not in OPS:
+    if op == ROUTING:
+        routings.check(routing)
+    elif op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     if name == "quick":
         # Backward at one batch size: its compilation is what takes long.
@@ -155,4 +195,7 @@ def sweep(name: str, op: str = "dynamic_routing", directions: tuple[str, ...] = 
         ]
     if op == "route_votes":
         cases = [dataclasses.replace(case, op=op, K=0) for case in cases]
+    elif op == ROUTING:
+        counted = routings.takes_iterations(routing)
+        cases = [dataclasses.replace(case, op=op, routing=routing, r=case.r if counted else 0) for case in cases]
     return list(dict.fromkeys(cases))

@@ -13,9 +13,10 @@ from ..options import Options
 from ..reference.dynamic_routing import dynamic_routing as einsum_dynamic_routing
 from ..reference.route_votes import route_votes as einsum_route_votes
 from ..reference.squash import squash
-from .cases import Case
+from . import routings
+from .cases import OPS, ROUTING, Case
 
-Forward = Callable[..., Tensor]
+Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 
 GIB = 2**30
 LIMIT = 8 * GIB
@@ -33,7 +34,7 @@ OURS = "capsfast "
 class Contender:
     """One way to compute a case.
 
-    make: from a case to the function that takes the case's inputs and returns ``v [B, J, D]``.
+    make: from a case to the function that takes the case's inputs and returns its outputs, ``v [B, J, D]`` or several.
     growth: estimate of the bytes a call needs beyond inputs and gradients.
     devices: device types it runs on; "any" for all.
     """
@@ -68,17 +69,28 @@ def _too_much(needed: int, limit: int) -> str:
 
 
 def _backend(name: str, case: Case) -> Forward:
+    if case.routing:
+        return _routed(case, name)
     function = dynamic_routing if case.op == "dynamic_routing" else route_votes
     return partial(function, num_iterations=case.r, backend=name)  # type: ignore[return-value]
 
 
+def _routed(case: Case, backend: str | None) -> Forward:
+    return routings.Routed(case.routing, case.I, case.J, case.K, case.D, case.r, backend)
+
+
 def _backend_growth(case: Case) -> int:
+    if case.routing:
+        # What torch keeps between the passes, and what a pass gives and takes.
+        return 32 * max(case.r, 3) * case.B * case.J * case.D * max(4, case.torch_dtype.itemsize)
     # s of every iteration, its running sum and its gradients, in at least float32.
     return 4 * case.r * case.B * case.J * case.D * max(4, case.torch_dtype.itemsize)
 
 
 def einsum(case: Case) -> Forward:
     """The reference, without the argument checks of the public function: no baseline is made slower."""
+    if case.routing:
+        return _routed(case, None)
     options = Options(case.r, "out", "full", False, "paper", 1e-8)
 
     if case.op == "route_votes":
@@ -95,6 +107,9 @@ def einsum(case: Case) -> Forward:
 
 
 def _einsum_growth(case: Case) -> int:
+    if case.routing:
+        # Autograd keeps the centered votes and their squares of every pass.
+        return case.votes_bytes * (3 * max(case.r, 3) + 4 if case.backward else 6)
     # Votes and their gradient, each with a copy in the order the batched product wants.
     return case.votes_bytes * (6 if case.backward else 3)
 
@@ -110,6 +125,8 @@ def _tuned(case: Case) -> Forward:
 
 
 def _compiled_growth(case: Case) -> int:
+    if case.routing:
+        return case.votes_bytes * (2 * max(case.r, 3) + 4 if case.backward else 4)
     # Measured: 1.3 and 3.3 times the votes at B=32 I=576.
     return case.votes_bytes * (4 if case.backward else 2)
 
@@ -160,20 +177,16 @@ def missing(device: torch.device) -> dict[str, str]:
     }
 
 
-def contenders() -> list[Contender]:
-    """All that can run here: the backends of this installation first, fastest first."""
+def contenders(op: str = OPS[0]) -> list[Contender]:
+    """All that can run here for an op: the backends of this installation first, fastest first."""
     found = [
         Contender(OURS + name, partial(_backend, name), _backend_growth, status.devices)
         for name, status in backends().items()
         # "reference" is the eager einsum below.
         if status.available and name != "reference"
     ]
-    return [
-        *found,
-        Contender(COMPILED, _compiled, _compiled_growth),
-        Contender(EAGER, einsum, _einsum_growth),
-        Contender(BROADCAST, _broadcast, _broadcast_growth),
-    ]
+    found += [Contender(COMPILED, _compiled, _compiled_growth), Contender(EAGER, einsum, _einsum_growth)]
+    return found if op == ROUTING else [*found, Contender(BROADCAST, _broadcast, _broadcast_growth)]
 
 
 def tuned() -> Contender:

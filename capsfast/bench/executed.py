@@ -9,7 +9,7 @@ CPP = OURS + "cpp"
 
 def executed_flops(case: Case, contender: str) -> float | None:
     """Of one call with this process's threads and instruction set; None for contenders that do not tell."""
-    if contender != CPP or native.extension is None:
+    if contender != CPP or native.extension is None or case.routing:
         return None
     plan = native.extension.launch_plan(
         case.B,

@@ -55,8 +55,8 @@ def vector_flops(case: Case) -> int:
 
 
 def floor(case: Case, limits: dict[str, float]) -> Floor | None:
-    """None without the rates of a GPU, or for float64."""
-    if "tf32_flops_per_second" not in limits or case.dtype == "float64":
+    """None without the rates of a GPU, for float64, and for a routing of capsfast.nn."""
+    if "tf32_flops_per_second" not in limits or case.dtype == "float64" or case.routing:
         return None
     rate = (
         limits["tf32_flops_per_second"] / TF32_PRODUCTS if case.dtype == "float32" else limits["bf16_flops_per_second"]

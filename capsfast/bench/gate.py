@@ -24,7 +24,7 @@ ROUNDINGS = 8.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """errors, bounds: relative L2 error of v and of each gradient, by name. reason: "" if passed."""
+    """errors, bounds: relative L2 error of each output and gradient, by name. reason: "" if passed."""
 
     errors: dict[str, float]
     bounds: dict[str, float]
@@ -37,16 +37,20 @@ def _error(found: Tensor, truth: Tensor) -> float:
     return float(difference / truth.norm().clamp_min(1e-300))
 
 
-def _reference(case: Case, tensors: Sequence[Tensor], dv: Tensor) -> dict[str, Tensor]:
-    """v and the gradients of the einsum reference for ``tensors``."""
+def _reference(case: Case, tensors: Sequence[Tensor], dout: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients of the einsum reference for ``tensors``."""
     leaves = [tensor.detach().requires_grad_(case.backward) for tensor in tensors]
-    return _named(case, einsum(case)(*leaves), leaves, dv)
+    return _named(case, einsum(case)(*leaves), leaves, dout)
 
 
-def _named(case: Case, v: Tensor, leaves: Sequence[Tensor], dv: Tensor) -> dict[str, Tensor]:
-    results = {"v": v.detach()}
+def _named(
+    case: Case, found: Tensor | tuple[Tensor, ...], leaves: Sequence[Tensor], dout: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    outputs = (found,) if isinstance(found, Tensor) else tuple(found)
+    results = {name: value.detach() for name, value in zip(case.outputs, outputs, strict=True)}
     if case.backward:
-        gradients = torch.autograd.grad(v, list(leaves), dv)
+        # A parameter that nothing depends on has a gradient of zeros.
+        gradients = torch.autograd.grad(outputs, list(leaves), list(dout), allow_unused=True, materialize_grads=True)
         results |= {f"d{name}": gradient for name, gradient in zip(case.shapes, gradients, strict=True)}
     return results
 
@@ -64,15 +68,15 @@ def _first_capsules(case: Case, inputs: InputSet) -> InputSet:
     for tensor, shape in zip(inputs.tensors, case.shapes.values(), strict=True):
         short = tensor.detach()[tuple(slice(size) for size in shape)]
         tensors.append(tensor if tensor.shape == short.shape else short.requires_grad_(case.backward))
-    return InputSet(tuple(tensors), inputs.dv)
+    return InputSet(tuple(tensors), inputs.dout)
 
 
 class Gate:
     """Checks contenders on one case.
 
     Routing is independent per sample, so the float64 reference runs on some samples only, spread over
-    the batch, and on the CPU. The gradient of the output is zero for all others, which makes the
-    gradient of the weight that of the chosen samples and all other input gradients exactly zero.
+    the batch, and on the CPU. The gradient of the outputs is zero for all others, which makes the
+    gradient of weight and parameters that of the chosen samples and all other input gradients exactly zero.
 
     Of inputs larger than TRUTH_INPUTS the first input capsules are checked, as many as fit.
     """
@@ -83,17 +87,20 @@ class Gate:
         sample_bytes = case.I * case.J * case.D * 8
         count = min(case.B, max(1, TRUTH_BYTES // sample_bytes))
         self.chosen = torch.linspace(0, case.B - 1, count).round().long()
-        device = inputs.dv.device
-        self.dv = torch.zeros_like(inputs.dv)
+        device = inputs.dout[0].device
         on_device = self.chosen.to(device)
-        self.dv[on_device] = inputs.dv[on_device]
+        self.dout = tuple(torch.zeros_like(each) for each in inputs.dout)
+        for zeros, each in zip(self.dout, inputs.dout, strict=True):
+            zeros[on_device] = each[on_device]
 
-        # u or votes by sample; the weight has no batch axis.
-        first, *rest = (tensor.detach() for tensor in inputs.tensors)
-        small = [first[on_device].cpu(), *(tensor.cpu() for tensor in rest)]
-        dv = inputs.dv[on_device].cpu()
-        self.truth = _reference(case, [tensor.double() for tensor in small], dv.double())
-        plain = _reference(case, small, dv)
+        # The weight and a routing's parameters have no axis of samples.
+        small = [
+            (tensor.detach()[on_device] if name in case.batched else tensor.detach()).cpu()
+            for name, tensor in zip(case.shapes, inputs.tensors, strict=True)
+        ]
+        dout = [each[on_device].cpu() for each in inputs.dout]
+        self.truth = _reference(case, [tensor.double() for tensor in small], [each.double() for each in dout])
+        plain = _reference(case, small, dout)
         rounding = torch.finfo(case.torch_dtype).eps
         self.bounds = {
             name: TIMES_EINSUM * _error(plain[name], truth) + ROUNDINGS * rounding for name, truth in self.truth.items()
@@ -102,17 +109,18 @@ class Gate:
     def _compare(self, results: dict[str, Tensor]) -> Verdict:
         errors: dict[str, float] = {}
         reasons = []
-        chosen = self.chosen.to(self.dv.device)
-        first = next(iter(self.case.shapes))
+        chosen = self.chosen.to(self.dout[0].device)
+        of_samples = [f"d{name}" for name in self.case.batched]
+        outputs = " or ".join(self.case.outputs)
         for name, found in results.items():
             if not bool(found.isfinite().all()):
                 reasons.append(f"{name} is not finite")
-            if name in ("v", f"d{first}"):
-                if name != "v":
+            if name in self.case.outputs or name in of_samples:
+                if name in of_samples:
                     others = torch.ones(self.case.B, dtype=torch.bool, device=found.device)
                     others[chosen] = False
                     if bool(found[others].any()):
-                        reasons.append(f"{name} is not zero where the gradient of v is")
+                        reasons.append(f"{name} is not zero where the gradient of {outputs} is")
                 found = found[chosen]
             errors[name] = _error(found, self.truth[name])
             # Written so that NaN fails.
@@ -124,5 +132,5 @@ class Gate:
         """Runs ``forward`` on the whole case once."""
         tensors = self.inputs.tensors
         with torch.set_grad_enabled(self.case.backward):
-            results = _named(self.case, forward(*tensors), tensors, self.dv)
+            results = _named(self.case, forward(*tensors), tensors, self.dout)
         return self._compare(results)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import routings
 from .cases import Case
 from .contenders import Forward
 
@@ -19,19 +20,24 @@ Step = Callable[[int], object]
 
 @dataclass(frozen=True)
 class InputSet:
-    """tensors: the op's inputs in order. dv: the gradient of the output."""
+    """tensors: the op's inputs in order. dout: the gradient of each output."""
 
     tensors: tuple[Tensor, ...]
-    dv: Tensor
+    dout: tuple[Tensor, ...]
 
 
 def weight_std(case: Case) -> float:
-    """A deviation at which the weighted sums are of order one, so that routing does route."""
+    """A deviation at which the weighted sums are of order one, so that routing does route; of a routing its own."""
+    if case.routing:
+        return routings.weight_std(case.routing, case.K)
     return min(0.5, case.J / math.sqrt(case.I * max(case.K, 1)))
 
 
 def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
-    """Normal inputs that depend on ``seed`` only, the weight scaled by :func:`weight_std`."""
+    """Normal inputs that depend on ``seed`` only, weight or votes scaled by :func:`weight_std`.
+
+    Activations are uniform between 0 and 1; parameters of a routing are those that it starts with.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(shape: tuple[int, ...], std: float) -> Tensor:
@@ -39,11 +45,21 @@ def input_set(case: Case, device: torch.device, seed: int = 0) -> InputSet:
         drawn = torch.empty(shape, device=device, dtype=case.torch_dtype)
         return drawn.normal_(0.0, std, generator=generator)
 
-    last = list(case.shapes)[-1]
-    tensors = tuple(normal(shape, weight_std(case) if name == last else 1.0) for name, shape in case.shapes.items())
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name in own:
+            return own[name]
+        if name == "activation":
+            return torch.rand(shape, device=device, dtype=case.torch_dtype, generator=generator)
+        return normal(shape, weight_std(case) if name in ("weight", "votes") else 1.0)
+
+    own: dict[str, Tensor] = {}
+    if case.routing:
+        made = routings.parameters(case.routing, case.I, case.J, case.K, case.D, case.r, seed)
+        own = {name: each.to(device, case.torch_dtype) for name, each in made.items()}
+    tensors = tuple(value(name, shape) for name, shape in case.shapes.items())
     if case.backward:
         tensors = tuple(tensor.requires_grad_() for tensor in tensors)
-    return InputSet(tensors, normal((case.B, case.J, case.D), 1.0))
+    return InputSet(tensors, tuple(normal(shape, 1.0) for shape in case.outputs.values()))
 
 
 def rotated_bytes(device: torch.device) -> int:
@@ -64,7 +80,8 @@ def step(forward: Forward, case: Case, sets: list[InputSet]) -> Step:
 
         def forward_backward(n: int) -> object:
             chosen = sets[n % len(sets)]
-            return torch.autograd.grad(forward(*chosen.tensors), chosen.tensors, chosen.dv)
+            found = forward(*chosen.tensors)
+            return torch.autograd.grad(found, chosen.tensors, chosen.dout, allow_unused=True)
 
         return forward_backward
 

@@ -62,9 +62,16 @@ def machine_name(found: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def name(found: dict[str, Any], op: str, sweep: str = "") -> str:
-    """Of a record: that of its machine. One of route_votes alone or of the sweep long is beside it."""
-    return machine_name(found) + ("-route-votes" if op == "route_votes" else "") + ("-long" if sweep == "long" else "")
+def name(found: dict[str, Any], op: str, sweep: str = "", routing: str = "") -> str:
+    """Of a record: that of its machine. One of route_votes alone, of routings or of the sweep long is beside it."""
+    words = [machine_name(found)]
+    if routing:
+        words.append("routings" if routing == "all" else f"routing-{routing}")
+    if op == "route_votes":
+        words.append("route-votes")
+    if sweep == "long":
+        words.append("long")
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(words).lower())
 
 
 def _triton() -> str | None:

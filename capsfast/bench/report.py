@@ -13,7 +13,7 @@ from .executed import CPP
 from .floors import floor
 from .formats import gigaflops, markdown_table, mebibytes, milliseconds, percent, times
 from .record import load
-from .results import Results, shares
+from .results import Results, differing, shares
 
 AXIS_TITLES = {
     "I": "input capsules I",
@@ -139,6 +139,11 @@ def _section(path: Path, images: Path, docs: Path) -> str:
             if axis.op == op:
                 parts.append(f"#### {op}: {AXIS_TITLES[axis.name]}, {axis.direction}")
                 parts.append(_table(results, axis.cases, axis.label, limits))
+    for routing in dict.fromkeys(name for name, _ in results.routings()):
+        parts.append(f"### Routing {routing}")
+        for (name, direction), cases in results.routings().items():
+            if name == routing:
+                parts += [f"#### Routing {routing}: {direction}", _table(results, cases, differing, limits)]
     for op in OPS:
         layers = roofline.table(results, op, limits)
         if layers:
@@ -167,7 +172,9 @@ peak beyond inputs and gradients. Speed-ups are those of the fastest capsfast ba
 rates count the least FLOPs and bytes a forward needs. A kernel may exceed the rate of torch's matrix product: its share
 is then above 100 %. The broadcast matmul expands the weight to the batch. The share of the multiply-adds counts
 the FLOPs that the backend `cpp` executes, votes that it makes again included, against multiply-adds on
-registers, all threads at once; a record without that rate has no such column."""
+registers, all threads at once; a record without that rate has no such column. Of a routing that has a name in
+`capsfast.nn.ROUTINGS` the einsum form is the same routing over votes formed once by einsum, its passes in plain torch;
+gradients are those of capsules, weight, activations and the routing's own parameters."""
 
 
 def write(records: Sequence[Path], docs: Path) -> Path:

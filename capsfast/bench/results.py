@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .cases import AXES, DIRECTIONS, Case, sweep
+from .cases import AXES, CANONICAL, DIRECTIONS, OPS, Case, sweep
 from .contenders import OURS
 from .measure import Row
 
@@ -22,6 +22,14 @@ class Axis:
         keys = dict.fromkeys(key for changes in AXES[self.name] for key in changes)
         words = [f"{key}={getattr(case, key)}" for key in keys if key != "dtype" and getattr(case, key)]
         return " ".join(words) if words else case.dtype
+
+
+def differing(case: Case) -> str:
+    """The batch, and what else is not that of the canonical layer, such as ``B=64 J=32``."""
+    words = [f"{key}={getattr(case, key)}" for key in "BIJDKr" if key == "B" or getattr(case, key)]
+    kept = {f"{key}={getattr(CANONICAL, key)}" for key in "IJDKr"}
+    dtype = [] if case.dtype == CANONICAL.dtype else [case.dtype]
+    return " ".join([word for word in words if word not in kept] + dtype)
 
 
 class Results:
@@ -59,7 +67,7 @@ class Results:
     def axes(self) -> list[Axis]:
         """Every sweep of which at least two cases were measured."""
         found = []
-        for op in dict.fromkeys(case.op for case in self.cases):
+        for op in [op for op in dict.fromkeys(case.op for case in self.cases) if op in OPS]:
             for name in AXES:
                 for direction in DIRECTIONS:
                     cases = [case for case in sweep(name, op, (direction,)) if case in self.cases]
@@ -67,18 +75,26 @@ class Results:
                         found.append(Axis(name, op, direction, cases))
         return found
 
+    def routings(self) -> dict[tuple[str, str], list[Case]]:
+        """The cases of each routing of capsfast.nn, by name and direction."""
+        found: dict[tuple[str, str], list[Case]] = {}
+        for case in self.cases:
+            if case.routing:
+                found.setdefault((case.routing, case.direction), []).append(case)
+        return found
+
     def others(self, axes: Sequence[Axis]) -> list[Case]:
-        """Measured cases that are in none of ``axes``."""
+        """Measured cases of an op that are in none of ``axes``."""
         shown = {case for axis in axes for case in axis.cases}
-        return [case for case in self.cases if case not in shown]
+        return [case for case in self.cases if case.op in OPS and case not in shown]
 
 
 def shares(case: Case, seconds: float, limits: dict[str, float]) -> tuple[float, float] | None:
-    """Of the measured matmul and copy rates, what a float32 forward reaches.
+    """Of the measured matmul and copy rates, what a float32 forward of dynamic routing reaches.
 
     Counted are the least FLOPs and bytes the result needs, not those a contender chose to spend.
     """
-    if case.backward or case.dtype != "float32" or not limits or "tf32_flops_per_second" in limits:
+    if case.routing or case.backward or case.dtype != "float32" or not limits or "tf32_flops_per_second" in limits:
         return None  # on a GPU floors.py says more
     flops = case.forward_flops / seconds / limits["matmul_flops_per_second"]
     moved = (case.input_bytes + case.output_bytes) / seconds / limits["copy_bytes_per_second"]

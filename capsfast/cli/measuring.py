@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..bench import record, roofline
-from ..bench.cases import OPS, SWEEPS, Case, sweep
+from ..bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
 from ..bench.checkout import checkout, why_not_this_one
 from ..bench.contenders import OURS, contenders, missing
 from ..bench.limits import limits
@@ -17,19 +17,29 @@ from ..bench.measure import Row, measure
 from ..bench.report import describe, write
 from ..bench.results import Results
 from ..files import check_replaceable
+from ..nn import ROUTINGS
 from .endings import one_line, stop
 from .progress import plain, progress
 from .tables import case_line, case_table, reasons, roofline_table
 
 # Sweeps for which the report plots or tabulates memory: it takes a process for every contender.
-REMEMBERED = ("smoke", "I", "J", "batch", "long")
+REMEMBERED = ("smoke", "I", "J", "batch", "long", "routings")
 # More cases than that get a line each instead of a table.
 MOST_TABLES = 8
 
 
 def bench(
-    name: Annotated[str, typer.Option("--sweep", help=f"One of {', '.join(SWEEPS)}.")] = "quick",
-    op: Annotated[str, typer.Option(help=f"One of {', '.join(OPS)}, or both.")] = "dynamic_routing",
+    chosen: Annotated[
+        str | None,
+        typer.Option("--sweep", help=f"One of {', '.join(SWEEPS)}; default quick, with --routing routings."),
+    ] = None,
+    op: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(OPS)}, or both; default dynamic_routing.", show_default=False)
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(help=f"Instead of an op a routing of capsfast.nn: {', '.join(ROUTINGS)}, or all of these."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default torch's own choice.")] = None,
     seconds: Annotated[
@@ -41,11 +51,16 @@ def bench(
     ] = None,
     memory: Annotated[
         bool,
-        typer.Option(help="Peak memory too, in the sweeps I, J, batch, long and smoke; in quick for the last case."),
+        typer.Option(
+            help="Peak memory too, in the sweeps I, J, batch, long, routings and smoke; in quick for the last case."
+        ),
     ] = True,
     baselines: Annotated[bool, typer.Option(help="Measure others than capsfast too.")] = True,
     keep: Annotated[
-        bool, typer.Option("--record", help="Write benchmarks/results/<machine>.json; -route-votes or -long behind it.")
+        bool,
+        typer.Option(
+            "--record", help="Write benchmarks/results/<machine>.json; -route-votes, -long, -routings behind it."
+        ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with that record after an interruption.")] = False,
@@ -55,7 +70,8 @@ def bench(
 
     With --record or --json all results so far are written after every case; a record already there is replaced.
     """
-    cases = _cases(name, op)
+    name = chosen if chosen is not None else "quick" if routing is None else "routings"
+    cases = _cases(name, op, routing)
     where = _device(device)
     if keep and json is not None:
         raise typer.BadParameter("--record and --json each name a file for the record; give one of them")
@@ -69,7 +85,7 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     surroundings = record.environment(where)
-    path = _results() / f"{record.name(surroundings['machine'], op, name)}.json" if keep else json
+    path = _results() / f"{record.name(surroundings['machine'], op or '', name, routing or '')}.json" if keep else json
 
     rows: list[Row] = []
     total = len(cases)
@@ -91,7 +107,7 @@ def bench(
         remembered = _remembered(name, cases) if memory else set()
         console = Console()
         _say_what(console, where, surroundings, keep)
-        able = [each for each in contenders() if baselines or each.ours]
+        able = [each for each in contenders(cases[0].op) if baselines or each.ours]
         if not able:
             raise stop("capsfast bench: --no-baselines leaves nothing to measure, as no fused backend is there", 2)
         left = [case for case in cases if case not in {row.case for row in rows}]
@@ -149,9 +165,14 @@ def report(
         Console().print(plain(f"wrote {page}"), soft_wrap=True)
 
 
-def _cases(name: str, op: str) -> list[Case]:
+def _cases(name: str, op: str | None, routing: str | None) -> list[Case]:
+    if op is not None and routing is not None:
+        raise typer.BadParameter("--op and --routing each say what is measured; give one of them")
     try:
-        return [case for each in (OPS if op == "both" else (op,)) for case in sweep(name, each)]
+        if routing is not None:
+            chosen = ROUTINGS if routing == "all" else (routing,)
+            return [case for each in chosen for case in sweep(name, ROUTING, routing=each)]
+        return [case for each in (OPS if op == "both" else (op or OPS[0],)) for case in sweep(name, each)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -224,9 +245,13 @@ def _resumed(path: Path, surroundings: dict[str, Any]) -> list[Row]:
 def _remembered(name: str, cases: list[Case]) -> set[Case]:
     """The cases whose peak memory is measured."""
     if name == "quick":
-        # The last one of an op needs most.
-        return {[case for case in cases if case.op == op][-1] for op in {case.op for case in cases}}
-    return {case for each in REMEMBERED for op in OPS for case in sweep(each, op)} & set(cases)
+        # The last one of an op or routing needs most.
+        return set({(case.op, case.routing): case for case in cases}.values())
+    routed = [(ROUTING, each) for each in {case.routing for case in cases if case.routing}]
+    kinds = [*((op, "") for op in OPS), *routed]
+    return {case for each in REMEMBERED for op, routing in kinds for case in sweep(each, op, routing=routing)} & set(
+        cases
+    )
 
 
 def _say_what(console: Console, where: torch.device, surroundings: dict[str, Any], keep: bool) -> None:

@@ -1,0 +1,113 @@
+"""A routing of capsfast.nn as a function of tensors: over votes made in kernels, and over votes in memory."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from ..nn.routing import ROUTINGS, Capsules, Routing, Votes
+from ..nn.routing.names import make_routing, options_of
+from ..options import Options, PassOptions
+from ..passes import Moments
+from ..reference.dynamic_routing import votes as einsum_votes
+from ..reference.route_votes import route_votes
+from ..reference.votes_pass import PassParameters, votes_pass
+
+# Before the names of parameters, as in the layer.
+OWN = "routing."
+
+
+def check(name: str) -> None:
+    """
+    Raises:
+        ValueError: no routing of that name.
+    """
+    if name not in ROUTINGS:
+        raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}")
+
+
+def uses_activation(name: str) -> bool:
+    check(name)
+    return ROUTINGS[name].uses_activation
+
+
+def takes_iterations(name: str) -> bool:
+    check(name)
+    return "num_iterations" in options_of(ROUTINGS[name])
+
+
+def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Routing:
+    """The routing for these sizes; r is the number of iterations, 0 for one that takes none."""
+    options = {"num_iterations": r} if r else {}
+    return make_routing("capsfast bench", name, I, J, K, D, **options, **made)
+
+
+def weight_std(name: str, K: int) -> float:
+    """The deviation that the weight of a layer starts with."""
+    return make(name, 1, 1, K, K, 0, device="meta").weight_std(K)
+
+
+@functools.cache
+def parameter_shapes(name: str, I: int, J: int, K: int, D: int, r: int) -> dict[str, tuple[int, ...]]:
+    """Those of the routing, by name."""
+    check(name)
+    module = make(name, I, J, K, D, r, device="meta")
+    return {OWN + each: tuple(value.shape) for each, value in module.named_parameters()}
+
+
+def parameters(name: str, I: int, J: int, K: int, D: int, r: int, seed: int) -> dict[str, Tensor]:
+    """What these start with."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = make(name, I, J, K, D, r)
+    return {OWN + each: value.detach() for each, value in module.named_parameters()}
+
+
+class EinsumVotes(Votes):
+    """Votes that were made once and lie in memory, ``[B, I, J, D]``; a pass is einsum, without checks of arguments."""
+
+    def __init__(self, u: Tensor, weight: Tensor) -> None:
+        self.u = u
+        self.votes = einsum_votes(u, weight)
+        self.B, self.I, self.J, self.D = self.votes.shape
+        self.dtype, self.device = u.dtype, u.device
+
+    def moments(
+        self,
+        *,
+        normalize: str = "out",
+        leaky: bool = False,
+        second: bool = False,
+        return_weights: bool = False,
+        **given: Tensor | None,
+    ) -> Moments:
+        options = PassOptions(normalize, leaky, second)
+        mass, first, squares, r, _ = votes_pass(self.votes, PassParameters(**given), self.J, options)
+        return Moments(mass, first, squares if second else None, r if return_weights else None, None)
+
+    def agree(self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float) -> Tensor:
+        options = Options(num_iterations, "out", gradient, False, squash, eps)
+        return route_votes(self.votes, logits, None, None, None, options)[0]
+
+
+class Routed:
+    """A routing as a function of u, weight, the activation if it uses one, and its parameters, to :class:`Capsules`.
+
+    backend: that makes the votes in its kernels; None for :class:`EinsumVotes`.
+    """
+
+    def __init__(self, name: str, I: int, J: int, K: int, D: int, r: int, backend: str | None) -> None:
+        self.module = make(name, I, J, K, D, r, backend=backend)
+        self.names = [each for each, _ in self.module.named_parameters()]
+        self.fused = backend is not None
+
+    def __call__(self, u: Tensor, weight: Tensor, *others: Tensor) -> Capsules:
+        votes = (u, weight) if self.fused else EinsumVotes(u, weight)
+        activation = others[0] if self.module.uses_activation else None
+        own = dict(zip(self.names, others[self.module.uses_activation :], strict=True))
+        own |= {each: value.to(u.device) for each, value in self.module.named_buffers()}
+        if not own:
+            return self.module(votes, activation)  # type: ignore[no-any-return]
+        return functional_call(self.module, own, (votes, activation))  # type: ignore[no-any-return]
