@@ -2,7 +2,8 @@
 
 from .autoencoder import CapsAutoEncoder
 from .capsnet import CapsNet
+from .cnn import CNN
 from .deepcaps import DeepCaps
 from .output import CapsNetOutput
 
-__all__ = ["CapsAutoEncoder", "CapsNet", "CapsNetOutput", "DeepCaps"]
+__all__ = ["CNN", "CapsAutoEncoder", "CapsNet", "CapsNetOutput", "DeepCaps"]
