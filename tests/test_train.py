@@ -15,9 +15,11 @@ from capsfast import train
 from capsfast.data import Batch, open_sets
 from capsfast.train import Evaluation, ImageData, Learner, fgsm, pgd
 from capsfast.train.checkpoint import read_checkpoint
-from capsfast.train.learner import Decay, multi_hot, right_predictions
+from capsfast.train.learner import right_predictions
+from capsfast.train.objective import multi_hot
 from capsfast.train.pictures import read_metrics
 from capsfast.train.profile import _outermost
+from capsfast.train.schedule import Decay
 
 from .support.idx_files import write_set
 from .support.training import TINY, assert_same_state, learner_for, trained
@@ -149,7 +151,7 @@ def test_learner_rejects_numbers(wrong: dict[str, Any]) -> None:
 
 
 def test_build_names_models_and_their_options() -> None:
-    with pytest.raises(ValueError, match="model must be one of capsnet, deepcaps, autoencoder, got 'capsule'"):
+    with pytest.raises(ValueError, match="model must be one of capsnet, deepcaps, autoencoder, cnn, got 'capsule'"):
         Learner("capsule")
     with pytest.raises(ValueError, match="deepcaps has no option primary_groups; it has conv_channels, types"):
         Learner("deepcaps", options={"primary_groups": 3})
@@ -247,7 +249,7 @@ def test_attacks_raise_the_margin_loss_of_a_network(folder: Path) -> None:
     images = ImageData(str(folder))
     learner = learner_for(images).eval()
     batch = images.sets.test.batch(torch.arange(8))
-    loss = learner.margin_of(batch.labels)
+    loss = learner.class_loss_of(batch.labels)
     lengths = learner.model(batch.images).lengths
     torch.testing.assert_close(loss(batch.images), margin(lengths, torch.eye(4)[batch.labels]).sum())
     once, often = fgsm(loss, batch.images, 0.1), pgd(loss, batch.images, 0.1)

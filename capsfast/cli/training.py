@@ -14,8 +14,10 @@ import typer
 from ..bench import record
 from ..files import check_writable, write_text
 from ..nn import ROUTINGS
+from . import training_options as options
 from .common import DataDir, plain_errors, say
 from .endings import stop
+from .training_options import IMAGES, LEARNING
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
 # Options by where they go; a resumed run takes all of them from its checkpoint.
 MODEL = ("conv_channels", "primary_groups", "primary_dim", "digit_dim", "types", "num_caps", "caps_dim")
 ROUTING = ("routing", "num_iterations", "backend")
-LEARNING = ("lr", "warmup_steps", "decay_rate", "decay_steps", "clip", "reconstruction_weight", "seed")
-IMAGES = ("data", "batch_size", "image_size", "shift", "rotation", "scale", "seed", "workers")
-FIXED = frozenset(("model", "reconstruction", "option", *MODEL, *ROUTING, *LEARNING, *IMAGES))
+FIXED = frozenset(("model", "reconstruction", "option", "normalize", *MODEL, *ROUTING, *LEARNING, *IMAGES))
 TRAINER = (
     "epochs",
     "max_steps",
@@ -54,10 +54,14 @@ Options = dict[str, Any]
 def train(
     context: typer.Context,
     data: Annotated[
-        str, typer.Option(help="digits, mnist, fashion-mnist, a folder of IDX files; multi:NAME or affine:NAME of one.")
+        str,
+        typer.Option(
+            help="digits, mnist, fashion-mnist, cifar10, smallnorb, a folder of IDX files; multi:NAME or affine:NAME "
+            "of one."
+        ),
     ] = "digits",
     data_dir: DataDir = None,
-    model: Annotated[str, typer.Option(help="capsnet, deepcaps or autoencoder.")] = "capsnet",
+    model: Annotated[str, typer.Option(help="capsnet, deepcaps, autoencoder or cnn.")] = "capsnet",
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images a step, of each process.")] = 128,
     out: Annotated[Path, typer.Option(help="Folder of checkpoints, logs and pictures.")] = Path("out/train"),
@@ -85,24 +89,32 @@ def train(
     ] = None,
     reconstruction: Annotated[bool, typer.Option(help="Whether there is a decoder.", rich_help_panel="Model")] = True,
     backend: Annotated[str | None, typer.Option(help="Of the routing.", rich_help_panel="Model")] = None,
-    lr: Annotated[float, typer.Option(help="Of Adam, after the warm-up.", rich_help_panel="Learning")] = 1e-3,
-    warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Steps over which lr grows to its value.", rich_help_panel="Learning")
-    ] = 0,
-    decay_rate: Annotated[
-        float, typer.Option(help="Factor on lr every decay-steps.", rich_help_panel="Learning")
-    ] = 0.96,
-    decay_steps: Annotated[int, typer.Option(min=1, rich_help_panel="Learning")] = 2000,
-    clip: Annotated[float | None, typer.Option(help="Largest gradient norm.", rich_help_panel="Learning")] = None,
-    reconstruction_weight: Annotated[
-        float, typer.Option(min=0, help="Factor on the squared error of an image.", rich_help_panel="Learning")
-    ] = 0.0005,
-    image_size: Annotated[int | None, typer.Option(min=1, help="Resize to.", rich_help_panel="Images")] = None,
-    shift: Annotated[
-        int | None, typer.Option(min=0, help="Pixels; default 2 of 28.", rich_help_panel="Images", show_default=False)
-    ] = None,
-    rotation: Annotated[float, typer.Option(min=0, help="Degrees.", rich_help_panel="Images")] = 0.0,
-    scale: Annotated[float, typer.Option(min=0, help="Fraction.", rich_help_panel="Images")] = 0.0,
+    loss: options.Loss = None,
+    spread_steps: options.SpreadSteps = 10_000,
+    lr: options.LearningRate = 1e-3,
+    weight_decay: options.WeightDecay = 0.0,
+    schedule: options.Schedule = "exponential",
+    warmup_steps: options.WarmupSteps = 0,
+    decay_rate: options.DecayRate = 0.96,
+    decay_steps: options.DecaySteps = None,
+    clip: options.Clip = None,
+    reconstruction_weight: options.ReconstructionWeight = 0.0005,
+    entropy_weight: options.EntropyWeight = 0.0,
+    caps_dropout: options.CapsDropout = 0.0,
+    decoder_dropout: options.DecoderDropout = 0.0,
+    adversarial: options.Adversarial = None,
+    adversarial_eps: options.AdversarialEps = 0.1,
+    adversarial_steps: options.AdversarialSteps = 10,
+    adversarial_share: options.AdversarialShare = 1.0,
+    image_size: options.ImageSize = None,
+    shift: options.Shift = None,
+    rotation: options.Rotation = 0.0,
+    scale: options.Scale = 0.0,
+    crop: options.Crop = None,
+    crop_padding: options.CropPadding = 0,
+    flip: options.Flip = False,
+    cutout: options.Cutout = None,
+    normalize: options.Normalize = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that make batches.", rich_help_panel="Images")] = 0,
     log: Annotated[list[str], typer.Option(help="csv, tensorboard; repeat.", rich_help_panel="Run")] = ["csv"],  # noqa: B006
     checkpoint_every: Annotated[
@@ -148,12 +160,21 @@ def _new(given: Options) -> "tuple[Learner, ImageData]":
 
     images = ImageData(data_dir=given["data_dir"], **{name: given[name] for name in IMAGES})
     images.setup()
-    options = {name: given[name] for name in (*MODEL, *ROUTING) if given[name] is not None}
+    of_model = {name: given[name] for name in (*MODEL, *ROUTING) if given[name] is not None}
     if not given["reconstruction"]:
-        options["reconstruction"] = False
-    options |= _named(given["option"] or [])
-    sizes = images.sets[2:]
-    return Learner(given["model"], *sizes, options=options, **{name: given[name] for name in LEARNING}), images
+        of_model["reconstruction"] = False
+    of_model |= _named(given["option"] or [])
+    learning = {name: given[name] for name in LEARNING} | {"normalize": _normalize(given["normalize"], images)}
+    return Learner(given["model"], *images.sets[2:], options=of_model, **learning), images
+
+
+def _normalize(given: str | None, images: "ImageData") -> Any:
+    """What a Learner takes: of ``"set"``, mean and deviation of each channel of the images to train on."""
+    from ..data import channel_statistics
+
+    if given not in (None, "set", "image"):
+        raise stop(f"capsfast train: --normalize must be set or image, got {given!r}")
+    return [list(part) for part in channel_statistics(images.sets.train.source)] if given == "set" else given
 
 
 def _named(pairs: list[str]) -> Options:
@@ -175,23 +196,23 @@ def _resumed(context: typer.Context, checkpoint: Path, data_dir: str | None) -> 
 
     named = [name for name in sorted(FIXED) if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
     if named:
-        options = ", ".join("--" + name.replace("_", "-") for name in named)
-        raise stop(f"capsfast train: --resume takes {options} from the checkpoint; leave out what it fixes")
+        fixed = ", ".join("--" + name.replace("_", "-") for name in named)
+        raise stop(f"capsfast train: --resume takes {fixed} from the checkpoint; leave out what it fixes")
     learner, images = open_checkpoint(checkpoint, data_dir=data_dir)
     learner.train()
     return learner, images
 
 
-def _trainer(out: Path, options: Options) -> "Trainer":
+def _trainer(out: Path, given: Options) -> "Trainer":
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from ..train import make_trainer
     from ..train.run import quiet
 
-    options["devices"] = int(options["devices"]) if options["devices"].lstrip("-").isdigit() else options["devices"]
+    given["devices"] = int(given["devices"]) if given["devices"].lstrip("-").isdigit() else given["devices"]
     try:
         with quiet():
-            return make_trainer(out, **options)
+            return make_trainer(out, **given)
     except (ValueError, MisconfigurationException) as error:
         raise stop(f"capsfast train: {str(error).removeprefix('capsfast.train: ')}") from None
 
@@ -212,6 +233,7 @@ def _fit(context: typer.Context, trainer: "Trainer", learner: "Learner", images:
 
     from ..train import Interrupted, fit
     from ..train.pictures import curve, read_metrics, save
+    from ..train.progress import shown_results
 
     out, resume = context.params["out"], context.params["resume"]
     start = time.perf_counter()
@@ -245,7 +267,7 @@ def _fit(context: typer.Context, trainer: "Trainer", learner: "Learner", images:
         "curve": {name: [(step, float(f"{value:.5g}")) for step, value in points] for name, points in metrics.items()},
     }
     _write(out / "record.json", content)
-    shown = ", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in found.items())
+    shown = ", ".join(f"{name.replace('_', ' ')} {found[name]:.5g}" for name in shown_results(found))
     say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if shown else ''}{shown}")
     say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")
 

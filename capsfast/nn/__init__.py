@@ -2,7 +2,7 @@
 
 from .conv_caps import ConvCaps2d
 from .coupling_entropy import CouplingEntropy
-from .couplings import couplings
+from .couplings import couplings, recorded
 from .decoder import ConvDecoder, Decoder
 from .dynamic_routing import ClassCaps, DigitCaps, DynamicRouting
 from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, SpreadLoss
@@ -66,4 +66,5 @@ __all__ = [
     "VariationalRouting",
     "Votes",
     "couplings",
+    "recorded",
 ]

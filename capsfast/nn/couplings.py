@@ -1,6 +1,8 @@
 """The coupling coefficients of a routing, pass by pass."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +20,13 @@ class RecordedVotes(Votes):
     """Votes that keep the coupling coefficients of every pass in ``weights``, a list of ``[B, I, J]``.
 
     Left out are passes whose coefficients are given (``normalize="none"``): nothing is decided there.
+
+    detach: the coefficients have no gradient.
     """
 
-    def __init__(self, votes: Votes) -> None:
+    def __init__(self, votes: Votes, detach: bool = True) -> None:
         self.votes = votes
+        self.detach = detach
         self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
         self.dtype, self.device, self.u, self.out_mask = votes.dtype, votes.device, votes.u, votes.out_mask
         self.mask = votes.mask
@@ -32,7 +37,7 @@ class RecordedVotes(Votes):
             return self.votes.moments(**arguments)
         found = self.votes.moments(**{**arguments, "return_weights": True})
         assert found.weights is not None
-        self.weights.append(found.weights.detach())
+        self.weights.append(found.weights.detach() if self.detach else found.weights)
         return found
 
     def cosines(self, query: Tensor) -> Tensor:
@@ -68,6 +73,55 @@ def couplings(
         raise TypeError(f"capsfast.nn.couplings: layer must be a routing layer, got {type(layer).__name__}")
     votes = RecordedVotes(layer.votes(u, **given))
     layer.routing(votes, lengths(u) if layer.uses_activation and activation is None else activation)
-    if not shares:
-        return votes.weights
-    return [c / c.sum(2, keepdim=True).clamp_min(torch.finfo(c.dtype).tiny) for c in votes.weights]
+    return [_shares(c) for c in votes.weights] if shares else votes.weights
+
+
+def _shares(c: Tensor) -> Tensor:
+    return c / c.sum(2, keepdim=True).clamp_min(torch.finfo(c.dtype).tiny)
+
+
+@contextmanager
+def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]]:
+    """The coupling coefficients ``[B, I, J]`` of the last pass of every forward call made inside, with their gradient.
+
+    For a term of a loss, such as :class:`capsfast.nn.CouplingEntropy`. A RoutedCaps goes over its votes in single
+    passes there, also where it has a fused op for all of them.
+
+    Args:
+        layer: a :class:`capsfast.DynamicRouting` (with groups: ``[B, I, J / groups]``) or a
+            :class:`capsfast.nn.RoutedCaps`.
+        shares: as for :func:`couplings`.
+
+    Raises:
+        TypeError: another layer.
+    """
+    found: list[Tensor] = []
+    if isinstance(layer, DynamicRouting):
+
+        def ask(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return args, {**kwargs, "return_coupling": True}
+
+        def take(module: nn.Module, args: Any, output: Any) -> Any:
+            found.append(output[1])
+            return output[0]
+
+        handles = [layer.register_forward_pre_hook(ask, with_kwargs=True), layer.register_forward_hook(take)]
+    elif isinstance(layer, RoutedCaps):
+        votes: list[RecordedVotes] = []
+
+        def record(module: nn.Module, args: Any) -> Any:
+            votes.append(RecordedVotes(args[0], detach=False))
+            return votes[-1], *args[1:]
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            last = votes.pop().weights[-1]
+            found.append(_shares(last) if shares else last)
+
+        handles = [layer.routing.register_forward_pre_hook(record), layer.routing.register_forward_hook(keep)]
+    else:
+        raise TypeError(f"capsfast.nn.recorded: layer must be DynamicRouting or RoutedCaps, got {type(layer).__name__}")
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

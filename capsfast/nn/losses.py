@@ -68,14 +68,23 @@ class MarginLoss(nn.Module):
         self.reduction = reduction
 
     def forward(self, lengths: Tensor, targets: Tensor) -> Tensor:
+        present, absent = self._per_class(lengths, targets)
+        return _reduced((present + absent).sum(1), self.reduction)
+
+    def parts(self, lengths: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The two summands of the loss: of the classes that are there, and of those that are not."""
+        present, absent = self._per_class(lengths, targets)
+        return _reduced(present.sum(1), self.reduction), _reduced(absent.sum(1), self.reduction)
+
+    def _per_class(self, lengths: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, J]`` both."""
         op = "capsfast.nn.MarginLoss"
         lengths = _lengths(op, "lengths", lengths)
         present = self._present(op, lengths, targets)
         too_short, too_long = F.relu(self.m_plus - lengths), F.relu(lengths - self.m_minus)
         if self.squared:
             too_short, too_long = too_short.square(), too_long.square()
-        per_class = present * too_short + self.lam * (1 - present) * too_long
-        return _reduced(per_class.sum(1), self.reduction)
+        return present * too_short, self.lam * (1 - present) * too_long
 
     def _present(self, op: str, lengths: Tensor, targets: Tensor) -> Tensor:
         if isinstance(targets, Tensor) and targets.dim() == 2:

@@ -49,7 +49,7 @@ def evaluate(
         learner: the network; runs where it is, in evaluation mode.
         dataset: the images; overlapping ones count as right when both classes are.
         attack: from a loss and images to the images that are shown instead, such as
-            ``lambda loss, images: fgsm(loss, images, 0.1)``. The loss is the margin loss.
+            ``lambda loss, images: fgsm(loss, images, 0.1)``. The loss is that of the classes.
         limit: look at the first so many images only.
         batch_size: images at a time.
         on_step: hears how many images were just done.
@@ -66,9 +66,9 @@ def evaluate(
     for batch in batches(dataset, batch_size, limit):
         images, labels, _ = batch.to(learner.device)
         if attack is not None:
-            images = attack(learner.margin_of(labels), images)
+            images = attack(learner.class_loss_of(labels), images)
         with torch.no_grad():
-            lengths = learner.model.classify(images).activations
+            lengths = learner.classify(images).activations
         right += int(right_predictions(lengths, labels).sum())
         seen += len(labels)
         if labels.dim() == 2:

@@ -11,7 +11,8 @@ from ..data.sets import DrawnSet
 from ..nn import couplings
 from ..nn.routed_caps import route
 from .evaluate import batches
-from .learner import Learner, multi_hot
+from .learner import Learner
+from .objective import multi_hot
 
 # The range of Sabour, Frosst, Hinton (2017), figure 4.
 DELTAS = tuple(0.05 * n for n in range(-5, 6))
@@ -36,13 +37,13 @@ def reconstructions(learner: Learner, batch: Batch) -> Tensor:
     images, labels, _ = batch.to(learner.device)
     found: Tensor
     if not learner.has_classes:
-        found = learner.model(images).reconstruction
+        found = learner.output(images).reconstruction
         return found
     learner.check_decoder("reconstructions")
     if labels.dim() == 1:
-        found = learner.model(images, labels).reconstruction
+        found = learner.output(images, labels).reconstruction
         return found
-    capsules = learner.model(images, labels[:, 0]).capsules
+    capsules = learner.output(images, labels[:, 0]).capsules
     return torch.stack([learner.model.reconstruct(capsules, labels[:, n]) for n in (0, 1)], 1)
 
 
@@ -64,7 +65,7 @@ def perturbations(learner: Learner, image: Tensor, label: int, deltas: tuple[flo
     """
     learner.check_decoder("perturbations")
     labels = torch.tensor([label], device=learner.device)
-    capsules = learner.model(image[None].to(learner.device), labels).capsules  # [1, J, D]
+    capsules = learner.output(image[None].to(learner.device), labels).capsules  # [1, J, D]
     D, n = capsules.shape[2], len(deltas)
     changed = capsules.repeat(D * n, 1, 1)
     step = torch.eye(D, device=learner.device)[:, None, :] * torch.tensor(deltas, device=learner.device)[:, None]
@@ -101,7 +102,7 @@ def routing_statistics(
     lengths, count, entropy = torch.zeros(J, J), torch.zeros(J), torch.zeros(0, J)
     for batch in batches(dataset, batch_size, limit):
         classes = multi_hot(batch.labels, J)  # [B, J]
-        u = learner.model.encode(batch.images.to(learner.device))
+        u = learner.encode(batch.images.to(learner.device))
         found = couplings(routing, u, shares=True)
         of_samples = torch.stack([torch.special.entr(c).sum(2).mean(1).cpu() / log(J) for c in found])  # [r, B]
         entropy = of_samples @ classes + (entropy if len(entropy) else 0)

@@ -1,6 +1,7 @@
 """A network, its loss and its optimizer as a Lightning module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,15 +9,18 @@ import torch
 from torch import Tensor
 
 from ..data import Batch
-from ..data.seeds import seed_for
-from ..nn import CapsNetLoss, LossParts, MarginLoss
-from .networks import build
+from ..data.seeds import generator, seed_for
+from ..nn import CouplingEntropy, DynamicRouting, LossParts, ReconstructionLoss, RoutedCaps, recorded
+from ..nn.routing.base import Capsules
+from .adversary import Adversary
+from .dropout import drop_capsules, drop_hidden
+from .networks import OWN_LOSS, build
+from .normalize import Normalize
+from .objective import ClassLoss, multi_hot
+from .schedule import Cosine, Decay
 
-
-def multi_hot(labels: Tensor, num_classes: int) -> Tensor:
-    """``labels [B]`` or ``[B, n]`` to float32 ``[B, J]``, 1 for each class that is there."""
-    there = torch.zeros(len(labels), num_classes, device=labels.device)
-    return there.scatter_(1, labels.view(len(labels), -1), 1.0)
+SCHEDULES = ("exponential", "cosine")
+DECAY_STEPS = 2000
 
 
 def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
@@ -24,19 +28,6 @@ def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
     wanted = labels.view(len(labels), -1)
     found = lengths.topk(wanted.shape[1], dim=1).indices
     return (found.sort(1).values == wanted.sort(1).values).all(1)
-
-
-class Decay:
-    """The factor on the learning rate at a step: linear warm-up, then ``rate ** (step / steps)``."""
-
-    def __init__(self, warmup_steps: int, rate: float, steps: int) -> None:
-        self.warmup_steps = warmup_steps
-        self.rate = rate
-        self.steps = steps
-
-    def __call__(self, step: int) -> float:
-        warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
-        return warm * float(self.rate ** (step / self.steps))
 
 
 class Learner(pl.LightningModule):
@@ -52,14 +43,29 @@ class Learner(pl.LightningModule):
         in_channels, image_size, num_classes: of the data set.
         options: of the model, by its own names.
         lr: learning rate after the warm-up.
+        weight_decay: AdamW takes the place of Adam: every parameter also shrinks by this times the learning rate in a
+            step (Loshchilov, Hutter 2019).
+        schedule: ``"exponential"`` or ``"cosine"``, how the learning rate falls.
         warmup_steps: steps over which it grows, linearly.
-        decay_rate, decay_steps: it is multiplied by ``decay_rate`` every ``decay_steps``, smoothly.
+        decay_rate, decay_steps: it is multiplied by ``decay_rate`` every ``decay_steps``, smoothly. With a cosine it
+            falls to 0 over ``decay_steps``. None: 2000, for a cosine all steps of the training that begins.
         clip: largest norm of all gradients together; None leaves them.
+        loss: of the classes, see :class:`capsfast.train.objective.ClassLoss`; None: margin, of a CNN cross-entropy.
+        spread_steps: over which the margin of the spread loss grows.
         reconstruction_weight: times the summed squared error.
+        entropy_weight: times the mean entropy of the coupling in the last pass of the routing to the classes, 1 being
+            equal coupling (:class:`capsfast.nn.CouplingEntropy`); it is part of the loss in training alone.
+        caps_dropout: share of the primary capsules that a step leaves out.
+        decoder_dropout: share of the decoder's hidden units that a step leaves out; of a ConvDecoder, whole maps.
+        normalize: what the network sees, see :class:`capsfast.train.normalize.Normalize`; None: the images. Losses,
+            attacks and reconstructions are of the images.
+        adversarial, adversarial_eps, adversarial_steps, adversarial_share: attacked images in the place of those of a
+            step, see :class:`capsfast.train.adversary.Adversary`; the decoder is to make the images as they were.
         seed: of the first weights, and of what a model draws while it trains.
 
     Raises:
-        ValueError, TypeError: no such model, an option it does not take, or numbers out of range.
+        ValueError, TypeError: no such model, an option it does not take, numbers out of range, or what the network
+            does not have.
     """
 
     def __init__(
@@ -71,32 +77,76 @@ class Learner(pl.LightningModule):
         *,
         options: dict[str, Any] | None = None,
         lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        schedule: str = "exponential",
         warmup_steps: int = 0,
         decay_rate: float = 0.96,
-        decay_steps: int = 2000,
+        decay_steps: int | None = None,
         clip: float | None = None,
+        loss: str | None = None,
+        spread_steps: int = 10_000,
         reconstruction_weight: float = 0.0005,
+        entropy_weight: float = 0.0,
+        caps_dropout: float = 0.0,
+        decoder_dropout: float = 0.0,
+        normalize: str | Sequence[Sequence[float]] | None = None,
+        adversarial: str | None = None,
+        adversarial_eps: float = 0.1,
+        adversarial_steps: int = 10,
+        adversarial_share: float = 1.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
+        op = "capsfast.train.Learner"
         positive = {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}
         for name, value in positive.items():
             if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"capsfast.train.Learner: {name} must be positive and finite, got {value}")
-        if warmup_steps < 0:
-            raise ValueError(f"capsfast.train.Learner: warmup_steps must not be negative, got {warmup_steps}")
+                raise ValueError(f"{op}: {name} must be positive and finite, got {value}")
+        weights = {"weight_decay": weight_decay, "reconstruction_weight": reconstruction_weight}
+        for name, value in {"warmup_steps": warmup_steps, **weights, "entropy_weight": entropy_weight}.items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{op}: {name} must not be negative, got {value}")
+        for name, value in {"caps_dropout": caps_dropout, "decoder_dropout": decoder_dropout}.items():
+            if not 0 <= value < 1:
+                raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {value}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"{op}: schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         self.sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
         self.seed = seed
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model: Any = build(model, self.sizes, options or {})
         self.lr = lr
+        self.weight_decay = weight_decay
         self.clip = clip
-        self.decay = Decay(warmup_steps, decay_rate, decay_steps)
-        self.loss = CapsNetLoss(reconstruction_weight)
+        self.decay: Decay | Cosine
+        if schedule == "cosine":
+            self.decay = Cosine(warmup_steps, decay_steps or 0)
+        else:
+            self.decay = Decay(warmup_steps, decay_rate, decay_steps or DECAY_STEPS)
+        self.class_loss = ClassLoss(loss or OWN_LOSS.get(model, "margin"), spread_steps)
+        self.reconstruction_loss = ReconstructionLoss()
+        self.reconstruction_weight = reconstruction_weight
+        self.normalize = None if normalize is None else Normalize(normalize, in_channels)
+        self.adversary = None
+        if adversarial is not None:
+            self.adversary = Adversary(adversarial, adversarial_eps, adversarial_steps, adversarial_share)
         self.tested_at: int | None = None
         self.has_classes = model != "autoencoder"
+        if adversarial is not None and not self.has_classes:
+            raise ValueError(f"{op}: adversarial needs a network with classes, got {model}")
+        self.entropy: CouplingEntropy | None = None
+        self.entropy_weight = entropy_weight
+        if entropy_weight:
+            routing = getattr(self.model, "routing", None)
+            if not isinstance(routing, (DynamicRouting, RoutedCaps)):
+                raise ValueError(f"{op}: entropy_weight needs a network that routes to its capsules, got {model}")
+            self.entropy = CouplingEntropy(getattr(routing, "softmax", "out"))
+        if caps_dropout:
+            drop_capsules(self.model, caps_dropout)
+        if decoder_dropout:
+            drop_hidden(self.model, decoder_dropout)
 
     @property
     def has_decoder(self) -> bool:
@@ -108,61 +158,146 @@ class Learner(pl.LightningModule):
             why = "was trained without reconstruction" if self.has_classes else "has no classes"
             raise ValueError(f"capsfast.train.{name}: class capsules with a decoder are needed; this network {why}")
 
-    def losses(self, batch: Batch) -> tuple[LossParts, Tensor]:
-        """The parts of the loss, means over the batch, and the capsules' lengths ``[B, J]``."""
-        images, labels, parts = batch
-        if not self.has_classes:
-            output = self.model(images)
-            error = self.loss.reconstruction(output.reconstruction, images)
-            return LossParts(error, torch.zeros_like(error), error), output.lengths
-        if parts is None:
-            output = self.model(images, labels)
-            return self.loss(output, images, labels), output.lengths
-        output = self.model(images, labels[:, 0])
-        targets = multi_hot(labels, output.lengths.shape[1])
-        found = self.loss(output, parts[:, 0], targets)
-        if self.has_decoder:
-            second = self.loss.reconstruction(self.model.reconstruct(output.capsules, labels[:, 1]), parts[:, 1])
-            total = found.total + self.loss.reconstruction_weight * second
-            found = LossParts(total, found.margin, found.reconstruction + second)
-        return found, output.lengths
+    def normalized(self, images: Tensor) -> Tensor:
+        """``images [B, C, H, W]`` in [0, 1] as ``model`` takes them."""
+        return images if self.normalize is None else self.normalize(images)
 
-    def margin_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
-        """The margin loss as a function of images, summed over them: what an attack raises."""
-        loss = MarginLoss(reduction="sum")
-        targets = multi_hot(labels, self.sizes["num_classes"])
-        return lambda images: loss(self.model.classify(images).activations, targets)
+    def output(self, images: Tensor, labels: Tensor | None = None) -> Any:
+        """What the network makes of images in [0, 1]: :class:`capsfast.models.CapsNetOutput`."""
+        return self.model(self.normalized(images), *(() if labels is None else (labels,)))
+
+    def classify(self, images: Tensor) -> Capsules:
+        """The class capsules of images in [0, 1]."""
+        return self.model.classify(self.normalized(images))  # type: ignore[no-any-return]
+
+    def encode(self, images: Tensor) -> Tensor:
+        """The capsules that are routed to the classes, of images in [0, 1]."""
+        return self.model.encode(self.normalized(images))  # type: ignore[no-any-return]
+
+    def losses(self, batch: Batch) -> tuple[LossParts, Tensor]:
+        """The parts of the loss, means over the batch, and the capsules' lengths ``[B, J]``.
+
+        Whatever the loss of the classes is, it stands under ``margin``.
+        """
+        found, output = self.measured(batch)
+        margin = found.get(self.class_loss.log_name, torch.zeros_like(found["loss"]))
+        return LossParts(found["loss"], margin, found["reconstruction"]), output.lengths
+
+    def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
+        """The loss and its parts by their names in the log, means over the batch, and the network's output.
+
+        Args:
+            batch: the images, and what the decoder is to make.
+            shown: what the network sees instead of the images of the batch.
+
+        The parts are ``loss``, that of the classes (``margin``, ``mse``, ``spread`` or ``cross_entropy``),
+        ``margin_present`` and ``margin_absent``, whose sum is ``margin``, ``reconstruction``, and ``entropy`` where it
+        is part of the loss.
+        """
+        images, labels, parts = batch
+        shown = images if shown is None else shown
+        coupling: Any = recorded(self.model.routing, shares=True) if self._adds_entropy else nullcontext([])
+        with coupling as couplings:
+            output = self.output(shown, *(() if not self.has_classes else (labels if parts is None else labels[:, 0],)))
+        found: dict[str, Tensor] = {}
+        if self.has_classes:
+            of_classes = self.class_loss(output.lengths, labels, self.global_step).mean()
+            found |= {"loss": of_classes, self.class_loss.log_name: of_classes}
+            found |= {name: value.mean() for name, value in self.class_loss.parts(output.lengths, labels).items()}
+            errors = [] if output.reconstruction is None else [self._error(output.reconstruction, batch, 0)]
+            if parts is not None and self.has_decoder:
+                errors.append(self._error(self.model.reconstruct(output.capsules, labels[:, 1]), batch, 1))
+            for error in errors:
+                found["loss"] = found["loss"] + self.reconstruction_weight * error
+            found["reconstruction"] = sum(errors, torch.zeros_like(of_classes))
+        else:
+            error = self.reconstruction_loss(output.reconstruction, images)
+            found = {"loss": error, "reconstruction": error}
+        if self._adds_entropy and self.entropy is not None:
+            found["entropy"] = self.entropy(couplings[-1])
+            found["loss"] = found["loss"] + self.entropy_weight * found["entropy"]
+        return found, output
+
+    @property
+    def _adds_entropy(self) -> bool:
+        return self.entropy is not None and self.training
+
+    def _error(self, reconstruction: Tensor, batch: Batch, n: int) -> Tensor:
+        """Against the image, of overlapping ones against that of the n-th object."""
+        wanted = batch.images if batch.parts is None else batch.parts[:, n]
+        return self.reconstruction_loss(reconstruction, wanted)  # type: ignore[no-any-return]
+
+    def absent_error(self, batch: Batch, output: Any) -> Tensor:
+        """The reconstruction error of the longest capsule whose class is not there, mean over the batch.
+
+        Against the same images as ``reconstruction``: how much worse a capsule explains them that has no reason to.
+        """
+        there = multi_hot(batch.labels, output.lengths.shape[1]).bool()
+        longest = output.lengths.masked_fill(there, -torch.inf).argmax(1)
+        image = self.model.reconstruct(output.capsules, longest)
+        objects = 1 if batch.parts is None else batch.parts.shape[1]
+        return torch.stack([self._error(image, batch, n) for n in range(objects)]).sum()
+
+    def class_loss_of(self, labels: Tensor, step: int | None = None) -> Callable[[Tensor], Tensor]:
+        """The loss of the classes as a function of images, summed over them: what an attack raises.
+
+        step: of the spread loss; None: with its last margin.
+        """
+        step = self.class_loss.spread_steps if step is None else step
+        return lambda images: self.class_loss(self.classify(images).activations, labels, step).sum()
+
+    def attacked(self, batch: Batch) -> Tensor:
+        """The images of a step, those that the adversary takes changed."""
+        images, labels, _ = batch
+        count = 0 if self.adversary is None else self.adversary.count(len(images))
+        if self.adversary is None or not count:
+            return images
+        draws = generator(self.seed, "attack", self.global_step, self.global_rank)
+        changed = self.adversary(self.class_loss_of(labels[:count], self.global_step), images[:count], draws)
+        return torch.cat([changed, images[count:]])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # A cosine that was planned for the whole of a training keeps that length.
+        planned = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY].get("decay_steps")
+        if planned and not self.decay.steps:
+            self.decay.steps = self.hparams["decay_steps"] = planned
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         torch.manual_seed(seed_for(self.seed, "step", self.global_step, self.global_rank))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        found, _ = self.losses(batch)
-        shown = {"loss": found.total, "reconstruction": found.reconstruction}
-        if self.has_classes:
-            shown["margin"] = found.margin
-        self.log_dict(shown, prog_bar=True)
+        found, _ = self.measured(batch, self.attacked(batch))
+        self.log_dict(found, prog_bar=True)
         self.log("lr", self.lr * self.decay(self.global_step))
-        return found.total
+        return found["loss"]
 
     def on_validation_epoch_start(self) -> None:
-        # Sums over this process's images of margin, reconstruction, right answers; then their number.
-        self._sums = torch.zeros(4, device=self.device)
+        # Sums over this process's images, by name; then their number.
+        self._sums: dict[str, Tensor] = {}
+        self._count = torch.zeros((), device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        found, lengths = self.losses(batch)
+        found, output = self.measured(batch)
         n = len(batch.labels)
-        right = right_predictions(lengths, batch.labels).sum() if self.has_classes else found.margin
-        self._sums += torch.stack([n * found.margin, n * found.reconstruction, right, torch.full_like(found.margin, n)])
+        del found["loss"]
+        if self.has_classes:
+            objects = 1 if batch.parts is None else batch.parts.shape[1]
+            if self.has_decoder and output.lengths.shape[1] > objects:
+                found["reconstruction_absent"] = self.absent_error(batch, output)
+        sums = {name: n * value for name, value in found.items()}
+        if self.has_classes:
+            sums["accuracy"] = right_predictions(output.lengths, batch.labels).sum()
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, torch.zeros_like(self._count)) + value
+        self._count += n
 
     def on_validation_epoch_end(self) -> None:
-        sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
+        names = sorted(self._sums)
+        sums = torch.stack([*(self._sums[name] for name in names), self._count])
+        *values, count = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
         self.tested_at = self.global_step
-        margin, reconstruction, right, count = sums.tolist()
-        found = {"test_reconstruction": reconstruction / count}
-        if self.has_classes:
-            found |= {"test_margin": margin / count, "test_accuracy": right / count}
         # The same on all processes already; Lightning wants to be told.
+        found = {f"test_{name}": value / count for name, value in zip(names, values, strict=True)}
         self.log_dict(found, prog_bar=True, sync_dist=True)
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -171,6 +306,16 @@ class Learner(pl.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        if not self.decay.steps:
+            planned = self.trainer.estimated_stepping_batches
+            if not 0 < planned < float("inf"):
+                raise ValueError("capsfast.train.Learner: a cosine over training without end needs decay_steps")
+            # Kept, so that a resumed run with another end goes on with this one.
+            self.decay.steps = self.hparams["decay_steps"] = int(planned)
+        optimizer: torch.optim.Optimizer
+        if self.weight_decay:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        else:
+            optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.decay)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -6,12 +6,19 @@ from typing import Any
 
 from torch import nn
 
-from ..models import CapsAutoEncoder, CapsNet, DeepCaps
+from ..models import CNN, CapsAutoEncoder, CapsNet, DeepCaps
 from ..nn import DynamicRouting, RoutedCaps
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
 
-NETWORKS: dict[str, type[nn.Module]] = {"capsnet": CapsNet, "deepcaps": DeepCaps, "autoencoder": CapsAutoEncoder}
+NETWORKS: dict[str, type[nn.Module]] = {
+    "capsnet": CapsNet,
+    "deepcaps": DeepCaps,
+    "autoencoder": CapsAutoEncoder,
+    "cnn": CNN,
+}
+# Where it is not the margin loss.
+OWN_LOSS = {"cnn": "cross-entropy"}
 # From the data set, or moved by Lightning.
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ..files import replacing
 from .inspect import DELTAS, RoutingStatistics
+from .progress import OF_CLASSES
 from .run import LOG_EVERY
 
 CELL = 0.5  # inches
@@ -29,9 +30,14 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def in_colour(images: Tensor) -> Tensor:
+    """``[n, C, H, W]`` of 1 or 3 channels, or of a stereo pair, as red, green and blue: left is red, right cyan."""
+    return images[:, [0, 1, 1]] if images.shape[1] == 2 else images.expand(-1, 3, -1, -1)
+
+
 def _mosaic(rows: Sequence[Tensor], gap: int) -> Tensor:
-    """Rows of images ``[n, C, H, W]`` in [0, 1], 1 or 3 channels, side by side on white: ``[height, width, 3]``."""
-    spaced = [F.pad(images.expand(-1, 3, -1, -1), [gap, 0, gap, 0], value=1.0) for images in rows]
+    """Rows of images ``[n, C, H, W]`` in [0, 1] side by side on white: ``[height, width, 3]``."""
+    spaced = [F.pad(in_colour(images), [gap, 0, gap, 0], value=1.0) for images in rows]
     lines = [images.permute(2, 0, 3, 1).flatten(1, 2) for images in spaced]  # [H, n W, 3]
     # The noise in the last bits is most of a PNG's size.
     return (torch.cat(lines).detach().cpu().clamp(0, 1) * SHADES).round() / SHADES
@@ -138,7 +144,7 @@ def curve(metrics: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
     """Parts of the loss against the steps, and what was measured on the test images."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name in ("loss", "margin", "reconstruction"):
+    for name in ("loss", *OF_CLASSES, "reconstruction", "entropy"):
         for source, style in ((name, "-"), (f"test_{name}", "--")):
             if metrics.get(source):
                 marker = "o" if style == "--" else None

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,9 @@ from rich.console import Console
 
 LINE_SECONDS = 15.0
 LINE_STEPS = 10
+OF_CLASSES = ("margin", "mse", "spread", "cross_entropy")
+# What the log has beside the parts of the loss.
+DETAILS = ("margin_present", "margin_absent", "reconstruction_absent")
 
 
 class Throughput(Callback):
@@ -35,11 +39,19 @@ class Throughput(Callback):
         self._last = now
 
 
+def shown_results(names: Iterable[str]) -> list[str]:
+    """What of a test fits into a line."""
+    return [name for name in names if name.startswith("test_") and name.removeprefix("test_") not in DETAILS]
+
+
 class Bar(RichProgressBar):
     """Lightning's, with what fits in a line beside it."""
 
     SHOWN: ClassVar = {
         "margin": "margin",
+        "mse": "mse",
+        "spread": "spread",
+        "cross_entropy": "cross-entropy",
         "reconstruction": "reconstruction",
         "images_per_s": "images/s",
         "test_accuracy": "test accuracy",
@@ -57,7 +69,7 @@ class Lines(ProgressBar):
         steps, seconds: at least so much lies between two lines of steps.
     """
 
-    SHOWN: ClassVar = ("loss", "margin", "reconstruction")
+    SHOWN: ClassVar = ("loss", *OF_CLASSES, "reconstruction")
 
     def __init__(self, steps: int = LINE_STEPS, seconds: float = LINE_SECONDS) -> None:
         super().__init__()
@@ -106,7 +118,7 @@ class Lines(ProgressBar):
         self._say(trainer, ", ".join(parts))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
+        found = {name: float(trainer.callback_metrics[name]) for name in shown_results(trainer.callback_metrics)}
         if found and not trainer.sanity_checking:
             shown = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in sorted(found.items()))
             self._say(trainer, ", ".join(shown))

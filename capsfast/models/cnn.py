@@ -1,0 +1,91 @@
+"""The convolutional network that capsules are compared with."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import _arguments
+from ..nn.routing.base import Capsules
+from ._images import check_images, image_shape
+from .output import CapsNetOutput
+
+
+class CNN(nn.Module):
+    """Convolutions, fully connected layers and a softmax: the baseline of Sabour, Frosst, Hinton (2017), section 5.
+
+    With the defaults and 28 x 28 images it has the paper's 35.4 million parameters. It has no capsules: where a
+    network of capsules gives those of the classes, it gives the probability of each class as a capsule of one number.
+
+    Parts: ``convs``, ``hidden``, ``dropout``, ``classes``, ``decoder`` (None).
+
+    Args:
+        in_channels, image_size, num_classes: as in :class:`CapsNet`.
+        channels: of the convolutions, of stride 1, each followed by ReLU. They keep the size of the image.
+        kernel_size: odd.
+        hidden: widths of the fully connected layers before that of the classes.
+        dropout: of the last hidden layer.
+        device, dtype: of the parameters.
+
+    Shapes: images ``[B, C, H, W]`` to :class:`CapsNetOutput`: probabilities ``[B, J]``, the same ``[B, J, 1]``, None.
+
+    Raises:
+        ValueError, TypeError: a size, an option or an input that does not fit.
+    """
+
+    _op = "capsfast.models.CNN"
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        image_size: int | Sequence[int] = 28,
+        num_classes: int = 10,
+        *,
+        channels: Sequence[int] = (256, 256, 128),
+        kernel_size: int = 5,
+        hidden: Sequence[int] = (328, 192),
+        dropout: float = 0.5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = self._op
+        self.image_shape = image_shape(op, in_channels, image_size)
+        _arguments.integers(op, num_classes=num_classes, kernel_size=kernel_size)
+        if kernel_size % 2 == 0:
+            raise ValueError(f"{op}: kernel_size must be odd, so that images keep their size, got {kernel_size}")
+        for name, widths in (("channels", channels), ("hidden", hidden)):
+            if not isinstance(widths, Sequence) or isinstance(widths, str) or not widths:
+                raise TypeError(f"{op}: {name} must be a sequence of widths, got {widths!r}")
+            for width in widths:
+                _arguments.integer(op, name, width)
+        _arguments.positive(op, "dropout", dropout, zero=True)
+        if dropout >= 1:
+            raise ValueError(f"{op}: dropout must be below 1, got {dropout}")
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        convs: list[nn.Module] = []
+        for before, after in pairwise((in_channels, *channels)):
+            convs += [nn.Conv2d(before, after, kernel_size, padding=kernel_size // 2, **made), nn.ReLU()]
+        self.convs = nn.Sequential(*convs)
+        features = channels[-1] * self.image_shape[1] * self.image_shape[2]
+        layers: list[nn.Module] = []
+        for before, after in pairwise((features, *hidden)):
+            layers += [nn.Linear(before, after, **made), nn.ReLU()]
+        self.hidden = nn.Sequential(*layers)
+        self.dropout = nn.Dropout(dropout)
+        self.classes = nn.Linear(hidden[-1], num_classes, **made)
+        self.decoder = None
+
+    def classify(self, images: Tensor) -> Capsules:
+        """The probabilities of the classes of ``images [B, C, H, W]``, as poses ``[B, J, 1]`` and activations."""
+        check_images(self._op, images, self.image_shape)
+        features = self.hidden(self.convs(images).flatten(1))
+        probabilities = self.classes(self.dropout(features)).softmax(1)
+        return Capsules(probabilities[:, :, None], probabilities)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
+        """``labels`` are for networks with a decoder; here they change nothing."""
+        poses, activations = self.classify(images)
+        return CapsNetOutput(activations, poses, None)

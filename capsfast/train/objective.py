@@ -1,0 +1,73 @@
+"""The losses on the activations of the class capsules, by the names of the command line."""
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import MarginLoss, SpreadLoss
+
+LOSSES = ("margin", "mse", "spread", "cross-entropy")
+
+
+def multi_hot(labels: Tensor, num_classes: int) -> Tensor:
+    """``labels [B]`` or ``[B, n]`` to float32 ``[B, J]``, 1 for each class that is there."""
+    there = torch.zeros(len(labels), num_classes, device=labels.device)
+    return there.scatter_(1, labels.view(len(labels), -1), 1.0)
+
+
+class ClassLoss(nn.Module):
+    """A loss on activations ``[B, J]``, a number for each sample.
+
+    * ``margin``: :class:`capsfast.nn.MarginLoss`.
+    * ``mse``: the squared distance of the activations from 1 for classes that are there and 0 for others, summed.
+    * ``spread``: :class:`capsfast.nn.SpreadLoss`, whose margin grows by the step; images of one class each.
+    * ``cross-entropy``: of each activation's share in their sum, which for activations that sum to 1, such as those of
+      a softmax, is the negative log likelihood. Two classes have half of the probability each.
+
+    Args:
+        name: one of these.
+        spread_steps: over which the spread loss's margin grows.
+
+    Raises:
+        ValueError: no loss of that name, or two classes for the spread loss.
+    """
+
+    def __init__(self, name: str, spread_steps: int = 10_000) -> None:
+        super().__init__()
+        if name not in LOSSES:
+            raise ValueError(f"capsfast.train.Learner: loss must be one of {', '.join(LOSSES)}, got {name!r}")
+        self.name = name
+        self.spread_steps = spread_steps
+        self.margin = MarginLoss(reduction="none")
+        self.spread = SpreadLoss(steps=spread_steps, reduction="none")
+
+    @property
+    def log_name(self) -> str:
+        return self.name.replace("-", "_")
+
+    def forward(self, activations: Tensor, labels: Tensor, step: int) -> Tensor:
+        """``labels [B]`` or ``[B, n]``; step: optimizer steps done."""
+        if self.name == "spread":
+            if labels.dim() != 1:
+                raise ValueError("capsfast.train.Learner: loss spread needs one class an image; take margin or mse")
+            found: Tensor = self.spread(activations, labels, step)
+            return found
+        if self.name == "margin":
+            found = self.margin(activations, self.targets(activations, labels))
+            return found
+        present = multi_hot(labels, activations.shape[1])
+        a = activations.float()
+        if self.name == "mse":
+            return (a - present).square().sum(1)
+        shares = a / a.sum(1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
+        logs = shares.clamp_min(torch.finfo(a.dtype).tiny).log()
+        return -(present * logs).sum(1) / present.sum(1)
+
+    def parts(self, activations: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Of the margin loss what classes that are there and classes that are not contribute; else nothing."""
+        if self.name != "margin":
+            return {}
+        present, absent = self.margin.parts(activations, self.targets(activations, labels))
+        return {"margin_present": present, "margin_absent": absent}
+
+    def targets(self, activations: Tensor, labels: Tensor) -> Tensor:
+        return labels if labels.dim() == 1 else multi_hot(labels, activations.shape[1])
