@@ -57,7 +57,7 @@ def train(
         str, typer.Option(help="digits, mnist, fashion-mnist, a folder of IDX files; multi:NAME or affine:NAME of one.")
     ] = "digits",
     data_dir: DataDir = None,
-    model: Annotated[str, typer.Option(help="capsnet, deepcaps or autoencoder.")] = "capsnet",
+    model: Annotated[str, typer.Option(help="capsnet, deepcaps, autoencoder or segcaps.")] = "capsnet",
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images a step, of each process.")] = 128,
     out: Annotated[Path, typer.Option(help="Folder of checkpoints, logs and pictures.")] = Path("out/train"),
@@ -144,7 +144,7 @@ def train(
 
 
 def _new(given: Options) -> "tuple[Learner, ImageData]":
-    from ..train import ImageData, Learner
+    from ..train import ImageData, make_learner
 
     images = ImageData(data_dir=given["data_dir"], **{name: given[name] for name in IMAGES})
     images.setup()
@@ -153,7 +153,7 @@ def _new(given: Options) -> "tuple[Learner, ImageData]":
         options["reconstruction"] = False
     options |= _named(given["option"] or [])
     sizes = images.sets[2:]
-    return Learner(given["model"], *sizes, options=options, **{name: given[name] for name in LEARNING}), images
+    return make_learner(given["model"], *sizes, options=options, **{name: given[name] for name in LEARNING}), images
 
 
 def _named(pairs: list[str]) -> Options:

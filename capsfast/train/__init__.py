@@ -14,6 +14,7 @@ from .learner import Learner
 from .networks import NETWORKS, build
 from .profile import StepShare, routing_share
 from .run import fit, make_trainer
+from .segmentation import Overlap, SegmentationLearner, make_learner, overlap, pixel_classes, segmented
 from .stopping import Interrupted
 
 __all__ = [
@@ -23,18 +24,24 @@ __all__ = [
     "ImageData",
     "Interrupted",
     "Learner",
+    "Overlap",
     "RoutingStatistics",
+    "SegmentationLearner",
     "StepShare",
     "build",
     "evaluate",
     "fgsm",
     "fit",
+    "make_learner",
     "make_trainer",
     "one_of_each_class",
     "open_checkpoint",
+    "overlap",
     "perturbations",
     "pgd",
+    "pixel_classes",
     "reconstructions",
     "routing_share",
     "routing_statistics",
+    "segmented",
 ]

@@ -96,7 +96,7 @@ class Learner(pl.LightningModule):
         self.decay = Decay(warmup_steps, decay_rate, decay_steps)
         self.loss = CapsNetLoss(reconstruction_weight)
         self.tested_at: int | None = None
-        self.has_classes = model != "autoencoder"
+        self.has_classes = model not in ("autoencoder", "segcaps")
 
     @property
     def has_decoder(self) -> bool:

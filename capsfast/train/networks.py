@@ -6,12 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from ..models import CapsAutoEncoder, CapsNet, DeepCaps
-from ..nn import DynamicRouting, RoutedCaps
+from ..models import CapsAutoEncoder, CapsNet, DeepCaps, SegCaps
+from ..nn import DynamicRouting, RoutedCaps, SlimConvCaps2d
+from ..nn._type_routing import TypeRouting
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
 
-NETWORKS: dict[str, type[nn.Module]] = {"capsnet": CapsNet, "deepcaps": DeepCaps, "autoencoder": CapsAutoEncoder}
+NETWORKS: dict[str, type[nn.Module]] = {
+    "capsnet": CapsNet,
+    "deepcaps": DeepCaps,
+    "autoencoder": CapsAutoEncoder,
+    "segcaps": SegCaps,
+}
 # From the data set, or moved by Lightning.
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
@@ -28,7 +34,9 @@ def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
     taken = inspect.signature(NETWORKS[name]).parameters
     own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
     if len(own) < len(taken):
-        own += _keywords(DynamicRouting) if routing == "dynamic" else _keywords(RoutedCaps)
+        dynamic, others = (TypeRouting, SlimConvCaps2d) if name == "segcaps" else (DynamicRouting, RoutedCaps)
+        own += _keywords(dynamic) if routing == "dynamic" else []
+        own += _keywords(others) if routing != "dynamic" or name == "segcaps" else []
         own += [] if routing == "dynamic" else options_of_routing(routing_class(op, routing))
     return [each for each in dict.fromkeys(own) if each not in GIVEN]
 
