@@ -93,6 +93,10 @@ def reconstruct(
 
         learner, sets = opened(checkpoint, data, data_dir)
         batch = sets.test.batch(train.one_of_each_class(sets.test, sets.num_classes))
+        if isinstance(learner, train.SegmentationLearner):
+            columns = [", ".join(map(str, labels)) for labels in batch.labels.view(len(batch.labels), -1).tolist()]
+            write(pictures.image_grid(train.segmented(learner, batch), columns), out / "reconstructions.png")
+            return
         again = train.reconstructions(learner, batch)
         if batch.parts is None or not learner.has_classes:
             rows = {"input": batch.images, "reconstruction": again}

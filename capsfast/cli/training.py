@@ -61,7 +61,7 @@ def train(
         ),
     ] = "digits",
     data_dir: DataDir = None,
-    model: Annotated[str, typer.Option(help="capsnet, deepcaps, autoencoder or cnn.")] = "capsnet",
+    model: Annotated[str, typer.Option(help=f"{', '.join(options.MODELS)}.")] = "capsnet",
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images a step, of each process.")] = 128,
     out: Annotated[Path, typer.Option(help="Folder of checkpoints, logs and pictures.")] = Path("out/train"),
@@ -156,7 +156,7 @@ def train(
 
 
 def _new(given: Options) -> "tuple[Learner, ImageData]":
-    from ..train import ImageData, Learner
+    from ..train import ImageData, make_learner
 
     images = ImageData(data_dir=given["data_dir"], **{name: given[name] for name in IMAGES})
     images.setup()
@@ -165,7 +165,7 @@ def _new(given: Options) -> "tuple[Learner, ImageData]":
         of_model["reconstruction"] = False
     of_model |= _named(given["option"] or [])
     learning = {name: given[name] for name in LEARNING} | {"normalize": _normalize(given["normalize"], images)}
-    return Learner(given["model"], *images.sets[2:], options=of_model, **learning), images
+    return make_learner(given["model"], *images.sets[2:], options=of_model, **learning), images
 
 
 def _normalize(given: str | None, images: "ImageData") -> Any:

@@ -1,10 +1,11 @@
-"""Whole networks of capsules. Each returns a :class:`CapsNetOutput`."""
+"""Whole networks of capsules. Each returns a :class:`CapsNetOutput`, SegCaps a :class:`SegCapsOutput`."""
 
 from .autoencoder import CapsAutoEncoder
 from .capsnet import CapsNet
 from .cnn import CNN
 from .deepcaps import DeepCaps
 from .output import CapsNetOutput
+from .segcaps import SegCaps, SegCapsOutput
 from .stacked_autoencoder import Sparsity, StackedCapsuleAutoencoder
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "CapsNet",
     "CapsNetOutput",
     "DeepCaps",
+    "SegCaps",
+    "SegCapsOutput",
     "Sparsity",
     "StackedCapsuleAutoencoder",
 ]

@@ -7,13 +7,17 @@ if find_spec("lightning") is None:
 
 from .attacks import fgsm, pgd
 from .checkpoint import open_checkpoint
+from .clusters import cluster_accuracy
 from .evaluate import Attack, Evaluation, evaluate
 from .images import ImageData
 from .inspect import RoutingStatistics, one_of_each_class, perturbations, reconstructions, routing_statistics
 from .learner import Learner
+from .learners import make_learner
 from .networks import NETWORKS, build
 from .profile import StepShare, routing_share
 from .run import fit, make_trainer
+from .segmentation import Overlap, SegmentationLearner, overlap, pixel_classes, segmented
+from .stacked import StackedLearner, object_presences
 from .stopping import Interrupted
 
 __all__ = [
@@ -23,18 +27,27 @@ __all__ = [
     "ImageData",
     "Interrupted",
     "Learner",
+    "Overlap",
     "RoutingStatistics",
+    "SegmentationLearner",
+    "StackedLearner",
     "StepShare",
     "build",
+    "cluster_accuracy",
     "evaluate",
     "fgsm",
     "fit",
+    "make_learner",
     "make_trainer",
+    "object_presences",
     "one_of_each_class",
     "open_checkpoint",
+    "overlap",
     "perturbations",
     "pgd",
+    "pixel_classes",
     "reconstructions",
     "routing_share",
     "routing_statistics",
+    "segmented",
 ]

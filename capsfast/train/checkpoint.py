@@ -12,6 +12,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from ..files import replacing
 from .images import ImageData
 from .learner import Learner
+from .learners import make_learner
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -71,7 +72,7 @@ def open_checkpoint(
             that does not fit the network.
     """
     content = read_checkpoint(path)
-    learner = Learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
+    learner = make_learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
     learner.load_state_dict(content["state_dict"])
     learner.eval()
     options = dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])

@@ -14,7 +14,7 @@ from ..nn import CouplingEntropy, DynamicRouting, LossParts, ReconstructionLoss,
 from ..nn.routing.base import Capsules
 from .adversary import Adversary
 from .dropout import drop_capsules, drop_hidden
-from .networks import OWN_LOSS, build
+from .networks import OWN_LOSS, WITHOUT_CLASSES, build
 from .normalize import Normalize
 from .objective import ClassLoss, multi_hot
 from .schedule import Cosine, Decay
@@ -133,7 +133,7 @@ class Learner(pl.LightningModule):
         if adversarial is not None:
             self.adversary = Adversary(adversarial, adversarial_eps, adversarial_steps, adversarial_share)
         self.tested_at: int | None = None
-        self.has_classes = model != "autoencoder"
+        self.has_classes = model not in WITHOUT_CLASSES
         if adversarial is not None and not self.has_classes:
             raise ValueError(f"{op}: adversarial needs a network with classes, got {model}")
         self.entropy: CouplingEntropy | None = None
@@ -150,7 +150,7 @@ class Learner(pl.LightningModule):
 
     @property
     def has_decoder(self) -> bool:
-        return self.model.decoder is not None
+        return getattr(self.model, "decoder", None) is not None
 
     def check_decoder(self, name: str) -> None:
         """Raises ValueError in the name of a function that needs class capsules with a decoder."""
@@ -278,27 +278,38 @@ class Learner(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         found, output = self.measured(batch)
+        for name, value in self.sums(batch, found, output).items():
+            self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value
+        self._count += len(batch.labels)
+
+    def sums(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor]:
+        """What a test adds up, by name, over the images of a batch; numbers, or vectors ``[n]``.
+
+        found, output: of :meth:`measured`.
+        """
         n = len(batch.labels)
-        del found["loss"]
+        sums = {name: n * value for name, value in found.items() if name != "loss"}
         if self.has_classes:
             objects = 1 if batch.parts is None else batch.parts.shape[1]
             if self.has_decoder and output.lengths.shape[1] > objects:
-                found["reconstruction_absent"] = self.absent_error(batch, output)
-        sums = {name: n * value for name, value in found.items()}
-        if self.has_classes:
+                sums["reconstruction_absent"] = n * self.absent_error(batch, output)
             sums["accuracy"] = right_predictions(output.lengths, batch.labels).sum()
-        for name, value in sums.items():
-            self._sums[name] = self._sums.get(name, torch.zeros_like(self._count)) + value
-        self._count += n
+        return sums
+
+    def results(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
+        """The results of a test from its sums over ``count`` images."""
+        return {name: float(value) / count for name, value in sums.items()}
 
     def on_validation_epoch_end(self) -> None:
         names = sorted(self._sums)
-        sums = torch.stack([*(self._sums[name] for name in names), self._count])
-        *values, count = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+        sizes = [self._sums[name].numel() for name in names]
+        # In float64: counts of pixels are more than float32 holds.
+        sums = torch.cat([*(self._sums[name].flatten() for name in names), self._count[None]]).double()
+        *values, count = self.trainer.strategy.reduce(sums, reduce_op="sum").split([*sizes, 1])
         self.tested_at = self.global_step
+        found = self.results(dict(zip(names, values, strict=True)), count.item())
         # The same on all processes already; Lightning wants to be told.
-        found = {f"test_{name}": value / count for name, value in zip(names, values, strict=True)}
-        self.log_dict(found, prog_bar=True, sync_dist=True)
+        self.log_dict({f"test_{name}": value for name, value in found.items()}, prog_bar=True, sync_dist=True)
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         # Here and not in the trainer: it is kept in the checkpoint.

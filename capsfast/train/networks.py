@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ..models import CNN, CapsAutoEncoder, CapsNet, DeepCaps
-from ..nn import DynamicRouting, RoutedCaps
+from ..models import CNN, CapsAutoEncoder, CapsNet, DeepCaps, SegCaps, StackedCapsuleAutoencoder
+from ..nn import DynamicRouting, RoutedCaps, SlimConvCaps2d
+from ..nn._type_routing import TypeRouting
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
 
@@ -16,7 +17,11 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "deepcaps": DeepCaps,
     "autoencoder": CapsAutoEncoder,
     "cnn": CNN,
+    "segcaps": SegCaps,
+    "stacked": StackedCapsuleAutoencoder,
 }
+# Those that do not say one class, or two, of an image.
+WITHOUT_CLASSES = ("autoencoder", "segcaps", "stacked")
 # Where it is not the margin loss.
 OWN_LOSS = {"cnn": "cross-entropy"}
 # From the data set, or moved by Lightning.
@@ -35,7 +40,9 @@ def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
     taken = inspect.signature(NETWORKS[name]).parameters
     own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
     if len(own) < len(taken):
-        own += _keywords(DynamicRouting) if routing == "dynamic" else _keywords(RoutedCaps)
+        dynamic, others = (TypeRouting, SlimConvCaps2d) if name == "segcaps" else (DynamicRouting, RoutedCaps)
+        own += _keywords(dynamic) if routing == "dynamic" else []
+        own += _keywords(others) if routing != "dynamic" or name == "segcaps" else []
         own += [] if routing == "dynamic" else options_of_routing(routing_class(op, routing))
     return [each for each in dict.fromkeys(own) if each not in GIVEN]
 

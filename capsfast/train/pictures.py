@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -63,6 +64,15 @@ def overlap_colours(parts: Tensor) -> Tensor:
     """Two grey images ``[B, 2, C, H, W]`` to red and green ``[B, 3, H, W]``; yellow where both are."""
     grey = parts.mean(2)
     return torch.stack([grey[:, 0], grey[:, 1], torch.zeros_like(grey[:, 0])], 1)
+
+
+def class_colours(classes: Tensor) -> Tensor:
+    """The classes of pixels, bool ``[B, J, H, W]``, to a colour for each, ``[B, 3, H, W]``; the mean of several."""
+    J = classes.shape[1]
+    shades = colormaps["tab10"](range(J)) if J <= 10 else colormaps["hsv"](torch.linspace(0, 1, J + 1)[:-1].numpy())
+    colours = torch.tensor(shades[:, :3], dtype=torch.float32)  # [J, 3]
+    there = classes.float().cpu()
+    return torch.einsum("bjyx,jc->bcyx", there, colours) / there.sum(1, keepdim=True).clamp_min(1)
 
 
 def perturbation(images: Tensor, label: str, deltas: Sequence[float] = DELTAS) -> Figure:
@@ -151,10 +161,11 @@ def curve(metrics: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
                 left.plot(*zip(*metrics[source], strict=True), style, marker=marker, label=source, linewidth=1)
     left.set(xlabel="step", yscale="log", title="loss and its parts")
     left.legend(fontsize="small")
-    if metrics.get("test_accuracy"):
-        steps, values = zip(*metrics["test_accuracy"], strict=True)
+    tested = next((name for name in ("test_accuracy", "test_iou") if metrics.get(name)), None)
+    if tested is not None:
+        steps, values = zip(*metrics[tested], strict=True)
         right.plot(steps, [100 * value for value in values], "o-")
-        right.set(ylabel="test accuracy, %")
+        right.set(ylabel="test accuracy, %" if tested == "test_accuracy" else "mean IoU, %")
     elif metrics.get("images_per_s"):
         right.plot(*zip(*metrics["images_per_s"], strict=True))
         right.set(ylabel="images/s")

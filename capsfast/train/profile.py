@@ -13,10 +13,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ..backend import use_backend
 from ..data import Batch
 from ..nn import ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement
+from ..nn.slim_caps import _SlimCaps
 from .learner import Learner
 
 STEP, ROUTING = "capsfast: step", "capsfast: routing"
-LAYERS = (ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement)
+LAYERS = (ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement, _SlimCaps)
 
 
 class StepShare(NamedTuple):

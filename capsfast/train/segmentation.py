@@ -1,0 +1,106 @@
+"""Classes of pixels: what is trained on, and how it is measured."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..models.segcaps import PRESENT
+from ..nn import MarginLoss
+from .learner import Learner
+
+# Of an object's own image: where it is at least that bright, the pixel is of its class.
+BRIGHT = 0.5
+
+
+def pixel_classes(batch: Batch, num_classes: int) -> Tensor:
+    """The classes of every pixel, bool ``[B, J, H, W]``: those of the objects that are at least half white there.
+
+    A pixel where two objects overlap has both classes, one of the background none. Of overlapping images the objects
+    are the parts before they were laid over each other, of others the image itself.
+    """
+    objects = batch.images[:, None] if batch.parts is None else batch.parts  # [B, n, C, H, W]
+    labels = batch.labels.view(len(batch.labels), -1)  # [B, n]
+    bright = objects.mean(2) >= BRIGHT
+    classes = bright.new_zeros(len(labels), num_classes, *bright.shape[2:])
+    for n in range(labels.shape[1]):
+        classes[torch.arange(len(labels), device=labels.device), labels[:, n]] |= bright[:, n]
+    return classes
+
+
+class Overlap(NamedTuple):
+    """Pixel counts of every class, ``[J]`` each: in prediction and target, and in either of them."""
+
+    both: Tensor
+    either: Tensor
+
+    @property
+    def iou(self) -> Tensor:
+        """Intersection over union, the mean of the classes that occur."""
+        there = self.either > 0
+        return (self.both[there] / self.either[there]).mean()
+
+
+def overlap(found: Tensor, classes: Tensor) -> Overlap:
+    """Of predicted and true classes, bool ``[B, J, H, W]``."""
+    return Overlap(*(each.sum((0, 2, 3)) for each in (found & classes, found | classes)))
+
+
+class SegmentationLearner(Learner):
+    """:class:`Learner` of a network that gives every pixel its classes.
+
+    The margin loss of Sabour et al. (2017, eq. 4) for every pixel, the mean over all; and the squared error of the
+    image where it has a class, as LaLonde and Bagci (2018, section 3.2) do, with the classes given to the decoder.
+
+    A test gives ``test_iou``, of the classes over all images together, and ``test_pixels``, the share of pixels with
+    exactly the right classes. Arguments as for Learner, of which loss and entropy_weight have no meaning here.
+    """
+
+    pixel_loss = MarginLoss()
+
+    def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
+        images = batch.images if shown is None else shown
+        classes = pixel_classes(batch, self.sizes["num_classes"])
+        output = self.model(self.normalized(images), classes)
+        lengths, targets = (each.movedim(1, -1).flatten(0, -2) for each in (output.lengths, classes))
+        margin = self.pixel_loss(lengths, targets)
+        if output.reconstruction is None:
+            return {"loss": margin, "margin": margin}, output
+        error = self.reconstruction_loss(output.reconstruction, batch.images * classes.any(1, keepdim=True))
+        found = {"loss": margin + self.reconstruction_weight * error, "margin": margin, "reconstruction": error}
+        return found, output
+
+    def sums(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor]:
+        classes = pixel_classes(batch, self.sizes["num_classes"])
+        predicted = output.lengths > PRESENT
+        both, either = overlap(predicted, classes)
+        right = (predicted == classes).all(1)
+        counts = {"both": both, "either": either, "right": right.sum(), "pixels": torch.tensor(right.numel())}
+        return super().sums(batch, found, output) | {
+            name: each.to(self.device).double() for name, each in counts.items()
+        }
+
+    def results(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
+        iou = Overlap(sums.pop("both"), sums.pop("either")).iou
+        pixels = sums.pop("right") / sums.pop("pixels")
+        return super().results(sums, count) | {"iou": float(iou), "pixels": float(pixels)}
+
+
+@torch.no_grad()
+def segmented(learner: SegmentationLearner, batch: Batch) -> dict[str, Tensor]:
+    """What the network makes of images: rows of pictures for :func:`capsfast.train.pictures.image_grid`.
+
+    Returns:
+        ``image``, ``classes``, ``predicted`` and, with a decoder, ``reconstruction`` by the predicted classes.
+    """
+    from .pictures import class_colours
+
+    batch = batch.to(learner.device)
+    output = learner.model(batch.images)
+    rows = {
+        "image": batch.images,
+        "classes": class_colours(pixel_classes(batch, learner.sizes["num_classes"])),
+        "predicted": class_colours(output.lengths > PRESENT),
+    }
+    return rows if output.reconstruction is None else {**rows, "reconstruction": output.reconstruction}

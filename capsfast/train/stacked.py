@@ -1,0 +1,43 @@
+"""Training without labels: the stacked capsule autoencoder."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..data.sets import DrawnSet
+from .evaluate import batches
+from .learner import Learner
+
+
+class StackedLearner(Learner):
+    """:class:`Learner` of a :class:`capsfast.models.StackedCapsuleAutoencoder`, which sees no labels.
+
+    The loss is that of the network, the sum of its terms. A test gives each term, and the squared error of the images
+    as ``test_reconstruction``. Arguments as for Learner, of which those for classes have no meaning here.
+    """
+
+    def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
+        images = batch.images if shown is None else shown
+        output = self.model(self.normalized(images))
+        terms = self.model.loss(output)
+        error = self.reconstruction_loss(output.reconstruction, images)
+        return {"loss": torch.stack(list(terms.values())).sum(), **terms, "reconstruction": error}, output
+
+
+@torch.no_grad()
+def object_presences(
+    learner: StackedLearner, dataset: DrawnSet, *, limit: int | None = None, batch_size: int = 256
+) -> tuple[Tensor, Tensor]:
+    """Presences of the object capsules ``[N, K]`` and labels ``[N]``, over the first ``limit`` images.
+
+    :func:`capsfast.train.cluster_accuracy` says how well the former tell the latter.
+    """
+    learner.eval()
+    presences, labels = [], []
+    for batch in batches(dataset, batch_size, limit):
+        output = learner.output(batch.images.to(learner.device))
+        presences.append(output.objects.presences.cpu())
+        labels.append(batch.labels)
+    return torch.cat(presences), torch.cat(labels)
