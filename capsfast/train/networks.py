@@ -6,12 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from ..models import CapsAutoEncoder, CapsNet, DeepCaps
+from ..models import CapsAutoEncoder, CapsNet, DeepCaps, MatrixCapsNet
 from ..nn import DynamicRouting, RoutedCaps
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
 
-NETWORKS: dict[str, type[nn.Module]] = {"capsnet": CapsNet, "deepcaps": DeepCaps, "autoencoder": CapsAutoEncoder}
+NETWORKS: dict[str, type[nn.Module]] = {
+    "capsnet": CapsNet,
+    "deepcaps": DeepCaps,
+    "autoencoder": CapsAutoEncoder,
+    "matrixcapsnet": MatrixCapsNet,
+}
 # From the data set, or moved by Lightning.
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
