@@ -4,6 +4,7 @@ from .autoencoder import CapsAutoEncoder
 from .capsnet import CapsNet
 from .cnn import CNN
 from .deepcaps import DeepCaps
+from .matrix_capsnet import MatrixCapsNet
 from .output import CapsNetOutput
 from .segcaps import SegCaps, SegCapsOutput
 from .stacked_autoencoder import Sparsity, StackedCapsuleAutoencoder
@@ -14,6 +15,7 @@ __all__ = [
     "CapsNet",
     "CapsNetOutput",
     "DeepCaps",
+    "MatrixCapsNet",
     "SegCaps",
     "SegCapsOutput",
     "Sparsity",

@@ -1,5 +1,6 @@
 """Modules: thin shells that own parameters."""
 
+from .class_caps import ClassCaps2d
 from .conv_caps import ConvCaps2d
 from .coupling_entropy import CouplingEntropy
 from .couplings import couplings, recorded
@@ -7,6 +8,7 @@ from .decoder import ConvDecoder, Decoder
 from .dynamic_routing import ClassCaps, DigitCaps, DynamicRouting
 from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, SpreadLoss
 from .primary_caps import FlattenCaps, PrimaryCaps
+from .primary_matrix_caps import PrimaryMatrixCaps
 from .readout import Length, Mask
 from .routed_caps import RoutedCaps
 from .routing import (
@@ -35,6 +37,7 @@ __all__ = [
     "CapsNetLoss",
     "Capsules",
     "ClassCaps",
+    "ClassCaps2d",
     "ConvCaps2d",
     "ConvDecoder",
     "CosineRouting",
@@ -52,6 +55,7 @@ __all__ = [
     "MarginLoss",
     "Mask",
     "PrimaryCaps",
+    "PrimaryMatrixCaps",
     "ReconstructionLoss",
     "RoutedCaps",
     "Routing",

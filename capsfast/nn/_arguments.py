@@ -31,6 +31,13 @@ def positive(op: str, name: str, value: object, zero: bool = False) -> None:
         raise ValueError(f"{op}: {name} must be {'0 or ' if zero else ''}positive and finite, got {value}")
 
 
+def finite(op: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{op}: {name} must be finite, got {value}")
+
+
 def backend(op: str, name: str | None) -> None:
     if name is not None and name not in ORDER:
         raise ValueError(f"{op}: backend must be one of {', '.join(map(repr, ORDER))}, got {name!r}")

@@ -10,9 +10,13 @@ from torch.nn import functional as F
 from .. import checks
 from . import _arguments
 from .dynamic_routing import DynamicRouting
-from .routed_caps import fully_connected
+from .routed_caps import RoutedCaps, fully_connected
 from .routing.base import Capsules
 from .routing.names import RoutingChoice
+from .routing.votes import Votes
+from .routing.windows import Windows, WindowVotes
+
+COMPETITION = ("window", "child")
 
 
 class ConvCaps2d(nn.Module):
@@ -22,8 +26,8 @@ class ConvCaps2d(nn.Module):
     (type, y, x). The poses are unfolded, the votes are not: beyond the input it needs the poses once
     for every window they are in.
 
-    Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`, with another routing a
-    :class:`capsfast.nn.RoutedCaps`.
+    Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`; with another routing, with ``pose_rows`` or
+    with ``competition="child"`` a :class:`capsfast.nn.RoutedCaps`.
 
     Capsules of the padding are not there: they have no coupling and no vote.
 
@@ -34,18 +38,22 @@ class ConvCaps2d(nn.Module):
         num_iterations: of the routing; None for its default, 3 for dynamic routing. There, one iteration is a
             convolution of the poses, squashed.
         routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
-        groups: of dynamic routing: input and output types are cut into as many runs; each run of inputs is routed to
-            its run of outputs alone.
+        competition: for which output capsules the coupling coefficients of an input capsule sum to 1. ``"window"``:
+            those of a window; an input capsule has a softmax in each window that it is in. ``"child"``: those of all
+            these windows together, in one softmax (Hinton, Sabour, Frosst 2018), which takes two passes for one.
+        groups: of dynamic routing in windows: input and output types are cut into as many runs; each run of inputs is
+            routed to its run of outputs alone.
         init_std: as in the layer of the routing. With dynamic routing by default such that the weighted sum of equal
             coupling starts about as long as the input capsules, with one iteration twice as long. In a deep stack
             ``squash="exp"`` keeps their length then, while ``"paper"``, quadratic for short vectors, lets them fade.
         device, dtype: of the parameters.
         options: all others of :class:`capsfast.DynamicRouting` (shared_weight, learned_logits, bias, rank,
-            top_k, softmax, gradient, leaky, squash, eps, backend; share_batch_logits averages over places too), with
-            another routing those of RoutedCaps.
+            top_k, softmax, gradient, leaky, squash, eps, backend; share_batch_logits averages over places too), or of
+            RoutedCaps where that is the layer, such as pose_rows.
 
-    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than the
-    dynamic, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such shapes.
+    Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than
+    ``"dynamic"``, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such
+    shapes.
 
     Source: Hinton, Sabour, Frosst (2018), section 4, for the windows; Sabour, Frosst, Hinton (2017) for the routing.
 
@@ -66,6 +74,7 @@ class ConvCaps2d(nn.Module):
         num_iterations: int | None = None,
         *,
         routing: RoutingChoice = "dynamic",
+        competition: str = "window",
         groups: int = 1,
         init_std: float | None = None,
         device: torch.device | str | None = None,
@@ -85,21 +94,36 @@ class ConvCaps2d(nn.Module):
         self.stride = _arguments.pair(op, "stride", stride)
         self.padding = _arguments.pair(op, "padding", padding, least=0)
         self.dilation = _arguments.pair(op, "dilation", dilation)
+        checks.choice(op, "competition", competition, COMPETITION)
+        self.competition = competition
+        self.uses_poses_alone = routing == "dynamic"
         in_caps = in_types * self.kernel_size[0] * self.kernel_size[1]
-        if routing != "dynamic" and groups != 1:
-            raise ValueError(f"{op}: groups need routing='dynamic', got groups={groups} with another routing")
-        if routing == "dynamic":
-            options["groups"] = groups
+        fused = routing == "dynamic" and competition == "window" and options.get("pose_rows") is None
+        if groups != 1 and not fused:
+            raise ValueError(
+                f"{op}: groups need routing='dynamic', got groups={groups} with another routing, with pose_rows or "
+                f"with competition='child'"
+            )
         if init_std is None and routing == "dynamic":
             # Equal coupling c and independent weights: |s|^2 = I c^2 std^2 D |u|^2. Further iterations lengthen s.
             routed = in_caps // groups
-            shares = routed if options.get("softmax") == "in" else out_types // groups
-            init_std = (2 if num_iterations == 1 else 1) * shares / (routed * out_dim) ** 0.5
-        if init_std is not None:
-            options["init_std"] = init_std
-        self.routing = fully_connected(
-            in_caps, out_types, in_dim, out_dim, routing, num_iterations, device=device, dtype=dtype, **options
-        )
+            shares: float = routed if options.get("softmax") == "in" else out_types // groups
+            if competition == "child":
+                shares *= max(1.0, in_caps / in_types / (self.stride[0] * self.stride[1]))  # windows of a capsule
+            columns = out_dim if options.get("pose_rows") is None else out_dim // options["pose_rows"]
+            init_std = (2 if num_iterations == 1 else 1) * shares / (routed * columns) ** 0.5
+        options |= {"init_std": init_std, "device": device, "dtype": dtype}
+        if init_std is None:
+            del options["init_std"]
+        sizes = (in_caps, out_types, in_dim, out_dim)
+        self.routing: DynamicRouting | RoutedCaps
+        if fused:
+            options.pop("pose_rows", None)
+            self.routing = fully_connected(*sizes, routing, num_iterations, groups=groups, **options)
+        else:
+            if num_iterations is not None:
+                options["num_iterations"] = num_iterations
+            self.routing = RoutedCaps(*sizes, routing=routing, **options)
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for an input of ``size`` (H, W)."""
@@ -141,22 +165,35 @@ class ConvCaps2d(nn.Module):
         at_place = windows.flatten(5, 6).flatten(0, 4)  # [H'·W', h·w]
         return at_place.repeat(poses.shape[0], self.in_types)
 
+    def votes(self, poses: Tensor) -> Votes:
+        """The votes in every window, of a layer that routes by passes; none is in memory."""
+        assert isinstance(self.routing, RoutedCaps)
+        votes = self.routing.votes(self.unfold(poses), self.inside(poses))
+        if self.competition == "window":
+            return votes
+        size = (poses.shape[3], poses.shape[4])
+        windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
+        return WindowVotes(votes, windows)
+
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
         """With ``return_coupling``, for dynamic routing, also the last ``c [B, H', W', I, out_types / groups]``."""
         op = "capsfast.nn.ConvCaps2d"
         u = self.unfold(poses)
         places = (poses.shape[0], *self.grid(poses.shape[3:]))
-        if not isinstance(self.routing, DynamicRouting):
-            if return_coupling:
-                raise ValueError(f"{op}: return_coupling needs routing='dynamic'; see capsfast.nn.couplings")
-            at_windows = None if activation is None else self.unfold_activation(poses, activation)
-            found = self.routing(u, at_windows, mask=self.inside(poses))
-            return Capsules(
-                found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2),  # [B, J, D, H', W']
-                found.activations.unflatten(0, places).movedim(-1, 1),  # [B, J, H', W']
-            )
-        if activation is not None:
+        if activation is not None and self.uses_poses_alone:
             raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
+        if isinstance(self.routing, RoutedCaps):
+            if return_coupling:
+                raise ValueError(
+                    f"{op}: return_coupling needs routing='dynamic' in windows, without pose_rows; "
+                    f"see capsfast.nn.couplings"
+                )
+            at_windows = None if activation is None else self.unfold_activation(poses, activation)
+            found = self.routing.routing(self.votes(poses), at_windows)
+            out = found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
+            if self.uses_poses_alone:
+                return out
+            return Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
         # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
         seen = return_coupling or self.routing.softmax == "in"
         mask = self.inside(poses) if seen else None
@@ -170,7 +207,7 @@ class ConvCaps2d(nn.Module):
         for name, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"
-        return text
+        return text if self.competition == "window" else f"{text}, competition={self.competition!r}"
 
 
 def _windows(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..models import CNN, CapsAutoEncoder, CapsNet, DeepCaps, SegCaps, StackedCapsuleAutoencoder
+from ..models import CNN, CapsAutoEncoder, CapsNet, DeepCaps, MatrixCapsNet, SegCaps, StackedCapsuleAutoencoder
 from ..nn import DynamicRouting, RoutedCaps, SlimConvCaps2d
 from ..nn._type_routing import TypeRouting
 from ..nn.routing.names import RoutingChoice, routing_class
@@ -19,6 +19,7 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "cnn": CNN,
     "segcaps": SegCaps,
     "stacked": StackedCapsuleAutoencoder,
+    "matrixcapsnet": MatrixCapsNet,
 }
 # Those that do not say one class, or two, of an image.
 WITHOUT_CLASSES = ("autoencoder", "segcaps", "stacked")

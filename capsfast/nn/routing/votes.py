@@ -62,9 +62,11 @@ class Votes(ABC):
         logits: Tensor | None = None,
         activation: Tensor | None = None,
         normalize: str = "out",
+        lse: Tensor | None = None,
         leaky: bool = False,
         second: bool = False,
         return_weights: bool = False,
+        return_lse: bool = False,
     ) -> Moments:
         """One pass over the votes, as :func:`capsfast.routing_pass`; masked capsules are left out."""
 

@@ -1,0 +1,136 @@
+"""The network of matrix capsules of Hinton, Sabour, Frosst (2018)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
+from ..nn.routing.base import Capsules, lengths
+from ..nn.routing.names import RoutingChoice
+from ._images import check_images, image_shape
+from .output import CapsNetOutput
+
+Window = tuple[int, int]  # kernel size and stride, both the same along both axes
+
+
+def fitting_windows(height: int, width: int) -> tuple[Window, Window, Window]:
+    """Those of the paper; for images below 17 pixels windows that leave a place, with a stride of 1."""
+    side = min(height, width)
+    if side >= 17:
+        return (5, 2), (3, 2), (3, 1)
+    kernel = 3 if side >= 7 else 1
+    return (kernel, 1), (kernel, 1), (kernel, 1)
+
+
+class MatrixCapsNet(nn.Module):
+    """Convolution, primary capsules with poses and activations, two layers of convolutional capsules and class capsules
+    with coordinate addition (Hinton, Sabour, Frosst 2018, figure 1).
+
+    The defaults are the paper's small network for smallNORB, A = 64, B = 8, C = D = 16, of 68 754 parameters. A = B = C
+    = D = 32 has 317 194; the paper says 68 thousand and 310 thousand.
+
+    Parts: ``conv``, ``primary`` (:class:`capsfast.nn.PrimaryMatrixCaps`), ``conv_caps`` (two
+    :class:`capsfast.nn.ConvCaps2d`), ``routing`` (:class:`capsfast.nn.ClassCaps2d`). There is no decoder.
+
+    Args:
+        in_channels, image_size: of the images; an int or (height, width).
+        num_classes: J.
+        conv_channels: A, of the convolution.
+        primary_types: B, capsules at each place.
+        conv_types: C and D, of the two layers of convolutional capsules.
+        pose_rows: of the pose matrices, which are square.
+        num_iterations: of all routings; None for their default.
+        routing: ``"em"``, or another one as for :class:`capsfast.nn.RoutedCaps`. One that takes no activations finds
+            poses alone, and hands their lengths on where they are asked for.
+        competition: of the convolutional capsules, see :class:`capsfast.nn.ConvCaps2d`; ``"child"`` is the paper's.
+        coordinates: whether class capsules have coordinate addition.
+        windows: (kernel size, stride) of the convolution and of the two layers of capsules; by default ((5, 2), (3, 2),
+            (3, 1)), on images below 17 pixels smaller.
+        backend, device, dtype, routing_options: of all routings.
+
+    Shapes: images ``[B, C, H, W]`` with values in [0, 1] to :class:`CapsNetOutput`, whose reconstruction is None.
+
+    Raises:
+        ValueError, TypeError: a size, an option or an input that does not fit.
+    """
+
+    _op = "capsfast.models.MatrixCapsNet"
+    decoder = None
+
+    def __init__(
+        self,
+        in_channels: int = 2,
+        image_size: int | Sequence[int] = 32,
+        num_classes: int = 5,
+        *,
+        conv_channels: int = 64,
+        primary_types: int = 8,
+        conv_types: Sequence[int] = (16, 16),
+        pose_rows: int = 4,
+        num_iterations: int | None = None,
+        routing: RoutingChoice = "em",
+        competition: str = "child",
+        coordinates: bool = True,
+        windows: Sequence[Sequence[int]] | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **routing_options: Any,
+    ) -> None:
+        super().__init__()
+        op = self._op
+        self.image_shape = image_shape(op, in_channels, image_size)
+        size = self.image_shape[1:]
+        _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels)
+        _arguments.integers(op, primary_types=primary_types, pose_rows=pose_rows)
+        before, after = _arguments.pair(op, "conv_types", conv_types)
+        if windows is None:
+            windows = fitting_windows(*size)
+        if len(windows) != 3:
+            raise ValueError(f"{op}: windows must be three pairs (kernel size, stride), got {windows}")
+        for window in windows:
+            _arguments.pair(op, "windows", window)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **made}
+        if num_iterations is not None:
+            chosen["num_iterations"] = num_iterations
+        chosen |= routing_options
+        (kernel, stride), *others = windows
+        dim = pose_rows**2
+        for kernel_size, step in windows:
+            size = _arguments.window_grid(op, size, (kernel_size,) * 2, (step,) * 2, (0, 0), (1, 1))
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, **made)
+        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, **made)
+        self.conv_caps = nn.ModuleList(
+            ConvCaps2d(types, more, dim, dim, kernel_size, step, competition=competition, **chosen)
+            for types, more, (kernel_size, step) in zip((primary_types, before), (before, after), others, strict=True)
+        )
+        self.routing = ClassCaps2d(after, num_classes, dim, dim, size, coordinates=coordinates, **chosen)
+
+    def encode(self, images: Tensor) -> Capsules:
+        """What the class capsules see of ``images [B, C, H, W]``: poses ``[B, I, K]`` and activations ``[B, I]``."""
+        check_images(self._op, images, self.image_shape)
+        poses, activations = self.primary(F.relu(self.conv(images)))
+        for layer in self.conv_caps:
+            if layer.uses_poses_alone:
+                poses = layer(poses)
+                activations = lengths(poses.movedim(2, -1))
+            else:
+                poses, activations = layer(poses, activations)
+        return Capsules(self.routing.flatten(poses), activations.flatten(1))
+
+    def classify(self, images: Tensor) -> Capsules:
+        """The class capsules of ``images [B, C, H, W]``."""
+        return self.routing(*self.encode(images))  # type: ignore[no-any-return]
+
+    def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
+        """There is no decoder; raises RuntimeError."""
+        raise RuntimeError(f"{self._op}: there is no decoder")
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
+        """``labels`` are for a decoder and not looked at."""
+        capsules, activations = self.classify(images)
+        return CapsNetOutput(activations, capsules, None)

@@ -1,0 +1,148 @@
+"""Class capsules of an image of capsules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from . import _arguments
+from .primary_caps import FlattenCaps
+from .routed_caps import RoutedCaps
+from .routing.base import Capsules
+from .routing.names import RoutingChoice
+from .routing.votes import Votes, votes_of
+
+
+class ClassCaps2d(RoutedCaps):
+    """Fully connected capsules over an image, whose weight is shared by all places (Hinton, Sabour, Frosst 2018,
+    section 4).
+
+    A shared weight does not know where a capsule is, so its place is added to its vote: coordinate addition. With
+    ``pose_rows`` row and column of the place go to the first two entries of the last column of the vote, else to its
+    first two numbers. They are the centers of H and W equal parts of the unit interval, such as 1/4 and 3/4 of two.
+
+    The votes are not in memory; the weight is, once for each input capsule.
+
+    Parameters: ``W [in_types, out_caps, out_dim, in_dim]``; with ``pose_rows`` ``[in_types, out_caps, Q, R]``. Those of
+    the routing are in its part ``routing``.
+
+    Args:
+        in_types: input capsules at each place.
+        out_caps: J.
+        in_dim, out_dim: sizes of a capsule, K and D.
+        size: of the image, an int or (height, width). The routing has ``in_types·H·W`` input capsules in the order
+            (type, y, x).
+        coordinates: whether places are added to the votes.
+        routing, pose_rows, init_std, device, dtype, options: as in :class:`RoutedCaps`.
+
+    Shapes: poses ``[B, in_types, in_dim, H, W]`` and activation ``[B, in_types, H, W]``, or both as lists
+    ``[B, I, in_dim]`` and ``[B, I]``, to :class:`Capsules`: poses ``[B, out_caps, out_dim]`` and activations
+    ``[B, out_caps]``.
+
+    Raises:
+        ValueError, TypeError: sizes, options or inputs that do not fit.
+    """
+
+    _op = "capsfast.nn.ClassCaps2d"
+
+    def __init__(
+        self,
+        in_types: int,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        size: int | Sequence[int],
+        *,
+        coordinates: bool = True,
+        routing: RoutingChoice = "dynamic",
+        pose_rows: int | None = None,
+        **options: Any,
+    ) -> None:
+        op = self._op
+        _arguments.integers(op, in_types=in_types)
+        height, width = _arguments.pair(op, "size", size)
+        checks.boolean(op, "coordinates", coordinates)
+        if "shared_weight" in options:
+            raise TypeError(f"{op}: shared_weight is no option; the weight is that of a type")
+        super().__init__(
+            in_types * height * width,
+            out_caps,
+            in_dim,
+            out_dim,
+            routing=routing,
+            pose_rows=pose_rows,
+            shared_weight=True,
+            **options,
+        )
+        rows = out_dim if pose_rows is None else pose_rows
+        if coordinates and rows < 2:
+            name = "out_dim" if pose_rows is None else "pose_rows"
+            raise ValueError(f"{op}: {name} must be at least 2 for two coordinates, got {rows}; or coordinates=False")
+        self.in_types = in_types
+        self.size = (height, width)
+        self.coordinates = coordinates
+        self.flatten = FlattenCaps()
+        self.W = nn.Parameter(self.W.new_empty(in_types, *self.W.shape[1:]))
+        self.reset_parameters()
+
+    def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
+        """The votes of poses, as an image or as a list of capsules; none is in memory."""
+        u = self._listed(u)
+        weight: Tensor = self.W
+        if self.pose_rows is not None:
+            u = u.unflatten(2, (self.pose_rows, -1))
+        if self.coordinates:
+            # The constant that is added to a vote is a product too: of one more column of the pose and one more row of
+            # the weight, which is (0, ..., 0, 1), or of two more numbers of a vector. So kernels know nothing of it.
+            u, weight = self._placed(u, weight)
+        each = weight[:, None].expand(-1, self.size[0] * self.size[1], -1, -1, -1).flatten(0, 1)
+        return votes_of(self._op, (u, each), mask=mask, out_mask=out_mask, backend=self.routing.backend)
+
+    def forward(
+        self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
+    ) -> Capsules:
+        """``activation``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
+        if activation is not None and activation.dim() == 4:
+            image = (activation.shape[0], self.in_types, *self.size)
+            if activation.shape != image:
+                raise ValueError(
+                    f"{self._op}: activation must be [B, in_types, H, W] = {list(image)}, "
+                    f"got {checks.shape_of(activation)}"
+                )
+            activation = activation.flatten(1)
+        return super().forward(u, activation, mask=mask, out_mask=out_mask)
+
+    def _listed(self, u: Tensor) -> Tensor:
+        """``[B, I, K]``."""
+        image = isinstance(u, Tensor) and u.dim() == 5
+        if image and (u.shape[1], u.shape[3], u.shape[4]) == (self.in_types, *self.size):
+            u = self.flatten(u)
+        _arguments.floats(self._op, "u", u, "[B, in_types, in_dim, H, W]" if image else "[B, I, K]")
+        if u.dim() != 3 or u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
+            height, width = self.size
+            raise ValueError(
+                f"{self._op}: u must be [B, in_types={self.in_types}, in_dim={self.in_dim}, {height}, {width}] or the "
+                f"list [B, {self.in_caps}, in_dim], got {checks.shape_of(u)}"
+            )
+        return u
+
+    def _placed(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Pose and weight with what multiplies to the coordinates."""
+        axes = [(torch.arange(n, device=u.device, dtype=u.dtype) + 0.5) / n for n in self.size]
+        place = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1).repeat(self.in_types, 1)  # [I, 2]
+        if self.pose_rows is None:
+            two = torch.eye(self.out_dim, device=weight.device, dtype=weight.dtype)[:, :2]
+            u = torch.cat([u, place.expand(u.shape[0], -1, -1)], 2)
+            return u, torch.cat([weight, two.expand(*weight.shape[:2], -1, -1)], 3)
+        column = nn.functional.pad(place, (0, self.pose_rows - 2))[..., None]  # [I, P, 1]
+        last = torch.eye(weight.shape[3], device=weight.device, dtype=weight.dtype)[-1:]
+        u = torch.cat([u, column.expand(u.shape[0], -1, -1, -1)], 3)
+        return u, torch.cat([weight, last.expand(*weight.shape[:2], -1, -1)], 2)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_types}, {self.out_caps}, {self.in_dim}, {self.out_dim}, size={self.size}"
+        if self.pose_rows is not None:
+            text += f", pose_rows={self.pose_rows}"
+        return text if self.coordinates else f"{text}, coordinates=False"

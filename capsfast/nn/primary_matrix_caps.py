@@ -1,0 +1,89 @@
+"""From feature maps to capsules with an activation of their own."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from . import _arguments
+from .routing.base import Capsules
+
+
+class PrimaryMatrixCaps(nn.Module):
+    """Two convolutions: one makes poses, the other, under a sigmoid, activations.
+
+    Parameters: ``pose`` and ``activation``, convolutions of ``types·dim`` and of ``types`` channels. Channel
+    ``t·dim + k`` of the first is component k of capsule type t.
+
+    Args:
+        in_channels: of the feature maps.
+        types: capsules at each place, C.
+        dim: size of a capsule, K; of a pose matrix, the number of its entries.
+        kernel_size, stride, padding: of both convolutions; an int or two of them.
+        device, dtype: of the parameters.
+
+    Shapes: ``[B, in_channels, H, W]`` to :class:`Capsules`: poses ``[B, types, dim, H', W']``, activations
+    ``[B, types, H', W']``.
+
+    Source: Hinton, Sabour, Frosst (2018), section 4.
+
+    Raises:
+        ValueError, TypeError: a size or an input that does not fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        types: int,
+        dim: int,
+        kernel_size: int | Sequence[int] = 1,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = "capsfast.nn.PrimaryMatrixCaps"
+        _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
+        window = (
+            _arguments.pair(op, "kernel_size", kernel_size),
+            _arguments.pair(op, "stride", stride),
+            _arguments.pair(op, "padding", padding, least=0),
+        )
+        self.in_channels = in_channels
+        self.types = types
+        self.dim = dim
+        self.pose = nn.Conv2d(in_channels, types * dim, *window, device=device, dtype=dtype)
+        self.activation = nn.Conv2d(in_channels, types, *window, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        self.pose.reset_parameters()
+        self.activation.reset_parameters()
+        # Features of a ReLU are well below 1. The authors' code has 0.5 for 64 of them, and so has this.
+        nn.init.trunc_normal_(self.pose.weight, std=4 / self.pose.weight[0].numel() ** 0.5)
+
+    def grid(self, size: Sequence[int]) -> tuple[int, int]:
+        """(H', W') for feature maps of ``size`` (H, W)."""
+        conv = self.pose
+        return _arguments.window_grid(
+            "capsfast.nn.PrimaryMatrixCaps",
+            size,
+            conv.kernel_size,
+            conv.stride,
+            conv.padding,  # type: ignore[arg-type]
+            conv.dilation,
+        )
+
+    def forward(self, features: Tensor) -> Capsules:
+        op = "capsfast.nn.PrimaryMatrixCaps"
+        _arguments.floats(op, "features", features, "[B, in_channels, H, W]")
+        if features.shape[1] != self.in_channels:
+            raise ValueError(
+                f"{op}: features must be [B, in_channels={self.in_channels}, H, W], got {checks.shape_of(features)}"
+            )
+        self.grid(features.shape[2:])
+        return Capsules(self.pose(features).unflatten(1, (self.types, self.dim)), self.activation(features).sigmoid())

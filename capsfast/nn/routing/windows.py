@@ -1,0 +1,111 @@
+"""Overlapping windows whose output capsules compete for the input capsules that they share."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...passes import Moments
+from ...precision import wide_dtype
+from .votes import Votes
+
+SCORES = ("query", "precision", "prior", "logits")
+
+
+class Windows(NamedTuple):
+    """Where the windows of a convolution lie on an image of ``size``; all pairs are (vertical, horizontal).
+
+    ``grid`` is how many there are. The input capsules of a window are in the order (type, y, x).
+    """
+
+    size: tuple[int, int]
+    grid: tuple[int, int]
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    def log_sum(self, lse: Tensor) -> Tensor:
+        """Adds up in logarithms what each input capsule has in all windows that it is in, and hands it to each of them.
+
+        ``[B·windows, I]`` to the same shape. -inf adds nothing, nor does padding. 0 where all are -inf.
+        """
+        area, places = self.kernel_size[0] * self.kernel_size[1], self.grid[0] * self.grid[1]
+        columns = lse.unflatten(0, (-1, places)).transpose(1, 2)  # [B, I, windows]
+        with torch.no_grad():  # what is subtracted in the exponent, on which the result does not depend
+            peak = self._peak(columns.unflatten(1, (-1, area)))
+            peak = torch.where(peak.isfinite(), peak, 0.0)
+            subtracted = self._unfold(peak)
+        total = F.fold(
+            (columns - subtracted).exp(), self.size, self.kernel_size, self.dilation, self.padding, self.stride
+        )
+        total = torch.where(total > 0, total, 1.0)
+        return self._unfold(peak + total.log()).transpose(1, 2).flatten(0, 1)
+
+    def _unfold(self, image: Tensor) -> Tensor:
+        """``[B, types, H, W]`` to ``[B, I, windows]``."""
+        return F.unfold(image, self.kernel_size, self.dilation, self.padding, self.stride)
+
+    def _peak(self, columns: Tensor) -> Tensor:
+        """The largest of an input capsule: ``[B, types, kernel area, windows]`` to ``[B, types, H, W]``."""
+        padded = [n + 2 * p for n, p in zip(self.size, self.padding, strict=True)]
+        rows, cols = (
+            torch.arange(k, device=columns.device)[:, None] * d + torch.arange(n, device=columns.device) * s
+            for k, d, n, s in zip(self.kernel_size, self.dilation, self.grid, self.stride, strict=True)
+        )  # [kernel, windows] of each axis
+        place = rows[:, None, :, None] * padded[1] + cols[None, :, None, :]
+        index = place.flatten().expand(*columns.shape[:2], -1)
+        image = columns.new_full((*columns.shape[:2], padded[0] * padded[1]), -math.inf)
+        image = image.scatter_reduce(2, index, columns.flatten(2), "amax").unflatten(2, padded)
+        (top, left), (height, width) = self.padding, self.size
+        inside: Tensor = image[..., top : top + height, left : left + width]
+        return inside
+
+
+class WindowVotes(Votes):
+    """Votes of windows, each a sample. An input capsule has one softmax, over the output capsules of all its windows
+    (Hinton, Sabour, Frosst 2018, section 4).
+
+    A softmax over the output capsules is two passes: the log-sum-exp of each window, added up over the windows of an
+    input capsule, then the pass itself. In memory are only numbers for an input capsule in a window that it is in.
+    Other normalizations are those of each window.
+
+    Args:
+        votes: B·windows samples, windows last. A mask there must treat an input capsule alike in all its windows.
+        windows: where they lie.
+    """
+
+    def __init__(self, votes: Votes, windows: Windows) -> None:
+        self.votes = votes
+        self.windows = windows
+        self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
+        self.dtype, self.device, self.u, self.out_mask = votes.dtype, votes.device, votes.u, votes.out_mask
+
+    def moments(
+        self, *, normalize: str = "out", leaky: bool = False, return_lse: bool = False, **arguments: Any
+    ) -> Moments:
+        if normalize != "out":
+            return self.votes.moments(normalize=normalize, leaky=leaky, return_lse=return_lse, **arguments)
+        scores: dict[str, Any] = {name: arguments.get(name) for name in SCORES}
+        if all(value is None for value in scores.values()):
+            lse = self._equal()
+        else:
+            of_windows = self.votes.moments(**scores, center=arguments.get("center"), return_lse=True).lse
+            assert of_windows is not None
+            lse = self.windows.log_sum(of_windows)
+        if leaky:
+            lse = torch.logaddexp(lse, torch.zeros_like(lse))
+        found = self.votes.moments(normalize="lse", lse=lse, **arguments)
+        return found._replace(lse=lse) if return_lse else found
+
+    def _equal(self) -> Tensor:
+        """The log-sum-exp of logits that are all 0, ``[B·windows, I]``."""
+        places = self.windows.grid[0] * self.windows.grid[1]
+        wide = wide_dtype(self.dtype)
+        if self.out_mask is None:
+            each = torch.full((places, self.I), math.log(self.J), dtype=wide, device=self.device)
+            return self.windows.log_sum(each).repeat(self.B // places, 1)
+        each = self.out_mask.sum(1, keepdim=True).to(wide).log().expand(-1, self.I)
+        return self.windows.log_sum(each)
