@@ -3,6 +3,7 @@
 from .autoencoder import CapsAutoEncoder
 from .capsnet import CapsNet
 from .deepcaps import DeepCaps
+from .efficient_capsnet import EfficientCapsNet
 from .output import CapsNetOutput
 
-__all__ = ["CapsAutoEncoder", "CapsNet", "CapsNetOutput", "DeepCaps"]
+__all__ = ["CapsAutoEncoder", "CapsNet", "CapsNetOutput", "DeepCaps", "EfficientCapsNet"]

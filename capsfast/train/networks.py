@@ -6,18 +6,25 @@ from typing import Any
 
 from torch import nn
 
-from ..models import CapsAutoEncoder, CapsNet, DeepCaps
+from ..models import CapsAutoEncoder, CapsNet, DeepCaps, EfficientCapsNet
 from ..nn import DynamicRouting, RoutedCaps
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
 
-NETWORKS: dict[str, type[nn.Module]] = {"capsnet": CapsNet, "deepcaps": DeepCaps, "autoencoder": CapsAutoEncoder}
+NETWORKS: dict[str, type[nn.Module]] = {
+    "capsnet": CapsNet,
+    "deepcaps": DeepCaps,
+    "autoencoder": CapsAutoEncoder,
+    "efficientcapsnet": EfficientCapsNet,
+}
 # From the data set, or moved by Lightning.
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
 
-def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
+def options_of(name: str, routing: RoutingChoice | None = None) -> list[str]:
     """What :func:`build` takes for a model and its routing beside the sizes that the data set gives.
+
+    ``routing``: None for the model's default.
 
     Raises:
         ValueError: no model or no routing of that name.
@@ -26,6 +33,8 @@ def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
     if name not in NETWORKS:
         raise ValueError(f"{op}: model must be one of {', '.join(NETWORKS)}, got {name!r}")
     taken = inspect.signature(NETWORKS[name]).parameters
+    if routing is None:
+        routing = taken["routing"].default if "routing" in taken else "dynamic"
     own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
     if len(own) < len(taken):
         own += _keywords(DynamicRouting) if routing == "dynamic" else _keywords(RoutedCaps)
@@ -43,7 +52,7 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
     Raises:
         ValueError: no model of that name, an option that it does not have, or one that it rejects.
     """
-    known = options_of(name, options.get("routing", "dynamic"))
+    known = options_of(name, options.get("routing"))
     for each in options:
         if each not in known:
             raise ValueError(f"capsfast.train.build: {name} has no option {each}; it has {', '.join(known)}")
