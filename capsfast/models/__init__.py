@@ -4,6 +4,7 @@ from .autoencoder import CapsAutoEncoder
 from .capsnet import CapsNet
 from .cnn import CNN
 from .deepcaps import DeepCaps
+from .efficient_capsnet import EfficientCapsNet
 from .matrix_capsnet import MatrixCapsNet
 from .output import CapsNetOutput
 from .segcaps import SegCaps, SegCapsOutput
@@ -15,6 +16,7 @@ __all__ = [
     "CapsNet",
     "CapsNetOutput",
     "DeepCaps",
+    "EfficientCapsNet",
     "MatrixCapsNet",
     "SegCaps",
     "SegCapsOutput",

@@ -5,6 +5,7 @@ from .conv_caps import ConvCaps2d
 from .coupling_entropy import CouplingEntropy
 from .couplings import couplings, recorded
 from .decoder import ConvDecoder, Decoder
+from .depthwise_caps import DepthwisePrimaryCaps
 from .dynamic_routing import ClassCaps, DigitCaps, DynamicRouting
 from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, SpreadLoss
 from .primary_caps import FlattenCaps, PrimaryCaps
@@ -43,6 +44,7 @@ __all__ = [
     "CosineRouting",
     "CouplingEntropy",
     "Decoder",
+    "DepthwisePrimaryCaps",
     "DigitCaps",
     "DynamicRouting",
     "EMRouting",

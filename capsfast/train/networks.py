@@ -6,7 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from ..models import CNN, CapsAutoEncoder, CapsNet, DeepCaps, MatrixCapsNet, SegCaps, StackedCapsuleAutoencoder
+from ..models import (
+    CNN,
+    CapsAutoEncoder,
+    CapsNet,
+    DeepCaps,
+    EfficientCapsNet,
+    MatrixCapsNet,
+    SegCaps,
+    StackedCapsuleAutoencoder,
+)
 from ..nn import DynamicRouting, RoutedCaps, SlimConvCaps2d
 from ..nn._type_routing import TypeRouting
 from ..nn.routing.names import RoutingChoice, routing_class
@@ -20,6 +29,7 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "segcaps": SegCaps,
     "stacked": StackedCapsuleAutoencoder,
     "matrixcapsnet": MatrixCapsNet,
+    "efficientcapsnet": EfficientCapsNet,
 }
 # Those that do not say one class, or two, of an image.
 WITHOUT_CLASSES = ("autoencoder", "segcaps", "stacked")
@@ -29,8 +39,10 @@ OWN_LOSS = {"cnn": "cross-entropy"}
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
 
-def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
+def options_of(name: str, routing: RoutingChoice | None = None) -> list[str]:
     """What :func:`build` takes for a model and its routing beside the sizes that the data set gives.
+
+    ``routing``: None for the model's default.
 
     Raises:
         ValueError: no model or no routing of that name.
@@ -39,6 +51,8 @@ def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
     if name not in NETWORKS:
         raise ValueError(f"{op}: model must be one of {', '.join(NETWORKS)}, got {name!r}")
     taken = inspect.signature(NETWORKS[name]).parameters
+    if routing is None:
+        routing = taken["routing"].default if "routing" in taken else "dynamic"
     own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
     if len(own) < len(taken):
         dynamic, others = (TypeRouting, SlimConvCaps2d) if name == "segcaps" else (DynamicRouting, RoutedCaps)
@@ -58,7 +72,7 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
     Raises:
         ValueError: no model of that name, an option that it does not have, or one that it rejects.
     """
-    known = options_of(name, options.get("routing", "dynamic"))
+    known = options_of(name, options.get("routing"))
     for each in options:
         if each not in known:
             raise ValueError(f"capsfast.train.build: {name} has no option {each}; it has {', '.join(known)}")

@@ -1,0 +1,267 @@
+"""EfficientCapsNet and its primary capsules against plain code, and as modules."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from capsfast.models import CapsNetOutput, EfficientCapsNet
+from capsfast.nn import ROUTINGS, CapsNetLoss, DepthwisePrimaryCaps
+from capsfast.train import Learner
+
+from .support import plain
+from .support.backends import Backend, recorded_ops
+from .support.plain import assert_same, on_cpu
+from .test_models import loss_of, parameters_of
+
+B = 4
+SMALL: dict[str, Any] = {"conv_channels": 3, "primary_groups": 3, "primary_dim": 4, "digit_dim": 6}
+# image, kernel of the primary capsules, places
+SIZES = [
+    (28, (9, 9), (1, 1)),
+    (32, (9, 9), (3, 3)),
+    ((40, 19), (9, 5), (7, 1)),
+    (15, (3, 3), (1, 1)),
+    (14, (6, 6), (1, 1)),
+    (8, (3, 3), (1, 1)),
+    ((28, 10), (9, 4), (5, 1)),
+    (3, (1, 1), (1, 1)),
+]
+
+
+def small(**more: Any) -> EfficientCapsNet:
+    torch.manual_seed(0)
+    return EfficientCapsNet(2, (12, 17), 5, **SMALL, **more)
+
+
+def images(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(1)
+    return torch.rand(B, 2, 12, 17, dtype=dtype)
+
+
+def plain_network(model: EfficientCapsNet, x: Tensor, labels: Tensor | None, padded: bool) -> CapsNetOutput:
+    """Mazzia et al. 2021, figure 1, from the model's parameters."""
+    p = dict(model.named_parameters()) | dict(model.named_buffers())
+    for n, (stride, padding) in enumerate(((1, 2), (1, 1), (1, 1), (2, 0))):
+        x = F.conv2d(x, p[f"convs.{3 * n}.weight"], p[f"convs.{3 * n}.bias"], stride, padding if padded else 0)
+        x = x.clamp_min(0)
+        norm = f"convs.{3 * n + 2}"
+        if model.training:
+            mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+        else:
+            mean, variance = p[f"{norm}.running_mean"], p[f"{norm}.running_var"]
+        x = (x - mean[:, None, None]) / (variance[:, None, None] + 1e-5).sqrt()
+        x = p[f"{norm}.weight"][:, None, None] * x + p[f"{norm}.bias"][:, None, None]
+    W, bias = p["primary.conv.weight"], p["primary.conv.bias"]
+    maps = [F.conv2d(x[:, n : n + 1], W[n : n + 1], bias[n : n + 1]) for n in range(len(W))]
+    K, places = p["routing.W"].shape[3], maps[0][0, 0].numel()
+    u = [
+        torch.stack([each.flatten(1)[:, place] for each in maps[t : t + K]], 1)
+        for t in range(0, len(W), K)
+        for place in range(places)
+    ]
+    votes = plain.votes(plain.squash(torch.stack(u, 1), "exp"), p["routing.W"])
+    scores = torch.einsum("bijd,bkjd->bij", votes, votes) / votes.shape[3] ** 0.5
+    c = scores.softmax(2) + p["routing.routing.bias"]
+    v = plain.squash((c[..., None] * votes).sum(1), "exp")
+    lengths = v.square().sum(2).sqrt()
+    chosen = lengths.argmax(1) if labels is None else labels
+    x = (v * F.one_hot(chosen, v.shape[1])[:, :, None]).flatten(1)
+    for n in (0, 2, 4):
+        x = F.linear(x, p[f"decoder.layers.{n}.weight"], p[f"decoder.layers.{n}.bias"])
+        x = x.sigmoid() if n == 4 else x.relu()
+    return CapsNetOutput(lengths, v, x.view(len(x), *model.image_shape))
+
+
+@on_cpu
+@pytest.mark.parametrize("size", [(12, 17), 19], ids=["padded", "as in the paper"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_is_the_papers_network(by: Backend, size: Any, training: bool) -> None:
+    torch.manual_seed(0)
+    model = EfficientCapsNet(2, size, 5, **SMALL, init_std=0.5, backend=by.name, dtype=torch.float64).train(training)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            if value.is_floating_point():
+                value.add_(0.3 * torch.rand_like(value))
+    x, labels = torch.rand(B, *model.image_shape, dtype=torch.float64), torch.tensor([0, 4, 2, 2])
+    for given in (labels, None):
+        with recorded_ops() as ops:
+            found = model(x, given)
+        assert ("capsfast::routing_pass" in ops) == by.fused
+        wanted = plain_network(model, x, given, padded=size != 19)
+        assert_same(tuple(found), tuple(wanted))
+        leaves = list(model.parameters())
+        gradients = [torch.autograd.grad(loss_of(each), leaves) for each in (found, wanted)]
+        assert_same(*gradients)
+
+
+def test_has_the_papers_parameters() -> None:
+    """161 K without the decoder (Mazzia et al. 2021, table 2)."""
+    model = EfficientCapsNet(device="meta")
+    convs = (25 + 1) * 32 + (9 * 32 + 1) * 64 + (9 * 64 + 1) * 64 + (9 * 64 + 1) * 128
+    assert parameters_of(model.convs) == convs + 2 * (32 + 64 + 64 + 128) == 130_688
+    assert parameters_of(model.primary) == (81 + 1) * 128 == 10_496
+    assert parameters_of(model.routing) == 16 * 10 * 16 * 8 + 16 * 10 == 20_640
+    assert parameters_of(model.decoder) == 1_411_344
+    assert parameters_of(model) == 161_824 + 1_411_344
+    assert parameters_of(EfficientCapsNet(device="meta", reconstruction=False)) == 161_824
+
+
+@pytest.mark.parametrize(("size", "kernel", "places"), SIZES, ids=str)
+def test_primary_capsules_follow_from_the_image(size: Any, kernel: tuple[int, int], places: tuple[int, int]) -> None:
+    model = EfficientCapsNet(3, size, 7, **SMALL)
+    assert model.primary.conv.kernel_size == kernel
+    x = torch.rand(2, *model.image_shape)
+    assert model.encode(x).shape == (2, 3 * places[0] * places[1], 4)
+    lengths, capsules, reconstruction = model(x)
+    assert lengths.shape == (2, 7) and capsules.shape == (2, 7, 6) and reconstruction.shape == x.shape
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_any_routing(routing: str) -> None:
+    model = small(routing=routing)
+    x, labels = images(), torch.tensor([0, 4, 2, 1])
+    output = model(x, labels)
+    capsules, activations = model.eval().classify(x)
+    assert output.capsules.shape == capsules.shape == (B, 5, 6) and activations.shape == (B, 5)
+    parts = CapsNetLoss()(output, x, labels)
+    parts.total.backward()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+    again = model(x)
+    assert torch.equal(again.lengths, activations)
+    assert torch.equal(again.reconstruction, model.reconstruct(capsules, activations.argmax(1)))
+
+
+def test_a_few_steps_of_training() -> None:
+    model = small()
+    x, labels = images(), torch.tensor([0, 4, 2, 1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = CapsNetLoss(0.005)(model(x, labels), x, labels).total
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0], losses
+    assert torch.equal(model(x).lengths.argmax(1), labels)
+
+
+def test_copies() -> None:
+    model = small()
+    x = images()
+    model(x)  # moves the running statistics, which are part of the state
+    model.eval()
+    loaded = small(device="cpu").eval()
+    loaded.load_state_dict(model.state_dict())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        assert all(torch.equal(one, two) for one, two in zip(other(x), model(x), strict=True))
+
+
+def test_graph_of_one_piece() -> None:
+    model = small().eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, labels = images(), torch.tensor([0, 4, 2, 1])
+    results = []
+    for each in (model, compiled):
+        model.zero_grad()
+        output = each(x, labels)
+        loss_of(output).backward()
+        results.append([part.detach() for part in output] + [parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_and_dtypes() -> None:
+    model = small().eval()
+    x = images()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+        loss_of(output).backward()
+    assert output.capsules.dtype == torch.bfloat16
+    torch.testing.assert_close(output.lengths.float(), model(x).lengths, rtol=0.1, atol=0.02)
+    assert {part.dtype for part in model.bfloat16()(x.bfloat16())} == {torch.bfloat16}
+
+
+def test_without_a_decoder() -> None:
+    model = small(reconstruction=False)
+    output = model(images(), torch.tensor([1, 2, 0, 0]))
+    assert model.decoder is None and output.reconstruction is None
+    with pytest.raises(RuntimeError, match="there is no decoder; build the model with reconstruction=True"):
+        model.reconstruct(output.capsules)
+
+
+def test_the_trainer_builds_it() -> None:
+    options = {"conv_channels": 4, "primary_groups": 2, "shared_weight": True, "squash": "paper", "kernel_size": 2}
+    model = Learner("efficientcapsnet", 1, 8, 10, options=options).model
+    assert isinstance(model, EfficientCapsNet) and model.routing.in_caps == 2 * 2 * 2
+    assert model.routing.W.shape[0] == 1 and model.routing.routing.squash == "paper"
+    assert Learner("efficientcapsnet", 1, 8, 10, options={"routing": "dynamic", "top_k": 3}).model.routing.top_k == 3
+    with pytest.raises(ValueError, match="efficientcapsnet has no option num_caps; it has conv_channels"):
+        Learner("efficientcapsnet", 1, 8, 10, options={"num_caps": 3})
+    with pytest.raises(TypeError, match="routing self-attention has no option num_iterations"):
+        Learner("efficientcapsnet", 1, 8, 10, options={"num_iterations": 3})
+
+
+def test_depthwise_capsules_are_a_convolution_of_each_map() -> None:
+    torch.manual_seed(0)
+    layer = DepthwisePrimaryCaps(2, 3, (3, 2), stride=(1, 2), dtype=torch.float64)
+    image = DepthwisePrimaryCaps(2, 3, (3, 2), stride=(1, 2), flatten=False, squash="identity", dtype=torch.float64)
+    image.load_state_dict(layer.state_dict())
+    x = torch.randn(B, 6, 5, 6, dtype=torch.float64)
+    assert layer.grid((5, 6)) == (3, 3)
+    found, poses = layer(x), image(x)
+    assert found.shape == (B, 2 * 3 * 3, 3) and poses.shape == (B, 2, 3, 3, 3)
+    for t in range(2):
+        for k in range(3):
+            n = 3 * t + k
+            alone = F.conv2d(x[:, n : n + 1], layer.conv.weight[n : n + 1], layer.conv.bias[n : n + 1], (1, 2))
+            assert_same(poses[:, t, k], alone[:, 0])
+    assert_same(found.view(B, 2, 3, 3, 3).movedim(-1, 2), plain.squash(poses.movedim(2, -1), "exp").movedim(-1, 2))
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "small": (
+        lambda: EfficientCapsNet(1, (8, 2)),
+        ValueError,
+        "EfficientCapsNet: image_size must be at least 3, got 8",
+    ),
+    "kernel": (lambda: EfficientCapsNet(1, 8, kernel_size=4), ValueError, "a window of 4 x 4 .* got 3 x 3"),
+    "classes": (lambda: EfficientCapsNet(1, 8, 0), ValueError, "EfficientCapsNet: num_classes must be at least 1"),
+    "reconstruction": (lambda: EfficientCapsNet(reconstruction=1), TypeError, "reconstruction must be True or False"),
+    "routing": (lambda: EfficientCapsNet(routing="none"), ValueError, "routing must be one of 'dynamic', "),
+    "option": (
+        lambda: EfficientCapsNet(top_k=3),
+        TypeError,
+        "routing self-attention has no option top_k; it has squash",
+    ),
+    "images": (
+        lambda: small()(torch.rand(B, 2, 17, 12)),
+        ValueError,
+        r"models\.EfficientCapsNet: images must be \[B, 2, 12, 17\], got \[4, 2, 17, 12\]",
+    ),
+    "labels": (lambda: small()(images(), torch.tensor([0, 5, 0, 0])), ValueError, r"labels must be in \[0, 4\], got 5"),
+    "dim": (lambda: DepthwisePrimaryCaps(2, 0), ValueError, "DepthwisePrimaryCaps: dim must be at least 1, got 0"),
+    "bias": (lambda: DepthwisePrimaryCaps(2, 2, bias=None), TypeError, "bias must be True or False"),
+    "maps": (
+        lambda: DepthwisePrimaryCaps(2, 3, 1)(torch.rand(1, 5, 2, 2)),
+        ValueError,
+        r"features must be \[B, types·dim=6, H, W\], got \[1, 5, 2, 2\]",
+    ),
+    "window": (
+        lambda: DepthwisePrimaryCaps(1, 1, 3)(torch.rand(1, 1, 2, 2)),
+        ValueError,
+        "a window of 3 x 3 .* must fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
