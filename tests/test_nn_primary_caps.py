@@ -39,6 +39,39 @@ class OneConvOfEachComponent(nn.Module):
         return plain.squash(torch.cat([capsule(x).view(len(x), -1, 1) for capsule in self.capsules], -1))
 
 
+class OneConv(nn.Module):
+    """Channels first by component: component k of type t is channel k·types + t."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(C, TYPES * DIM, 3, 2, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.conv(x)
+        capsules = [
+            maps[:, t::TYPES, row, column]
+            for t in range(TYPES)
+            for row in range(maps.shape[2])
+            for column in range(maps.shape[3])
+        ]
+        return plain.squash(torch.stack(capsules, 1))
+
+
+class Viewed(OneConv):
+    """What lies behind one another makes a capsule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return plain.squash(self.conv(x).view(len(x), -1, DIM))
+
+
+class ViewedStack(OneConvOfEachComponent):
+    """The same of several convolutions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = torch.stack([capsule(x) for capsule in self.capsules], 1)
+        return plain.squash(maps.view(len(x), -1, DIM))
+
+
 def images() -> Tensor:
     return torch.randn(B, C, *SIZE, dtype=torch.float64)
 
@@ -56,6 +89,43 @@ def test_capsules_are_ordered_by_type_row_and_column() -> None:
                 window = x[:, :, 2 * row : 2 * row + 3, column : column + 2]
                 pose = (weight[t] * window[:, None]).sum((2, 3, 4)) + bias[t]
                 assert_same(u[:, (t * H + row) * W + column], plain.squash(pose))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        (OneConv, "component"),
+        (Viewed, "view"),
+        (ViewedStack, "view"),
+        (OneConvOfEachType, "component"),
+        (OneConvOfEachComponent, "component"),
+    ],
+)
+def test_other_orders_of_the_channels(kind: Any, order: str, bias: bool) -> None:
+    """The weights of other code as they are, or of its list of convolutions: values and gradients."""
+    old = nn.Sequential(kind(bias)).double()
+    new = nn.Sequential(PrimaryCaps(C, TYPES, DIM, 3, 2, bias=bias, order=order)).double()
+    assert str(new.load_state_dict(old.state_dict())) == "<All keys matched successfully>"
+    x = images().requires_grad_()
+    dv = torch.randn(B, TYPES * 4 * 3, DIM, dtype=torch.float64)
+    results = [(network(x), torch.autograd.grad(network(x), x, dv)[0]) for network in (old, new)]
+    assert_same(*results)
+    last = x.detach().contiguous(memory_format=torch.channels_last)
+    assert_same(new(last), results[0][0])
+
+
+def test_a_viewed_capsule_is_of_neighbouring_places() -> None:
+    layer = PrimaryCaps(C, 4, 2, 3, 2, order="view", squash="identity", dtype=torch.float64)
+    x = images()
+    maps = layer.conv(x)  # [B, 8, 4, 3], so six capsules of each channel
+    assert_same(layer(x)[:, 6 * 5 + 1], torch.stack([maps[:, 5, 0, 2], maps[:, 5, 1, 0]], 1))
+    # As many types as components, so a list of either kind: its channels are joined as they come.
+    convs = nn.ModuleList(nn.Conv2d(C, 4, 3) for _ in range(4)).double()
+    layer = PrimaryCaps(C, 4, 4, 3, 1, order="view", dtype=torch.float64)
+    layer.load_state_dict({f"units.{name}": value for name, value in convs.state_dict().items()})
+    joined = torch.cat([conv(x) for conv in convs], 1)
+    assert_same(layer(x), plain.squash(joined.view(B, -1, 4)))
 
 
 def test_an_image_of_capsules_is_the_list_before_flattening() -> None:
@@ -172,6 +242,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "padding": ({"padding": -1}, ValueError, "padding must be at least 0, got -1"),
     "squash": ({"squash": "tanh"}, ValueError, "squash must be one of"),
     "eps": ({"eps": 0}, ValueError, "eps must be positive"),
+    "order": ({"order": "paper"}, ValueError, "order must be one of 'type', 'component', 'view', got 'paper'"),
+    "no place": ({"order": "view", "flatten": False}, ValueError, "flatten=False needs capsules that have a place"),
     "flatten": ({"flatten": 1}, TypeError, "flatten must be True or False, got 1"),
 }
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import capsfast
-from capsfast.nn import ClassCaps, DigitCaps, RoutingByAgreement
+from capsfast.nn import ClassCaps, DigitCaps, PrimaryCaps, RoutingByAgreement
 
 from .support import plain
 from .support.backends import Backend, assert_path, recorded_ops
@@ -27,11 +29,20 @@ def layer_of(by: Backend, **options: Any) -> capsfast.DynamicRouting:
     return layer
 
 
+def of_inputs(rows: Tensor) -> Tensor:
+    """A row of each input capsule: those of a type, which lie behind one another, have one."""
+    return torch.stack([rows[i * len(rows) // I] for i in range(I)])
+
+
 def dense_weight(layer: capsfast.DynamicRouting) -> Tensor:
     """[I, J, D, K], zero between groups."""
     weight = layer.W
+    if layer.U is not None:
+        weight = torch.stack([torch.stack([U_i @ V_j.T for V_j in layer.V]) for U_i in of_inputs(layer.U)])
+    elif layer.A is None and weight.shape[0] > 1:
+        weight = of_inputs(weight)
     if layer.A is not None:
-        weight = torch.stack([torch.stack([W_j @ A_i for W_j in layer.W[0]]) for A_i in layer.A.expand(I, -1, -1)])
+        weight = torch.stack([torch.stack([W_j @ A_i for W_j in layer.W[0]]) for A_i in of_inputs(layer.A)])
     elif weight.shape[1] < J:
         weight = torch.cat([weight] * layer.groups, 1)
     return weight * same_group(layer.groups)[:, :, None, None]
@@ -77,14 +88,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 2},
     "rank, groups": {"rank": 2, "groups": 2},
     "all": {"rank": 2, "groups": 2, "top_k": 2},
+    "UV": {"rank": 2, "factors": "UV"},
+    "UV, groups": {"rank": 2, "factors": "UV", "groups": 3},
 }
+POSITIONS: dict[str, dict[str, Any]] = {
+    "types": {"positions": 4},
+    "one type": {"positions": I},
+    "types, groups": {"positions": 2, "groups": 3},
+    "a type in each group": {"positions": 4, "groups": 3},
+    "types, rank": {"positions": 3, "rank": 2},
+    "types, UV": {"positions": 3, "rank": 2, "factors": "UV", "groups": 2},
+}
+
+
+ALL = VARIANTS | POSITIONS
 
 
 @on_cpu
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL)
 def test_variants_are_dense_routing_with_less(by: Backend, variant: str, options: str) -> None:
-    layer = layer_of(by, **VARIANTS[variant], **OPTIONS[options])
+    if variant in POSITIONS and "shared_weight" in OPTIONS[options]:
+        with pytest.raises(ValueError, match="shared_weight=True shares among all types too; leave out positions="):
+            layer_of(by, **POSITIONS[variant], shared_weight=True)
+        return
+    layer = layer_of(by, **ALL[variant], **OPTIONS[options])
     u = torch.randn(B, I, K, dtype=torch.float64, requires_grad=True)
     leaves = [u, *layer.parameters()]
     got, got_c = layer(u, return_coupling=True)
@@ -151,26 +179,67 @@ def test_parameters_of_the_variants() -> None:
     assert shapes(groups=3, learned_logits=True) == {"W": (I, 2, D, K), "logits": (I, 2)}
     assert shapes(groups=3, shared_weight=True) == {"W": (1, J, D, K)}
     assert shapes(top_k=2) == {"W": (I, J, D, K)}
+    assert shapes(rank=2, factors="UV") == {"U": (I, D, 2), "V": (J, K, 2)}
+    assert shapes(rank=2, factors="UV", shared_weight=True) == {"U": (1, D, 2), "V": (J, K, 2)}
+    assert shapes(positions=4) == {"W": (3, J, D, K)}
+    assert shapes(positions=4, rank=2) == {"W": (1, J, D, 2), "A": (3, 2, K)}
+    assert shapes(positions=2, groups=3, learned_logits=True) == {"W": (6, 2, D, K), "logits": (I, 2)}
 
 
 def test_low_rank_starts_with_the_deviation_of_the_full_matrix() -> None:
     layer = capsfast.DynamicRouting(200, 10, 8, 16, rank=4)
     assert layer.A is not None
     full = torch.einsum("jdr,irk->ijdk", layer.W[0], layer.A)
-    assert full.std().item() == pytest.approx(capsfast.DynamicRouting(200, 10, 8, 16).W.std().item(), rel=0.1)
+    other = capsfast.DynamicRouting(200, 10, 8, 16, rank=4, factors="UV")
+    assert other.U is not None
+    for product in (full, torch.einsum("idr,jkr->ijdk", other.U, other.V)):
+        assert product.std().item() == pytest.approx(capsfast.DynamicRouting(200, 10, 8, 16).W.std().item(), rel=0.1)
+
+
+class Rows(TorchDispatchMode):
+    """The most rows of a tensor ``[rows, J, D, K]`` that the block makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor) and each.shape[1:] in ((J, D, K), (J, D, 2)) and not each._is_view():
+                self.most = max(self.most, len(each))
+        return found
+
+
+def test_what_is_repeated_for_positions() -> None:
+    """The rows of W, once; nothing for a single type, nor where u is transformed first."""
+    u = torch.randn(B, I, K)
+    for options, rows in (({"positions": 4}, I), ({"positions": I}, 0), ({"positions": 4, "rank": 2}, 0)):
+        layer = capsfast.DynamicRouting(I, J, K, D, **options)
+        with Rows() as made, torch.no_grad():
+            layer(u)
+        assert made.most == rows
+
+
+def test_types_that_share_their_matrices_do_not_see_where_they_are() -> None:
+    """The order of PrimaryCaps: what its positions hold may change places, if coupling does not tell them apart."""
+    primary = PrimaryCaps(1, 4, K, 3, dtype=torch.float64)
+    x = torch.randn(B, 1, 7, 5, dtype=torch.float64)
+    u = primary(x)
+    layer = capsfast.DynamicRouting(4 * 6, J, K, D, positions=6, dtype=torch.float64)
+    assert_same(layer(u.unflatten(1, (4, 6)).flip(2).flatten(1, 2)), layer(u))
+    assert not torch.allclose(layer(u.unflatten(1, (4, 6)).flip(1).flatten(1, 2)), layer(u))
 
 
 @on_cpu
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "types", "types, UV"])
 def test_copies_dtypes_and_compilation(by: Backend, variant: str) -> None:
-    layer = capsfast.DynamicRouting(I, J, K, D, backend=by.name, **VARIANTS[variant])
+    layer = capsfast.DynamicRouting(I, J, K, D, backend=by.name, **ALL[variant])
     u = torch.randn(B, I, K)
     wanted = layer(u)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(u), wanted)
         assert repr(other) == repr(layer)
-    for name, value in VARIANTS[variant].items():
-        assert f"{name}={value}" in repr(layer)
+    for name, value in ALL[variant].items():
+        assert f"{name}={value!r}" in repr(layer)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(u), wanted)
@@ -178,7 +247,7 @@ def test_copies_dtypes_and_compilation(by: Backend, variant: str) -> None:
         assert layer(u).dtype == torch.bfloat16
     half = copy.deepcopy(layer).bfloat16()(u.bfloat16())
     assert half.dtype == torch.bfloat16
-    if "top_k" not in VARIANTS[variant]:  # another rounding chooses other outputs
+    if "top_k" not in ALL[variant]:  # another rounding chooses other outputs
         torch.testing.assert_close(half.float(), wanted, rtol=0.1, atol=0.02)
 
 
@@ -192,6 +261,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "top_k of a group": ({"top_k": 3, "groups": 3}, ValueError, "top_k must be at most out_caps / groups = 2, got 3"),
     "top_k zero": ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
     "top_k shared": ({"top_k": 2, "share_batch_logits": True}, ValueError, "top_k needs share_batch_logits=False"),
+    "factors": ({"factors": "VU", "rank": 2}, ValueError, "factors must be one of 'WA', 'UV', got 'VU'"),
+    "factors alone": ({"factors": "UV"}, ValueError, "factors='UV' needs a rank, got none"),
+    "positions": ({"positions": 5}, ValueError, "positions must divide in_caps, got positions=5 and in_caps=12"),
+    "positions zero": ({"positions": 0}, ValueError, "positions must be at least 1, got 0"),
+    "a type in two groups": ({"positions": 6, "groups": 3}, ValueError, "groups must divide in_caps / positions, so"),
     "init_std": ({"init_std": 0.0}, ValueError, "init_std must be positive and finite, got 0.0"),
     "backend": ({"backend": "gpu"}, ValueError, "backend must be one of"),
 }

@@ -207,6 +207,22 @@ def test_shared_weight(name: str) -> None:
 
 
 @each_name
+def test_types_share_their_weight(name: str) -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing=name, positions=I, dtype=torch.float64)
+    assert layer.W.shape == (1, J, D, K) and f"positions={I}" in repr(layer)
+    layer = RoutedCaps(12, J, K, D, routing=name, positions=3, init_std=0.5, dtype=torch.float64)
+    randomize(layer)
+    u, activation = torch.randn(B, 12, K, dtype=torch.float64), torch.rand(B, 12, dtype=torch.float64)
+    leaves = [u.requires_grad_(), *layer.parameters()]
+    found = layer(u, activation)
+    votes = plain.votes(u, torch.stack([layer.W[i // 3] for i in range(12)]))
+    wanted = ROWS[name].definition(votes, activation, layer.routing, u)
+    plain.assert_same(tuple(found), tuple(wanted))
+    plain.assert_same(gradients(tuple(found), leaves), gradients(tuple(wanted), leaves))
+
+
+@each_name
 @pytest.mark.parametrize("network", [CapsNet, CapsAutoEncoder, DeepCaps])
 def test_networks_take_it(name: str, network: type[nn.Module]) -> None:
     small = {"dims": (2, 3, 4, 4), "types": 3} if network is DeepCaps else {"primary_groups": 3, "primary_dim": 4}

@@ -11,6 +11,30 @@ from ..options import Options
 from . import _arguments
 from ._dynamic import RoutingLayer
 
+FACTORS = ("WA", "UV")
+
+
+def types_of(op: str, in_caps: int, positions: int, shared_weight: bool) -> int:
+    """How many types the input capsules have.
+
+    Raises:
+        ValueError, TypeError: the positions do not divide them, or do not matter.
+    """
+    _arguments.integer(op, "positions", positions)
+    if in_caps % positions:
+        raise ValueError(f"{op}: positions must divide in_caps, got positions={positions} and in_caps={in_caps}")
+    if positions > 1 and shared_weight:
+        raise ValueError(f"{op}: shared_weight=True shares among all types too; leave out positions={positions}")
+    return in_caps // positions
+
+
+def at_positions(weight: Tensor, positions: int) -> Tensor:
+    """``[types, ...]`` to a row for each position of each type; a single row serves all as it is."""
+    if positions == 1 or weight.shape[0] == 1:
+        return weight
+    # Rows of stride 0 within types have no one stride over all: this copies.
+    return weight.unsqueeze(1).expand(-1, positions, *weight.shape[1:]).flatten(0, 1)
+
 
 class DynamicRouting(RoutingLayer):
     """Fully connected capsules with dynamic routing (Sabour, Frosst, Hinton 2017): ``u -> v``.
@@ -18,7 +42,9 @@ class DynamicRouting(RoutingLayer):
     Parameters: ``W [in_caps, out_caps, out_dim, in_dim]`` (``[1, ...]`` if shared), ``logits
     [in_caps, out_caps]`` and ``bias [out_caps, out_dim]`` on request. ``groups`` divides the
     ``out_caps`` of W and logits (of a shared W not). With ``rank`` they are ``A [in_caps, rank, in_dim]`` and
-    ``W [1, out_caps, out_dim, rank]``, whose product ``W_j A_i`` is the transformation matrix.
+    ``W [1, out_caps, out_dim, rank]``, whose product ``W_j A_i`` is the transformation matrix, or with ``factors="UV"``
+    ``U [in_caps, out_dim, rank]`` and ``V [out_caps, in_dim, rank]``, whose product is ``U_i V_j^T``. ``positions``
+    divides the ``in_caps`` of W, A and U.
 
     Args:
         in_caps, out_caps: numbers of capsules, I and J.
@@ -27,7 +53,15 @@ class DynamicRouting(RoutingLayer):
         shared_weight: one matrix per output capsule (with ``rank`` one A too), shared by all input capsules.
         learned_logits: a parameter for the log prior of the coupling, starting at 0.
         bias: a parameter added to the weighted sum, starting at 0.1 as in the authors' code.
-        rank: transformation matrices of this rank; ``u`` is transformed by A, then routed with a shared weight.
+        rank: transformation matrices of this rank; see factors.
+        factors: which of the two is that of the input capsule. ``"WA"``: the one that reads it, ``W_ij = W_j A_i``;
+            ``u`` is transformed by A, then routed with a shared weight. ``"UV"``: the one that makes the vote,
+            ``W_ij = U_i V_j^T``. No pass can be written with these factors alone, so each call forms the weight
+            ``[in_caps, out_caps / groups, out_dim, in_dim]`` and, in backward, its gradient; the parameters stay small.
+        positions: so many input capsules behind one another are of one type, and share their matrices: the order
+            (type, row, column) of :class:`PrimaryCaps`. Each call repeats W to ``in_caps`` rows, as many numbers as the
+            weight has without positions, and its gradient in backward; nothing is repeated for a single type (in each
+            group), nor with ``rank`` and ``factors="WA"``.
         groups: input and output capsules are cut into as many runs of equal length, and each run
             of inputs is routed to its run of outputs alone.
         top_k: each input capsule keeps the outputs, so many of its group, to which its coupling after
@@ -48,7 +82,10 @@ class DynamicRouting(RoutingLayer):
     """
 
     _op = "capsfast.DynamicRouting"
+    W: nn.Parameter | None
     A: nn.Parameter | None
+    U: nn.Parameter | None
+    V: nn.Parameter | None
     logits: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -64,6 +101,8 @@ class DynamicRouting(RoutingLayer):
         learned_logits: bool = False,
         bias: bool = False,
         rank: int | None = None,
+        factors: str = "WA",
+        positions: int = 1,
         groups: int = 1,
         top_k: int | None = None,
         softmax: str = "out",
@@ -91,23 +130,39 @@ class DynamicRouting(RoutingLayer):
             )
         if rank is not None:
             _arguments.integer(op, "rank", rank)
+        checks.choice(op, "factors", factors, FACTORS)
+        if rank is None and factors != "WA":
+            raise ValueError(f"{op}: factors={factors!r} needs a rank, got none")
+        types = types_of(op, in_caps, positions, shared_weight)
+        if types % groups and not shared_weight:
+            raise ValueError(
+                f"{op}: groups must divide in_caps / positions, so that no type is in two groups, got groups={groups} "
+                f"and {types} types"
+            )
         self.in_caps = in_caps
         self.out_caps = out_caps
         self.in_dim = in_dim
         self.out_dim = out_dim
         self.rank = rank
+        self.factors = factors
+        self.positions = positions
+        self.shared_weight = shared_weight
         self.groups = groups
         self.init_std = init_std
 
-        rows = 1 if shared_weight else in_caps
         group_caps = out_caps // groups
-        shape = (rows, group_caps, out_dim, in_dim)
-        if rank is not None or shared_weight:
-            shape = (1, out_caps, out_dim, rank or in_dim)
-        self.W = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.register_parameter(
-            "A", None if rank is None else nn.Parameter(torch.empty(rows, rank, in_dim, device=device, dtype=dtype))
-        )
+        rows = 1 if shared_weight else types
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        shapes: dict[str, tuple[int, ...]] = {"W": (rows, group_caps, out_dim, in_dim)}
+        if rank is None and shared_weight:
+            shapes = {"W": (1, out_caps, out_dim, in_dim)}
+        elif rank is not None and factors == "WA":
+            shapes = {"W": (1, out_caps, out_dim, rank), "A": (rows, rank, in_dim)}
+        elif rank is not None:
+            shapes = {"U": (rows, out_dim, rank), "V": (out_caps, in_dim, rank)}
+        for name in ("W", "A", "U", "V"):
+            given = nn.Parameter(torch.empty(shapes[name], **made)) if name in shapes else None
+            self.register_parameter(name, given)
         self.register_parameter(
             "logits",
             nn.Parameter(torch.empty(in_caps, group_caps, device=device, dtype=dtype)) if learned_logits else None,
@@ -118,10 +173,14 @@ class DynamicRouting(RoutingLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws W and A anew; logits to 0, bias to 0.1."""
-        nn.init.trunc_normal_(self.W, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
-        if self.A is not None:
-            nn.init.normal_(self.A, std=self.A.shape[1] ** -0.5)
+        """Draws W and A, or U and V, anew; logits to 0, bias to 0.1."""
+        for each in (self.W, self.U):
+            if each is not None:
+                nn.init.trunc_normal_(each, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        for each in (self.A, self.V):
+            if each is not None:
+                assert self.rank is not None
+                nn.init.normal_(each, std=self.rank**-0.5)
         if self.logits is not None:
             nn.init.zeros_(self.logits)
         if self.bias is not None:
@@ -156,19 +215,31 @@ class DynamicRouting(RoutingLayer):
             checks.same_device(op, "u", u, "A", self.A)
             checks.same_dtype(op, "u", u, "A", self.A)
             # Broadcast as a view: einsum would sum over the axis of length 1 of a shared A.
-            u = torch.einsum("irk,bik->bir", self.A.expand(self.in_caps, -1, -1), u)
+            of_types = self.A.expand(self.in_caps // self.positions, -1, -1)
+            u = torch.einsum("trk,btpk->btpr", of_types, u.unflatten(1, (-1, self.positions))).flatten(1, 2)
         if self.groups > 1:
             return self._route_groups(u, logits, mask, out_mask, return_coupling)
         return self._route(
             dynamic_routing,
             u,
-            self.W,
+            *self._weights(),
             logits=logits,
             bias=self.bias,
             mask=mask,
             out_mask=out_mask,
             return_coupling=return_coupling,
         )
+
+    def _weights(self) -> list[Tensor]:
+        """``[I / groups or 1, J / groups, D, K]`` of each group; K is the rank where A has transformed u."""
+        G = self.groups
+        if self.U is not None and self.V is not None:
+            ours = [self.U] * G if self.shared_weight else self.U.chunk(G)
+            parts = [torch.einsum("idr,jkr->ijdk", U, V) for U, V in zip(ours, self.V.chunk(G), strict=True)]
+        else:
+            assert self.W is not None
+            parts = [*self.W.chunk(G, 1 if self.shared_weight or self.A is not None else 0)] if G > 1 else [self.W]
+        return [at_positions(each, self.positions) for each in parts]
 
     def _route_groups(
         self, u: Tensor, logits: Tensor | None, mask: Tensor | None, out_mask: Tensor | None, return_coupling: bool
@@ -182,7 +253,6 @@ class DynamicRouting(RoutingLayer):
         def runs(tensor: Tensor | None, dim: int) -> tuple[Tensor | None, ...]:
             return (None,) * self.groups if tensor is None else tensor.chunk(self.groups, dim)
 
-        weights = self.W.chunk(self.groups, 0 if self.W.shape[1] == group_caps else 1)
         parts = [
             self._route(
                 dynamic_routing,
@@ -196,7 +266,7 @@ class DynamicRouting(RoutingLayer):
             )
             for poses, weight, prior, bias, valid, out_valid in zip(
                 u.chunk(self.groups, 1),
-                weights,
+                self._weights(),
                 runs(logits, -2),
                 runs(self.bias, 0),
                 runs(mask, 1),
@@ -213,9 +283,13 @@ class DynamicRouting(RoutingLayer):
         text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}, {super().extra_repr()}"
         if self.rank is not None:
             text += f", rank={self.rank}"
+        if self.factors != "WA":
+            text += f", factors={self.factors!r}"
+        if self.positions > 1:
+            text += f", positions={self.positions}"
         if self.groups > 1:
             text += f", groups={self.groups}"
-        if (self.W if self.A is None else self.A).shape[0] == 1 and self.in_caps != 1:
+        if self.shared_weight and self.in_caps != 1:
             text += ", shared_weight=True"
         if self.logits is not None:
             text += ", learned_logits=True"

@@ -13,6 +13,7 @@ from ..options import SQUASH
 from . import _arguments
 
 EACH = ("type", "component")
+ORDER = ("type", "component", "view")
 
 
 class FlattenCaps(nn.Module):
@@ -27,11 +28,12 @@ class PrimaryCaps(nn.Module):
     """One convolution whose channels are cut into capsules and squashed (Sabour, Frosst, Hinton 2017, section 4).
 
     Parameters: ``conv.weight [types·dim, in_channels, *kernel_size]`` and ``conv.bias [types·dim]``.
-    Channel ``t·dim + k`` is component k of capsule type t.
+    Channel ``t·dim + k`` is component k of capsule type t, with another ``order`` what that says.
 
     A state dict of a list of convolutions is taken too (keys ``<any name>.<n>.weight`` and ``.bias``), whose
     entries each make one capsule type (``types`` entries of ``dim`` channels) or one pose component (``dim``
-    entries of ``types`` channels). With ``types == dim`` the two can't be told apart: use :meth:`from_list`.
+    entries of ``types`` channels). With ``types == dim`` the two can't be told apart: use :meth:`from_list`. With
+    ``order="view"`` the channels of both are joined as they come.
 
     Args:
         in_channels: of the feature maps.
@@ -39,8 +41,16 @@ class PrimaryCaps(nn.Module):
         dim: size of a capsule, K.
         kernel_size, stride, padding, dilation: of the convolution; an int or two of them.
         bias: of the convolution.
+        order: which numbers of the feature maps make a capsule, so that weights of other code can be loaded.
+
+            * ``"type"``: channel ``t·dim + k`` is component k of type t.
+            * ``"component"``: channel ``k·types + t`` is component k of type t.
+            * ``"view"``: what ``conv(x).view(B, -1, dim)`` gives, as much public code does. Numbers of a feature map
+              lie row by row behind one another, so the components of a capsule are ``dim`` neighbouring places of one
+              channel, of the next channel where it ends. Such a capsule has neither type nor place.
         squash, eps: see :func:`capsfast.squash`.
-        flatten: a list of capsules, or False for an image of them, as :class:`ConvCaps2d` takes it.
+        flatten: a list of capsules, or False for an image of them, as :class:`ConvCaps2d` takes it; not with
+            ``order="view"``.
         device, dtype: of the parameters.
 
     Shapes: ``[B, in_channels, H, W]`` to ``u [B, types·H'·W', dim]`` with the capsules in the order
@@ -61,6 +71,7 @@ class PrimaryCaps(nn.Module):
         dilation: int | Sequence[int] = 1,
         *,
         bias: bool = True,
+        order: str = "type",
         squash: str = "paper",
         eps: float = 1e-8,
         flatten: bool = True,
@@ -71,11 +82,15 @@ class PrimaryCaps(nn.Module):
         op = "capsfast.nn.PrimaryCaps"
         _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
         checks.boolean(op, "flatten", flatten)
+        checks.choice(op, "order", order, ORDER)
+        if order == "view" and not flatten:
+            raise ValueError(f"{op}: flatten=False needs capsules that have a place, those of order='view' have none")
         checks.choice(op, "squash", squash, SQUASH)
         checks.positive_eps(op, eps)
         self.in_channels = in_channels
         self.types = types
         self.dim = dim
+        self.order = order
         self.squash = squash
         self.eps = eps
         self.flatten = FlattenCaps() if flatten else nn.Identity()
@@ -111,7 +126,13 @@ class PrimaryCaps(nn.Module):
                 f"{op}: features must be [B, in_channels={self.in_channels}, H, W], got {checks.shape_of(features)}"
             )
         self.grid(features.shape[2:])
-        poses = self.conv(features).unflatten(1, (self.types, self.dim))
+        maps = self.conv(features)
+        if self.order == "view":
+            return squash(maps.flatten(1).unflatten(1, (-1, self.dim)), 2, self.eps, self.squash)
+        if self.order == "component":
+            poses = maps.unflatten(1, (self.dim, self.types)).transpose(1, 2)
+        else:
+            poses = maps.unflatten(1, (self.types, self.dim))
         return self.flatten(squash(poses, 2, self.eps, self.squash))  # type: ignore[no-any-return]
 
     def from_list(self, state: Mapping[str, Tensor], each: str) -> "PrimaryCaps":
@@ -152,7 +173,7 @@ class PrimaryCaps(nn.Module):
             for n, part in enumerate(parts):
                 if part.shape != shape:
                     raise ValueError(f"{op}: {n}.{name} must be {list(shape)}, got {checks.shape_of(part)}")
-            stacked[name] = torch.stack(parts, 0 if each == "type" else 1).flatten(0, 1)
+            stacked[name] = torch.stack(parts, 0 if self.order in (each, "view") else 1).flatten(0, 1)
         return stacked
 
     def _load_from_state_dict(
@@ -167,7 +188,7 @@ class PrimaryCaps(nn.Module):
             sizes = (sum(key.endswith("weight") for key in convs), 0 if first is None else len(first))
             fitting = [each for each in EACH if self._list_sizes(each) == sizes]
             try:
-                if len(fitting) != 1:
+                if len(fitting) != 1 and not (fitting and self.order == "view"):
                     raise ValueError(
                         f"capsfast.nn.PrimaryCaps: a list of convolutions must have types={self.types} entries of "
                         f"dim={self.dim} channels or dim entries of types channels, and types and dim must differ, "

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from . import _arguments
-from .dynamic_routing import DynamicRouting
+from .dynamic_routing import DynamicRouting, at_positions, types_of
 from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice, make_routing
 from .routing.votes import Votes, votes_of
@@ -17,7 +17,8 @@ class RoutedCaps(nn.Module):
     """Fully connected capsules with a routing of choice: ``u, activation -> poses, activations``.
 
     Parameters: ``W [in_caps, out_caps, out_dim, in_dim]``, or ``[1, ...]`` if shared; with ``pose_rows``
-    ``[in_caps, out_caps, Q, R]``. Those of the routing are in its part ``routing``.
+    ``[in_caps, out_caps, Q, R]``. ``positions`` divides the in_caps of W. Those of the routing are in its part
+    ``routing``.
 
     Args:
         in_caps, out_caps: numbers of capsules, I and J.
@@ -25,6 +26,8 @@ class RoutedCaps(nn.Module):
         routing: a name of :data:`capsfast.nn.ROUTINGS`, a :class:`Routing` class, or a function of the same
             arguments that makes one.
         shared_weight: one matrix per output capsule, shared by all input capsules.
+        positions: so many input capsules behind one another are of one type, and share their matrices. Each call
+            repeats these, as in :class:`capsfast.DynamicRouting`.
         pose_rows: capsules are matrices of so many rows, P, row by row: ``in_dim = P Q`` and ``out_dim = P R``. A vote
             is a product of matrices ``[P, Q] [Q, R]`` (Hinton, Sabour, Frosst 2018). None: capsules are vectors.
         init_std: W starts as a normal distribution of this deviation, cut at two deviations; by default what the
@@ -50,6 +53,7 @@ class RoutedCaps(nn.Module):
         *,
         routing: RoutingChoice = "dynamic",
         shared_weight: bool = False,
+        positions: int = 1,
         pose_rows: int | None = None,
         init_std: float | None = None,
         device: torch.device | str | None = None,
@@ -69,7 +73,10 @@ class RoutedCaps(nn.Module):
         self.in_dim = in_dim
         self.out_dim = out_dim
         self.pose_rows = pose_rows
-        rows = 1 if shared_weight else in_caps
+        self.positions = positions
+        self.shared_weight = shared_weight
+        types = types_of(op, in_caps, positions, shared_weight)
+        rows = 1 if shared_weight else types
         if pose_rows is None:
             shape, summed = (rows, out_caps, out_dim, in_dim), in_dim
         else:
@@ -98,7 +105,8 @@ class RoutedCaps(nn.Module):
             )
         if self.pose_rows is not None:
             u = u.unflatten(2, (self.pose_rows, -1))
-        return votes_of(op, (u, self.W), mask=mask, out_mask=out_mask, backend=self.routing.backend)
+        weight = at_positions(self.W, self.positions)
+        return votes_of(op, (u, weight), mask=mask, out_mask=out_mask, backend=self.routing.backend)
 
     def forward(
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
@@ -110,7 +118,9 @@ class RoutedCaps(nn.Module):
         text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}"
         if self.pose_rows is not None:
             text += f", pose_rows={self.pose_rows}"
-        return f"{text}, shared_weight=True" if self.W.shape[0] == 1 and self.in_caps != 1 else text
+        if self.positions > 1:
+            text += f", positions={self.positions}"
+        return f"{text}, shared_weight=True" if self.shared_weight and self.in_caps != 1 else text
 
 
 def pose_sizes(op: str, in_dim: int, out_dim: int, pose_rows: int) -> tuple[int, int, int]:
