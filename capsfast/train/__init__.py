@@ -7,9 +7,18 @@ if find_spec("lightning") is None:
 
 from .attacks import fgsm, pgd
 from .checkpoint import open_checkpoint
+from .detection import Detection, clean_errors, detection
 from .evaluate import Attack, Evaluation, evaluate
 from .images import ImageData
-from .inspect import RoutingStatistics, one_of_each_class, perturbations, reconstructions, routing_statistics
+from .inspect import (
+    Predictions,
+    RoutingStatistics,
+    one_of_each_class,
+    perturbations,
+    predictions,
+    reconstructions,
+    routing_statistics,
+)
 from .learner import Learner
 from .networks import NETWORKS, build
 from .profile import StepShare, routing_share
@@ -19,13 +28,17 @@ from .stopping import Interrupted
 __all__ = [
     "NETWORKS",
     "Attack",
+    "Detection",
     "Evaluation",
     "ImageData",
     "Interrupted",
     "Learner",
+    "Predictions",
     "RoutingStatistics",
     "StepShare",
     "build",
+    "clean_errors",
+    "detection",
     "evaluate",
     "fgsm",
     "fit",
@@ -34,6 +47,7 @@ __all__ = [
     "open_checkpoint",
     "perturbations",
     "pgd",
+    "predictions",
     "reconstructions",
     "routing_share",
     "routing_statistics",
