@@ -25,6 +25,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "autoencoder": {"conv_channels": 6, "primary_groups": 2, "num_caps": 3, "caps_dim": 4},
     "cnn": {"channels": [4, 4], "kernel_size": 3, "hidden": [8]},
     "segcaps": {},
+    "efficientcapsnet": {},
+    "matrixcapsnet": {},
     "stacked": {"num_parts": 3, "num_objects": 4, "conv_channels": 4, "template_size": 5, "dim": 4, "hidden": 8},
 }
 each_network = pytest.mark.parametrize("name", SMALL)

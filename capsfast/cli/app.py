@@ -6,12 +6,13 @@ from rich.console import Console
 from ..bench import record
 from .inspection import evaluate, perturb, reconstruct, routing
 from .measuring import bench, report
+from .picture import picture
 from .tables import backends_table, build_table, versions_table
 from .training import train
 from .tuning import tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused capsule-network routing for PyTorch.")
-for command in (bench, report, train, evaluate, reconstruct, perturb, routing, tune):
+for command in (bench, report, train, evaluate, picture, reconstruct, perturb, routing, tune):
     app.command()(command)
 
 

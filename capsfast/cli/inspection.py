@@ -22,6 +22,7 @@ from .common import (
     to_accelerator,
     write,
 )
+from .endings import stop
 from .progress import progress
 
 
@@ -34,6 +35,10 @@ def evaluate(
     pgd: Annotated[list[float], typer.Option(help="Also under PGD of this eps; repeat.")] = [],  # noqa: B006
     pgd_steps: Annotated[int, typer.Option(min=1, help="Steps of PGD.")] = 10,
     attacked: Annotated[int | None, typer.Option(min=1, help="Attack the first so many images only.")] = None,
+    detect: Annotated[bool, typer.Option("--detect", help="How many attacks the reconstruction gives away.")] = False,
+    false_positives: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of clean images that may count as attacked, for --detect.")
+    ] = 0.05,
     json: Annotated[Path | None, typer.Option(help="Write the numbers there.")] = None,
     accelerator: Accelerator = "auto",
 ) -> None:
@@ -42,26 +47,38 @@ def evaluate(
         check_writable(out)
         if json is not None:
             check_replaceable(json)
+        if detect and not (fgsm or pgd):
+            raise stop("capsfast evaluate: --detect needs an attack to be found; give --fgsm or --pgd")
         from .. import train
         from ..data.seeds import generator
         from ..train import pictures
 
         learner, sets = opened(checkpoint, data, data_dir)
         to_accelerator(learner, accelerator)
+        if detect:
+            learner.check_decoder("detection")
+
+        def attack_by_name(name: str) -> train.Attack:
+            # Anew for each use, so that it draws the same.
+            kind, eps = named[name]
+            if kind == "fgsm":
+                return partial(train.fgsm, eps=eps)
+            return partial(train.pgd, eps=eps, steps=pgd_steps, generator=generator(0, "attack"))
+
+        named = {f"FGSM, eps {eps:g}": ("fgsm", eps) for eps in fgsm}
+        named |= {f"PGD, eps {eps:g}, {pgd_steps} steps": ("pgd", eps) for eps in pgd}
         attacks: dict[str, train.Attack | None] = {"test images": None}
-        for eps in fgsm:
-            attacks[f"FGSM, eps {eps:g}"] = partial(train.fgsm, eps=eps)
-        for eps in pgd:
-            draw = generator(0, "attack")
-            attacks[f"PGD, eps {eps:g}, {pgd_steps} steps"] = partial(
-                train.pgd, eps=eps, steps=pgd_steps, generator=draw
-            )
+        attacks |= {name: attack_by_name(name) for name in named}
         found = {}
         images = {
             name: len(sets.test) if attack is None else min(attacked or len(sets.test), len(sets.test))
             for name, attack in attacks.items()
         }
-        with progress(sum(images.values()), Console(stderr=True)) as shown:
+        detected: dict[str, train.Detection] = {}
+        total = sum(images.values())
+        if detect:
+            total += len(sets.test) + sum(images[name] for name in named)
+        with progress(total, Console(stderr=True)) as shown:
             for name, attack in attacks.items():
                 shown.step(name)
                 found[name] = train.evaluate(
@@ -71,13 +88,34 @@ def evaluate(
                     limit=None if attack is None else attacked,
                     on_step=shown.advance,
                 )
+            if detect:
+                shown.step("reconstruction of the test images")
+                clean = train.clean_errors(learner, sets.test, on_step=shown.advance)
+            for name in named if detect else ():
+                shown.step(f"{name}, detection")
+                detected[name] = train.detection(
+                    learner,
+                    sets.test,
+                    attack_by_name(name),
+                    false_positive_rate=false_positives,
+                    clean=clean,
+                    limit=attacked,
+                    on_step=shown.advance,
+                )
         for name, each in found.items():
             say(f"{name}: {each.accuracy:.2%} of {each.images} right")
+        for name, one in detected.items():
+            say(
+                f"{name}: {one.undetected_rate:.2%} of {one.images} undetected, {one.detection_rate:.2%} of the "
+                f"{one.fooled} that fool the network detected, at {one.false_positives:.2%} false positives"
+            )
         plain = found["test images"]
         if plain.confusion is not None:
             write(pictures.confusion(plain.confusion, f"{plain.accuracy:.2%} of {plain.images}"), out / "confusion.png")
         if json is not None:
             content = {name: {"images": each.images, "right": each.right} for name, each in found.items()}
+            for name, one in detected.items():
+                content[name] |= one._asdict()
             write_text(json, json_format.dumps(content, indent=1) + "\n")
             say(f"wrote {json}")
 

@@ -8,9 +8,18 @@ if find_spec("lightning") is None:
 from .attacks import fgsm, pgd
 from .checkpoint import open_checkpoint
 from .clusters import cluster_accuracy
+from .detection import Detection, clean_errors, detection
 from .evaluate import Attack, Evaluation, evaluate
 from .images import ImageData
-from .inspect import RoutingStatistics, one_of_each_class, perturbations, reconstructions, routing_statistics
+from .inspect import (
+    Predictions,
+    RoutingStatistics,
+    one_of_each_class,
+    perturbations,
+    predictions,
+    reconstructions,
+    routing_statistics,
+)
 from .learner import Learner
 from .learners import make_learner
 from .networks import NETWORKS, build
@@ -23,17 +32,21 @@ from .stopping import Interrupted
 __all__ = [
     "NETWORKS",
     "Attack",
+    "Detection",
     "Evaluation",
     "ImageData",
     "Interrupted",
     "Learner",
     "Overlap",
+    "Predictions",
     "RoutingStatistics",
     "SegmentationLearner",
     "StackedLearner",
     "StepShare",
     "build",
+    "clean_errors",
     "cluster_accuracy",
+    "detection",
     "evaluate",
     "fgsm",
     "fit",
@@ -46,6 +59,7 @@ __all__ = [
     "perturbations",
     "pgd",
     "pixel_classes",
+    "predictions",
     "reconstructions",
     "routing_share",
     "routing_statistics",

@@ -11,7 +11,7 @@ from ..data.sets import DrawnSet
 from ..nn import couplings
 from ..nn.routed_caps import route
 from .evaluate import batches
-from .learner import Learner
+from .learner import Learner, right_predictions
 from .objective import multi_hot
 
 # The range of Sabour, Frosst, Hinton (2017), figure 4.
@@ -22,6 +22,41 @@ def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:
     """The first image of every class that occurs, as rows ``[n]``."""
     labels = dataset.source.labels
     return torch.stack([(labels == each).nonzero()[0, 0] for each in range(num_classes) if (labels == each).any()])
+
+
+class Predictions(NamedTuple):
+    """``images [n, C, H, W]``, ``labels`` as in :class:`capsfast.data.Batch`, ``activations [n, J]`` and whether the
+    longest are those of the labels, ``right [n]``."""
+
+    images: Tensor
+    labels: Tensor
+    activations: Tensor
+    right: Tensor
+
+
+@torch.no_grad()
+def predictions(learner: Learner, dataset: DrawnSet, count: int, *, wrong: bool = False) -> Predictions:
+    """Activations of the class capsules for the first ``count`` images; ``wrong``: the first that are taken wrongly.
+
+    Raises:
+        ValueError: the network has no classes, or no image is taken wrongly.
+    """
+    op = "capsfast.train.predictions"
+    if not learner.has_classes:
+        raise ValueError(f"{op}: a network with classes is needed, got {learner.hparams['model']}")
+    learner.eval()
+    kept: list[Predictions] = []
+    for batch in batches(dataset, 256, None if wrong else count):
+        activations = learner.classify(batch.images.to(learner.device)).activations.cpu()
+        right = right_predictions(activations, batch.labels)
+        rows = ~right if wrong else torch.ones_like(right)
+        kept.append(Predictions(*(each[rows] for each in (batch.images, batch.labels, activations, right))))
+        if sum(len(each.right) for each in kept) >= count:
+            break
+    found = Predictions(*(torch.cat(each)[:count] for each in zip(*kept, strict=True)))
+    if not len(found.right):
+        raise ValueError(f"{op}: no image is taken wrongly")
+    return found
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..files import replacing
-from .inspect import DELTAS, RoutingStatistics
+from .inspect import DELTAS, Predictions, RoutingStatistics
 from .progress import OF_CLASSES
 from .run import LOG_EVERY
 
@@ -79,6 +79,45 @@ def perturbation(images: Tensor, label: str, deltas: Sequence[float] = DELTAS) -
     """``images [D, n, C, H, W]``: a row for each dimension, a column for each value added."""
     rows = {f"dimension {d + 1}": row for d, row in enumerate(images)}
     return image_grid(rows, [f"{delta:+.2f}" for delta in deltas], f"capsule of {label}, one dimension varied")
+
+
+RIGHT, WRONG, OTHER = "tab:green", "tab:red", "lightgrey"
+
+
+def predictions(shown: Predictions, columns: int = 4) -> Figure:
+    """Images, each beside a bar for the activation of every class.
+
+    Green are the classes of the image, red one that was found and is not there.
+    """
+    n, J = shown.activations.shape
+    columns = min(columns, n)
+    rows = -(-n // columns)
+    height = max(1.1, 0.11 * J)
+    figure = Figure(figsize=(2.6 * columns, height * rows + 0.4), layout="constrained")
+    grid = figure.subplots(rows, 2 * columns, squeeze=False)
+    pixels = in_colour(shown.images.detach().cpu()).clamp(0, 1).permute(0, 2, 3, 1)
+    for plot in grid.flat[2 * n :]:
+        plot.set_axis_off()
+    for image, bars, picture, label, values in zip(
+        grid.flat[0 : 2 * n : 2], grid.flat[1 : 2 * n : 2], pixels, shown.labels, shown.activations, strict=True
+    ):
+        classes = label.view(-1).tolist()
+        found = values.topk(len(classes)).indices.tolist()
+        image.imshow(((picture * SHADES).round() / SHADES).numpy(), interpolation="nearest")
+        image.set_axis_off()
+        bars.barh(range(J), values.tolist(), color=bar_colours(J, classes, found))
+        bars.set(xlim=(0, max(1.0, float(values.max()))), yticks=range(J) if J <= 20 else [])
+        bars.invert_yaxis()
+        bars.tick_params(labelsize=5, length=1)
+        right = sorted(found) == sorted(classes)
+        bars.set_title(", ".join(map(str, found)), fontsize="small", color=RIGHT if right else WRONG, pad=2)
+    figure.suptitle(f"{int(shown.right.sum())} of {n} right; above each, what was found", fontsize="medium")
+    return figure
+
+
+def bar_colours(J: int, classes: Sequence[int], found: Sequence[int]) -> list[str]:
+    """Of the bars of J classes, by those of the image and those that were found."""
+    return [RIGHT if j in classes else WRONG if j in found else OTHER for j in range(J)]
 
 
 def _matrix(plot: Axes, values: Tensor, shown: str, ylabel: str, xlabel: str) -> None:
