@@ -21,7 +21,8 @@ pytest.importorskip("sklearn")
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from capsfast.cli import training
+from capsfast import train
+from capsfast.cli import training, training_options
 from capsfast.cli.app import app
 from capsfast.train.checkpoint import read_checkpoint
 
@@ -350,3 +351,23 @@ def test_documented_attacks_are_recorded() -> None:
     for name, found in record.items():
         right = f"{found['right'] / found['images']:.2%}".replace("%", " %")
         assert f"| {name} | {right} of {found['images']} |" in PAGES[1].read_text()
+
+
+def test_the_help_names_every_network() -> None:
+    assert tuple(train.NETWORKS) == training_options.MODELS
+
+
+def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
+    sizes = {"num_parts": 4, "num_objects": 6, "template_size": 5, "dim": 8, "hidden": 16}
+    options = [word for name, value in sizes.items() for word in ("--option", f"{name}={value}")]
+    words = ["--model", "stacked", "--conv-channels", "8", "--batch-size", "64", "--accelerator", "cpu", *options]
+    checkpoint = trained(tmp_path / "out", *words, "--max-steps", "3")
+    results = json.loads((tmp_path / "out" / "record.json").read_text())["results"]
+    assert {"test_image", "test_parts", "test_prior_within", "test_reconstruction"} <= set(results)
+    result = run("clusters", checkpoint, "--images", "100", "--json", tmp_path / "clusters.json")
+    found = json.loads((tmp_path / "clusters.json").read_text())
+    assert found["images"] == 360 and found["clustered"] == 100 and 0.1 <= found["accuracy"] <= 1
+    assert f"{found['accuracy']:.2%} of 360 right, by 10 clusters of 100 images" in result.output
+    assert run("reconstruct", checkpoint, "--out", tmp_path / "pictures").exit_code == 0
+    assert is_png(tmp_path / "pictures" / "reconstructions.png")
+    assert "a network of --model stacked is needed, got capsnet" in failed("clusters", digits)

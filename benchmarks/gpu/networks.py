@@ -8,6 +8,10 @@ RUNS: dict[str, list[str]] = {
     "capsnet-fashion": ["--data", "fashion-mnist", "--epochs", "5"],
     "capsnet-overlapping": ["--data", "multi:mnist", "--epochs", "5"],
     "deepcaps-mnist": ["--data", "mnist", "--model", "deepcaps", "--epochs", "2"],
+    "em-mnist": ["--data", "mnist", "--routing", "em", "--epochs", "3"],
+    "matrix-mnist": ["--data", "mnist", "--model", "matrixcapsnet", "--loss", "spread", "--epochs", "2"],
+    "efficient-mnist": ["--data", "mnist", "--model", "efficientcapsnet", "--epochs", "10"],
+    "stacked-mnist": ["--data", "mnist", "--model", "stacked", "--epochs", "20"],
 }
 REHEARSAL = ["--data", "digits", "--max-steps", "2", "--limit-val-batches", "1", "--batch-size", "8", "--epochs", "1"]
 REHEARSAL += ["--conv-channels", "8"]

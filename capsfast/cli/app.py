@@ -4,6 +4,7 @@ import typer
 from rich.console import Console
 
 from ..bench import record
+from .clusters import clusters
 from .inspection import evaluate, perturb, reconstruct, routing
 from .measuring import bench, report
 from .picture import picture
@@ -12,7 +13,7 @@ from .training import train
 from .tuning import tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused capsule-network routing for PyTorch.")
-for command in (bench, report, train, evaluate, picture, reconstruct, perturb, routing, tune):
+for command in (bench, report, train, evaluate, clusters, picture, reconstruct, perturb, routing, tune):
     app.command()(command)
 
 
