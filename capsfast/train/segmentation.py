@@ -7,11 +7,13 @@ from torch import Tensor
 
 from ..data import Batch
 from ..models.segcaps import PRESENT
-from ..nn import LossParts
+from ..nn import LossParts, MarginLoss
 from .learner import Learner
 
 # Of an object's own image: where it is at least that bright, the pixel is of its class.
 BRIGHT = 0.5
+# The factor of absent classes in the margin loss, 0.5 for whole images: of ten classes an image has one, a pixel fewer.
+ABSENT = 0.25
 
 
 def pixel_classes(batch: Batch, num_classes: int) -> Tensor:
@@ -50,19 +52,22 @@ def overlap(found: Tensor, classes: Tensor) -> Overlap:
 class SegmentationLearner(Learner):
     """:class:`Learner` of a network that gives every pixel its classes.
 
-    The margin loss of Sabour et al. (2017, eq. 4) for every pixel, the mean over all; and the squared error of the
-    image where it has a class, as LaLonde and Bagci (2018, section 3.2) do, with the classes given to the decoder.
+    The margin loss of Sabour et al. (2017, eq. 4) for every pixel, the mean over all, with absent classes times 0.25;
+    and the squared error of the image where it has a class, as LaLonde and Bagci (2018) do, with the classes given to
+    the decoder.
 
     A test gives ``test_iou``, of the classes over all images together, and ``test_pixels``, the share of pixels with
     exactly the right classes. Arguments as for Learner.
     """
+
+    margin = MarginLoss(lam=ABSENT)
 
     def losses(self, batch: Batch) -> tuple[LossParts, Tensor]:
         """The parts of the loss, means over the batch, and the capsules' lengths ``[B, J, H, W]``."""
         classes = pixel_classes(batch, self.sizes["num_classes"])
         output = self.model(batch.images, classes)
         lengths, targets = (each.movedim(1, -1).flatten(0, -2) for each in (output.lengths, classes))
-        margin = self.loss.margin(lengths, targets)
+        margin = self.margin(lengths, targets)
         if output.reconstruction is None:
             return LossParts(margin, margin, torch.zeros_like(margin)), output.lengths
         shown = batch.images * classes.any(1, keepdim=True)
