@@ -107,18 +107,8 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     def run(*arguments: Any) -> Any:
         return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
 
-    size = [
-        "--conv-channels",
-        "8",
-        "--types",
-        "2",
-        "--digit-dim",
-        "4",
-        "--option",
-        "dims=[4,4]",
-        "--option",
-        "kernel_size=3",
-    ]
+    size = ["--conv-channels", 8, "--types", 2, "--digit-dim", 4, "--option", "dims=[4,4]"]
+    size += ["--option", "kernel_size=3"]
     model = ["--model", "segcaps", "--data", f"multi:{folder}", *size, "--batch-size", 20, "--accelerator", "cpu"]
     out = tmp_path / "out"
     result = run("train", *model, "--lr", 0.01, "--epochs", 3, "--out", out)

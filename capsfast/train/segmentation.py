@@ -60,14 +60,14 @@ class SegmentationLearner(Learner):
     exactly the right classes. Arguments as for Learner.
     """
 
-    margin = MarginLoss(lam=ABSENT)
+    pixel_loss = MarginLoss(lam=ABSENT)
 
     def losses(self, batch: Batch) -> tuple[LossParts, Tensor]:
         """The parts of the loss, means over the batch, and the capsules' lengths ``[B, J, H, W]``."""
         classes = pixel_classes(batch, self.sizes["num_classes"])
         output = self.model(batch.images, classes)
         lengths, targets = (each.movedim(1, -1).flatten(0, -2) for each in (output.lengths, classes))
-        margin = self.margin(lengths, targets)
+        margin = self.pixel_loss(lengths, targets)
         if output.reconstruction is None:
             return LossParts(margin, margin, torch.zeros_like(margin)), output.lengths
         shown = batch.images * classes.any(1, keepdim=True)
