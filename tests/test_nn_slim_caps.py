@@ -178,7 +178,7 @@ def test_softmax_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
 
 
 @each_name
-@pytest.mark.parametrize("window", ["2d all", "3d", "up all"])
+@pytest.mark.parametrize("window", ["2d own kernels", "3d own kernels", "up"])
 def test_every_routing_at_every_position(name: str, window: str) -> None:
     kind, given, _ = WINDOWS[window]
     torch.manual_seed(0)
@@ -202,6 +202,23 @@ def test_every_routing_at_every_position(name: str, window: str) -> None:
     assert_same(tuple(found), wanted)
     leaves = [poses, activation, *layer.parameters()]
     assert_same(gradients(tuple(found), leaves), gradients(wanted, leaves))
+
+
+@each_name
+@pytest.mark.parametrize("window", ["2d all", "up all"])
+def test_votes_that_are_of_no_position(name: str, window: str) -> None:
+    """They are 0, as are their activations, where a window lies in the padding or no kernel reaches."""
+    kind, given, _ = WINDOWS[window]
+    layer = kind(I, J, K, D, **{**given, "conv_bias": False}, routing=name)
+    if not ROWS[name].of_votes:
+        pytest.skip("needs input capsules beside the votes")
+    poses, activation = poses_of(2, torch.float32), torch.rand(B, I, *SIZE[2]).requires_grad_()
+    nowhere = ~(layer.votes(poses) != 0).any(1).any(1).any(1)
+    assert nowhere.any()
+    found = layer(poses) if name == "dynamic" else layer(poses, activation)
+    found = (found,) if name == "dynamic" else tuple(found)
+    everything = (*found, *gradients(found, [poses, activation, *layer.parameters()]))
+    assert all(each.isfinite().all() for each in everything)
 
 
 def mean_activation(layer: Any, activation: Tensor, after: tuple[int, ...]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
+from ..functional import squash as _squash
 from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
 from ..nn._type_routing import TypeRouting
 from ..nn.routing.base import Capsules
@@ -33,8 +34,9 @@ class SegCaps(nn.Module):
 
     On the way down each level halves the image, on the way up a transposed convolution doubles it, and the capsules of
     the same size from the way down are put beside its own as more types. Layers that change the size are dynamic
-    routing of one iteration, as are the first capsules; the others route with ``routing``. A pixel may have several
-    classes or none: no capsule stands for the background.
+    routing of one iteration, as are the first capsules; the others route with ``routing``. If that has activations of
+    its own, poses get them as their lengths before the next layer. A pixel may have several classes or none: no capsule
+    stands for the background.
 
     Parts: ``conv``; ``start``, ``down``, ``route_down``, ``up``, ``route_up`` and ``classes`` (slim capsules);
     ``decoder``, three convolutions of 1 x 1 that see the capsules of a pixel's classes alone, or None.
@@ -132,16 +134,15 @@ class SegCaps(nn.Module):
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules ``[B, J, D, H, W]`` of every pixel and their activations, without a decoder."""
         check_images(self._op, images, self.image_shape)
-        found = _Image(F.relu(self.conv(images)).unsqueeze(1)).through(self.start)
+        poses = _through(self.start, F.relu(self.conv(images)).unsqueeze(1))
         passed = []
         for down, route in zip(self.down, self.route_down, strict=True):
-            passed.append(found)
-            found = found.through(down).through(route)
+            passed.append(poses)
+            poses = _through(route, _through(down, poses))
         for up, route, beside in zip(self.up, self.route_up, reversed(passed), strict=True):
-            larger = found.through(up, size=beside.poses.shape[3:])
-            found = larger.beside(beside).through(route)
-        found = found.through(self.classes)
-        return Capsules(found.poses, found.known())
+            larger = _through(up, poses, size=beside.shape[3:])
+            poses = _through(route, torch.cat([larger, beside], 1))
+        return _routed(self.classes, poses)
 
     def reconstruct(self, capsules: Tensor, classes: Tensor) -> Tensor:
         """``capsules [B, J, D, H, W]`` to images, at each pixel from the capsules that ``classes [B, J, H, W]`` keeps.
@@ -175,24 +176,20 @@ class SegCaps(nn.Module):
         return SegCapsOutput(activations, capsules, images_again)
 
 
-class _Image(NamedTuple):
-    """poses ``[B, C, K, H, W]``; activations ``[B, C, H, W]``, None for the lengths, if anybody asks."""
+def _lengths(poses: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(poses, dim=2)  # type: ignore[no-any-return]
 
-    poses: Tensor
-    activations: Tensor | None = None
 
-    def known(self) -> Tensor:
-        if self.activations is not None:
-            return self.activations
-        return torch.linalg.vector_norm(self.poses, dim=2)  # type: ignore[no-any-return]
+def _routed(layer: nn.Module, poses: Tensor) -> Capsules:
+    if isinstance(layer.routing, TypeRouting):
+        found = layer(poses)
+        return Capsules(found, _lengths(found))
+    return layer(poses, _lengths(poses))  # type: ignore[no-any-return]
 
-    def through(self, layer: nn.Module, **options: Any) -> "_Image":
-        if isinstance(layer.routing, TypeRouting):
-            return _Image(layer(self.poses, **options))
-        return _Image(*layer(self.poses, self.known(), **options))
 
-    def beside(self, other: "_Image") -> "_Image":
-        poses = torch.cat([self.poses, other.poses], 1)
-        if self.activations is None and other.activations is None:
-            return _Image(poses)
-        return _Image(poses, torch.cat([self.known(), other.known()], 1))
+def _through(layer: nn.Module, poses: Tensor, **options: Any) -> Tensor:
+    """Between layers capsules say by their length how present they are, which poses of other routings need not."""
+    if isinstance(layer.routing, TypeRouting):
+        return layer(poses, **options)  # type: ignore[no-any-return]
+    found = _routed(layer, poses)
+    return _squash(found.poses, 2, kind="unit") * found.activations[:, :, None]

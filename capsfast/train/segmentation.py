@@ -12,6 +12,8 @@ from .learner import Learner
 
 # Of an object's own image: where it is at least that bright, the pixel is of its class.
 BRIGHT = 0.5
+# The factor of absent classes in the margin loss, 0.5 for whole images: of ten classes an image has one, a pixel fewer.
+ABSENT = 0.25
 
 
 def pixel_classes(batch: Batch, num_classes: int) -> Tensor:
@@ -50,14 +52,15 @@ def overlap(found: Tensor, classes: Tensor) -> Overlap:
 class SegmentationLearner(Learner):
     """:class:`Learner` of a network that gives every pixel its classes.
 
-    The margin loss of Sabour et al. (2017, eq. 4) for every pixel, the mean over all; and the squared error of the
-    image where it has a class, as LaLonde and Bagci (2018, section 3.2) do, with the classes given to the decoder.
+    The margin loss of Sabour et al. (2017, eq. 4) for every pixel, the mean over all, with absent classes times 0.25;
+    and the squared error of the image where it has a class, as LaLonde and Bagci (2018) do, with the classes given to
+    the decoder.
 
     A test gives ``test_iou``, of the classes over all images together, and ``test_pixels``, the share of pixels with
     exactly the right classes. Arguments as for Learner, of which loss and entropy_weight have no meaning here.
     """
 
-    pixel_loss = MarginLoss()
+    pixel_loss = MarginLoss(lam=ABSENT)
 
     def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
         images = batch.images if shown is None else shown

@@ -1,0 +1,162 @@
+"""SegCaps against a plain network, and as a module."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from capsfast.models import SegCaps, SegCapsOutput
+from capsfast.nn import MarginLoss
+
+from .support import plain
+from .support.plain import assert_same, on_cpu
+from .support.routings import ROUTINGS as ROWS
+
+B, J = 2, 3
+SMALL: dict[str, Any] = {"conv_channels": 3, "types": 2, "dims": (2, 3, 4), "digit_dim": 4, "kernel_size": 3}
+SMALL["hidden"] = (5,)
+
+
+def images(height: int = 7, width: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.rand(B, 2, height, width, dtype=dtype)
+
+
+def route_at_positions(maps: Tensor, types: int, D: int, num_iterations: int) -> Tensor:
+    """What a convolution made, ``[B I, J D, H, W]``, to ``[B, J, D, H, W]``."""
+    H, W = maps.shape[2:]
+    votes = maps.view(B, types, -1, D, H * W).permute(0, 4, 1, 2, 3).flatten(0, 1)
+    v, _ = plain.route(votes, num_iterations, kind="exp")
+    return v.view(B, H, W, *v.shape[1:]).permute(0, 3, 4, 1, 2)
+
+
+def plain_segcaps(model: SegCaps, x: Tensor, classes: Tensor | None) -> SegCapsOutput:
+    """Two halvings, from the model's parameters."""
+    p = dict(model.named_parameters())
+
+    def slim(name: str, poses: Tensor, r: int = 3, step: int = 1) -> Tensor:
+        weight = p[f"{name}.conv.weight"]
+        maps = F.conv2d(poses.flatten(0, 1), weight, stride=step, padding=weight.shape[2] // 2)
+        D = SMALL["digit_dim"] if name == "classes" else weight.shape[0] // 2
+        return route_at_positions(maps, poses.shape[1], D, r)
+
+    def larger(name: str, poses: Tensor, like: Tensor) -> Tensor:
+        weight = p[f"{name}.conv.weight"]
+        # Ahead of each other the places of the input, with a zero between them, are convolved with the kernel turned.
+        spread = poses.new_zeros(poses.shape[0] * poses.shape[1], poses.shape[2], *(2 * n - 1 for n in poses.shape[3:]))
+        spread[:, :, ::2, ::2] = poses.flatten(0, 1)
+        more = [like.shape[3 + axis] - spread.shape[2 + axis] for axis in (0, 1)]
+        maps = F.conv2d(F.pad(spread, (1, 1 + more[1], 1, 1 + more[0])), weight.transpose(0, 1).flip(2, 3))
+        return route_at_positions(maps, poses.shape[1], weight.shape[1] // 2, 1)
+
+    features = F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
+    full = slim("start", features[:, None], 1)
+    half = slim("route_down.0", slim("down.0", full, 1, 2))
+    quarter = slim("route_down.1", slim("down.1", half, 1, 2))
+    again = slim("route_up.0", torch.cat([larger("up.0", quarter, half), half], 1))
+    again = slim("route_up.1", torch.cat([larger("up.1", again, full), full], 1))
+    capsules = slim("classes", again)
+    lengths = capsules.square().sum(2).sqrt()
+    kept = capsules * (lengths > 0.5 if classes is None else classes)[:, :, None]
+    hidden = F.relu(F.conv2d(kept.flatten(1, 2), p["decoder.0.weight"], p["decoder.0.bias"]))
+    return SegCapsOutput(lengths, capsules, F.conv2d(hidden, p["decoder.2.weight"], p["decoder.2.bias"]).sigmoid())
+
+
+@on_cpu
+@pytest.mark.parametrize("size", [(7, 6), (5, 9), (8, 8), (1, 3)])
+def test_is_a_plain_network(by: Any, size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = SegCaps(2, size, J, **SMALL, backend=by.name, dtype=torch.float64)
+    with torch.no_grad():
+        model.classes.conv.weight *= 4  # lengths on both sides of 0.5
+    x, classes = images(*size).requires_grad_(), torch.rand(B, J, *size) > 0.5
+    leaves = [x, *model.parameters()]
+    for given in (classes, None):
+        results = []
+        for output in (model(x, given), plain_segcaps(model, x, given)):
+            assert output.lengths.shape == (B, J, *size)
+            total = output.lengths.sum() + output.reconstruction.square().sum()
+            results.append((*output, *torch.autograd.grad(total, leaves)))
+        assert_same(*results)
+    assert 0 < (output.lengths > 0.5).double().mean() < 1 or size == (1, 3)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_takes_every_routing(name: str) -> None:
+    torch.manual_seed(0)
+    model = SegCaps(2, (7, 6), J, **SMALL, routing=name)
+    if not ROWS[name].of_votes:
+        with pytest.raises(ValueError, match="input capsules"):
+            model(images(dtype=torch.float32))
+        return
+    output = model(images(dtype=torch.float32))
+    assert output.lengths.shape == (B, J, 7, 6) and output.capsules.shape == (B, J, 4, 7, 6)
+    targets = torch.rand(B * 7 * 6, J) > 0.5
+    loss = MarginLoss()(output.lengths.movedim(1, -1).flatten(0, 2), targets) + output.reconstruction.sum()
+    loss.backward()
+    for each in model.parameters():
+        assert each.grad is not None and each.grad.isfinite().all()
+
+
+def test_the_decoder_sees_the_classes_of_a_pixel_alone() -> None:
+    model = SegCaps(2, (7, 6), J, **SMALL)
+    capsules = torch.randn(B, J, 4, 7, 6)
+    classes = torch.zeros(B, J, 7, 6, dtype=torch.bool)
+    classes[:, 1, 2] = True
+    wild = torch.where(classes[:, :, None], capsules, torch.nan)
+    found = model.reconstruct(wild, classes)
+    assert torch.equal(found, model.reconstruct(capsules, classes))
+    with torch.no_grad():
+        capsules[:, 1, :, 2, 3] += 1
+    changed = (model.reconstruct(capsules, classes) != found).any(1)
+    assert changed[:, 2, 3].all() and not changed[:, 2, :3].any() and not changed[:, 3:].any()
+
+
+def test_levels_options_and_copies() -> None:
+    for dims in ((4,), (4, 4), (2, 3, 4, 5)):
+        model = SegCaps(1, 9, J, **{**SMALL, "dims": dims, "learned_logits": True, "bias": True})
+        assert len(model.down) == len(model.up) == len(dims) - 1
+        assert model.classes.routing.bias is not None and model.start.routing.bias is None
+        assert model(torch.rand(B, 1, 9, 9)).reconstruction.shape == (B, 1, 9, 9)
+    other = copy.deepcopy(model)
+    x = torch.rand(B, 1, 9, 9)
+    torch.testing.assert_close(tuple(other(x)), tuple(model(x)))
+    assert all(value.dtype == torch.float64 for value in SegCaps(**SMALL, dtype=torch.float64).parameters())
+    blind = SegCaps(1, 9, J, **SMALL, reconstruction=False)
+    assert blind(x).reconstruction is None and blind.decoder is None
+    with pytest.raises(RuntimeError, match="there is no decoder; build the model with reconstruction=True"):
+        blind.reconstruct(torch.zeros(B, J, 4, 9, 9), torch.zeros(B, J, 9, 9, dtype=torch.bool))
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "classes": (lambda: SegCaps(1, 9, 0), ValueError, "SegCaps: num_classes must be at least 1, got 0"),
+    "kernel": (lambda: SegCaps(1, 9, J, kernel_size=4), ValueError, "kernel_size must be odd, .* got 4"),
+    "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold a size for each level, .* got \(\)"),
+    "a dim": (lambda: SegCaps(1, 9, J, dims=(3, 0)), ValueError, "dims must be at least 1, got 0"),
+    "routing": (lambda: SegCaps(1, 9, J, routing="magic"), ValueError, "routing must be one of"),
+    "option": (lambda: SegCaps(1, 9, J, sharpness=1), TypeError, "unexpected keyword argument 'sharpness'"),
+    "images": (
+        lambda: SegCaps(1, 9, J)(torch.zeros(1, 1, 9, 8)),
+        ValueError,
+        r"images must be \[B, 1, 9, 9\], got \[1, 1, 9, 8\]",
+    ),
+    "given classes": (
+        lambda: SegCaps(1, 9, J)(torch.zeros(1, 1, 9, 9), torch.zeros(1, J, 9, 8, dtype=torch.bool)),
+        ValueError,
+        r"classes must be \[B, J, H, W\] of capsules \[1, 3, 16, 9, 9\], got \[1, 3, 9, 8\]",
+    ),
+    "classes of numbers": (
+        lambda: SegCaps(1, 9, J)(torch.zeros(1, 1, 9, 9), torch.zeros(1, J, 9, 9)),
+        TypeError,
+        "classes must be bool, got float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
