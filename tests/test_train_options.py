@@ -12,9 +12,10 @@ pytest.importorskip("lightning")
 
 from capsfast import train
 from capsfast.data import Batch, channel_statistics
-from capsfast.nn import CouplingEntropy, DynamicRouting, RoutedCaps, couplings, recorded
+from capsfast.nn import Capsules, CouplingEntropy, DynamicRouting, RoutedCaps, couplings, recorded
 from capsfast.train import ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
+from capsfast.train.dropout import DropCapsules, drop_capsules
 from capsfast.train.objective import ClassLoss
 from capsfast.train.schedule import Cosine
 
@@ -186,6 +187,24 @@ def test_caps_dropout_drops_whole_capsules(folder: Path, model: str) -> None:
     torch.testing.assert_close(dropped, whole * (~gone).unsqueeze(2) / 0.75)
     assert torch.equal(learner.eval().model.encode(x), plainly.eval().model.encode(x))
     assert torch.equal(seen[2], whole)
+
+
+def test_caps_dropout_of_capsules_with_activations() -> None:
+    poses, activations = torch.rand(40, 3, 4, 2, 2) + 0.1, torch.rand(40, 3, 2, 2) + 0.1
+    module = nn.Identity()
+    module.register_forward_hook(DropCapsules(0.25))
+    found = module(Capsules(poses, activations))
+    gone = found.activations == 0
+    assert 0.15 < gone.float().mean() < 0.35
+    assert torch.equal(found.activations, activations.masked_fill(gone, 0))
+    assert torch.equal(found.poses, poses.masked_fill(gone.unsqueeze(2), 0))
+
+
+def test_caps_dropout_needs_capsules_and_not_feature_maps() -> None:
+    model = nn.Module()
+    model.primary = nn.Conv2d(1, 1, 1)
+    with pytest.raises(ValueError, match="caps_dropout needs primary capsules, Module has none"):
+        drop_capsules(model, 0.1)
 
 
 @pytest.mark.parametrize("model", ["capsnet", "deepcaps", "autoencoder"])
