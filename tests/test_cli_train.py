@@ -141,6 +141,64 @@ def test_pictures(digits: Path, tmp_path: Path) -> None:
     assert "iteration 1: coupling entropy 1.0000" in result.output
 
 
+def test_every_option_reaches_its_place(tmp_path: Path) -> None:
+    learning = ["--loss", "mse", "--weight-decay", "0.01", "--schedule", "cosine", "--entropy-weight", "0.01"]
+    dropped = ["--caps-dropout", "0.1", "--decoder-dropout", "0.2", "--normalize", "set"]
+    attacked = ["--adversarial", "pgd", "--adversarial-eps", "0.05", "--adversarial-steps", "2"]
+    shown = ["--adversarial-share", "0.5", "--crop", "8", "--crop-padding", "1", "--flip", "--cutout", "2"]
+    checkpoint = trained(tmp_path, *CAPSNET, *learning, *dropped, *attacked, *shown, "--max-steps", "11")
+    record = json.loads((tmp_path / "record.json").read_text())
+    wanted = {"loss": "mse", "weight_decay": 0.01, "schedule": "cosine", "decay_steps": 11, "entropy_weight": 0.01}
+    wanted |= {"caps_dropout": 0.1, "decoder_dropout": 0.2, "adversarial": "pgd", "adversarial_eps": 0.05}
+    wanted |= {"adversarial_steps": 2, "adversarial_share": 0.5}
+    assert {name: record["model"][name] for name in wanted} == wanted
+    (mean,), (deviation,) = record["model"]["normalize"]
+    assert mean == pytest.approx(0.305, abs=1e-3) and deviation == pytest.approx(0.376, abs=1e-3)
+    assert {name: record["images"][name] for name in ("crop", "crop_padding", "flip", "cutout")} == {
+        "crop": 8,
+        "crop_padding": 1,
+        "flip": True,
+        "cutout": 2,
+    }
+    assert {"mse", "entropy", "reconstruction", "test_reconstruction_absent"} <= record["curve"].keys()
+    message = failed("train", "--resume", checkpoint, "--normalize", "image", "--crop", "7", "--loss", "margin")
+    assert "takes --crop, --loss, --normalize from the checkpoint" in message
+
+
+def test_evaluate_detects_attacks(digits: Path, tmp_path: Path) -> None:
+    attacks = ["--fgsm", "0.3", "--attacked", "40", "--detect", "--false-positives", "0.1"]
+    result = run("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "e.json").read_text())["FGSM, eps 0.3"]
+    assert found["images"] == 40 and found["fooled"] == 40 - found["right"]
+    assert 0.05 < found["false_positives"] <= 0.1 and found["undetected"] <= found["fooled"]
+    assert "FGSM, eps 0.3: " in result.output and "at 10.00% false positives" in result.output
+    assert "--detect needs an attack to be found" in failed("evaluate", digits, "--detect")
+
+
+def test_picture_of_every_kind(digits: Path, tmp_path: Path) -> None:
+    for kind, more, file in (
+        ("predictions", ["--count", "3"], "predictions.png"),
+        ("reconstructions", [], "reconstructions.png"),
+        ("perturbations", ["--label", "2"], "perturb-2.png"),
+        ("routing", ["--limit", "20"], "routing.png"),
+    ):
+        result = run("picture", digits, "--kind", kind, *more, "--out", tmp_path / kind)
+        assert result.exit_code == 0, result.output
+        assert [path.name for path in (tmp_path / kind).iterdir()] == [file] and is_png(tmp_path / kind / file)
+    message = failed("picture", digits, "--label", "2")
+    assert message == "capsfast picture: --label is an option of --kind perturbations, got --kind predictions"
+
+
+def test_cnn_on_the_command_line(few_images: Path, tmp_path: Path) -> None:
+    sizes = ["--option", "channels=[4,4]", "--option", "hidden=[8]", "--batch-size", "32", "--accelerator", "cpu"]
+    checkpoint = trained(tmp_path, "--data", str(few_images), "--model", "cnn", *sizes)
+    for command in (["evaluate", "--fgsm", "0.1"], ["picture", "--count", "4"]):
+        assert run(command[0], checkpoint, *command[1:], "--out", tmp_path / "pictures").exit_code == 0
+    assert sorted(path.stem for path in (tmp_path / "pictures").iterdir()) == ["confusion", "predictions"]
+    assert "class capsules with a decoder are needed" in failed("evaluate", checkpoint, "--fgsm", "0.1", "--detect")
+
+
 def test_perturb_names_the_classes(digits: Path, tmp_path: Path) -> None:
     message = failed("perturb", digits, "--label", "11", "--out", tmp_path)
     assert "label must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, got 11" in message
@@ -236,6 +294,9 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
         (["--lr", "-1"], "lr must be positive and finite, got -1.0"),
         (["--rotation", "5", "--data", "multi:digits"], "multi sets move images themselves"),
         (["--scale", "2"], "scale must be below 1, got 2.0"),
+        (["--normalize", "mean"], "--normalize must be set or image, got 'mean'"),
+        (["--crop", "9"], "crop must be from 1 to 8, the size with its padding, got 9"),
+        (["--loss", "spread", "--data", "multi:digits"], "loss spread needs one class an image"),
         (["--log", "paper"], "log must be one of csv, tensorboard, got 'paper'"),
         (["--test-every", "46", "--batch-size", "32"], "--test-every must be at most 45, an epoch, got 46"),
         (["--accelerator", "abacus"], "abacus"),

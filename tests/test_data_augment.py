@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from capsfast import data
-from capsfast.data import CentreCrop, Chain, Cutout, ImageSet, Labelled, RandomAffine, RandomCrop, RandomFlip
+from capsfast.data import (
+    CentreCrop,
+    Chain,
+    Cutout,
+    ImageSet,
+    Labelled,
+    RandomAffine,
+    RandomCrop,
+    RandomFlip,
+    RandomLight,
+)
 
 from .support.idx_files import write_set
 
@@ -47,6 +57,17 @@ def test_random_flip_mirrors_half() -> None:
     assert (same ^ mirrored).all() and 0.4 < mirrored.float().mean() < 0.6
 
 
+def test_random_light_changes_mean_and_distances() -> None:
+    images = 0.4 + 0.2 * torch.rand(MANY, 2, 3, 4)
+    draws = torch.rand(MANY, 2)
+    found = RandomLight(0.1, 0.5)(images, draws)
+    before, after = (each.mean((2, 3), keepdim=True) for each in (images, found))
+    torch.testing.assert_close((after - before).flatten(1), (0.2 * draws[:, :1] - 0.1).expand(-1, 2))
+    torch.testing.assert_close(found - after, (images - before) * (0.5 + draws[:, 1, None, None, None]))
+    assert RandomLight(0.5)(torch.rand(MANY, 1, 3, 3), draws).aminmax() == (0, 1)
+    torch.testing.assert_close(RandomLight()(images, draws), images)
+
+
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_cutout_is_a_square_around_any_pixel(size: int) -> None:
     H, W = 5, 7
@@ -69,6 +90,8 @@ def test_cutout_is_a_square_around_any_pixel(size: int) -> None:
     [
         (lambda: RandomCrop(0), "RandomCrop: size must be at least 1, got 0"),
         (lambda: CentreCrop(3, -1), "CentreCrop: padding must not be negative, got -1"),
+        (lambda: RandomLight(brightness=-0.1), "RandomLight: brightness must be from 0 to 1, got -0.1"),
+        (lambda: RandomLight(contrast=1.5), "RandomLight: contrast must be from 0 to 1, got 1.5"),
         (lambda: Cutout(0), "Cutout: size must be at least 1, got 0"),
     ],
 )
@@ -98,12 +121,12 @@ def test_channel_statistics() -> None:
 
 def test_open_sets_with_crop_flip_and_cutout(tmp_path: Path) -> None:
     write_set(tmp_path, size=12)
-    sets = data.open_sets(str(tmp_path), crop=8, crop_padding=1, flip=True, cutout=3, seed=4)
+    sets = data.open_sets(str(tmp_path), crop=8, crop_padding=1, flip=True, contrast=0.5, cutout=3, seed=4)
     train, test = sets.train, sets.test
     assert isinstance(train, ImageSet) and isinstance(test, ImageSet)
     mean = data.channel_statistics(train.source)[0]
     # A crop moves the image, so that there is no shift beside it unless one is asked for.
-    steps = (RandomAffine(), RandomCrop(8, 1), RandomFlip(), Cutout(3, mean))
+    steps = (RandomAffine(), RandomCrop(8, 1), RandomFlip(), RandomLight(contrast=0.5), Cutout(3, mean))
     assert train.transform == Chain(steps) and test.transform == CentreCrop(8, 1) and sets.image_size == 8
     rows = torch.arange(20)
     assert torch.equal(test.batch(rows).images, test.source.scaled()[:, :, 2:10, 2:10])
@@ -130,8 +153,8 @@ def test_open_sets_rejects_crops(tmp_path: Path, options: dict[str, Any], rule: 
         data.open_sets(str(tmp_path), **options)
 
 
-@pytest.mark.parametrize("options", [{"crop": 4}, {"flip": True}, {"cutout": 2}])
+@pytest.mark.parametrize("options", [{"crop": 4}, {"flip": True}, {"contrast": 0.1}, {"cutout": 2}])
 def test_sets_that_move_images_take_no_crop(tmp_path: Path, options: dict[str, Any]) -> None:
     write_set(tmp_path, size=12)
-    with pytest.raises(ValueError, match=r"affine sets move images themselves; leave out .* crop, flip, cutout"):
+    with pytest.raises(ValueError, match=r"affine sets move images themselves; leave out .* crop, flip, .*, cutout"):
         data.open_sets(f"affine:{tmp_path}", **options)

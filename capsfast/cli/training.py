@@ -113,6 +113,8 @@ def train(
     crop: options.Crop = None,
     crop_padding: options.CropPadding = 0,
     flip: options.Flip = False,
+    brightness: options.Brightness = 0.0,
+    contrast: options.Contrast = 0.0,
     cutout: options.Cutout = None,
     normalize: options.Normalize = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that make batches.", rich_help_panel="Images")] = 0,

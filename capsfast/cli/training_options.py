@@ -38,6 +38,8 @@ IMAGES = (
     "crop",
     "crop_padding",
     "flip",
+    "brightness",
+    "contrast",
     "cutout",
     "seed",
     "workers",
@@ -87,5 +89,7 @@ Scale = Annotated[float, _images("Fraction.", min=0)]
 Crop = Annotated[int | None, _images("Squares of this size; tests: from the middle.", min=1)]
 CropPadding = Annotated[int, _images("Pixels of black around an image before the crop.", min=0)]
 Flip = Annotated[bool, _images("Mirror half of the images.", "--flip")]
+Brightness = Annotated[float, _images("Up to so much is added or taken away, of 1 for white.", min=0)]
+Contrast = Annotated[float, _images("Fraction.", min=0)]
 Cutout = Annotated[int | None, _images("Side of a square that takes the mean colour.", min=1)]
 Normalize = Annotated[str | None, _images("Mean 0, deviation 1: set (of the training set) or image (of each).")]

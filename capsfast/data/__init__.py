@@ -1,7 +1,7 @@
 """Data sets of labelled images: handwritten digits, IDX files, overlapping and warped ones made from them."""
 
 from .affine import RandomAffine
-from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, channel_statistics
+from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, RandomLight, channel_statistics
 from .batches import BatchOrder, Draw, ResumableLoader
 from .catalogue import Sets, load, open_sets
 from .cifar import read_cifar_binary, read_cifar_pickle
@@ -23,6 +23,7 @@ __all__ = [
     "RandomAffine",
     "RandomCrop",
     "RandomFlip",
+    "RandomLight",
     "ResumableLoader",
     "Sets",
     "Split",

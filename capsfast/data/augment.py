@@ -1,4 +1,4 @@
-"""What is done to a batch of images at random beside moving them: crops, mirror images, cutout."""
+"""What is done to a batch of images at random beside moving them: crops, mirror images, light, cutout."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,6 +95,36 @@ class RandomFlip:
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
         return torch.where(draws[:, 0, None, None, None] < 0.5, images, images.flip(3))
+
+
+@dataclass(frozen=True)
+class RandomLight:
+    """Brightness, then contrast, drawn for each image as for SmallNORB in Hinton, Sabour, Frosst (2018), section 4.
+
+    Args:
+        brightness: largest number that is added to all pixels or taken from them.
+        contrast: fraction; the distance of every pixel from the mean of its channel is multiplied by a factor from
+            [1 - contrast, 1 + contrast]. The result is cut at black and white.
+
+    Raises:
+        ValueError: a negative number, or a contrast above 1.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    columns = 2
+
+    def __post_init__(self) -> None:
+        for name, value in (("brightness", self.brightness), ("contrast", self.contrast)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"capsfast.data.RandomLight: {name} must be from 0 to 1, got {value}")
+
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Draws: brightness, contrast."""
+        added, factor = (2 * draws - 1)[:, :, None, None, None].unbind(1)
+        brighter = images + self.brightness * added
+        mean: Tensor = brighter.mean((2, 3), keepdim=True)
+        return (mean + (1 + self.contrast * factor) * (brighter - mean)).clamp(0, 1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .affine import RandomAffine
-from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, Transform, channel_statistics
+from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, RandomLight, Transform, channel_statistics
 from .cifar import BATCHES, FOLDERS, read_cifar10
 from .idx import read_idx
 from .labelled import Labelled, Split
@@ -191,6 +191,8 @@ def open_sets(
     crop: int | None = None,
     crop_padding: int = 0,
     flip: bool = False,
+    brightness: float = 0.0,
+    contrast: float = 0.0,
     cutout: int | None = None,
     seed: int = 0,
 ) -> Sets:
@@ -209,11 +211,12 @@ def open_sets(
         crop: images become squares of this size: those to train on at a random place, those to test on from the
             middle, both after ``crop_padding`` pixels of black on every side.
         flip: half of the images to train on are mirrored, left to right.
+        brightness, contrast: of the images to train on, see :class:`RandomLight`.
         cutout: side of a square in the images to train on that takes the mean colour, see :class:`Cutout`.
         seed: of the training set's draws.
 
     ``multi`` and ``affine`` take no augmentation and no crop. The order is image_size, shift to scale, crop, flip,
-    cutout.
+    brightness and contrast, cutout.
 
     Raises:
         ValueError, FileNotFoundError, ModuleNotFoundError: as :func:`load`; images that are not square; an
@@ -230,10 +233,10 @@ def open_sets(
                 f"capsfast.data.open_sets: images must be square and of one size, got {H} x {W}; give image_size"
             )
     channels, size = split.train.images.shape[1:3]
-    if kind and (shift or rotation or scale or crop or flip or cutout):
+    if kind and (shift or rotation or scale or crop or flip or brightness or contrast or cutout):
         raise ValueError(
             f"capsfast.data.open_sets: {kind} sets move images themselves; leave out shift, rotation, scale, crop, "
-            f"flip, cutout"
+            f"flip, brightness, contrast, cutout"
         )
     if crop_padding and crop is None:
         raise ValueError(f"capsfast.data.open_sets: crop_padding needs a crop, got {crop_padding} without one")
@@ -266,6 +269,8 @@ def open_sets(
             size = crop
         if flip:
             steps.append(RandomFlip())
+        if brightness or contrast:
+            steps.append(RandomLight(brightness, contrast))
         if cutout is not None:
             steps.append(Cutout(cutout, channel_statistics(split.train)[0]))
         drawn = steps[0] if len(steps) == 1 else Chain(tuple(steps))

@@ -121,5 +121,5 @@ def detection(
         undetected += int((wrong & ~found).sum())
         seen += len(labels)
         on_step(len(labels))
-    exceeding = float((clean > threshold).float().mean())
+    exceeding = int((clean > threshold).sum()) / len(clean)
     return Detection(threshold, exceeding, seen, fooled, flagged, undetected)

@@ -7,14 +7,17 @@ processes are started.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
+
+from ..nn.routing.base import Capsules
 
 LAYERS = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
 
 
 class DropCapsules:
-    """Sets whole capsules to 0, those left are longer by ``1 / (1 - p)``.
+    """Sets whole capsules to 0. Those left are longer by ``1 / (1 - p)``; where they have activations beside their
+    poses, all are left as they are, as an activation stays below 1.
 
     Of ``[B, I, K]`` and ``[B, types, dim, H, W]``: axis 2 is that of a capsule's numbers.
     """
@@ -22,17 +25,14 @@ class DropCapsules:
     def __init__(self, p: float) -> None:
         self.p = p
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not module.training:
             return None
-        if not isinstance(output, Tensor) or output.dim() < 3:
-            raise ValueError(
-                f"capsfast.train.Learner: caps_dropout needs primary capsules [B, I, K] or [B, types, dim, H, W], got "
-                f"those of {type(module).__name__}"
-            )
-        sizes = [*output.shape[:2], 1, *output.shape[3:]]
-        kept = torch.rand(sizes, device=output.device) >= self.p
-        return output * (kept.to(output.dtype) / (1 - self.p))
+        poses = output.poses if isinstance(output, Capsules) else output
+        kept = torch.rand([*poses.shape[:2], *poses.shape[3:]], device=poses.device) >= self.p
+        if isinstance(output, Capsules):
+            return Capsules(poses * kept.unsqueeze(2), output.activations * kept)
+        return poses * (kept.unsqueeze(2).to(poses.dtype) / (1 - self.p))
 
 
 class DropInputs:
@@ -50,7 +50,8 @@ class DropInputs:
 def drop_capsules(model: nn.Module, p: float) -> None:
     """Raises ValueError where a network has no primary capsules."""
     primary = getattr(model, "primary", None)
-    if not isinstance(primary, nn.Module):
+    # Feature maps that a network cuts into capsules later are none.
+    if not isinstance(primary, nn.Module) or isinstance(primary, LAYERS):
         raise ValueError(
             f"capsfast.train.Learner: caps_dropout needs primary capsules, {type(model).__name__} has none"
         )

@@ -24,7 +24,7 @@ class ImageData(pl.LightningDataModule):
             ``affine:`` sets and beside ``crop``.
         rotation: augmentation in degrees.
         scale: augmentation, as a fraction.
-        crop, crop_padding, flip, cutout: see :func:`capsfast.data.open_sets`.
+        crop, crop_padding, flip, brightness, contrast, cutout: see :func:`capsfast.data.open_sets`.
         seed: of order and augmentation.
         workers: processes that make batches; 0 makes them between the steps, which is enough for these sets.
 
@@ -47,6 +47,8 @@ class ImageData(pl.LightningDataModule):
         crop: int | None = None,
         crop_padding: int = 0,
         flip: bool = False,
+        brightness: float = 0.0,
+        contrast: float = 0.0,
         cutout: int | None = None,
         seed: int = 0,
         workers: int = 0,
