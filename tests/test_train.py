@@ -150,7 +150,8 @@ def test_learner_rejects_numbers(wrong: dict[str, Any]) -> None:
 
 def test_build_names_models_and_their_options() -> None:
     with pytest.raises(
-        ValueError, match="model must be one of capsnet, deepcaps, autoencoder, efficientcapsnet, got 'capsule'"
+        ValueError,
+        match="model must be one of capsnet, deepcaps, autoencoder, efficientcapsnet, invertedattention, got 'capsule'",
     ):
         Learner("capsule")
     with pytest.raises(ValueError, match="deepcaps has no option primary_groups; it has conv_channels, types"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..models import CapsAutoEncoder, CapsNet, DeepCaps, EfficientCapsNet
+from ..models import CapsAutoEncoder, CapsNet, DeepCaps, EfficientCapsNet, InvertedAttentionCapsNet
 from ..nn import DynamicRouting, RoutedCaps
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
@@ -16,6 +16,7 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "deepcaps": DeepCaps,
     "autoencoder": CapsAutoEncoder,
     "efficientcapsnet": EfficientCapsNet,
+    "invertedattention": InvertedAttentionCapsNet,
 }
 # From the data set, or moved by Lightning.
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
