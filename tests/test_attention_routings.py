@@ -181,6 +181,22 @@ def test_variational_output_capsules_that_are_not_there() -> None:
     plain.assert_same((found.poses[:, :-1], found.activations[:, :-1]), tuple(wanted))
 
 
+def test_variational_normalized_over_the_batch() -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm=True, dtype=torch.float64)
+    bare = RoutedCaps(I, J, K, D, routing="variational", dtype=torch.float64)
+    bare.load_state_dict(layer.state_dict(), strict=False)
+    u = torch.randn(B, I, K, dtype=torch.float64)
+    found, wanted = layer(u), bare(u)
+    logit = wanted.activations.logit()
+    normalized = (logit - logit.mean(0)) / (logit.var(0, correction=0) + 1e-5).sqrt()
+    plain.assert_same(tuple(found), (wanted.poses, normalized.sigmoid()))
+    layer.eval()
+    plain.assert_same(layer(u[:1]).activations, layer(u).activations[:1])
+    low = layer.bfloat16().train()(u.bfloat16())
+    assert low.activations.dtype == torch.bfloat16 and low.activations.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_given_votes_for_one_output_capsule(name: str) -> None:
     """An axis J of size 1 is shared to a pass; here it is J."""
