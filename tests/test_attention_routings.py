@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import capsfast
 from capsfast.nn import (
+    ROUTINGS,
     CosineRouting,
     InvertedAttentionRouting,
     KMeansRouting,
@@ -18,11 +19,13 @@ from capsfast.nn import (
     VariationalRouting,
     couplings,
 )
+from capsfast.nn.routing.votes import ProductVotes
 
 from .support import plain
 from .support.backends import Backend
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
+from .test_docs import ROOT, table_rows
 
 B, I, J, D, K = 5, 11, 4, 6, 6
 
@@ -207,6 +210,28 @@ def test_given_votes_for_one_output_capsule(name: str) -> None:
         plain.assert_same(tuple(layer.routing(plain.votes(u, layer.W))), tuple(layer(u)))
     else:
         assert layer(u).poses.shape == (B, 1, D)
+
+
+def test_the_table_of_routings_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row[0].strip("`"): row for row in table_rows(ROOT / "docs" / "layers.md", "| name | class | source")}
+    assert set(rows) == set(ROUTINGS)
+    count = 0
+
+    def counted(self: ProductVotes, **arguments: Any) -> capsfast.Moments:
+        nonlocal count
+        count += 1
+        return moments(self, **arguments)
+
+    moments = ProductVotes.moments
+    monkeypatch.setattr(ProductVotes, "moments", counted)
+    for name, (_, kind, _, passes, _) in rows.items():
+        assert kind.strip("`") == ROUTINGS[name].__name__
+        if name == "dynamic":
+            continue
+        layer = RoutedCaps(I, J, K, D, routing=name)
+        count = 0
+        layer(torch.randn(B, I, K))
+        assert count == eval(passes.strip("`"), {"num_iterations": getattr(layer.routing, "num_iterations", None)})
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
