@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import capsfast
 from capsfast.nn import (
+    ROUTINGS,
     CosineRouting,
     InvertedAttentionRouting,
     KMeansRouting,
@@ -18,11 +19,13 @@ from capsfast.nn import (
     VariationalRouting,
     couplings,
 )
+from capsfast.nn.routing.votes import ProductVotes
 
 from .support import plain
 from .support.backends import Backend
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import randomize
+from .test_docs import ROOT, table_rows
 
 B, I, J, D, K = 5, 11, 4, 6, 6
 
@@ -181,6 +184,22 @@ def test_variational_output_capsules_that_are_not_there() -> None:
     plain.assert_same((found.poses[:, :-1], found.activations[:, :-1]), tuple(wanted))
 
 
+def test_variational_normalized_over_the_batch() -> None:
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm=True, dtype=torch.float64)
+    bare = RoutedCaps(I, J, K, D, routing="variational", dtype=torch.float64)
+    bare.load_state_dict(layer.state_dict(), strict=False)
+    u = torch.randn(B, I, K, dtype=torch.float64)
+    found, wanted = layer(u), bare(u)
+    logit = wanted.activations.logit()
+    normalized = (logit - logit.mean(0)) / (logit.var(0, correction=0) + 1e-5).sqrt()
+    plain.assert_same(tuple(found), (wanted.poses, normalized.sigmoid()))
+    layer.eval()
+    plain.assert_same(layer(u[:1]).activations, layer(u).activations[:1])
+    low = layer.bfloat16().train()(u.bfloat16())
+    assert low.activations.dtype == torch.bfloat16 and low.activations.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_given_votes_for_one_output_capsule(name: str) -> None:
     """An axis J of size 1 is shared to a pass; here it is J."""
@@ -191,6 +210,28 @@ def test_given_votes_for_one_output_capsule(name: str) -> None:
         plain.assert_same(tuple(layer.routing(plain.votes(u, layer.W))), tuple(layer(u)))
     else:
         assert layer(u).poses.shape == (B, 1, D)
+
+
+def test_the_table_of_routings_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row[0].strip("`"): row for row in table_rows(ROOT / "docs" / "layers.md", "| name | class | source")}
+    assert set(rows) == set(ROUTINGS)
+    count = 0
+
+    def counted(self: ProductVotes, **arguments: Any) -> capsfast.Moments:
+        nonlocal count
+        count += 1
+        return moments(self, **arguments)
+
+    moments = ProductVotes.moments
+    monkeypatch.setattr(ProductVotes, "moments", counted)
+    for name, (_, kind, _, passes, _) in rows.items():
+        assert kind.strip("`") == ROUTINGS[name].__name__
+        if name == "dynamic":
+            continue
+        layer = RoutedCaps(I, J, K, D, routing=name)
+        count = 0
+        layer(torch.randn(B, I, K))
+        assert count == eval(passes.strip("`"), {"num_iterations": getattr(layer.routing, "num_iterations", None)})
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {

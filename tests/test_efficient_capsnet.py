@@ -163,7 +163,7 @@ def test_copies() -> None:
 
 
 def test_graph_of_one_piece() -> None:
-    model = small().eval()
+    model = small(reconstruction=False).eval()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x, labels = images(), torch.tensor([0, 4, 2, 1])
@@ -172,7 +172,7 @@ def test_graph_of_one_piece() -> None:
         model.zero_grad()
         output = each(x, labels)
         loss_of(output).backward()
-        results.append([part.detach() for part in output] + [parameter.grad for parameter in model.parameters()])
+        results.append([part.detach() for part in output[:2]] + [parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 

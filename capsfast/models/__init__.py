@@ -5,6 +5,7 @@ from .capsnet import CapsNet
 from .cnn import CNN
 from .deepcaps import DeepCaps
 from .efficient_capsnet import EfficientCapsNet
+from .inverted_attention import InvertedAttentionCapsNet
 from .matrix_capsnet import MatrixCapsNet
 from .output import CapsNetOutput
 from .segcaps import SegCaps, SegCapsOutput
@@ -17,6 +18,7 @@ __all__ = [
     "CapsNetOutput",
     "DeepCaps",
     "EfficientCapsNet",
+    "InvertedAttentionCapsNet",
     "MatrixCapsNet",
     "SegCaps",
     "SegCapsOutput",

@@ -12,6 +12,7 @@ from ..models import (
     CapsNet,
     DeepCaps,
     EfficientCapsNet,
+    InvertedAttentionCapsNet,
     MatrixCapsNet,
     SegCaps,
     StackedCapsuleAutoencoder,
@@ -30,6 +31,7 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "stacked": StackedCapsuleAutoencoder,
     "matrixcapsnet": MatrixCapsNet,
     "efficientcapsnet": EfficientCapsNet,
+    "invertedattention": InvertedAttentionCapsNet,
 }
 # Those that do not say one class, or two, of an image.
 WITHOUT_CLASSES = ("autoencoder", "segcaps", "stacked")

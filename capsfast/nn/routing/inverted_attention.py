@@ -60,6 +60,10 @@ class InvertedAttentionRouting(IterativeRouting):
             self.readout = nn.Parameter(torch.empty(out_dim, **self._made).uniform_(-limit, limit))
             self.offset = nn.Parameter(torch.zeros((), **self._made))
 
+    def weight_std(self, summed: int) -> float:
+        # Of the authors' code: the first sum, of equal coupling, does not grow with the number of input capsules.
+        return float((self.out_caps / (self.in_caps * summed)) ** 0.5)
+
     def update(self, votes: Votes, pose: Tensor | None) -> Tensor:
         """The next poses ``[B, J, D]`` from the last, which are None for 0. One pass."""
         if pose is not None and self.scaled:

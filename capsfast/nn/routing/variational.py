@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import checks
 from .. import _arguments
 from .base import Capsules, IterativeRouting
 from .means import mean_vote
@@ -22,18 +23,23 @@ class VariationalRouting(IterativeRouting):
     density (Bishop 2006, equations 10.46 to 10.67, restricted to diagonal precisions).
 
     Poses are the posterior means. The activation of an output capsule is ``sigmoid(beta_a - beta_u - share H)``, where
-    H is the entropy of a Gaussian with the expected log precision and share the exponential of the expected log share;
-    the authors' code also normalises its argument over the batch, which this does not.
+    H is the entropy of a Gaussian with the expected log precision and share the exponential of the expected log share.
+    The authors' code normalises the argument over the batch, without which activations are slow to learn: see
+    ``batch_norm``.
 
     There is one pass more than iterations, without a gradient: about the mean vote that it finds, and later about that
     of the last iteration, float32 does not cancel in the variances.
 
-    Parameters: ``beta_a [out_caps]`` and ``beta_u [out_caps]``, starting at 0.
+    Parameters: ``beta_a [out_caps]`` and ``beta_u [out_caps]``, starting at 0. With ``batch_norm`` its running
+    statistics are part of the state.
 
     Args:
         num_iterations: updates of the posteriors, at least 1.
         alpha, kappa, psi: of the priors, positive.
         nu: of the prior, more than ``out_dim - 1``; None for ``out_dim + 1``.
+        batch_norm: normalise the argument of the sigmoid over the batch (and positions) while training, as the authors'
+            code does. The activations of a sample then depend on its batch. What is normalised no longer depends on
+            ``beta_a`` and ``beta_u`` in training.
         all others: as for :class:`Routing`.
     """
 
@@ -51,6 +57,7 @@ class VariationalRouting(IterativeRouting):
         kappa: float = 1.0,
         psi: float = 1.0,
         nu: float | None = None,
+        batch_norm: bool = False,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
@@ -59,11 +66,13 @@ class VariationalRouting(IterativeRouting):
             _arguments.positive(self.op, name, value)
         if self.nu <= out_dim - 1:
             raise ValueError(f"{self.op}: nu must be more than out_dim - 1 = {out_dim - 1}, got {self.nu:g}")
+        checks.boolean(self.op, "batch_norm", batch_norm)
         self.alpha = alpha
         self.kappa = kappa
         self.psi = psi
         self.beta_a = nn.Parameter(torch.zeros(out_caps, **self._made))
         self.beta_u = nn.Parameter(torch.zeros(out_caps, **self._made))
+        self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         with torch.no_grad():  # the origin of the first moments, on which the result does not depend
@@ -94,7 +103,10 @@ class VariationalRouting(IterativeRouting):
                     "prior": log_share + 0.5 * log_precision - distance,
                 }
         entropy = 0.5 * (self.out_dim * math.log(2 * math.pi * math.e) - log_precision)
-        return Capsules(mean - towards_0, torch.sigmoid(self.beta_a - self.beta_u - log_share.exp() * entropy))
+        logit = self.beta_a - self.beta_u - log_share.exp() * entropy
+        if self.norm is not None:
+            logit = self.norm(logit.to(self.beta_a.dtype))
+        return Capsules(mean - towards_0, torch.sigmoid(logit))
 
     def _log_share(self, mass: Tensor, out_mask: Tensor | None) -> Tensor:
         alpha = self.alpha + mass

@@ -1,0 +1,195 @@
+"""Capsule layers that are updated at once by inverted dot-product attention."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import checks
+from ..nn import ConvCaps2d, Decoder, FlattenCaps, InvertedAttentionRouting, RoutedCaps, _arguments
+from ..nn.routing.base import Capsules
+from ._images import check_images, image_shape
+from .output import CapsNetOutput
+
+ROUTING = "inverted-attention"
+
+
+class ConvAttention(ConvCaps2d):
+    """One update of convolutional capsules: poses of both layers to new poses of the upper one.
+
+    Parameters and args: those of :class:`capsfast.nn.ConvCaps2d` with inverted-attention routing.
+
+    Shapes: ``[B, in_types, in_dim, H, W]``, and ``[B, out_types, out_dim, H', W']`` or None for 0, to the latter.
+    """
+
+    def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        places = (poses.shape[0], *self.grid(poses.shape[3:]))
+        if last is not None:
+            last = last.permute(0, 3, 4, 1, 2).flatten(0, 2)
+        layer = self.routing
+        assert isinstance(layer, RoutedCaps) and isinstance(layer.routing, InvertedAttentionRouting)
+        found: Tensor = layer.routing.update(layer.votes(self.unfold(poses), self.inside(poses)), last)
+        found = found.to(poses.dtype).unflatten(0, places)
+        return found.permute(0, 3, 4, 1, 2)
+
+
+class FullAttention(RoutedCaps):
+    """One update of fully connected capsules: poses of both layers to new poses of the upper one.
+
+    Parameters and args: those of :class:`capsfast.nn.RoutedCaps` with inverted-attention routing.
+
+    Shapes: ``[B, I, K]`` or an image of capsules, and ``[B, J, D]`` or None for 0, to ``[B, J, D]``.
+    """
+
+    def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        u = FlattenCaps()(poses) if poses.dim() == 5 else poses
+        assert isinstance(self.routing, InvertedAttentionRouting)
+        found: Tensor = self.routing.update(self.votes(u), last)
+        return found.to(poses.dtype)
+
+
+def route_in_turn(layers: Sequence[nn.Module], primary: Tensor, num_iterations: int) -> list[Tensor]:
+    """Poses of every layer; each is updated ``num_iterations`` times before the next one starts."""
+    poses = [primary]
+    for layer in layers:
+        last = None
+        for _ in range(num_iterations):
+            last = layer(poses[-1], last)
+        assert last is not None
+        poses.append(last)
+    return poses
+
+
+def route_at_once(layers: Sequence[nn.Module], primary: Tensor, num_iterations: int) -> list[Tensor]:
+    """Poses of every layer by concurrent routing (Tsai et al. 2020, procedure 2).
+
+    The first iteration goes through the layers in turn. In every further one all layers are updated from the poses of
+    the iteration before, of the layer below and of their own.
+    """
+    poses = route_in_turn(layers, primary, 1)
+    for _ in range(num_iterations - 1):
+        poses = [primary, *(layer(below, own) for layer, below, own in zip(layers, poses, poses[1:], strict=False))]
+    return poses
+
+
+class InvertedAttentionCapsNet(nn.Module):
+    """Convolution, primary capsules, and capsule layers that are routed at once (Tsai et al. 2020, section 4).
+
+    The primary capsules are one convolution and a LayerNorm of each capsule. Above them are a convolutional capsule
+    layer, a fully connected one and the class capsules, routed by inverted dot-product attention. A linear map that all
+    class capsules share gives the logit of a class, and the sigmoid of it the activation, which the margin loss takes.
+    The paper has a residual network before the capsules, one capsule layer more of each kind, and the cross-entropy of
+    the logits, :meth:`logits`.
+
+    Parts: ``conv``, ``primary``, ``norm``, ``layers``, ``classifier``, ``decoder`` (:class:`capsfast.nn.Decoder` or
+    None). Inside of ``layers`` are the capsule layers from the primary capsules up to the classes.
+
+    Args:
+        in_channels, image_size: of the images; an int or (height, width).
+        num_classes: J.
+        conv_channels: of the first convolution, of 3 x 3 with a stride of 2.
+        primary_groups, primary_dim: types and size of the primary capsules.
+        types: of the convolutional capsules, whose windows are 3 x 3 places (or all there are) with a stride of 2.
+        num_caps: of the fully connected layer.
+        digit_dim: size of the capsules of all layers above the primary one.
+        num_iterations: poses that are formed of each layer, at least 1.
+        concurrent: False routes one layer to its end before the next.
+        scaled: as in :class:`capsfast.nn.InvertedAttentionRouting`.
+        reconstruction: whether there is a decoder, which the paper has not.
+        backend, device, dtype: of the routing, of the parameters.
+
+    Shapes: images ``[B, C, H, W]`` with values in [0, 1] and labels int64 ``[B]`` to :class:`CapsNetOutput`, whose
+    lengths are the activations.
+
+    Raises:
+        ValueError, TypeError: a size, an option or an input that does not fit.
+    """
+
+    _op = "capsfast.models.InvertedAttentionCapsNet"
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        image_size: int | Sequence[int] = 28,
+        num_classes: int = 10,
+        *,
+        conv_channels: int = 64,
+        primary_groups: int = 16,
+        primary_dim: int = 16,
+        types: int = 16,
+        num_caps: int = 32,
+        digit_dim: int = 16,
+        num_iterations: int = 2,
+        concurrent: bool = True,
+        scaled: bool = True,
+        reconstruction: bool = True,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = self._op
+        self.image_shape = image_shape(op, in_channels, image_size)
+        _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels, primary_groups=primary_groups)
+        _arguments.integers(op, primary_dim=primary_dim, types=types, num_caps=num_caps, digit_dim=digit_dim)
+        _arguments.integers(op, num_iterations=num_iterations)
+        checks.boolean(op, "concurrent", concurrent)
+        checks.boolean(op, "reconstruction", reconstruction)
+        self.num_iterations = num_iterations
+        self.concurrent = concurrent
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.conv = nn.Conv2d(in_channels, conv_channels, 3, stride=2, padding=1, **made)
+        self.primary = nn.Conv2d(conv_channels, primary_groups * primary_dim, 3, padding=1, bias=False, **made)
+        self.norm = nn.LayerNorm(primary_dim, **made)
+        self.primary_groups = primary_groups
+        size = tuple((n + 1) // 2 for n in self.image_shape[1:])
+        options: dict[str, Any] = {
+            "routing": ROUTING,
+            "scaled": scaled,
+            "learned_readout": False,
+            "backend": backend,
+            **made,
+        }
+        window = tuple(min(3, n) for n in size)
+        image = ConvAttention(primary_groups, types, primary_dim, digit_dim, window, stride=2, **options)
+        height, width = image.grid(size)
+        hidden = FullAttention(types * height * width, num_caps, digit_dim, digit_dim, **options)
+        classes = FullAttention(num_caps, num_classes, digit_dim, digit_dim, **options)
+        self.layers = nn.ModuleList((image, hidden, classes))
+        self.classifier = nn.Linear(digit_dim, 1, **made)
+        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, **made) if reconstruction else None
+
+    def primary_capsules(self, images: Tensor) -> Tensor:
+        """``images [B, C, H, W]`` to poses ``[B, types, dim, H', W']``."""
+        check_images(self._op, images, self.image_shape)
+        poses = self.primary(F.relu(self.conv(images))).unflatten(1, (self.primary_groups, -1))
+        return self.norm(poses.movedim(2, -1)).movedim(-1, 2)  # type: ignore[no-any-return]
+
+    def poses(self, images: Tensor) -> list[Tensor]:
+        """Poses of the primary capsules and of every layer above, the class capsules ``[B, J, D]`` last."""
+        route = route_at_once if self.concurrent else route_in_turn
+        return route(tuple(self.layers), self.primary_capsules(images), self.num_iterations)
+
+    def logits(self, capsules: Tensor) -> Tensor:
+        """Class capsules ``[B, J, D]`` to ``[B, J]``, for a cross-entropy."""
+        return self.classifier(capsules).squeeze(-1)  # type: ignore[no-any-return]
+
+    def classify(self, images: Tensor) -> Capsules:
+        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
+        capsules = self.poses(images)[-1]
+        return Capsules(capsules, self.logits(capsules).sigmoid())
+
+    def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the most active one."""
+        if self.decoder is None:
+            raise RuntimeError(f"{self._op}: there is no decoder; build the model with reconstruction=True")
+        if labels is None:
+            labels = self.logits(capsules.detach()).argmax(1)
+        return self.decoder(capsules, labels)  # type: ignore[no-any-return]
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
+        capsules, activations = self.classify(images)
+        images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
+        return CapsNetOutput(activations, capsules, images_again)

@@ -1,0 +1,212 @@
+"""InvertedAttentionCapsNet against plain code, and as a module."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from capsfast.models import InvertedAttentionCapsNet
+from capsfast.nn import CapsNetLoss, MarginLoss
+from capsfast.train import Learner
+
+from .support import plain
+from .support.backends import Backend, recorded_ops
+from .support.plain import assert_same, on_cpu
+from .test_models import loss_of, parameters_of
+
+B = 4
+SMALL: dict[str, Any] = {
+    "conv_channels": 3,
+    "primary_groups": 2,
+    "primary_dim": 4,
+    "types": 3,
+    "num_caps": 5,
+    "digit_dim": 6,
+}
+
+
+def small(**more: Any) -> InvertedAttentionCapsNet:
+    torch.manual_seed(0)
+    return InvertedAttentionCapsNet(2, (12, 9), 4, **SMALL, **more)
+
+
+def images(dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(1)
+    return torch.rand(B, 2, 12, 9, dtype=dtype)
+
+
+def normalized(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    return gain * centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() + shift
+
+
+def plain_network(model: InvertedAttentionCapsNet, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Tsai et al. 2020, procedures 1 and 2, from the model's parameters: activations and class capsules."""
+    p = dict(model.named_parameters())
+    x = F.conv2d(F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"], 2, 1)), p["primary.weight"], padding=1)
+    primary = normalized(
+        x.view(B, 2, 4, *x.shape[2:]).movedim(2, -1), p["norm.weight"], p["norm.bias"]
+    )  # [B, C, y, x, K]
+    names = ("layers.0.routing", "layers.1", "layers.2")
+
+    def below(n: int, poses: Tensor) -> Tensor:
+        """Input capsules of layer n: those of every window, or all of them, ``[samples, I, K]``."""
+        if n > 0:
+            return poses.flatten(1, -2)
+        H, W = ((size - 3) // 2 + 1 for size in poses.shape[2:4])
+        windows = [poses[:, :, 2 * y : 2 * y + 3, 2 * x : 2 * x + 3].flatten(1, 3) for y in range(H) for x in range(W)]
+        return torch.stack(windows, 1).flatten(0, 1)
+
+    def updated(n: int, poses: Tensor, last: Tensor | None) -> Tensor:
+        name = names[n]
+        votes = plain.votes(below(n, poses), p[f"{name}.W"])
+        query = torch.zeros_like(votes[:, 0])
+        if last is not None:
+            query = last.movedim(1, 3).flatten(0, 2) if n == 0 else last
+        c = plain.couple((votes * query[:, None]).sum(-1) / (6**0.5 if model.layers[1].routing.scaled else 1))
+        s = normalized((c[..., None] * votes).sum(1), p[f"{name}.routing.gain"], p[f"{name}.routing.shift"])
+        if n > 0:
+            return s
+        H, W = ((size - 3) // 2 + 1 for size in poses.shape[2:4])
+        return s.view(B, H, W, *s.shape[1:]).movedim(3, 1)  # [B, J, y, x, D]
+
+    if model.concurrent:
+        poses = [primary]
+        for n in range(3):
+            poses.append(updated(n, poses[n], None))
+        for _ in range(model.num_iterations - 1):
+            poses = [primary] + [updated(n, poses[n], poses[n + 1]) for n in range(3)]
+    else:
+        poses = [primary]
+        for n in range(3):
+            last = None
+            for _ in range(model.num_iterations):
+                last = updated(n, poses[n], last)
+            poses.append(last)
+    logits = (poses[-1] * p["classifier.weight"]).sum(-1) + p["classifier.bias"]
+    return 1 / (1 + (-logits).exp()), poses[-1]
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "options",
+    [{"num_iterations": 3}, {"num_iterations": 3, "concurrent": False}, {"num_iterations": 1}, {"scaled": False}],
+    ids=str,
+)
+def test_is_the_papers_routing(by: Backend, options: dict[str, Any]) -> None:
+    model = small(backend=by.name, dtype=torch.float64, reconstruction=False, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    x = images(torch.float64)
+    with recorded_ops() as ops:
+        found = model(x)
+    assert ("capsfast::routing_pass" in ops) == by.fused
+    wanted = plain_network(model, x)
+    assert_same(tuple(found[:2]), wanted)
+    leaves = list(model.parameters())
+    seeds = [torch.randn(each.shape, dtype=each.dtype) for each in wanted]
+    gradients = [torch.autograd.grad(each, leaves, seeds) for each in (tuple(found[:2]), wanted)]
+    assert_same(*gradients, tolerance=1e-8)
+
+
+def test_at_once_is_not_in_turn() -> None:
+    """They agree after one iteration; later a layer sees the poses below as they were an iteration before."""
+    x = images()
+    one = [small(num_iterations=1, concurrent=each)(x).capsules for each in (True, False)]
+    assert torch.equal(*one)
+    model = small(num_iterations=2)
+    at_once = model.poses(x)
+    model.concurrent = False
+    in_turn = model.poses(x)
+    torch.testing.assert_close(at_once[1], in_turn[1])  # the lowest layer, below which nothing changes
+    assert not torch.allclose(at_once[2], in_turn[2])
+
+
+@pytest.mark.parametrize("size", [28, 8, (5, 2), 1])
+def test_any_image_size(size: Any) -> None:
+    model = InvertedAttentionCapsNet(1, size, 7, **SMALL)
+    x = torch.rand(2, *model.image_shape)
+    lengths, capsules, reconstruction = model(x, torch.tensor([6, 0]))
+    assert lengths.shape == (2, 7) and capsules.shape == (2, 7, 6) and reconstruction.shape == x.shape
+    assert lengths.min() > 0 and lengths.max() < 1
+
+
+def test_activations_are_those_of_the_classifier() -> None:
+    model = small()
+    x = images()
+    capsules, activations = model.classify(x)
+    torch.testing.assert_close(activations, model.logits(capsules).sigmoid())
+    chosen = model.logits(capsules).argmax(1)
+    assert torch.equal(model(x).reconstruction, model.reconstruct(capsules, chosen))
+    assert torch.equal(model.reconstruct(capsules), model.reconstruct(capsules, chosen))
+    bare = small(reconstruction=False)
+    assert bare(x).reconstruction is None and parameters_of(bare) == parameters_of(model) - parameters_of(model.decoder)
+    with pytest.raises(RuntimeError, match="there is no decoder; build the model with reconstruction=True"):
+        bare.reconstruct(capsules)
+
+
+def test_a_few_steps_of_training() -> None:
+    model = small()
+    x, labels = images(), torch.tensor([0, 3, 2, 1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = CapsNetLoss(0.005)(model(x, labels), x, labels).total
+        loss.backward()
+        assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+        optimizer.step()
+    assert torch.equal(model(x).lengths.argmax(1), labels)
+    assert MarginLoss()(model(x).lengths, labels) < 0.3
+
+
+def test_copies_dtypes_and_compile() -> None:
+    model, x = small(), images()
+    wanted = model(x)
+    loaded = small(device="cpu")
+    loaded.load_state_dict(model.state_dict())
+    for other in (copy.deepcopy(model), loaded):
+        assert all(torch.equal(one, two) for one, two in zip(other(x), wanted, strict=True))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(tuple(compiled(x)), tuple(wanted))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+        loss_of(output).backward()
+    torch.testing.assert_close(output.lengths.float(), wanted.lengths, rtol=0.1, atol=0.05)
+    assert {part.dtype for part in model.bfloat16()(x.bfloat16())} == {torch.bfloat16}
+
+
+def test_the_trainer_builds_it() -> None:
+    options = {**SMALL, "num_iterations": 3, "concurrent": False}
+    model = Learner("invertedattention", 1, 8, 10, options=options).model
+    assert isinstance(model, InvertedAttentionCapsNet) and model.num_iterations == 3 and not model.concurrent
+    with pytest.raises(ValueError, match="invertedattention has no option routing; it has conv_channels"):
+        Learner("invertedattention", 1, 8, 10, options={"routing": "self"})
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "classes": (
+        lambda: InvertedAttentionCapsNet(1, 8, 0),
+        ValueError,
+        "CapsNet: num_classes must be at least 1, got 0",
+    ),
+    "types": (lambda: InvertedAttentionCapsNet(types=1.5), TypeError, "CapsNet: types must be an int, got 1.5"),
+    "iterations": (lambda: InvertedAttentionCapsNet(num_iterations=0), ValueError, "num_iterations must be at least 1"),
+    "concurrent": (lambda: InvertedAttentionCapsNet(concurrent=2), TypeError, "concurrent must be True or False"),
+    "images": (
+        lambda: small()(torch.rand(B, 2, 9, 12)),
+        ValueError,
+        r"models\.InvertedAttentionCapsNet: images must be \[B, 2, 12, 9\], got \[4, 2, 9, 12\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
