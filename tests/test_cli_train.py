@@ -227,7 +227,7 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
     ("arguments", "rule"),
     [
         (["--data", "nothing"], "data must be digits, mnist, fashion-mnist or a folder, got 'nothing'"),
-        (["--model", "caps"], "model must be one of capsnet, deepcaps, autoencoder, got 'caps'"),
+        (["--model", "caps"], "model must be one of capsnet, deepcaps, autoencoder, matrixcapsnet, got 'caps'"),
         (["--types", "3"], "capsnet has no option types; it has conv_channels"),
         (["--lr", "-1"], "lr must be positive and finite, got -1.0"),
         (["--rotation", "5", "--data", "multi:digits"], "multi sets move images themselves"),

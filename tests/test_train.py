@@ -149,7 +149,8 @@ def test_learner_rejects_numbers(wrong: dict[str, Any]) -> None:
 
 
 def test_build_names_models_and_their_options() -> None:
-    with pytest.raises(ValueError, match="model must be one of capsnet, deepcaps, autoencoder, got 'capsule'"):
+    names = "capsnet, deepcaps, autoencoder, matrixcapsnet"
+    with pytest.raises(ValueError, match=f"model must be one of {names}, got 'capsule'"):
         Learner("capsule")
     with pytest.raises(ValueError, match="deepcaps has no option primary_groups; it has conv_channels, types"):
         Learner("deepcaps", options={"primary_groups": 3})

@@ -57,7 +57,7 @@ def train(
         str, typer.Option(help="digits, mnist, fashion-mnist, a folder of IDX files; multi:NAME or affine:NAME of one.")
     ] = "digits",
     data_dir: DataDir = None,
-    model: Annotated[str, typer.Option(help="capsnet, deepcaps or autoencoder.")] = "capsnet",
+    model: Annotated[str, typer.Option(help="capsnet, deepcaps, autoencoder or matrixcapsnet.")] = "capsnet",
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
     batch_size: Annotated[int, typer.Option(min=1, help="Images a step, of each process.")] = 128,
     out: Annotated[Path, typer.Option(help="Folder of checkpoints, logs and pictures.")] = Path("out/train"),

@@ -21,8 +21,8 @@ NETWORKS: dict[str, type[nn.Module]] = {
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
 
-def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
-    """What :func:`build` takes for a model and its routing beside the sizes that the data set gives.
+def options_of(name: str, routing: RoutingChoice | None = None) -> list[str]:
+    """What :func:`build` takes for a model and its routing (None: its default) beside the sizes of the data set.
 
     Raises:
         ValueError: no model or no routing of that name.
@@ -33,8 +33,13 @@ def options_of(name: str, routing: RoutingChoice = "dynamic") -> list[str]:
     taken = inspect.signature(NETWORKS[name]).parameters
     own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
     if len(own) < len(taken):
-        own += _keywords(DynamicRouting) if routing == "dynamic" else _keywords(RoutedCaps)
-        own += [] if routing == "dynamic" else options_of_routing(routing_class(op, routing))
+        if routing is None:
+            routing = taken["routing"].default
+        # Of a network of matrix capsules no layer is a DynamicRouting.
+        if routing == "dynamic" and name != "matrixcapsnet":
+            own += _keywords(DynamicRouting)
+        else:
+            own += _keywords(RoutedCaps) + options_of_routing(routing_class(op, routing))
     return [each for each in dict.fromkeys(own) if each not in GIVEN]
 
 
@@ -48,7 +53,7 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
     Raises:
         ValueError: no model of that name, an option that it does not have, or one that it rejects.
     """
-    known = options_of(name, options.get("routing", "dynamic"))
+    known = options_of(name, options.get("routing"))
     for each in options:
         if each not in known:
             raise ValueError(f"capsfast.train.build: {name} has no option {each}; it has {', '.join(known)}")
