@@ -104,7 +104,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
         windows, inside = layer.unfold(u), layer.inside(u)
         if "activation" in given:
             given["activation"] = layer.unfold_activation(u, given["activation"])
-        u, layer = windows, layer.routing
+        u, layer = windows, layer.at_windows((u.shape[3], u.shape[4]))
         given = given if inside is None else {"mask": inside, **given}
     with torch.enable_grad():
         leaf = u.detach().requires_grad_()

@@ -117,9 +117,9 @@ class ClassCaps2d(RoutedCaps):
     def _listed(self, u: Tensor) -> Tensor:
         """``[B, I, K]``."""
         image = isinstance(u, Tensor) and u.dim() == 5
+        _arguments.floats(self._op, "u", u, "[B, in_types, in_dim, H, W]" if image else "[B, I, K]")
         if image and (u.shape[1], u.shape[3], u.shape[4]) == (self.in_types, *self.size):
             u = self.flatten(u)
-        _arguments.floats(self._op, "u", u, "[B, in_types, in_dim, H, W]" if image else "[B, I, K]")
         if u.dim() != 3 or u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
             height, width = self.size
             raise ValueError(

@@ -1,5 +1,6 @@
 """Convolutional capsules."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,9 +172,25 @@ class ConvCaps2d(nn.Module):
         votes = self.routing.votes(self.unfold(poses), self.inside(poses))
         if self.competition == "window":
             return votes
-        size = (poses.shape[3], poses.shape[4])
-        windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
-        return WindowVotes(votes, windows)
+        return self._competing(votes, (poses.shape[3], poses.shape[4]))
+
+    def _competing(self, votes: Votes, size: tuple[int, int]) -> WindowVotes:
+        return WindowVotes(
+            votes, Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
+        )
+
+    def at_windows(self, size: tuple[int, int]) -> DynamicRouting | RoutedCaps:
+        """``routing`` as it takes the unfolded windows of an image of ``size`` (H, W); no module of this layer."""
+        if self.competition == "window" or isinstance(self.routing, DynamicRouting):
+            return self.routing
+        layer = copy.copy(self.routing)
+        of_windows = layer.votes
+
+        def votes(u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
+            return self._competing(of_windows(u, mask, out_mask), size)
+
+        layer.votes = votes  # type: ignore[method-assign]
+        return layer
 
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
         """With ``return_coupling``, for dynamic routing, also the last ``c [B, H', W', I, out_types / groups]``."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..data import Batch
 from ..data.sets import DrawnSet
-from ..nn import couplings
+from ..nn import Capsules, couplings
 from ..nn.routed_caps import route
 from .evaluate import batches
 from .learner import Learner, right_predictions
@@ -137,10 +137,11 @@ def routing_statistics(
     lengths, count, entropy = torch.zeros(J, J), torch.zeros(J), torch.zeros(0, J)
     for batch in batches(dataset, batch_size, limit):
         classes = multi_hot(batch.labels, J)  # [B, J]
-        u = learner.encode(batch.images.to(learner.device))
-        found = couplings(routing, u, shares=True)
+        encoded = learner.encode(batch.images.to(learner.device))
+        u, activation = encoded if isinstance(encoded, Capsules) else (encoded, None)
+        found = couplings(routing, u, activation, shares=True)
         of_samples = torch.stack([torch.special.entr(c).sum(2).mean(1).cpu() / log(J) for c in found])  # [r, B]
         entropy = of_samples @ classes + (entropy if len(entropy) else 0)
-        lengths += classes.T @ route(routing, u).activations.cpu()
+        lengths += classes.T @ route(routing, u, activation).activations.cpu()
         count += classes.sum(0)
     return RoutingStatistics(lengths / count[:, None], entropy / count)

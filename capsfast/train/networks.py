@@ -17,7 +17,7 @@ from ..models import (
     SegCaps,
     StackedCapsuleAutoencoder,
 )
-from ..nn import DynamicRouting, RoutedCaps, SlimConvCaps2d
+from ..nn import AgreementRouting, DynamicRouting, RoutedCaps, Routing, SlimConvCaps2d
 from ..nn._type_routing import TypeRouting
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
@@ -37,6 +37,12 @@ NETWORKS: dict[str, type[nn.Module]] = {
 WITHOUT_CLASSES = ("autoencoder", "segcaps", "stacked")
 # Where it is not the margin loss.
 OWN_LOSS = {"cnn": "cross-entropy"}
+# Whose options a network hands on, with dynamic routing and with another one; the others have a layer of their own for
+# dynamic routing, DynamicRouting, and RoutedCaps for all else.
+LAYERS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
+    "matrixcapsnet": ((RoutedCaps, AgreementRouting), (RoutedCaps,)),
+    "segcaps": ((SlimConvCaps2d, TypeRouting), (SlimConvCaps2d,)),
+}
 # From the data set, or moved by Lightning.
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
@@ -57,14 +63,15 @@ def options_of(name: str, routing: RoutingChoice | None = None) -> list[str]:
         routing = taken["routing"].default if "routing" in taken else "dynamic"
     own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
     if len(own) < len(taken):
-        dynamic, others = (TypeRouting, SlimConvCaps2d) if name == "segcaps" else (DynamicRouting, RoutedCaps)
-        own += _keywords(dynamic) if routing == "dynamic" else []
-        own += _keywords(others) if routing != "dynamic" or name == "segcaps" else []
-        own += [] if routing == "dynamic" else options_of_routing(routing_class(op, routing))
+        dynamic, others = LAYERS.get(name, ((DynamicRouting,), (RoutedCaps,)))
+        layers = dynamic if routing == "dynamic" else (*others, routing_class(op, routing))
+        own += [option for layer in layers for option in _keywords(layer)]
     return [each for each in dict.fromkeys(own) if each not in GIVEN]
 
 
-def _keywords(layer: type[nn.Module]) -> list[str]:
+def _keywords(layer: Any) -> list[str]:
+    if inspect.isclass(layer) and issubclass(layer, Routing):
+        return options_of_routing(layer)
     return [each for each, what in inspect.signature(layer).parameters.items() if what.kind == what.KEYWORD_ONLY]
 
 

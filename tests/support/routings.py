@@ -66,7 +66,7 @@ EM_OPTIONS: list[dict[str, Any]] = [
     {},
     {"final": 0.01, "cost_scale": "sum", "floor": 5e-4, "momentum": 0.1, "leaky": True},
     {"inverse_temperature": 0.5, "component_beta": True, "cost_scale": "inputs", "num_iterations": 2},
-    {"inverse_temperature": [0.1, 0.2, 0.4, 0.8], "nonlinearity": "softmax", "num_iterations": 4},
+    {"floor": 0.01, "inverse_temperature": [0.1, 0.2, 0.4, 0.8], "nonlinearity": "softmax", "num_iterations": 4},
     {"isotropic": True, "cost_scale": 0.3, "num_iterations": 1},
     {"cost": "mass", "isotropic": True, "inverse_temperature": 0.2},
 ]

@@ -41,7 +41,7 @@ class EMRouting(IterativeRouting):
         momentum: share of the mean of the iteration before in the mean, which starts at 0. The authors' code has
             0.1, the paper 0. The variance is about this mean.
         component_beta: a beta_u for each component of a pose.
-        initial_beta_a, initial_beta_u: what the parameters start with. None for beta_u is 1, with ``cost="mass"`` -1.
+        initial_beta_a, initial_beta_u: what the parameters start with. None for beta_u is 0, with ``cost="mass"`` -1.
         cost: ``"variance"``, as above; ``"mass"``: without log sigma, so that the mass alone decides.
         cost_scale: ``"sum"``: 1, the paper's; ``"inputs"``: J / I, so that equal coupling of activations 1 has mass 1,
             whatever the size of the layer (Gritzman 2019); ``"mean"``: 1 / mean of mass_j, whatever the activations
@@ -69,8 +69,8 @@ class EMRouting(IterativeRouting):
         *,
         num_iterations: int = 3,
         inverse_temperature: float | Sequence[float] | None = None,
-        final: float = 1.0,
-        floor: float = 1e-4,
+        final: float = 4.0,
+        floor: float = 1.0,
         momentum: float = 0.0,
         component_beta: bool = False,
         initial_beta_a: float = 0.0,
@@ -105,16 +105,12 @@ class EMRouting(IterativeRouting):
         self.isotropic = isotropic
         self.leaky = leaky
         if initial_beta_u is None:
-            initial_beta_u = 1.0 if cost == "variance" else -1.0
+            initial_beta_u = 0.0 if cost == "variance" else -1.0
         _arguments.finite(op, "initial_beta_a", initial_beta_a)
         _arguments.finite(op, "initial_beta_u", initial_beta_u)
         size = (out_caps, out_dim) if component_beta else (out_caps,)
-        self.beta_a = nn.Parameter(torch.full((out_caps,), initial_beta_a, **self._made))
-        self.beta_u = nn.Parameter(torch.full(size, initial_beta_u, **self._made))
-
-    def weight_std(self, summed: int) -> float:
-        # A mean of votes in different directions is shorter than they are: of 8, it is as long as an input capsule.
-        return float((8 / summed) ** 0.5)
+        self.beta_a = nn.Parameter(torch.full((out_caps,), float(initial_beta_a), **self._made))
+        self.beta_u = nn.Parameter(torch.full(size, float(initial_beta_u), **self._made))
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         with torch.no_grad():  # the origin of the first moments, on which the result does not depend
