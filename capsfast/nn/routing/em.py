@@ -121,19 +121,20 @@ class EMRouting(IterativeRouting):
             variance = variance.clamp_min(0) + self.floor
             if self.isotropic:
                 variance = variance.mean(2, keepdim=True).expand_as(variance)
-            log_variance = variance.log()
-            logit = inverse_temperature * (self.beta_a.to(poses.dtype) - self._cost(votes, moments.mass, log_variance))
+            log_sigma = 0.5 * variance.log().sum(2)  # the sum over the components
+            logit = inverse_temperature * (self.beta_a.to(poses.dtype) - self._cost(votes, moments.mass, log_sigma))
             if t + 1 < self.num_iterations:
-                prior = self._activated(votes, logit, log=True) - 0.5 * (log_variance + math.log(2 * math.pi)).sum(2)
+                prior = self._activated(votes, logit, log=True) - (log_sigma + 0.5 * votes.D * math.log(2 * math.pi))
                 score = {"precision": variance.reciprocal(), "prior": prior}
                 center = last = poses
         return Capsules(poses, self._activated(votes, logit))
 
-    def _cost(self, votes: Votes, mass: Tensor, log_variance: Tensor) -> Tensor:
+    def _cost(self, votes: Votes, mass: Tensor, log_sigma: Tensor) -> Tensor:
         """``[B, J]``."""
         beta_u = self.beta_u.to(mass.dtype)
-        each = beta_u if beta_u.dim() == 2 else beta_u[:, None]
-        each = each + 0.5 * log_variance if self.cost == "variance" else each.expand(-1, votes.D)
+        each = beta_u.sum(1) if beta_u.dim() == 2 else beta_u * votes.D
+        if self.cost == "variance":
+            each = each + log_sigma
         if self.cost_scale == "inputs":
             mass = mass * (votes.J / votes.I)
         elif self.cost_scale == "mean":
@@ -141,7 +142,7 @@ class EMRouting(IterativeRouting):
             mass = mass * (there * inverse(mass.sum(1, keepdim=True)))
         elif not isinstance(self.cost_scale, str):
             mass = mass * self.cost_scale
-        return mass * each.sum(-1)
+        return mass * each
 
     def _activated(self, votes: Votes, logit: Tensor, log: bool = False) -> Tensor:
         """``[B, J]``: activations, or their logarithms."""

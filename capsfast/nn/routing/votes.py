@@ -15,7 +15,7 @@ from ...passes import Moments, routing_pass, votes_pass
 
 # Every so many input capsules say where the votes lie. If these have a share f of the mass, their mean is no farther
 # from that of all than f^-1/2 deviations.
-STRIDE = 8
+STRIDE = 16
 
 
 def inverse(mass: Tensor) -> Tensor:
