@@ -81,11 +81,14 @@ class EinsumVotes(Votes):
         leaky: bool = False,
         second: bool = False,
         return_weights: bool = False,
+        return_lse: bool = False,
         **given: Tensor | None,
     ) -> Moments:
         options = PassOptions(normalize, leaky, second)
-        mass, first, squares, r, _ = votes_pass(self.votes, PassParameters(**given), self.J, options)
-        return Moments(mass, first, squares if second else None, r if return_weights else None, None)
+        mass, first, squares, r, lse = votes_pass(self.votes, PassParameters(**given), self.J, options)
+        return Moments(
+            mass, first, squares if second else None, r if return_weights else None, lse if return_lse else None
+        )
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         given = PassParameters(activation=None if activation is None else activation[:, ::step])
