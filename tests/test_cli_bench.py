@@ -20,7 +20,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from capsfast.bench import contenders, record
-from capsfast.bench.cases import OPS, Case, sweep
+from capsfast.bench.cases import OPS, ROUTING, Case, sweep
 from capsfast.bench.contenders import EAGER
 from capsfast.bench.executed import CPP
 from capsfast.bench.measure import Row
@@ -28,6 +28,7 @@ from capsfast.bench.roofline import RATE
 from capsfast.bench.timing import Timing
 from capsfast.cli import measuring
 from capsfast.cli.app import app
+from capsfast.nn import ROUTINGS
 
 RUN = CliRunner()
 LIMITS = {"copy_bytes_per_second": 1e10, "matmul_flops_per_second": 1e11, RATE: 4e11}
@@ -111,6 +112,25 @@ def test_both_ops_and_what_measuring_is_told(monkeypatch: pytest.MonkeyPatch, qu
     assert quick.cases == [*sweep("smoke"), *sweep("smoke", "route_votes")]
     for _, how in quick.calls:
         assert (how["seconds"], how["least_rounds"], how["with_memory"]) == (0.5, 7, True)
+
+
+def test_routings_are_measured_by_name(monkeypatch: pytest.MonkeyPatch, quick: Measured, tmp_path: Path) -> None:
+    monkeypatch.setattr(measuring, "sweep", sweep)
+    monkeypatch.setattr(measuring, "checkout", lambda: tmp_path)
+    ours = contenders.Contender(CPP, lambda case: torch.neg, lambda case: 0, ("cpu",))
+    asked = []
+    monkeypatch.setattr(measuring, "contenders", lambda op: asked.append(op) or [ours])
+    result = bench("--routing", "dynamic", "--record")
+    assert result.exit_code == 0, result.output
+    assert quick.cases == sweep("routings", ROUTING, routing="dynamic") and set(asked) == {ROUTING}
+    assert all(how["with_memory"] for _, how in quick.calls)
+    quick.calls.clear()
+    result = bench("--routing", "all", "--sweep", "smoke", "--record")
+    assert result.exit_code == 0, result.output
+    assert list(dict.fromkeys(case.routing for case in quick.cases)) == list(ROUTINGS)
+    stems = sorted(each.stem for each in (tmp_path / "benchmarks" / "results").iterdir())
+    assert [stem.partition("threads-")[2] for stem in stems] == ["routing-dynamic", "routings"]
+    assert all(bench("--routing", *words).exit_code == 2 for words in (["magic"], ["dynamic", "--op", "route_votes"]))
 
 
 def test_memory_where_the_report_shows_it(monkeypatch: pytest.MonkeyPatch, quick: Measured) -> None:

@@ -78,6 +78,22 @@ def test_every_shape(backend: Backend, op: PassOp, shape: Shape, case: PassCase)
     check(op.make(shape, case, torch.float32, backend.device), backend)
 
 
+# Whole tiles of samples, chunks of input capsules, blocks of rows, output capsules whose votes are held; and parts.
+@pytest.mark.shapes(
+    (32, 70, 10, 16, 8), (17, 35, 3, 5, 4), (16, 9, 1, 3, 33), (16, 5, 200, 12, 8), (48, 33, 10, 16, 16)
+)
+@pytest.mark.parametrize("leaky", [False, True])
+@pytest.mark.parametrize("activation", [False, True])
+@pytest.mark.usual(triton={"backend": []})
+@pytest.mark.against_reference
+def test_second_moments_of_equal_coupling(
+    backend: Backend, op: PassOp, shape: Shape, activation: bool, leaky: bool
+) -> None:
+    case = PassCase(center=True, activation=activation, leaky=leaky, second=True)
+    for dtype in (torch.float32, torch.float64):
+        check(op.make(shape, case, dtype, backend.device), backend)
+
+
 @pytest.mark.shapes((1, 1152, 10, 16, 8), (64, 256, 10, 16, 8), (2, 10_000, 4, 8, 8))
 @pytest.mark.parametrize("case", [replace(QUADRATIC, query=True), normalized(QUADRATIC, "in")], ids=str)
 @pytest.mark.against_reference

@@ -14,6 +14,7 @@ from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
 from capsfast.nn.routed_caps import fully_connected
 from capsfast.nn.routing.base import lengths
+from capsfast.nn.routing.votes import STRIDE, votes_of
 
 from .support import plain
 from .support.backends import Backend
@@ -274,6 +275,21 @@ def test_couplings_of_every_pass(name: str) -> None:
     assert found and all(each.shape == (B, I, J) and each.isfinite().all() for each in found)
     for each in couplings(layer, u, shares=True):
         plain.assert_same(each.sum(2), torch.ones(B, I, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
+def test_the_origin_of_many_votes_is_that_of_some(given: bool) -> None:
+    torch.manual_seed(0)
+    I = STRIDE**2 + 1
+    u, weight = torch.randn(B, I, K, dtype=torch.float64), torch.randn(I, J, D, K, dtype=torch.float64)
+    activation, mask = torch.rand(B, I, dtype=torch.float64), torch.rand(B, I) < 0.9
+    mask[0] = False
+    product = plain.votes(u, weight)
+    votes = votes_of("test", product if given else (u, weight), mask=mask)
+    coupling = (activation * mask)[:, ::STRIDE]
+    wanted = torch.einsum("bi,bijd->bjd", coupling, product[:, ::STRIDE]) / coupling.sum(1)[:, None, None]
+    wanted[0] = 0  # no input capsule is left
+    plain.assert_same(votes.origin(activation), wanted)
 
 
 class Mean(Routing):

@@ -90,6 +90,11 @@ class EinsumVotes(Votes):
             mass, first, squares if second else None, r if return_weights else None, lse if return_lse else None
         )
 
+    def _some(self, step: int, activation: Tensor | None) -> Moments:
+        given = PassParameters(activation=None if activation is None else activation[:, ::step])
+        mass, first, *_ = votes_pass(self.votes[:, ::step], given, self.J, PassOptions("out", False, False))
+        return Moments(mass, first)
+
     def agree(self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float) -> Tensor:
         options = Options(num_iterations, "out", gradient, False, squash, eps)
         return route_votes(self.votes, logits, None, None, None, options)[0]

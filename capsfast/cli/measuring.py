@@ -106,7 +106,7 @@ def bench(
             rows += _resumed(path, surroundings)
         remembered = _remembered(name, cases) if memory else set()
         console = Console()
-        _say_what(console, where, surroundings, keep)
+        _say_what(console, where, surroundings, keep, cases[0].op)
         able = [each for each in contenders(cases[0].op) if baselines or each.ours]
         if not able:
             raise stop("capsfast bench: --no-baselines leaves nothing to measure, as no fused backend is there", 2)
@@ -254,12 +254,12 @@ def _remembered(name: str, cases: list[Case]) -> set[Case]:
     )
 
 
-def _say_what(console: Console, where: torch.device, surroundings: dict[str, Any], keep: bool) -> None:
+def _say_what(console: Console, where: torch.device, surroundings: dict[str, Any], keep: bool, op: str) -> None:
     """Measures the limits where the record has none, and says what is compared with what."""
     absent = missing(where)
     for name, reason in absent.items():
         console.print(plain(f"{OURS}{name} is not measured: {reason}"), soft_wrap=True)
-    if keep and not any(each.ours and where.type in each.devices for each in contenders()):
+    if keep and not any(each.ours and where.type in each.devices for each in contenders(op)):
         raise stop(f"capsfast bench: --record needs a fused backend for {where.type}: {'; '.join(absent.values())}", 2)
     if not surroundings.get("limits"):
         surroundings["limits"] = limits(where)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ... import checks
 from .. import _arguments
 from .base import Capsules, IterativeRouting
-from .votes import Votes
+from .votes import Votes, inverse
 
 NONLINEARITY = ("sigmoid", "softmax")
 COST = ("variance", "mass")
@@ -113,44 +113,44 @@ class EMRouting(IterativeRouting):
         self.beta_u = nn.Parameter(torch.full(size, float(initial_beta_u), **self._made))
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        with torch.no_grad():  # the origin of the first moments, on which the result does not depend
-            start = votes.moments(activation=activation)
-            center = _per_mass(start.first, start.mass)
+        center = votes.origin(activation)  # the result does not depend on it
         last = torch.zeros_like(center)
         score: dict[str, Any] = {}
         for t, inverse_temperature in enumerate(self.inverse_temperatures):
             # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.
             moments = votes.moments(center=center, activation=activation, second=True, leaky=self.leaky, **score)
             assert moments.second is not None
-            shift = _per_mass(moments.first, moments.mass)
-            poses, variance = center + shift, _per_mass(moments.second, moments.mass) - shift.square()
+            per_mass = inverse(moments.mass)[..., None]
+            shift = moments.first * per_mass
+            poses, variance = center + shift, moments.second * per_mass - shift.square()
             if self.momentum:
                 held = self.momentum * (last - poses)
                 poses, variance = poses + held, variance + held.square()
             variance = variance.clamp_min(0) + self.floor
             if self.isotropic:
                 variance = variance.mean(2, keepdim=True).expand_as(variance)
-            log_variance = variance.log()
-            logit = inverse_temperature * (self.beta_a.to(poses.dtype) - self._cost(votes, moments.mass, log_variance))
+            log_sigma = 0.5 * variance.log().sum(2)  # the sum over the components
+            logit = inverse_temperature * (self.beta_a.to(poses.dtype) - self._cost(votes, moments.mass, log_sigma))
             if t + 1 < self.num_iterations:
-                prior = self._activated(votes, logit, log=True) - 0.5 * (log_variance + math.log(2 * math.pi)).sum(2)
+                prior = self._activated(votes, logit, log=True) - (log_sigma + 0.5 * votes.D * math.log(2 * math.pi))
                 score = {"precision": variance.reciprocal(), "prior": prior}
                 center = last = poses
         return Capsules(poses, self._activated(votes, logit))
 
-    def _cost(self, votes: Votes, mass: Tensor, log_variance: Tensor) -> Tensor:
+    def _cost(self, votes: Votes, mass: Tensor, log_sigma: Tensor) -> Tensor:
         """``[B, J]``."""
         beta_u = self.beta_u.to(mass.dtype)
-        each = beta_u if beta_u.dim() == 2 else beta_u[:, None]
-        each = each + 0.5 * log_variance if self.cost == "variance" else each.expand(-1, votes.D)
+        each = beta_u.sum(1) if beta_u.dim() == 2 else beta_u * votes.D
+        if self.cost == "variance":
+            each = each + log_sigma
         if self.cost_scale == "inputs":
             mass = mass * (votes.J / votes.I)
         elif self.cost_scale == "mean":
             there = votes.J if votes.out_mask is None else votes.out_mask.sum(1, keepdim=True)
-            mass = _ratio(mass * there, mass.sum(1, keepdim=True))
+            mass = mass * (there * inverse(mass.sum(1, keepdim=True)))
         elif not isinstance(self.cost_scale, str):
             mass = mass * self.cost_scale
-        return mass * each.sum(-1)
+        return mass * each
 
     def _activated(self, votes: Votes, logit: Tensor, log: bool = False) -> Tensor:
         """``[B, J]``: activations, or their logarithms."""
@@ -186,13 +186,3 @@ def schedule(
     for value in inverse_temperature:
         _arguments.positive(op, "inverse_temperature", value)
     return tuple(inverse_temperature)
-
-
-def _ratio(numerator: Tensor, mass: Tensor) -> Tensor:
-    """Their ratio, and 0 without a gradient where there is no mass to speak of."""
-    there = mass > 1e-12
-    return torch.where(there, numerator / torch.where(there, mass, 1.0), 0.0)
-
-
-def _per_mass(moment: Tensor, mass: Tensor) -> Tensor:
-    return _ratio(moment, mass[..., None])

@@ -16,6 +16,16 @@ from ...passes import Moments, routing_pass, votes_pass
 # A shorter vote has no direction: its cosine goes to 0 with it.
 LEAST_LENGTH = 1e-8
 
+# Every so many input capsules say where the votes lie. If these have a share f of the mass, their mean is no farther
+# from that of all than f^-1/2 deviations. A prime number: they are of all rows and columns of an image.
+STRIDE = 17
+
+
+def inverse(mass: Tensor) -> Tensor:
+    """1 / mass, and 0 without a gradient where there is no mass to speak of."""
+    there = mass > 1e-12
+    return torch.where(there, torch.where(there, mass, 1.0).reciprocal(), 0.0)
+
 
 class Votes(ABC):
     """Votes ``[B, I, J, D]``, seen through passes over them.
@@ -89,6 +99,20 @@ class Votes(ABC):
         """
         raise ValueError("capsfast.nn.Votes: cosines need votes in memory, got (u, weight); give the votes")
 
+    def origin(self, activation: Tensor | None) -> Tensor:
+        """Where the votes lie, ``[B, J, D]``, roughly and without a gradient.
+
+        As ``center`` of a pass it keeps ``second / mass - (first / mass)^2`` from cancelling. Of many input capsules
+        some are asked.
+        """
+        with torch.no_grad():
+            found = self._some(STRIDE if self.I >= STRIDE**2 else 1, activation)
+            return found.first * inverse(found.mass)[..., None]
+
+    def _some(self, step: int, activation: Tensor | None) -> Moments:
+        """A pass over each ``step``-th input capsule, or over all of them."""
+        return self.moments(activation=activation)
+
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         """An argument of a pass with its axes of positions, if the votes have such, joined to the batch."""
         return value
@@ -134,6 +158,12 @@ class ProductVotes(Votes):
 
     def moments(self, **arguments: Any) -> Moments:
         return routing_pass(self.u, self.weight, **arguments, **self._said())  # type: ignore[arg-type]
+
+    def _some(self, step: int, activation: Tensor | None) -> Moments:
+        u, weight = self.u, self.weight if self.weight.shape[0] == 1 else self.weight[::step]
+        assert u is not None
+        given = self._said() | {"mask": _every(step, self.given["mask"])}
+        return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
         return dynamic_routing(self.u, self.weight, num_iterations, **options, **self.given)  # type: ignore[arg-type, no-any-return]
@@ -183,6 +213,12 @@ class GivenVotes(Votes):
         found = votes_pass(self.votes, **arguments, **self._said())
         return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
 
+    def _some(self, step: int, activation: Tensor | None) -> Moments:
+        if self.spatial:
+            return super()._some(step, activation)
+        given = self._said() | {"mask": _every(step, self.given["mask"])}
+        return votes_pass(self.votes[:, ::step], activation=_every(step, activation), **given)  # type: ignore[arg-type]
+
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
         return self._sampled(route_votes(self.votes, num_iterations, **options, **self.given))
 
@@ -216,6 +252,10 @@ class GivenVotes(Votes):
         if not self.spatial:
             return value
         return positions.to_samples(value.flatten(value.dim() - len(self.spatial)))
+
+
+def _every(step: int, value: Tensor | None) -> Tensor | None:
+    return None if value is None else value[:, ::step]
 
 
 def votes_of(

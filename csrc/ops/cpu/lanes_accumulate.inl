@@ -284,6 +284,66 @@ struct LanesAccumulate {
     }
   }
 
+  // Whether an input capsule has the same coupling with every output capsule, and second moments are wanted.
+  static bool is_alike(const AccumulatePass<T>& pass, const Tile& tile) {
+    const Problem& p = *pass.problem;
+    const bool scored = tile.score.linear != nullptr || p.logits.data != nullptr || tile.gradient.linear != nullptr;
+    const bool written = pass.coupling.data != nullptr || pass.lse.data != nullptr;
+    const bool masked = tile.valid != nullptr || tile.valid_out != nullptr;
+    return p.normalize == Normalize::out && pass.second.high != nullptr && !scored && !written && !masked &&
+           (K_ > 0 || p.P == 1);
+  }
+
+  // The first iteration of such a pass. As in plain_block() the sums of N rows stay in registers over the whole chunk.
+  // The first of them is `row` of the weights and `to` of the sums.
+  template <int N>
+  static CAPSFAST_INLINE void alike_block(const Problem& p, const Tile& tile, const LanesAccumulateScratch<T>& at,
+                                          const V* equal, int64_t row, int64_t to) {
+    const int64_t K = K_ > 0 ? K_ : p.K;
+    const T* activation = p.activation.data == nullptr ? nullptr : at.activation;
+    V first[N] = {}, second[N] = {};
+    for (int64_t i = 0; i < tile.count; ++i) {
+      V x[N];
+      B_::template votes_block<N, true>(
+          tile.weights + i * tile.pitch + row * K, at.u + i * K * L, tile.center + row * L, K, x);
+      const V c = activation == nullptr ? *equal : *equal * load<L>(activation + i * L);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) {
+        const V cx = c * x[n];
+        first[n] += cx;
+        second[n] += cx * x[n];
+      }
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      store<L>(at.sum + (to + n) * L, first[n]);
+      store<L>(at.second + (to + n) * L, second[n]);
+    }
+  }
+
+  static void alike(const AccumulatePass<T>& pass, const Tile& tile, const LanesAccumulateScratch<T>& at) {
+    const Problem& p = *pass.problem;
+    constexpr int N = B_::R / 2;  // votes and two sums
+    const V equal = V{} + T(1) / static_cast<T>(p.J + (p.leaky ? 1 : 0));
+    const int64_t all = p.J * p.D, some = pass.plan->out_tile * p.D;
+    for (int64_t from = 0; from < all; from += some) {
+      const int64_t rows = from + some < all ? some : all - from;
+      int64_t row = 0;
+      for (; row + N <= rows; row += N) alike_block<N>(p, tile, at, &equal, from + row, row);
+      if (row < rows && rows >= N) {
+        alike_block<N>(p, tile, at, &equal, from + rows - N, rows - N);
+      } else {
+        for (; row < rows; ++row) alike_block<1>(p, tile, at, &equal, from + row, row);
+      }
+      join_sums(pass, tile, at, from, rows);
+    }
+    if (pass.mass.high == nullptr) return;
+    V mass = V{};
+    for (int64_t i = 0; i < tile.count; ++i)
+      mass += p.activation.data == nullptr ? equal : equal * load<L>(at.activation + i * L);
+    for (int64_t j = 0; j < p.J; ++j) store<L>(at.mass + j * L, mass);
+  }
+
   static void clear_sums(const AccumulatePass<T>& pass, const LanesAccumulateScratch<T>& at, int64_t rows) {
     const size_t bytes = static_cast<size_t>(rows * L) * sizeof(T);
     __builtin_memset(at.sum, 0, bytes);
@@ -329,6 +389,8 @@ struct LanesAccumulate {
         if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(J * L) * sizeof(T));
         if (K_ == 0 && p.side_by_side) {
           chunk_given(pass, tile, at);
+        } else if (Q && is_alike(pass, tile)) {
+          if constexpr (Q) alike(pass, tile, at);
         } else {
           chunk(pass, tile, at);
         }
