@@ -44,7 +44,7 @@ def images(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def plain_network(model: EfficientCapsNet, x: Tensor, labels: Tensor | None, padded: bool) -> CapsNetOutput:
-    """Mazzia et al. 2021, figure 1, from the model's parameters."""
+    """Mazzia et al. 2021, from the model's parameters."""
     p = dict(model.named_parameters()) | dict(model.named_buffers())
     for n, (stride, padding) in enumerate(((1, 2), (1, 1), (1, 1), (2, 0))):
         x = F.conv2d(x, p[f"convs.{3 * n}.weight"], p[f"convs.{3 * n}.bias"], stride, padding if padded else 0)
@@ -100,7 +100,7 @@ def test_is_the_papers_network(by: Backend, size: Any, training: bool) -> None:
 
 
 def test_has_the_papers_parameters() -> None:
-    """161 K without the decoder (Mazzia et al. 2021, table 2)."""
+    """161 K without the decoder (Mazzia et al. 2021)."""
     model = EfficientCapsNet(device="meta")
     convs = (25 + 1) * 32 + (9 * 32 + 1) * 64 + (9 * 64 + 1) * 64 + (9 * 64 + 1) * 128
     assert parameters_of(model.convs) == convs + 2 * (32 + 64 + 64 + 128) == 130_688

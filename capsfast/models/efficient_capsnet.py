@@ -33,7 +33,7 @@ def paddings(padded: bool) -> tuple[int, ...]:
 
 
 class EfficientCapsNet(nn.Module):
-    """Four convolutions, depthwise primary capsules, class capsules by self-attention (Mazzia et al. 2021, figure 1).
+    """Four convolutions, depthwise primary capsules, class capsules by self-attention (Mazzia et al. 2021).
 
     For 28 x 28 images the defaults are the paper's network for MNIST: 161 824 parameters without the decoder, which it
     gives as 161 K. The convolutions have kernels of 5, 3, 3 and 3, the last a stride of 2; a ReLU and a batch

@@ -75,7 +75,7 @@ def route_at_once(layers: Sequence[nn.Module], primary: Tensor, num_iterations: 
 
 
 class InvertedAttentionCapsNet(nn.Module):
-    """Convolution, primary capsules, and capsule layers that are routed at once (Tsai et al. 2020, section 4).
+    """Convolution, primary capsules, and capsule layers that are routed at once (Tsai et al. 2020).
 
     The primary capsules are one convolution and a LayerNorm of each capsule. Above them are a convolutional capsule
     layer, a fully connected one and the class capsules, routed by inverted dot-product attention. A linear map that all

@@ -13,7 +13,7 @@ from .primary_caps import FlattenCaps
 
 
 class DepthwisePrimaryCaps(nn.Module):
-    """One depthwise convolution whose channels are cut into capsules and squashed (Mazzia et al. 2021, section 3.1).
+    """One depthwise convolution whose channels are cut into capsules and squashed (Mazzia et al. 2021).
 
     Every feature map has a filter of its own. With a kernel as large as the maps there is one place, and ``types``
     capsules in all.

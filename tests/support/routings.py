@@ -82,7 +82,7 @@ def length(v: Tensor) -> Tensor:
 
 
 def self_routing(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Hahn, Pyeon, Kim 2019, section 3.2."""
+    """Hahn, Pyeon, Kim 2019."""
     logits = (module.W_route * u[:, :, None]).sum(-1)
     if module.logits is not None:
         logits = logits + module.logits
@@ -143,7 +143,7 @@ def cosine(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Te
 
 
 def variational(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Ribeiro, Leontidis, Kollias 2020, algorithm 1, with diagonal precisions; Bishop 2006, section 10.2."""
+    """Ribeiro, Leontidis, Kollias 2020, with diagonal precisions; Bishop 2006, section 10.2."""
     D = votes.shape[3]
     c = torch.full_like(votes[..., 0], 1 / votes.shape[2])
     for _ in range(module.num_iterations):

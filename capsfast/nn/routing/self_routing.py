@@ -12,7 +12,7 @@ from .votes import Votes
 
 
 class SelfRouting(Routing):
-    """Logits from a learned linear map of each input pose, and one pass (Hahn, Pyeon, Kim 2019, section 3.2).
+    """Logits from a learned linear map of each input pose, and one pass (Hahn, Pyeon, Kim 2019).
 
     The coupling is ``c_ij = a_i softmax_j(W_route_i u_i)``. Poses are the means of the votes with these weights.
     The activation of an output capsule is its share of the coupling, ``sum_i c_ij / sum_i a_i``; those of a sample sum

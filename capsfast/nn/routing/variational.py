@@ -14,7 +14,7 @@ from .votes import Votes
 
 
 class VariationalRouting(IterativeRouting):
-    """Capsule routing via variational Bayes with diagonal precisions (Ribeiro, Leontidis, Kollias 2020, algorithm 1).
+    """Capsule routing via variational Bayes with diagonal precisions (Ribeiro, Leontidis, Kollias 2020).
 
     The votes for an output capsule are draws from a Gaussian whose mean and precision are random themselves, with the
     priors ``N(0, 1 / (kappa precision))`` and Wishart with ``nu`` degrees of freedom and scale ``1 / psi``. The shares
