@@ -5,7 +5,17 @@ from typing import Annotated, Any
 import typer
 
 # The names of capsfast.train.NETWORKS, which is not imported before it is needed.
-MODELS = ("capsnet", "deepcaps", "autoencoder", "cnn", "segcaps", "stacked", "matrixcapsnet", "efficientcapsnet", "invertedattention")
+MODELS = (
+    "capsnet",
+    "deepcaps",
+    "autoencoder",
+    "cnn",
+    "segcaps",
+    "stacked",
+    "matrixcapsnet",
+    "efficientcapsnet",
+    "invertedattention",
+)
 
 # By where they go; a resumed run takes all of them from its checkpoint. normalize goes to both.
 LEARNING = (

@@ -69,7 +69,7 @@ class EMRouting(IterativeRouting):
         *,
         num_iterations: int = 3,
         inverse_temperature: float | Sequence[float] | None = None,
-        final: float = 4.0,
+        final: float = 10.0,
         floor: float = 1.0,
         momentum: float = 0.0,
         component_beta: bool = False,
