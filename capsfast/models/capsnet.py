@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..nn import Decoder
+from ..nn import Decoder, DynamicRouting
 from ..nn.routing.names import RoutingChoice
 from ._encoder import CapsuleEncoder
 from .output import CapsNetOutput
@@ -82,12 +82,18 @@ class CapsNet(CapsuleEncoder):
         )
 
     def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest."""
+        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest.
+
+        Where a routing has activations, give the most active capsules as labels, as ``forward`` does.
+        """
         if self.decoder is None:
             raise RuntimeError(f"{self._op}: there is no decoder; build the model with reconstruction=True")
         return self.decoder(capsules, labels)  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
         capsules, activations = self.classify(images)
+        if labels is None and not isinstance(self.routing, DynamicRouting):
+            # Their poses do not say by their length how present they are.
+            labels = activations.argmax(1)
         images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
         return CapsNetOutput(activations, capsules, images_again)

@@ -167,5 +167,8 @@ class DeepCaps(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
         capsules, activations = self.classify(images)
+        if labels is None and not isinstance(self.routing, DynamicRouting):
+            # Their poses do not say by their length how present they are.
+            labels = activations.argmax(1)
         images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
         return CapsNetOutput(activations, capsules, images_again)
