@@ -45,13 +45,13 @@ def test_parameters() -> None:
     assert (em(cost="mass").beta_u == -1).all()
 
 
-def test_a_fresh_capsule_is_about_half_active() -> None:
+def test_a_fresh_capsule_is_neither_on_nor_off() -> None:
     """Of input capsules of length 1, whatever the sizes."""
     for in_caps, K in ((72, 16), (400, 8)):
         torch.manual_seed(0)
         layer = RoutedCaps(in_caps, 10, K, 16, routing="em")
         found = layer(F.normalize(torch.randn(64, in_caps, K), dim=2), torch.rand(64, in_caps))
-        assert found.activations.min() > 0.3 and found.activations.max() < 0.7
+        assert found.activations.min() > 0.2 and found.activations.max() < 0.6
 
 
 @plain.on_cpu
@@ -412,11 +412,10 @@ def test_network_takes_every_routing(name: str, competition: str) -> None:
     model = MatrixCapsNet(1, 8, 5, routing=name, competition=competition, **SMALL)
     images, labels = torch.rand(7, 1, 8, 8), torch.arange(7) % 5
     SpreadLoss(steps=10)(model(images).lengths, labels, step=3).backward()
-    missing = {
-        each for each, value in model.named_parameters() if value.grad is None or not value.grad.isfinite().all()
-    }
-    # Where poses alone are routed, nobody looks at the activations of the primary capsules.
-    assert missing <= ({"primary.activation.weight", "primary.activation.bias"} if name != "em" else set())
+    values = model.named_parameters()
+    missing = {each for each, value in values if value.grad is None or not value.grad.isfinite().all()}
+    # Where poses alone are routed, nobody looks at activations, nor at what makes them.
+    assert not {each for each in missing if name == "em" or each.endswith(".W") or each.startswith("conv.")}
 
 
 def test_network_is_inspected_with_its_activations() -> None:
