@@ -154,7 +154,7 @@ def test_is_a_loop_over_positions(by: Backend, window: str, options: dict[str, A
     "given", [{}, {"bias": True, "learned_logits": True, "squash": "unit", "num_iterations": 2}], ids=str
 )
 def test_softmax_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
-    """Rajasegaran et al. 2019, eq. 3."""
+    """Rajasegaran et al. 2019."""
     layer = SlimConvCaps2d(I, J, K, D, softmax="everywhere", backend=by.name, dtype=torch.float64, **given)
     randomize(layer)
     poses = poses_of(2)

@@ -159,3 +159,15 @@ def test_colours_of_classes() -> None:
     torch.testing.assert_close(colours[1], (colours[0] + colours[2]) / 2)
     many = class_colours(torch.eye(12, dtype=torch.bool)[None, :, None])[0, :, 0].T
     assert len(torch.unique(many, dim=0)) == 12
+
+
+def test_documented_results_are_recorded() -> None:
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    record, text = (
+        json.loads((docs / "records" / "segcaps-digits.json").read_text()),
+        (docs / "training.md").read_text(),
+    )
+    assert record["command"] in text and record["environment"]["machine"]["threads"] == 1
+    for name, shown in (("test_iou", "ten digits is {}"), ("test_pixels", "{} of the test\npixels")):
+        assert shown.format(f"{record['results'][name]:.2%}".replace("%", " %")) in text
+    assert abs(record["seconds"] - 1362) < 1 and "took 1362 s" in text

@@ -27,7 +27,7 @@ class TypeRouting(RoutingLayer):
         learned_logits: a parameter for the log prior of the coupling, starting at 0.
         bias: a parameter added to the weighted sum, starting at 0.1 as in the code of LaLonde, Bagci (2018).
         softmax: ``"out"``, ``"in"`` as for :func:`capsfast.route_votes`, or ``"everywhere"``: over the output types of
-            all positions (Rajasegaran et al. 2019, eq. 3), by two passes an iteration.
+            all positions (Rajasegaran et al. 2019), by two passes an iteration.
         gradient, leaky, squash, eps, backend: see :func:`capsfast.route_votes`. ``softmax="everywhere"`` has no leaky
             and no other gradient than ``"full"``.
 

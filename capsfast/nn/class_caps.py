@@ -93,12 +93,15 @@ class ClassCaps2d(RoutedCaps):
         weight: Tensor = self.W
         if self.pose_rows is not None:
             u = u.unflatten(2, (self.pose_rows, -1))
+        poses = u
         if self.coordinates:
             # The constant that is added to a vote is a product too: of one more column of the pose and one more row of
             # the weight, which is (0, ..., 0, 1), or of two more numbers of a vector. So kernels know nothing of it.
             u, weight = self._placed(u, weight)
         each = weight[:, None].expand(-1, self.size[0] * self.size[1], -1, -1, -1).flatten(0, 1)
-        return votes_of(self._op, (u, each), mask=mask, out_mask=out_mask, backend=self.routing.backend)
+        votes = votes_of(self._op, (u, each), mask=mask, out_mask=out_mask, backend=self.routing.backend)
+        votes.u = poses  # what a routing sees of the input capsules
+        return votes
 
     def forward(
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None

@@ -199,7 +199,7 @@ class SlimConvCaps2d(_SlimCaps):
     dynamic, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such shapes;
     the activation of a vote is the mean of those in its window.
 
-    Source: LaLonde, Bagci (2018), section 3; Rajasegaran et al. (2019), section 3.2, for ``softmax="everywhere"``;
+    Source: LaLonde, Bagci (2018); Rajasegaran et al. (2019), for ``softmax="everywhere"``;
     Nguyen, Hua, Le (2021) for three axes.
 
     Raises:

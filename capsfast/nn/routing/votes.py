@@ -145,7 +145,7 @@ class ProductVotes(Votes):
         backend: str | None = None,
     ) -> None:
         flat, matrix = checks.product(op, u, weight)
-        self.u, self.weight = u, weight
+        self.u, self.factors = u, (u, weight)
         self.B, self.I = flat.shape[:2]
         self.batch = self.B
         self.J = matrix.shape[1] if matrix.shape[1] != 1 or J is None else J
@@ -157,16 +157,16 @@ class ProductVotes(Votes):
             self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
 
     def moments(self, **arguments: Any) -> Moments:
-        return routing_pass(self.u, self.weight, **arguments, **self._said())  # type: ignore[arg-type]
+        return routing_pass(*self.factors, **arguments, **self._said())  # type: ignore[arg-type]
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
-        u, weight = self.u, self.weight if self.weight.shape[0] == 1 else self.weight[::step]
-        assert u is not None
+        u, weight = self.factors
+        weight = weight if weight.shape[0] == 1 else weight[::step]
         given = self._said() | {"mask": _every(step, self.given["mask"])}
         return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        return dynamic_routing(self.u, self.weight, num_iterations, **options, **self.given)  # type: ignore[arg-type, no-any-return]
+        return dynamic_routing(*self.factors, num_iterations, **options, **self.given)  # type: ignore[arg-type, no-any-return]
 
 
 class GivenVotes(Votes):
