@@ -26,6 +26,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "cnn": {"channels": [4, 4], "kernel_size": 3, "hidden": [8]},
     "segcaps": {},
     "efficientcapsnet": {"conv_channels": 4, "primary_groups": 3, "primary_dim": 4, "digit_dim": 5},
+    "invertedattention": {
+        "conv_channels": 4,
+        "primary_groups": 2,
+        "primary_dim": 4,
+        "digit_dim": 4,
+        "types": 2,
+        "num_caps": 3,
+    },
     "matrixcapsnet": {"conv_channels": 4, "primary_types": 2, "conv_types": [2, 3], "pose_rows": 2},
     "stacked": {"num_parts": 3, "num_objects": 4, "conv_channels": 4, "template_size": 5, "dim": 4, "hidden": 8},
 }

@@ -100,7 +100,7 @@ def segmented(learner: SegmentationLearner, batch: Batch) -> dict[str, Tensor]:
     from .pictures import class_colours
 
     batch = batch.to(learner.device)
-    output = learner.model(batch.images)
+    output = learner.model(learner.normalized(batch.images))
     rows = {
         "image": batch.images,
         "classes": class_colours(pixel_classes(batch, learner.sizes["num_classes"])),

@@ -157,7 +157,8 @@ class ProductVotes(Votes):
             self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
 
     def moments(self, **arguments: Any) -> Moments:
-        return routing_pass(*self.factors, **arguments, **self._said())  # type: ignore[arg-type]
+        u, weight = self.factors
+        return routing_pass(u, weight, **arguments, **self._said())
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         u, weight = self.factors
@@ -166,7 +167,9 @@ class ProductVotes(Votes):
         return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        return dynamic_routing(*self.factors, num_iterations, **options, **self.given)  # type: ignore[arg-type, no-any-return]
+        u, weight = self.factors
+        v: Tensor = dynamic_routing(u, weight, num_iterations, **options, **self.given)
+        return v
 
 
 class GivenVotes(Votes):
