@@ -235,14 +235,14 @@ def parameters(
             parameter_dtype(op, name, value, anchor, anchor_value)
         same_device(op, anchor, anchor_value, name, value)
     precision = given.get("precision")
-    if precision is not None and _can_be_looked_at(precision) and bool((precision < 0).any()):
+    if precision is not None and can_be_looked_at(precision) and bool((precision < 0).any()):
         raise ValueError(
             f"{op}: precision, an inverse variance, must not be negative, got {float(precision.min()):.3g}; "
             f"clamp it with precision.clamp_min(0)"
         )
 
 
-def _can_be_looked_at(value: Tensor) -> bool:
+def can_be_looked_at(value: Tensor) -> bool:
     """Whether its numbers are there: a look would make a GPU wait, and is none while tracing or inside torch.func."""
     known = value.device.type == "cpu" and not torch.compiler.is_compiling()
     return known and type(value) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()

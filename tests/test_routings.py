@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import capsfast
 from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
-from capsfast.nn.routed_caps import fully_connected
+from capsfast.nn.routed_caps import fully_connected, route
 from capsfast.nn.routing.base import lengths
 from capsfast.nn.routing.votes import STRIDE, votes_of
 
@@ -292,6 +292,77 @@ def test_the_origin_of_many_votes_is_that_of_some(given: bool) -> None:
     wanted = torch.einsum("bi,bijd->bjd", coupling, product[:, ::STRIDE]) / coupling.sum(1)[:, None, None]
     wanted[0] = 0  # no input capsule is left
     plain.assert_same(votes.origin(activation), wanted)
+    # Where some of the samples have next to no mass there, all are asked.
+    activation[1, ::STRIDE] = 1e-5
+    coupling = activation * mask
+    wanted = torch.einsum("bi,bijd->bjd", coupling, product) / coupling.sum(1)[:, None, None]
+    wanted[0] = 0
+    plain.assert_same(votes.origin(activation), wanted)
+
+
+@pytest.mark.parametrize("name", ["em", "variational"])
+def test_far_votes_of_few_active_capsules_do_not_cancel(name: str) -> None:
+    """Votes around 1000 with a deviation of 0.1, and a few capsules active: none of them those of a sample."""
+    torch.manual_seed(0)
+    I = 4 * STRIDE**2
+    votes = 1000 + 0.1 * torch.randn(2, I, 3, 4)
+    activation = torch.zeros(2, I)
+    activation[:, 1 : STRIDE - 5] = 1
+    options = {"floor": 5e-4} if name == "em" else {}
+    layer = ROUTINGS[name](I, 3, 4, 4, **options)
+    exact = copy.deepcopy(layer).double()(votes.double(), activation.double())
+    found = layer(votes, activation)
+    assert (found.poses - exact.poses).abs().max() < 5e-3
+    assert (found.activations - exact.activations).abs().max() < 5e-3
+
+
+def test_activations_of_positions_have_their_shape() -> None:
+    routing = capsfast.nn.EMRouting(5, 3, 4, 4)
+    votes = torch.randn(2, 5, 3, 4, 3, 2)
+    for wrong in ((2, 5, 2, 3), (2, 5, 6), (2, 5, 3, 3), (2, 4)):
+        with pytest.raises(ValueError, match=r"EMRouting: activation must"):
+            routing(votes, torch.rand(wrong))
+    with pytest.raises(ValueError, match=r"CosineRouting: activation must be \[B, I\] = \[2, 5\]"):
+        capsfast.nn.CosineRouting(5, 3, 4, 4)(votes[..., 0, 0], torch.rand(9, 9))
+    with pytest.raises(TypeError, match=r"EMRouting: activation must be a torch.Tensor, got list"):
+        routing(votes, [0.5])
+
+
+@pytest.mark.parametrize("name", ["em", "self", "variational"])
+def test_lengths_of_an_image_of_capsules(name: str) -> None:
+    torch.manual_seed(0)
+    layer = capsfast.nn.ClassCaps2d(2, 3, 4, 4, size=(4, 4), routing=name)
+    image = torch.randn(2, 2, 4, 4, 4)
+    u = capsfast.nn.FlattenCaps()(image)
+    torch.testing.assert_close(tuple(route(layer, image)), tuple(layer(u, lengths(u))))
+    torch.testing.assert_close(couplings(layer, image), couplings(layer, u, lengths(u)))
+    there = torch.rand(2, 2, 4, 4)
+    torch.testing.assert_close(couplings(layer, image, there), couplings(layer, u, there.flatten(1)))
+    assert "coupling entropy" in str(capsfast.diagnose(layer, image))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_masked_capsule_holds_reaches_no_gradient(name: str) -> None:
+    layer = layer_of(name)
+    u, _ = inputs()
+    mask = torch.ones(B, I, dtype=torch.bool)
+    mask[:, 2] = False
+    wild = u.detach().clone()
+    wild[:, 2] = torch.nan
+    leaves = [wild.requires_grad_(), *layer.parameters()]
+    found = route(layer, wild, mask=mask)
+    assert all(each.isfinite().all() for each in (*found, *gradients(tuple(found), leaves)))
+
+
+def test_a_routing_that_decides_nothing_has_no_coupling_to_record() -> None:
+    class Given(Routing):
+        def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
+            poses = votes.moments(logits=torch.ones(votes.I, votes.J), normalize="none").first
+            return poses, lengths(poses)
+
+    layer = RoutedCaps(I, J, K, D, routing=Given)
+    with capsfast.nn.recorded(layer), pytest.raises(RuntimeError, match="recorded: Given decides nothing"):
+        layer(torch.randn(B, I, K))
 
 
 class Mean(Routing):

@@ -51,7 +51,7 @@ class Case:
             raise ValueError(f"Case: K must be 0 for route_votes and positive otherwise, got K={self.K} for {self.op}")
         if bool(self.routing) != (self.op == ROUTING):
             raise ValueError(
-                f"Case: routing must be a name for the op {ROUTING} and  for others, got {{self.routing!r}}"
+                f"Case: routing must be a name for the op {ROUTING} and '' for others, got {self.routing!r}"
             )
 
     @property

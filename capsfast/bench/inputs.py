@@ -29,7 +29,7 @@ class InputSet:
 def weight_std(case: Case) -> float:
     """A deviation at which the weighted sums are of order one, so that routing does route; of a routing its own."""
     if case.routing:
-        return routings.weight_std(case.routing, case.K)
+        return routings.weight_std(case.routing, case.I, case.J, case.K, case.D)
     return min(0.5, case.J / math.sqrt(case.I * max(case.K, 1)))
 
 

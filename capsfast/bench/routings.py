@@ -44,9 +44,9 @@ def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Rout
     return make_routing("capsfast bench", name, I, J, K, D, **options, **made)
 
 
-def weight_std(name: str, K: int) -> float:
-    """The deviation that the weight of a layer starts with."""
-    return make(name, 1, 1, K, K, 0, device="meta").weight_std(K)
+def weight_std(name: str, I: int, J: int, K: int, D: int) -> float:
+    """The deviation that the weight of a layer of these sizes starts with."""
+    return make(name, I, J, K, D, 0, device="meta").weight_std(K)
 
 
 @functools.cache

@@ -103,19 +103,21 @@ class ClassCaps2d(RoutedCaps):
         votes.u = poses  # what a routing sees of the input capsules
         return votes
 
+    def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if isinstance(activation, Tensor) and activation.dim() == 4:
+            image = [activation.shape[0], self.in_types, *self.size]
+            if list(activation.shape) != image:
+                raise ValueError(
+                    f"{self._op}: activation must be [B, in_types, H, W] = {image}, got {checks.shape_of(activation)}"
+                )
+            activation = activation.flatten(1)
+        return self._listed(u), activation
+
     def forward(
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
     ) -> Capsules:
         """``activation``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
-        if activation is not None and activation.dim() == 4:
-            image = (activation.shape[0], self.in_types, *self.size)
-            if activation.shape != image:
-                raise ValueError(
-                    f"{self._op}: activation must be [B, in_types, H, W] = {list(image)}, "
-                    f"got {checks.shape_of(activation)}"
-                )
-            activation = activation.flatten(1)
-        return super().forward(u, activation, mask=mask, out_mask=out_mask)
+        return super().forward(*self.listed(u, activation), mask=mask, out_mask=out_mask)
 
     def _listed(self, u: Tensor) -> Tensor:
         """``[B, I, K]``."""

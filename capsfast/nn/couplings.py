@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..passes import Moments
 from .dynamic_routing import DynamicRouting
 from .routed_caps import RoutedCaps
-from .routing.base import lengths
 from .routing.votes import Votes
 from .routing_by_agreement import RoutingByAgreement
 
@@ -43,6 +42,9 @@ class RecordedVotes(Votes):
     def cosines(self, query: Tensor) -> Tensor:
         return self.votes.cosines(query)
 
+    def check_activation(self, op: str, activation: Tensor) -> None:
+        self.votes.check_activation(op, activation)
+
 
 @torch.no_grad()
 def couplings(
@@ -71,8 +73,9 @@ def couplings(
         return found
     if not isinstance(layer, RoutedCaps):
         raise TypeError(f"capsfast.nn.couplings: layer must be a routing layer, got {type(layer).__name__}")
+    u, activation = layer.activated(u, activation, given.get("mask"))
     votes = RecordedVotes(layer.votes(u, **given))
-    layer.routing(votes, lengths(u) if layer.uses_activation and activation is None else activation)
+    layer.routing(votes, activation)
     return [_shares(c) for c in votes.weights] if shares else votes.weights
 
 
@@ -114,8 +117,11 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
             return votes[-1], *args[1:]
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            last = votes.pop().weights[-1]
-            found.append(_shares(last) if shares else last)
+            weights = votes.pop().weights
+            if not weights:
+                name = type(module).__name__
+                raise RuntimeError(f"capsfast.nn.recorded: {name} decides nothing: all its coupling is given")
+            found.append(_shares(weights[-1]) if shares else weights[-1])
 
         handles = [layer.routing.register_forward_pre_hook(record), layer.routing.register_forward_hook(keep)]
     else:

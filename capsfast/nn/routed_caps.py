@@ -108,6 +108,20 @@ class RoutedCaps(nn.Module):
         weight = at_positions(self.W, self.positions)
         return votes_of(op, (u, weight), mask=mask, out_mask=out_mask, backend=self.routing.backend)
 
+    def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Input capsules and their activations as lists ``[B, I, K]`` and ``[B, I]``, whatever forward takes."""
+        return u, activation
+
+    def activated(
+        self, u: Tensor, activation: Tensor | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Listed, and where the routing asks for activations and there are none, these are the lengths of ``u``."""
+        u, activation = self.listed(u, activation)
+        if activation is None and self.uses_activation:
+            # A capsule that is masked may hold anything; its length is not to have a gradient.
+            activation = lengths(u if mask is None else u.masked_fill(~mask[..., None], 0.0))
+        return u, activation
+
     def forward(
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
     ) -> Capsules:
@@ -163,6 +177,6 @@ def route(layer: nn.Module, u: Tensor, activation: Tensor | None = None, **given
     if isinstance(layer, DynamicRouting):
         v = layer(u, **given)
         return Capsules(v, lengths(v))
-    if layer.uses_activation and activation is None:
-        activation = lengths(u)
+    assert isinstance(layer, RoutedCaps)
+    u, activation = layer.activated(u, activation, given.get("mask"))
     return layer(u, activation, **given)  # type: ignore[no-any-return]

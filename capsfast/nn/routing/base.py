@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import checks
 from .. import _arguments
 from .votes import Votes, votes_of
 
@@ -113,7 +112,9 @@ class Routing(nn.Module):
                 f"out_dim={self.out_dim}, got I={found.I}, J={found.J}, D={found.D}"
             )
         if activation is not None:
-            checks.floating(self.op, "activation", activation)
+            if not isinstance(activation, Tensor):
+                raise TypeError(f"{self.op}: activation must be a torch.Tensor, got {type(activation).__name__}")
+            found.check_activation(self.op, activation)
             activation = found.samples("activation", activation)
         poses, activations = self.route(found, activation if self.uses_activation else None)
         if found.out_mask is not None:

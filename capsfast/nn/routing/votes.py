@@ -16,9 +16,10 @@ from ...passes import Moments, routing_pass, votes_pass
 # A shorter vote has no direction: its cosine goes to 0 with it.
 LEAST_LENGTH = 1e-8
 
-# Every so many input capsules say where the votes lie. If these have a share f of the mass, their mean is no farther
-# from that of all than f^-1/2 deviations. A prime number: they are of all rows and columns of an image.
+# Of many input capsules every so many say where the votes lie. If these have a share f of the mass, their mean is
+# within f^-1/2 deviations of that of all, and float32 loses log2(1/f) bits: so f is to be at least LEAST_SHARE.
 STRIDE = 17
+LEAST_SHARE = 1e-2
 
 
 def inverse(mass: Tensor) -> Tensor:
@@ -100,14 +101,26 @@ class Votes(ABC):
         raise ValueError("capsfast.nn.Votes: cosines need votes in memory, got (u, weight); give the votes")
 
     def origin(self, activation: Tensor | None) -> Tensor:
-        """Where the votes lie, ``[B, J, D]``, roughly and without a gradient.
+        """Where the votes lie, ``[B, J, D]``, without a gradient: their mean at equal coupling, or one near to it.
 
         As ``center`` of a pass it keeps ``second / mass - (first / mass)^2`` from cancelling. Of many input capsules
-        some are asked.
+        some are asked, where these are known to have enough of the mass of every sample.
         """
         with torch.no_grad():
-            found = self._some(STRIDE if self.I >= STRIDE**2 else 1, activation)
+            few = self.I >= STRIDE**2 and self._stand_for_all(activation)
+            found = self._some(STRIDE if few else 1, activation)
             return found.first * inverse(found.mass)[..., None]
+
+    def _stand_for_all(self, activation: Tensor | None) -> bool:
+        """Whether each STRIDE-th input capsule has its share of the mass, where that can be seen without waiting."""
+        if activation is None and self.mask is None:
+            return True
+        mass = activation if self.mask is None else self.mask if activation is None else activation * self.mask
+        assert mass is not None
+        if not checks.can_be_looked_at(mass):
+            return False
+        mass = mass.detach().float()
+        return bool((mass[:, ::STRIDE].sum(1) >= LEAST_SHARE * mass.sum(1)).all())
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         """A pass over each ``step``-th input capsule, or over all of them."""
@@ -116,6 +129,15 @@ class Votes(ABC):
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         """An argument of a pass with its axes of positions, if the votes have such, joined to the batch."""
         return value
+
+    def check_activation(self, op: str, activation: Tensor) -> None:
+        """
+        Raises:
+            ValueError, TypeError: no activation of these votes.
+        """
+        wanted = [self.B, self.I]
+        if list(activation.shape) != wanted:
+            raise ValueError(f"{op}: activation must be [B, I] = {wanted}, got {checks.shape_of(activation)}")
 
     def restore(self, value: Tensor) -> Tensor:
         """The opposite for a result ``[B, J]`` or ``[B, J, D]``."""
@@ -152,9 +174,15 @@ class ProductVotes(Votes):
         self.D = width(flat, matrix)
         self.dtype, self.device, self.mask, self.out_mask = u.dtype, u.device, mask, out_mask
         self.given = {"mask": mask, "out_mask": out_mask, "backend": backend}
-        checks.parameters(op, "u", u, (self.B, self.I, self.J, self.D), {"mask": mask, "out_mask": out_mask})
+        self._check(op, {"mask": mask, "out_mask": out_mask})
         if matrix.shape[1] == 1 and out_mask is None:  # a pass has to be told J
             self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
+
+    def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
+        checks.parameters(op, "u", self.factors[0], (self.B, self.I, self.J, self.D), given)
+
+    def check_activation(self, op: str, activation: Tensor) -> None:
+        self._check(op, {"activation": activation})
 
     def moments(self, **arguments: Any) -> Moments:
         u, weight = self.factors
@@ -203,11 +231,17 @@ class GivenVotes(Votes):
         self.J = votes.shape[2] if votes.shape[2] != 1 or J is None else J
         self.dtype, self.device = votes.dtype, votes.device
         masks = {"mask": mask, "out_mask": out_mask}
-        checks.parameters(op, "votes", votes, (self.batch, self.I, self.J, self.D), masks, self.spatial)
+        self._check(op, masks)
         if votes.shape[2] == 1 and out_mask is None:  # a pass has to be told J
             masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=votes.device)
         self.given = {**masks, "backend": backend}
         self.out_mask = self.samples("out_mask", out_mask)
+
+    def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
+        checks.parameters(op, "votes", self.votes, (self.batch, self.I, self.J, self.D), given, self.spatial)
+
+    def check_activation(self, op: str, activation: Tensor) -> None:
+        self._check(op, {"activation": activation})
 
     def moments(self, **arguments: Any) -> Moments:
         for name, value in arguments.items():

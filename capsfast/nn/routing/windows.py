@@ -81,7 +81,11 @@ class WindowVotes(Votes):
         self.votes = votes
         self.windows = windows
         self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
-        self.dtype, self.device, self.u, self.out_mask = votes.dtype, votes.device, votes.u, votes.out_mask
+        self.dtype, self.device, self.u = votes.dtype, votes.device, votes.u
+        self.mask, self.out_mask = votes.mask, votes.out_mask
+
+    def check_activation(self, op: str, activation: Tensor) -> None:
+        self.votes.check_activation(op, activation)
 
     def moments(
         self, *, normalize: str = "out", leaky: bool = False, return_lse: bool = False, **arguments: Any
