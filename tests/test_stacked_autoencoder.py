@@ -1,15 +1,18 @@
 """The stacked capsule autoencoder, part by part against plain code."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from capsfast import train
+from capsfast.data import Batch
 from capsfast.models import Sparsity, StackedCapsuleAutoencoder
 from capsfast.nn.stacked import ObjectCaps, Objects, PartCaps, Parts, SetTransformer, TemplateMixture, explain
 from capsfast.nn.stacked.affine import affine, compose, inverse
-from capsfast.train.clusters import cluster_accuracy
+from capsfast.train import cluster_accuracy
 
 from .support.plain import assert_same
 
@@ -136,8 +139,8 @@ def test_the_loss_in_words() -> None:
     presences, posterior = output.objects.presences, output.explained.posterior.sum(1)
     assert_same(loss["image"], -output.drawn.log_likelihood.mean())
     assert_same(loss["parts"], -output.explained.log_likelihood.mean())
-    assert_same(loss["prior_within"], 2.0 * sum((row.sum() - K / 3) ** 2 for row in presences) / B / 2)
-    assert_same(loss["prior_between"], 3.0 * sum((row.sum() - B / 3) ** 2 for row in presences.T) / K / 2)
+    assert_same(loss["prior_within"], 2.0 * sum((row.sum() - K / 3) ** 2 for row in presences) / B)
+    assert_same(loss["prior_between"], 3.0 * sum((row.sum() - B / 3) ** 2 for row in presences.T) / K)
     shares = [row / row.sum() for row in posterior]
     assert_same(loss["posterior_within"], 0.5 * sum(-(p * p.log()).sum() for p in shares) / B)
     total = posterior.sum(0) / posterior.sum()
@@ -174,6 +177,17 @@ def test_compiles_and_takes_autocast() -> None:
     torch.testing.assert_close(compiled(images).reconstruction, model(images).reconstruction)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(each.isfinite() for each in model.loss(model(images)).values())
+
+
+@pytest.mark.parametrize("normalize", ["image", [[0.2], [0.3]]])
+def test_what_is_drawn_is_the_image_whatever_the_network_sees(normalize: Any) -> None:
+    sizes = {"num_parts": M, "num_objects": K, "conv_channels": 8, "template_size": 5, "dim": 4, "hidden": 8}
+    learner = train.make_learner("stacked", 1, 12, 3, options=sizes, normalize=normalize).eval()
+    images = torch.rand(B, 1, 12, 12)
+    found, output = learner.measured(Batch(images, torch.zeros(B).long()))
+    wanted = learner.model.templates(learner.model.find_parts(learner.normalized(images)), images)
+    assert_same(found["image"], -wanted.log_likelihood.mean())
+    assert_same(found["reconstruction"], (output.reconstruction - images).square().flatten(1).sum(1).mean())
 
 
 def test_numbers_of_parameters() -> None:

@@ -128,11 +128,12 @@ class StackedCapsuleAutoencoder(nn.Module):
         members = torch.cat([poses.flatten(2), presences[..., None], features, sheets.expand(len(poses), -1, -1)], 2)
         return self.object_caps(self.encoder(members, presences))  # type: ignore[no-any-return]
 
-    def forward(self, images: Tensor) -> StackedOutput:
+    def forward(self, images: Tensor, target: Tensor | None = None) -> StackedOutput:
+        """``target``: what is to be drawn, with values in [0, 1], where the network sees something else."""
         parts = self.find_parts(images)
         objects = self.find_objects(parts)
         explained = explain(objects, parts.poses.detach(), parts.presences.detach())
-        return StackedOutput(parts, objects, self.templates(parts, images), explained)
+        return StackedOutput(parts, objects, self.templates(parts, images if target is None else target), explained)
 
     def loss(self, output: StackedOutput) -> dict[str, Tensor]:
         """The terms whose sum is to be minimised, means over the batch, under their names."""
@@ -143,8 +144,8 @@ class StackedCapsuleAutoencoder(nn.Module):
         return {
             "image": -output.drawn.log_likelihood.mean(),
             "parts": -output.explained.log_likelihood.mean(),
-            "prior_within": weights.prior_within * within.square().mean() / 2,
-            "prior_between": weights.prior_between * between.square().mean() / 2,
+            "prior_within": weights.prior_within * within.square().mean(),
+            "prior_between": weights.prior_between * between.square().mean(),
             "posterior_within": weights.posterior_within * _entropy(posterior).mean(),
             "posterior_between": -weights.posterior_between * _entropy(posterior.sum(0)),
             "deformation": weights.deformation * output.objects.deformation,

@@ -19,10 +19,9 @@ class StackedLearner(Learner):
     """
 
     def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
-        images = batch.images if shown is None else shown
-        output = self.model(self.normalized(images))
+        output = self.model(self.normalized(batch.images if shown is None else shown), batch.images)
         terms = self.model.loss(output)
-        error = self.reconstruction_loss(output.reconstruction, images)
+        error = self.reconstruction_loss(output.reconstruction, batch.images)
         return {"loss": torch.stack(list(terms.values())).sum(), **terms, "reconstruction": error}, output
 
 
