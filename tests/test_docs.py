@@ -1,6 +1,7 @@
 """README.md and docs/*.md: every Python block runs, every link leads somewhere, the tables are true."""
 
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -99,3 +100,21 @@ def test_squash_table_is_what_squash_computes() -> None:
         want = eval(re.findall(r"`(.*?)`", factor)[0], {}, names) * s
         torch.testing.assert_close(want, capsfast.squash(s, eps=eps, kind=kind.strip('`"')))
     assert len(rows) == 6
+
+
+def test_results_are_those_of_the_records() -> None:
+    rows = table_rows(ROOT / "docs" / "results.md", "| data | network | parameters |")
+    assert rows
+    for data, _, parameters, epochs, accuracy, seconds, link in rows:
+        record = json.loads((ROOT / "docs" / link[link.index("(") + 1 : -1]).read_text(encoding="utf-8"))
+        found = record["results"]["test_accuracy"]
+        assert record["images"]["data"] == data.strip("`")
+        assert int(parameters.replace(" ", "")) == record["parameters"]
+        assert (int(epochs), int(seconds)) == (record["epochs"], round(record["seconds"]))
+        assert accuracy == f"{found:.2%}".replace("%", " %")
+
+
+def test_readme_names_every_routing() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = text.partition("any of these routings: ")[2].partition(". Their votes")[0]
+    assert sorted(re.findall(r"`([a-z-]+)`", listed)) == sorted(capsfast.nn.ROUTINGS)

@@ -120,9 +120,9 @@ class ObjectCaps(nn.Module):
 def explain(objects: Objects, poses: Tensor, presences: Tensor, nobody: float = 1e-4) -> Explained:
     """How well objects predict the poses of parts: the sum of the densities of their votes for each part.
 
-    A vote has the weight of its presence, a_k a_km of equation 5, which there is divided by the sum of all weights. Here,
-    as in public code of the network, it is not: an object that is present explains more. ``nobody`` is weight times
-    density of a component that no object has.
+    A vote has the weight of its presence, a_k a_km of equation 5, which there is divided by the sum of all weights.
+    Here, as in public code of the network, it is not: an object that is present explains more. ``nobody`` is weight
+    times density of a component that no object has.
 
     Args:
         objects: with votes for M parts.
