@@ -236,7 +236,7 @@ def test_a_parameter_on_which_the_loss_does_not_depend() -> None:
     assert diagnosis.gradient_norms["W"] == 0
     assert "no gradient" in found(diagnosis)
     layer = RoutedCaps(I, J, K, D, routing="inverted-attention", learned_readout=False)
-    with pytest.raises(ValueError, match="diagnose: the activations of RoutedCaps.* must depend on u, got constants"):
+    with pytest.raises(ValueError, match=r"diagnose: the activations of RoutedCaps.* must depend on u, got constants"):
         capsfast.diagnose(layer, capsules())
 
 
