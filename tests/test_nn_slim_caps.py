@@ -31,6 +31,7 @@ from .support.routings import randomize
 B, I, J, K, D = 2, 3, 4, 3, 5
 SIZE = {2: (5, 4), 3: (3, 4, 3)}
 each_name = pytest.mark.parametrize("name", ROWS)
+each_of_votes = pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.of_votes])
 
 
 def kernel_of(layer: Any, i: int, offset: tuple[int, ...]) -> Tensor:
@@ -151,11 +152,14 @@ def test_is_a_loop_over_positions(by: Backend, window: str, options: dict[str, A
 
 @on_cpu
 @pytest.mark.parametrize(
-    "given", [{}, {"bias": True, "learned_logits": True, "squash": "unit", "num_iterations": 2}], ids=str
+    "given",
+    [{}, {"bias": True, "learned_logits": True, "squash": "unit", "num_iterations": 2}, {"out_types": 1}],
+    ids=str,
 )
 def test_softmax_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
     """Rajasegaran et al. 2019."""
-    layer = SlimConvCaps2d(I, J, K, D, softmax="everywhere", backend=by.name, dtype=torch.float64, **given)
+    given = {"out_types": J} | given
+    layer = SlimConvCaps2d(I, in_dim=K, out_dim=D, softmax="everywhere", backend=by.name, dtype=torch.float64, **given)
     randomize(layer)
     poses = poses_of(2)
     v, c = layer(poses, return_coupling=True)
@@ -182,14 +186,14 @@ def test_softmax_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
 def test_every_routing_at_every_position(name: str, window: str) -> None:
     kind, given, _ = WINDOWS[window]
     torch.manual_seed(0)
+    if not ROWS[name].of_votes:
+        with pytest.raises(ValueError, match="input capsules"):
+            kind(I, J, K, D, **given, routing=name)
+        return
     layer = kind(I, J, K, D, **given, routing=name, dtype=torch.float64)
     randomize(layer)
     poses = poses_of(2 if layer.conv.weight.dim() == 4 else 3)
     after = layer.grid(poses.shape[3:])
-    if not ROWS[name].of_votes:
-        with pytest.raises(ValueError, match="input capsules"):
-            layer(poses)
-        return
     votes = at_positions(looped_votes(layer, poses, after))
     if name == "dynamic":
         wanted = ROWS[name].definition(votes, torch.ones(1), layer.routing, poses)[0]
@@ -204,14 +208,12 @@ def test_every_routing_at_every_position(name: str, window: str) -> None:
     assert_same(gradients(tuple(found), leaves), gradients(wanted, leaves))
 
 
-@each_name
+@each_of_votes
 @pytest.mark.parametrize("window", ["2d all", "up all"])
 def test_votes_that_are_of_no_position(name: str, window: str) -> None:
     """They are 0, as are their activations, where a window lies in the padding or no kernel reaches."""
     kind, given, _ = WINDOWS[window]
     layer = kind(I, J, K, D, **{**given, "conv_bias": False}, routing=name)
-    if not ROWS[name].of_votes:
-        pytest.skip("needs input capsules beside the votes")
     poses, activation = poses_of(2, torch.float32), torch.rand(B, I, *SIZE[2]).requires_grad_()
     nowhere = ~(layer.votes(poses) != 0).any(1).any(1).any(1)
     assert nowhere.any()
@@ -310,11 +312,9 @@ def test_votes_are_in_memory_once(window: str) -> None:
         assert len(own) == 1 and "route_votes_backward" in own[0]
 
 
-@each_name
+@each_of_votes
 def test_every_routing_reads_the_votes_in_place(name: str) -> None:
     layer = SlimConvCaps2d(30, J, K, D, routing=name)
-    if not ROWS[name].of_votes:
-        pytest.skip("needs input capsules beside the votes")
     poses, activation = torch.randn(2, 30, K, 9, 8), torch.rand(2, 30, 9, 8)
     with Stored() as stored, torch.no_grad():
         layer(poses, None if name == "dynamic" else activation)
@@ -380,7 +380,16 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "stride": (lambda: SlimConvCaps2d(I, J, K, D, 3, 0), ValueError, "stride must be at least 1, got 0"),
     "shared": (lambda: SlimConvCaps2d(I, J, K, D, shared=1), TypeError, "shared must be True or False, got 1"),
-    "option": (lambda: SlimConvCaps2d(I, J, K, D, sharp=1), TypeError, "unexpected keyword argument 'sharp'"),
+    "option": (
+        lambda: SlimConvCaps2d(I, J, K, D, 3, groups=2),
+        TypeError,
+        "SlimConvCaps2d: routing dynamic has no option groups; it has num_iterations, learned_logits, .*, backend$",
+    ),
+    "no inputs": (
+        lambda: SlimConvTransposeCaps3d(I, J, K, D, routing="self"),
+        ValueError,
+        "SlimConvTransposeCaps3d: routing must make do with votes, .* got self, which looks at the input capsules too",
+    ),
     "routing": (lambda: SlimConvCaps2d(I, J, K, D, routing="no"), ValueError, "SlimConvCaps2d: routing must be one of"),
     "softmax": (lambda: SlimConvCaps2d(I, J, K, D, softmax="no"), ValueError, "SlimConvCaps2d: softmax must be one of"),
     "leaky": (

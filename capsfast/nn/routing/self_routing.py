@@ -34,6 +34,8 @@ class SelfRouting(Routing):
     """
 
     uses_activation = True
+    # The input capsules themselves, beside their votes.
+    needs_inputs = True
     logits: nn.Parameter | None
 
     def __init__(
