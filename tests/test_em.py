@@ -489,6 +489,12 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         "return_coupling needs routing='dynamic' in windows",
     ),
     "places": (lambda: ClassCaps2d(2, 3, 4, 1, 2), ValueError, "out_dim must be at least 2 for two coordinates, got 1"),
+    "positions": (lambda: ClassCaps2d(2, 3, 4, 4, 2, positions=2), TypeError, "ClassCaps2d: positions is no option"),
+    "activation of a list": (
+        lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), [1.0]),
+        TypeError,
+        r"ClassCaps2d: activation must be a torch\.Tensor \[B, I\], got list",
+    ),
     "shared": (lambda: ClassCaps2d(2, 3, 4, 4, 2, shared_weight=True), TypeError, "shared_weight is no option"),
     "image": (lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 3)), ValueError, "u must be .*in_types=2"),
     "activation": (

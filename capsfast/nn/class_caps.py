@@ -64,8 +64,9 @@ class ClassCaps2d(RoutedCaps):
         _arguments.integers(op, in_types=in_types)
         height, width = _arguments.pair(op, "size", size)
         checks.boolean(op, "coordinates", coordinates)
-        if "shared_weight" in options:
-            raise TypeError(f"{op}: shared_weight is no option; the weight is that of a type")
+        for name in ("shared_weight", "positions"):
+            if name in options:
+                raise TypeError(f"{op}: {name} is no option; all places share the weight of a type")
         super().__init__(
             in_types * height * width,
             out_caps,
@@ -107,7 +108,7 @@ class ClassCaps2d(RoutedCaps):
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
     ) -> Capsules:
         """``activation``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
-        if activation is not None and activation.dim() == 4:
+        if isinstance(activation, Tensor) and activation.dim() == 4:
             image = (activation.shape[0], self.in_types, *self.size)
             if activation.shape != image:
                 raise ValueError(
@@ -115,6 +116,8 @@ class ClassCaps2d(RoutedCaps):
                     f"got {checks.shape_of(activation)}"
                 )
             activation = activation.flatten(1)
+        if activation is not None:
+            _arguments.floats(self._op, "activation", activation, "[B, I]")
         return super().forward(u, activation, mask=mask, out_mask=out_mask)
 
     def _listed(self, u: Tensor) -> Tensor:
