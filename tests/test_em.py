@@ -503,6 +503,16 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         r"activation must be \[B, in_types, H, W\]",
     ),
     "features": (lambda: PrimaryMatrixCaps(3, 2, 4)(torch.zeros(1, 2, 5, 5)), ValueError, "in_channels=3"),
+    "a window for windows": (
+        lambda: MatrixCapsNet(windows=3),
+        TypeError,
+        r"windows must be three pairs \(kernel size, stride\), got 3",
+    ),
+    "ints for windows": (
+        lambda: MatrixCapsNet(windows=(5, 3, 3)),
+        TypeError,
+        "windows must be a sequence of ints, got 5",
+    ),
     "windows": (lambda: MatrixCapsNet(windows=[(3, 1)]), ValueError, "windows must be three pairs"),
     "window": (lambda: MatrixCapsNet(1, 4, windows=[(3, 1)] * 3), ValueError, "a window of 3 x 3"),
 }

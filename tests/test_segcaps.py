@@ -133,7 +133,9 @@ def test_levels_options_and_copies() -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "classes": (lambda: SegCaps(1, 9, 0), ValueError, "SegCaps: num_classes must be at least 1, got 0"),
     "kernel": (lambda: SegCaps(1, 9, J, kernel_size=4), ValueError, "kernel_size must be odd, .* got 4"),
-    "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold a size for each level, .* got \(\)"),
+    "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold at least 1 of them, got \(\)"),
+    "one dim": (lambda: SegCaps(1, 9, J, dims=8), TypeError, "SegCaps: dims must be a sequence of ints, got 8"),
+    "hidden": (lambda: SegCaps(1, 9, J, hidden=8), TypeError, "SegCaps: hidden must be a sequence of ints, got 8"),
     "a dim": (lambda: SegCaps(1, 9, J, dims=(3, 0)), ValueError, "dims must be at least 1, got 0"),
     "routing": (lambda: SegCaps(1, 9, J, routing="magic"), ValueError, "routing must be one of"),
     "option": (lambda: SegCaps(1, 9, J, sharpness=1), TypeError, "routing dynamic has no option sharpness"),

@@ -113,10 +113,9 @@ class DeepCaps(nn.Module):
         if dims is None:
             cells = min(4, max(2, (min(self.image_shape[1:]) - 1).bit_length() - 1))
             dims = (4, *(4, 8, 8, 8)[-cells:])
-        for dim in dims:
-            _arguments.integer(op, "dims", dim)
-        if len(dims) < 3 or dims[-1] != dims[-2]:
-            raise ValueError(f"{op}: dims must hold at least 3 sizes, the last two alike, got {tuple(dims)}")
+        dims = _arguments.sizes(op, "dims", dims, 3)
+        if dims[-1] != dims[-2]:
+            raise ValueError(f"{op}: the last two of dims must be alike, got {dims}")
         checks.boolean(op, "reconstruction", reconstruction)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"backend": backend, "gradient": gradient, "eps": eps, **made}

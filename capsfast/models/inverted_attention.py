@@ -48,14 +48,14 @@ class ConvAttention(nn.Module):
     """One update of convolutional capsules: poses of both layers to new poses of the upper one.
 
     Args:
-        args, options: of :class:`capsfast.nn.ConvCaps2d`, which is its part ``routing``.
+        routing: with inverted-attention routing of one iteration.
 
     Shapes: ``[B, in_types, in_dim, H, W]``, and ``[B, out_types, out_dim, H', W']`` or None for 0, to the latter.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, routing: ConvCaps2d) -> None:
         super().__init__()
-        self.routing = ConvCaps2d(*args, **options, **ONE_UPDATE)
+        self.routing = routing
 
     def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:
         layer = self.routing
@@ -63,7 +63,7 @@ class ConvAttention(nn.Module):
         if last is not None:
             last = last.permute(0, 3, 4, 1, 2).flatten(0, 2)
         assert isinstance(layer.routing, RoutedCaps)
-        found = updated(layer.routing.routing, layer.votes(poses), last).unflatten(0, places)
+        found: Tensor = updated(layer.routing.routing, layer.votes(poses), last).unflatten(0, places)
         return found.permute(0, 3, 4, 1, 2)
 
 
@@ -71,15 +71,15 @@ class FullAttention(nn.Module):
     """One update of fully connected capsules: poses of both layers to new poses of the upper one.
 
     Args:
-        args, options: of :class:`capsfast.nn.RoutedCaps`, which is its part ``routing``.
+        routing: with inverted-attention routing of one iteration.
 
     Shapes: ``[B, I, K]`` or an image of capsules, and ``[B, J, D]`` or None for 0, to ``[B, J, D]``.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, routing: RoutedCaps) -> None:
         super().__init__()
         self.flatten = FlattenCaps()
-        self.routing = RoutedCaps(*args, **options, **ONE_UPDATE)
+        self.routing = routing
 
     def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:
         u = self.flatten(poses) if poses.dim() == 5 else poses
@@ -184,13 +184,13 @@ class InvertedAttentionCapsNet(nn.Module):
         self.norm = nn.LayerNorm(primary_dim, **made)
         self.primary_groups = primary_groups
         size = tuple((n + 1) // 2 for n in self.image_shape[1:])
-        options: dict[str, Any] = {"scaled": scaled, "backend": backend, **made}
+        options: dict[str, Any] = {**ONE_UPDATE, "scaled": scaled, "backend": backend, **made}
         window = tuple(min(3, n) for n in size)
-        image = ConvAttention(primary_groups, types, primary_dim, digit_dim, window, stride=2, **options)
-        height, width = image.routing.grid(size)
-        hidden = FullAttention(types * height * width, num_caps, digit_dim, digit_dim, **options)
-        classes = FullAttention(num_caps, num_classes, digit_dim, digit_dim, **options)
-        self.layers = nn.ModuleList((image, hidden, classes))
+        image = ConvCaps2d(primary_groups, types, primary_dim, digit_dim, window, stride=2, **options)
+        height, width = image.grid(size)
+        hidden = RoutedCaps(types * height * width, num_caps, digit_dim, digit_dim, **options)
+        classes = RoutedCaps(num_caps, num_classes, digit_dim, digit_dim, **options)
+        self.layers = nn.ModuleList((ConvAttention(image), FullAttention(hidden), FullAttention(classes)))
         self.classifier = nn.Linear(digit_dim, 1, **made)
         self.decoder = Decoder(num_classes, digit_dim, self.image_shape, **made) if reconstruction else None
 

@@ -89,10 +89,11 @@ class MatrixCapsNet(nn.Module):
         before, after = _arguments.pair(op, "conv_types", conv_types)
         if windows is None:
             windows = fitting_windows(*size)
-        if len(windows) != 3:
+        if not isinstance(windows, Sequence) or isinstance(windows, str):
+            raise TypeError(f"{op}: windows must be three pairs (kernel size, stride), got {windows!r}")
+        windows = [_arguments.sizes(op, "windows", window) for window in windows]
+        if [len(window) for window in windows] != [2, 2, 2]:
             raise ValueError(f"{op}: windows must be three pairs (kernel size, stride), got {windows}")
-        for window in windows:
-            _arguments.pair(op, "windows", window)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **made}
         if num_iterations is not None:

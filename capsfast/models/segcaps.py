@@ -96,11 +96,8 @@ class SegCaps(nn.Module):
         _arguments.integer(op, "kernel_size", kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd, so that a window has a middle, got {kernel_size}")
-        for name, sizes in (("dims", dims), ("hidden", hidden)):
-            for size in sizes:
-                _arguments.integer(op, name, size)
-        if not dims:
-            raise ValueError(f"{op}: dims must hold a size for each level, at least one, got {tuple(dims)}")
+        dims = _arguments.sizes(op, "dims", dims)
+        hidden = _arguments.sizes(op, "hidden", hidden, 0)
         checks.boolean(op, "reconstruction", reconstruction)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         dynamic: dict[str, Any] = {"squash": squash, "gradient": gradient, "eps": eps, "backend": backend}
