@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
-from ..nn.routing.base import Capsules, lengths
+from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
+from ._capsules import image_lengths
 from ._images import check_images, image_shape
 from .output import CapsNetOutput
 
@@ -118,7 +119,7 @@ class MatrixCapsNet(nn.Module):
         for layer in self.conv_caps:
             if layer.uses_poses_alone:
                 poses = layer(poses)
-                activations = lengths(poses.movedim(2, -1))
+                activations = image_lengths(poses)
             else:
                 poses, activations = layer(poses, activations)
         return Capsules(self.routing.flatten(poses), activations.flatten(1))
