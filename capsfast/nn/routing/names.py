@@ -71,9 +71,10 @@ def make_routing(
 
 
 def known_options(op: str, routing: RoutingChoice, known: Sequence[str], options: Iterable[str]) -> None:
-    """
+    """Rejects an option that is not among the known ones.
+
     Raises:
-        TypeError: an option that is not among the known ones.
+        TypeError: there is one.
     """
     for name in options:
         if name not in known:
