@@ -234,11 +234,15 @@ def parameters(
         if not name.endswith("mask"):
             parameter_dtype(op, name, value, anchor, anchor_value)
         same_device(op, anchor, anchor_value, name, value)
-    precision = given.get("precision")
-    if precision is not None and can_be_looked_at(precision) and bool((precision < 0).any()):
+    not_negative(op, "precision", given.get("precision"), ", an inverse variance,")
+
+
+def not_negative(op: str, name: str, value: Tensor | None, meaning: str = "") -> None:
+    """No number below 0, where a look at them is cheap."""
+    if value is not None and can_be_looked_at(value) and bool((value < 0).any()):
         raise ValueError(
-            f"{op}: precision, an inverse variance, must not be negative, got {float(precision.min()):.3g}; "
-            f"clamp it with precision.clamp_min(0)"
+            f"{op}: {name}{meaning} must not be negative, got {float(value.min()):.3g}; "
+            f"clamp it with {name}.clamp_min(0)"
         )
 
 

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import checks
 from .nn import ConvCaps2d, CouplingEntropy, DynamicRouting, MarginLoss, RoutedCaps, RoutingByAgreement, couplings
@@ -76,7 +77,8 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     Found are: numbers that are not finite; saturation, in which the squash makes every capsule about 1 long
     and the gradient vanishes (``torch.randn`` weights); capsules that are all too short to learn; output capsules that
     are never long or never coupled; input capsules that are zero; coupling that goes to one output
-    whatever the sample; a gradient that is zero. The layer, its gradients included, stays as it was.
+    whatever the sample; a gradient that is zero. The layer, its gradients and buffers included, stays as it
+    was.
 
     Args:
         layer: a routing layer.
@@ -89,7 +91,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
 
     Raises:
         TypeError: not a routing layer.
-        ValueError: no sample, or what the layer itself raises.
+        ValueError: no sample, activations that do not depend on u, or what the layer itself raises.
     """
     op = "capsfast.diagnose"
     if not isinstance(layer, (DynamicRouting, ConvCaps2d, RoutedCaps, RoutingByAgreement)):
@@ -106,21 +108,26 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
             given["activation"] = layer.unfold_activation(u, given["activation"])
         u, layer = windows, layer.at_windows((u.shape[3], u.shape[4]))
         given = given if inside is None else {"mask": inside, **given}
-    with torch.enable_grad():
+    softmax = getattr(layer.routing if isinstance(layer, RoutedCaps) else layer, "softmax", "out")
+    with torch.enable_grad(), _buffers_kept(layer):
         leaf = u.detach().requires_grad_()
         activations = lengths_of(layer(leaf, **given)) if _of_votes(layer) else route(layer, leaf, **given).activations
         if activations.numel() == 0:
             raise ValueError(f"{op}: u must hold at least one sample, got {checks.shape_of(u)}")
+        if not activations.requires_grad:
+            raise ValueError(
+                f"{op}: the activations of {text} must depend on u, got constants; with learned_readout=False "
+                f"inverted-attention routing has none"
+            )
         if labels is None:
             labels = torch.arange(activations.shape[0], device=u.device) % activations.shape[1]
         loss = MarginLoss()(activations, labels)
         leaves = {"votes" if _of_votes(layer) else "u": leaf} | {
             name: value for name, value in layer.named_parameters() if value.requires_grad
         }
-        gradients = torch.autograd.grad(loss, list(leaves.values()))
-    coupling = _couplings(layer, u.detach(), given)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        coupling = _couplings(layer, u.detach(), softmax, given)
     lengths = activations.detach().float()
-    softmax = getattr(layer, "softmax", "out")
     entropy = CouplingEntropy(softmax)
     dead_outputs, dead_inputs = _dead(softmax, u, lengths, coupling[-1].float(), given)
     measured = Diagnosis(
@@ -152,10 +159,23 @@ def _squashes(layer: Layer) -> bool:
     return getattr(routing, "squash", None) in BOUNDED
 
 
-def _couplings(layer: Layer, u: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
+@contextmanager
+def _buffers_kept(layer: nn.Module) -> Iterator[None]:
+    """Puts back what a forward call in training changes, such as the statistics of a batch normalisation."""
+    before = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, kept in before:
+                if not torch.equal(buffer, kept):  # else a graph of the caller's that holds it would be of no use
+                    buffer.copy_(kept)
+
+
+def _couplings(layer: Layer, u: Tensor, softmax: str, given: dict[str, Tensor]) -> list[Tensor]:
     """The coupling of each iteration, ``[B, groups, I / groups, J / groups]``."""
     groups = getattr(layer, "groups", 1)
-    return [c.unflatten(1, (groups, -1)) for c in couplings(layer, u, shares=True, **given)]
+    return [c.unflatten(1, (groups, -1)) for c in couplings(layer, u, shares=softmax == "out", **given)]
 
 
 def _findings(measured: Diagnosis, gradient_rms: float, load: Tensor | None) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """What single routings promise beyond the checks that all of them pass."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -232,6 +233,40 @@ def test_the_table_of_routings_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
         assert count == eval(passes.strip("`"), {"num_iterations": getattr(layer.routing, "num_iterations", None)})
 
 
+@pytest.mark.parametrize("name", ["em", "self", "variational"])
+def test_activations_must_not_be_negative(name: str) -> None:
+    """They are factors of a mass."""
+    layer, u, activation = RoutedCaps(I, J, K, D, routing=name), torch.randn(B, I, K), torch.rand(B, I)
+    activation[0, 1] = 0
+    layer(u, activation)
+    activation[1, 2] = -0.25
+    with pytest.raises(ValueError, match=r"Routing: activation must not be negative, got -0\.25; clamp it with"):
+        layer(u, activation)
+
+
+def test_batch_statistics_of_output_capsules_that_are_there() -> None:
+    """With a mask they are those of batches without the samples in which a capsule is taken out."""
+    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm=True, dtype=torch.float64)
+    u, out_mask = torch.randn(5, I, K, dtype=torch.float64), torch.ones(5, J, dtype=torch.bool)
+    everyone = copy.deepcopy(layer)
+    plain.assert_same(tuple(everyone(u)), tuple(copy.deepcopy(layer)(u, out_mask=out_mask)))
+    out_mask[3:, 0] = False
+    masked, few = copy.deepcopy(layer), copy.deepcopy(layer)
+    found, wanted = masked(u, out_mask=out_mask), few(u[:3])
+    plain.assert_same(found.activations[:3, 0], wanted.activations[:, 0])
+    for name in ("running_mean", "running_var"):
+        there, those_of = getattr(masked.routing.norm, name), getattr(few.routing.norm, name)
+        plain.assert_same(there[0], those_of[0])
+        assert not torch.equal(there[1:], those_of[1:])
+    assert masked.routing.norm.num_batches_tracked == 1
+    out_mask[:, 0] = False
+    assert all(each.isfinite().all() for each in masked(u, out_mask=out_mask))
+    message = r"VariationalRouting: batch_norm=True needs more than one sample .* in training, got 1"
+    with pytest.raises(ValueError, match=message):
+        layer(u[:1])
+    assert layer.eval()(u[:1]).activations.isfinite().all()
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "sharpness": (lambda: KMeansRouting(2, 2, 2, 2, sharpness=0), ValueError, "sharpness must be positive and finite"),
     "softmax": (lambda: KMeansRouting(2, 2, 2, 2, softmax="all"), ValueError, "KMeansRouting: softmax must be one of"),
@@ -244,6 +279,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "squash": (lambda: SelfAttentionRouting(2, 2, 2, 2, squash="no"), ValueError, "squash must be one of"),
     "shared": (lambda: SelfRouting(2, 2, 2, 2, shared_route=None), TypeError, "shared_route must be True or False"),
     "scaled": (lambda: InvertedAttentionRouting(2, 2, 2, 2, scaled=1), TypeError, "scaled must be True or False"),
+    "one number": (
+        lambda: InvertedAttentionRouting(2, 2, 2, 1),
+        ValueError,
+        "InvertedAttentionRouting: out_dim must be at least 2, got 1",
+    ),
     "prior": (lambda: VariationalRouting(2, 2, 2, 2, alpha=0.0), ValueError, "alpha must be positive and finite"),
     "nu": (
         lambda: VariationalRouting(2, 2, 2, 4, nu=3),

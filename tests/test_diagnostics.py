@@ -9,7 +9,7 @@ from torch import Tensor
 
 import capsfast
 from capsfast.diagnostics import Diagnosis
-from capsfast.nn import ConvCaps2d, DynamicRouting, MarginLoss, RoutingByAgreement
+from capsfast.nn import ConvCaps2d, CouplingEntropy, DynamicRouting, MarginLoss, RoutedCaps, RoutingByAgreement
 
 from .support import plain
 from .support.backends import Backend
@@ -201,6 +201,43 @@ def test_the_layer_stays_as_it_was() -> None:
     assert torch.equal(layer(u), wanted)
     layer.W.requires_grad_(False)
     assert list(capsfast.diagnose(layer, u).gradient_norms) == ["u"]
+
+
+def test_the_statistics_of_a_batch_normalisation_stay_as_they_were() -> None:
+    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm=True)
+    layer(capsules())
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    capsfast.diagnose(layer, capsules())
+    assert layer.training
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    graph = layer.eval()(capsules(1)).activations.sum()
+    capsfast.diagnose(layer, capsules())
+    graph.backward()
+
+
+@pytest.mark.parametrize(("routing", "options"), [("k-means", {"softmax": "in"}), ("attention", {})])
+def test_a_softmax_over_the_input_capsules(routing: str, options: dict[str, Any]) -> None:
+    layer, u = RoutedCaps(I, J, K, D, routing=routing, **options), 4 * capsules()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    wanted = [CouplingEntropy("in")(c).item() for c in capsfast.nn.couplings(layer, u)]
+    diagnosis = capsfast.diagnose(layer, u)
+    assert diagnosis.coupling_entropy == pytest.approx(wanted)
+    assert min(wanted) < 0.99
+    with torch.no_grad():
+        layer.W[:, 1:] *= 0.05  # the load of an output capsule is always 1 then, so that no coupling can collapse
+    assert "collapsed" not in found(capsfast.diagnose(layer, u))
+
+
+def test_a_parameter_on_which_the_loss_does_not_depend() -> None:
+    """The activations of self-routing say nothing of W."""
+    diagnosis = capsfast.diagnose(RoutedCaps(I, J, K, D, routing="self"), capsules())
+    assert diagnosis.gradient_norms["W"] == 0
+    assert "no gradient" in found(diagnosis)
+    layer = RoutedCaps(I, J, K, D, routing="inverted-attention", learned_readout=False)
+    with pytest.raises(ValueError, match=r"diagnose: the activations of RoutedCaps.* must depend on u, got constants"):
+        capsfast.diagnose(layer, capsules())
 
 
 def test_the_default_labels_are_the_classes_in_turn() -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import capsfast
 from capsfast.models import InvertedAttentionCapsNet
-from capsfast.nn import CapsNetLoss, MarginLoss
+from capsfast.nn import CapsNetLoss, MarginLoss, recorded
 from capsfast.train import Learner
 
 from .support import plain
@@ -50,7 +51,7 @@ def plain_network(model: InvertedAttentionCapsNet, x: Tensor) -> tuple[Tensor, T
     primary = normalized(
         x.view(B, 2, 4, *x.shape[2:]).movedim(2, -1), p["norm.weight"], p["norm.bias"]
     )  # [B, C, y, x, K]
-    names = ("layers.0.routing", "layers.1", "layers.2")
+    names = ("layers.0.routing.routing", "layers.1.routing", "layers.2.routing")
 
     def below(n: int, poses: Tensor) -> Tensor:
         """Input capsules of layer n: those of every window, or all of them, ``[samples, I, K]``."""
@@ -66,7 +67,7 @@ def plain_network(model: InvertedAttentionCapsNet, x: Tensor) -> tuple[Tensor, T
         query = torch.zeros_like(votes[:, 0])
         if last is not None:
             query = last.movedim(1, 3).flatten(0, 2) if n == 0 else last
-        c = plain.couple((votes * query[:, None]).sum(-1) / (6**0.5 if model.layers[1].routing.scaled else 1))
+        c = plain.couple((votes * query[:, None]).sum(-1) / (6**0.5 if model.layers[1].routing.routing.scaled else 1))
         s = normalized((c[..., None] * votes).sum(1), p[f"{name}.routing.gain"], p[f"{name}.routing.shift"])
         if n > 0:
             return s
@@ -124,6 +125,27 @@ def test_at_once_is_not_in_turn() -> None:
     in_turn = model.poses(x)
     torch.testing.assert_close(at_once[1], in_turn[1])  # the lowest layer, below which nothing changes
     assert not torch.allclose(at_once[2], in_turn[2])
+
+
+def test_couplings_of_its_layers_are_recorded() -> None:
+    """One of each update; the parts ``routing`` are layers of their own, which the updating modules are not."""
+    model, x = small(num_iterations=3), images()
+    hidden, classes = (layer.routing for layer in model.layers[1:])
+    with recorded(hidden) as of_hidden, recorded(classes) as of_classes, recorded(model.layers[0].routing.routing) as c:
+        poses = model.poses(x)
+    assert len(of_hidden) == len(of_classes) == len(c) == 3
+    assert_same(of_classes[0], torch.full((B, 5, 4), 0.25))
+    assert not torch.allclose(of_classes[2], of_classes[0])
+    votes = plain.votes(poses[2], classes.W)
+    found = model.layers[2](poses[2], poses[3])
+    again = (plain.couple((votes * poses[3][:, None]).sum(-1) / 6**0.5)[..., None] * votes).sum(1)
+    assert_same(found, normalized(again, classes.routing.gain, classes.routing.shift), 1e-5)
+    with pytest.raises(TypeError, match="layer must be DynamicRouting or RoutedCaps, got FullAttention"):
+        recorded(model.layers[2]).__enter__()
+    with pytest.raises(TypeError, match=r"got ConvAttention; of a model, take its part \.routing"):
+        capsfast.diagnose(model.layers[0], x)
+    with pytest.raises(ValueError, match=r"the activations of RoutedCaps.* must depend on u, got constants"):
+        capsfast.diagnose(classes, poses[2])
 
 
 @pytest.mark.parametrize("size", [28, 8, (5, 2), 1])
@@ -196,6 +218,12 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "types": (lambda: InvertedAttentionCapsNet(types=1.5), TypeError, "CapsNet: types must be an int, got 1.5"),
     "iterations": (lambda: InvertedAttentionCapsNet(num_iterations=0), ValueError, "num_iterations must be at least 1"),
+    "one number": (
+        lambda: InvertedAttentionCapsNet(primary_dim=1),
+        ValueError,
+        "primary_dim must be at least 2, got 1",
+    ),
+    "one number above": (lambda: InvertedAttentionCapsNet(digit_dim=1), ValueError, "digit_dim must be at least 2"),
     "concurrent": (lambda: InvertedAttentionCapsNet(concurrent=2), TypeError, "concurrent must be True or False"),
     "images": (
         lambda: small()(torch.rand(B, 2, 9, 12)),

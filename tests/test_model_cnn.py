@@ -41,8 +41,8 @@ def test_cnn_is_convolutions_and_a_softmax() -> None:
     ("wrong", "error", "rule"),
     [
         ({"kernel_size": 4}, ValueError, "kernel_size must be odd"),
-        ({"channels": 3}, TypeError, "channels must be a sequence of widths, got 3"),
-        ({"hidden": ()}, TypeError, "hidden must be a sequence of widths"),
+        ({"channels": 3}, TypeError, "channels must be a sequence of ints, got 3"),
+        ({"hidden": ()}, ValueError, r"hidden must hold at least 1 of them, got \(\)"),
         ({"hidden": (3, 0)}, ValueError, "hidden must be at least 1, got 0"),
         ({"dropout": 1.0}, ValueError, "dropout must be below 1, got 1.0"),
         ({"num_classes": 0}, ValueError, "num_classes must be at least 1"),

@@ -206,6 +206,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "groups out": ({"groups": 4}, ValueError, "groups must divide out_types, got groups=4 and out_types=6"),
     "kernel": ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1, got 0"),
     "padding": ({"padding": (0, -1)}, ValueError, "padding must be at least 0, got -1"),
+    "pose_rows 0": ({"pose_rows": 0}, ValueError, "pose_rows must be at least 1, got 0"),
+    "pose_rows": ({"pose_rows": 2}, ValueError, "pose_rows must divide in_dim=3, got 2"),
+    "pose_rows text": ({"pose_rows": "2"}, TypeError, "pose_rows must be an int, got '2'"),
     "dilation": ({"dilation": None}, TypeError, "dilation must be an int or two of them, got None"),
 }
 

@@ -386,6 +386,28 @@ def test_the_fastest_layer_of_a_name() -> None:
     assert isinstance(fully_connected(I, J, K, D, Mean), RoutedCaps)
 
 
+class Bare(Mean):
+    """Without the options that a layer adds."""
+
+    def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, *, backend: str | None = None) -> None:
+        super().__init__(in_caps, out_caps, in_dim, out_dim, backend=backend)
+
+
+class Barer(Mean):
+    def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int) -> None:
+        super().__init__(in_caps, out_caps, in_dim, out_dim)
+
+
+@pytest.mark.parametrize("routing", [Bare, Barer])
+def test_a_routing_without_the_options_that_a_layer_adds(routing: type[Routing]) -> None:
+    layer = RoutedCaps(I, J, K, D, routing=routing, device=None)
+    assert isinstance(layer.routing, routing)
+    there = "backend" if routing is Bare else "none"
+    message = rf"has no option dtype; it has {there}; its __init__ must take \*\*made and hand it on"
+    with pytest.raises(TypeError, match=message):
+        RoutedCaps(I, J, K, D, routing=routing, dtype=torch.float64)
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "name": (lambda: RoutedCaps(3, 2, 4, 4, routing="magic"), ValueError, "RoutedCaps: routing must be one of 'dyn"),
     "kind": (lambda: RoutedCaps(3, 2, 4, 4, routing=3), TypeError, "must be a name or a Routing class, got int"),

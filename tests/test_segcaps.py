@@ -86,11 +86,11 @@ def test_is_a_plain_network(by: Any, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_takes_every_routing(name: str) -> None:
     torch.manual_seed(0)
-    model = SegCaps(2, (7, 6), J, **SMALL, routing=name)
     if not ROWS[name].of_votes:
-        with pytest.raises(ValueError, match="input capsules"):
-            model(images(dtype=torch.float32))
+        with pytest.raises(ValueError, match="SlimConvCaps2d: routing must make do with votes"):
+            SegCaps(2, (7, 6), J, **SMALL, routing=name)
         return
+    model = SegCaps(2, (7, 6), J, **SMALL, routing=name)
     output = model(images(dtype=torch.float32))
     assert output.lengths.shape == (B, J, 7, 6) and output.capsules.shape == (B, J, 4, 7, 6)
     targets = torch.rand(B * 7 * 6, J) > 0.5
@@ -133,10 +133,12 @@ def test_levels_options_and_copies() -> None:
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "classes": (lambda: SegCaps(1, 9, 0), ValueError, "SegCaps: num_classes must be at least 1, got 0"),
     "kernel": (lambda: SegCaps(1, 9, J, kernel_size=4), ValueError, "kernel_size must be odd, .* got 4"),
-    "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold a size for each level, .* got \(\)"),
+    "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold at least 1 of them, got \(\)"),
+    "one dim": (lambda: SegCaps(1, 9, J, dims=8), TypeError, "SegCaps: dims must be a sequence of ints, got 8"),
+    "hidden": (lambda: SegCaps(1, 9, J, hidden=8), TypeError, "SegCaps: hidden must be a sequence of ints, got 8"),
     "a dim": (lambda: SegCaps(1, 9, J, dims=(3, 0)), ValueError, "dims must be at least 1, got 0"),
     "routing": (lambda: SegCaps(1, 9, J, routing="magic"), ValueError, "routing must be one of"),
-    "option": (lambda: SegCaps(1, 9, J, sharpness=1), TypeError, "unexpected keyword argument 'sharpness'"),
+    "option": (lambda: SegCaps(1, 9, J, sharpness=1), TypeError, "routing dynamic has no option sharpness"),
     "images": (
         lambda: SegCaps(1, 9, J)(torch.zeros(1, 1, 9, 8)),
         ValueError,

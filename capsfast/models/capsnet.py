@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..nn import Decoder, DynamicRouting
+from ..nn import Decoder
 from ..nn.routing.names import RoutingChoice
+from ._capsules import class_of
 from ._encoder import CapsuleEncoder
 from .output import CapsNetOutput
 
@@ -91,9 +92,6 @@ class CapsNet(CapsuleEncoder):
         return self.decoder(capsules, labels)  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        capsules, activations = self.classify(images)
-        if labels is None and not isinstance(self.routing, DynamicRouting):
-            # Their poses do not say by their length how present they are.
-            labels = activations.argmax(1)
-        images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
-        return CapsNetOutput(activations, capsules, images_again)
+        found = self.classify(images)
+        images_again = None if self.decoder is None else self.reconstruct(found.poses, class_of(labels, found))
+        return CapsNetOutput(found.activations, found.poses, images_again)

@@ -56,11 +56,8 @@ class CNN(nn.Module):
         _arguments.integers(op, num_classes=num_classes, kernel_size=kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd, so that images keep their size, got {kernel_size}")
-        for name, widths in (("channels", channels), ("hidden", hidden)):
-            if not isinstance(widths, Sequence) or isinstance(widths, str) or not widths:
-                raise TypeError(f"{op}: {name} must be a sequence of widths, got {widths!r}")
-            for width in widths:
-                _arguments.integer(op, name, width)
+        channels = _arguments.sizes(op, "channels", channels)
+        hidden = _arguments.sizes(op, "hidden", hidden)
         _arguments.positive(op, "dropout", dropout, zero=True)
         if dropout >= 1:
             raise ValueError(f"{op}: dropout must be below 1, got {dropout}")

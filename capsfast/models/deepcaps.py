@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
-from ..functional import squash
 from ..nn import ConvCaps2d, ConvDecoder, DynamicRouting, FlattenCaps, Length, PrimaryCaps, _arguments
 from ..nn.routed_caps import fully_connected, route
-from ..nn.routing.base import Capsules, lengths
+from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
+from ._capsules import class_of, image_lengths, with_lengths
 from ._images import check_images, image_shape
 from .output import CapsNetOutput
 
@@ -49,9 +49,7 @@ class CapsCell(nn.Module):
         if isinstance(self.skip.routing, DynamicRouting):
             skipped = self.skip(halved)
         else:
-            found = self.skip(halved, lengths(halved.movedim(2, -1)))
-            # Capsules of the cells say by their length how present they are, poses of other routings need not.
-            skipped = squash(found.poses, 2, kind="unit") * found.activations[:, :, None]
+            skipped = with_lengths(self.skip(halved, image_lengths(halved)))
         return self.second(self.first(halved)) + skipped  # type: ignore[no-any-return]
 
 
@@ -113,10 +111,9 @@ class DeepCaps(nn.Module):
         if dims is None:
             cells = min(4, max(2, (min(self.image_shape[1:]) - 1).bit_length() - 1))
             dims = (4, *(4, 8, 8, 8)[-cells:])
-        for dim in dims:
-            _arguments.integer(op, "dims", dim)
-        if len(dims) < 3 or dims[-1] != dims[-2]:
-            raise ValueError(f"{op}: dims must hold at least 3 sizes, the last two alike, got {tuple(dims)}")
+        dims = _arguments.sizes(op, "dims", dims, 3)
+        if dims[-1] != dims[-2]:
+            raise ValueError(f"{op}: the last two of dims must be alike, got {dims}")
         checks.boolean(op, "reconstruction", reconstruction)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"backend": backend, "gradient": gradient, "eps": eps, **made}
@@ -166,9 +163,6 @@ class DeepCaps(nn.Module):
         return self.decoder(capsules, labels)  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        capsules, activations = self.classify(images)
-        if labels is None and not isinstance(self.routing, DynamicRouting):
-            # Their poses do not say by their length how present they are.
-            labels = activations.argmax(1)
-        images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
-        return CapsNetOutput(activations, capsules, images_again)
+        found = self.classify(images)
+        images_again = None if self.decoder is None else self.reconstruct(found.poses, class_of(labels, found))
+        return CapsNetOutput(found.activations, found.poses, images_again)

@@ -11,6 +11,7 @@ from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
 from ..nn.routed_caps import fully_connected, route
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
+from ._capsules import class_of
 from ._images import check_images, image_shape
 from .output import CapsNetOutput
 
@@ -139,8 +140,6 @@ class EfficientCapsNet(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
         """Without labels the image is that of the capsule with the largest activation."""
-        capsules, activations = self.classify(images)
-        if self.decoder is None:
-            return CapsNetOutput(activations, capsules, None)
-        chosen = activations.detach().argmax(1) if labels is None else labels
-        return CapsNetOutput(activations, capsules, self.reconstruct(capsules, chosen))
+        found = self.classify(images)
+        images_again = None if self.decoder is None else self.reconstruct(found.poses, class_of(labels, found))
+        return CapsNetOutput(found.activations, found.poses, images_again)

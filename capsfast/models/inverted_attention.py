@@ -8,46 +8,82 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
-from ..nn import ConvCaps2d, Decoder, FlattenCaps, InvertedAttentionRouting, RoutedCaps, _arguments
+from ..nn import ConvCaps2d, Decoder, FlattenCaps, InvertedAttentionRouting, RoutedCaps, Routing, Votes, _arguments
 from ..nn.routing.base import Capsules
+from ..passes import Moments
 from ._images import check_images, image_shape
 from .output import CapsNetOutput
 
-ROUTING = "inverted-attention"
+ONE_UPDATE: dict[str, Any] = {"routing": "inverted-attention", "num_iterations": 1, "learned_readout": False}
 
 
-class ConvAttention(ConvCaps2d):
+class QueriedVotes(Votes):
+    """Votes of which a pass without a query has this one: the poses that a routing begins with.
+
+    Args:
+        votes: of B samples.
+        query: ``[B, J, D]``.
+    """
+
+    def __init__(self, votes: Votes, query: Tensor) -> None:
+        self.votes = votes
+        self.query = query
+        self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
+        self.dtype, self.device, self.u = votes.dtype, votes.device, votes.u
+        self.mask, self.out_mask = votes.mask, votes.out_mask
+
+    def moments(self, *, query: Tensor | None = None, **arguments: Any) -> Moments:
+        return self.votes.moments(query=self.query if query is None else query, **arguments)
+
+
+def updated(routing: Routing, votes: Votes, last: Tensor | None) -> Tensor:
+    """Poses ``[B, J, D]`` of a routing of one iteration that begins with the poses ``last``, None for 0."""
+    assert isinstance(routing, InvertedAttentionRouting)
+    if last is not None:
+        votes = QueriedVotes(votes, routing.query(last))
+    return routing(votes).poses  # type: ignore[no-any-return]
+
+
+class ConvAttention(nn.Module):
     """One update of convolutional capsules: poses of both layers to new poses of the upper one.
 
-    Parameters and args: those of :class:`capsfast.nn.ConvCaps2d` with inverted-attention routing.
+    Args:
+        routing: with inverted-attention routing of one iteration.
 
     Shapes: ``[B, in_types, in_dim, H, W]``, and ``[B, out_types, out_dim, H', W']`` or None for 0, to the latter.
     """
 
-    def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        places = (poses.shape[0], *self.grid(poses.shape[3:]))
+    def __init__(self, routing: ConvCaps2d) -> None:
+        super().__init__()
+        self.routing = routing
+
+    def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:
+        layer = self.routing
+        places = (poses.shape[0], *layer.grid(poses.shape[3:]))
         if last is not None:
             last = last.permute(0, 3, 4, 1, 2).flatten(0, 2)
-        layer = self.routing
-        assert isinstance(layer, RoutedCaps) and isinstance(layer.routing, InvertedAttentionRouting)
-        found: Tensor = layer.routing.update(layer.votes(self.unfold(poses), self.inside(poses)), last)
-        found = found.to(poses.dtype).unflatten(0, places)
+        assert isinstance(layer.routing, RoutedCaps)
+        found: Tensor = updated(layer.routing.routing, layer.votes(poses), last).unflatten(0, places)
         return found.permute(0, 3, 4, 1, 2)
 
 
-class FullAttention(RoutedCaps):
+class FullAttention(nn.Module):
     """One update of fully connected capsules: poses of both layers to new poses of the upper one.
 
-    Parameters and args: those of :class:`capsfast.nn.RoutedCaps` with inverted-attention routing.
+    Args:
+        routing: with inverted-attention routing of one iteration.
 
     Shapes: ``[B, I, K]`` or an image of capsules, and ``[B, J, D]`` or None for 0, to ``[B, J, D]``.
     """
 
-    def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        u = FlattenCaps()(poses) if poses.dim() == 5 else poses
-        assert isinstance(self.routing, InvertedAttentionRouting)
-        found: Tensor = self.routing.update(self.votes(u), last)
-        return found.to(poses.dtype)
+    def __init__(self, routing: RoutedCaps) -> None:
+        super().__init__()
+        self.flatten = FlattenCaps()
+        self.routing = routing
+
+    def forward(self, poses: Tensor, last: Tensor | None = None) -> Tensor:
+        u = self.flatten(poses) if poses.dim() == 5 else poses
+        return updated(self.routing.routing, self.routing.votes(u), last)
 
 
 def route_in_turn(layers: Sequence[nn.Module], primary: Tensor, num_iterations: int) -> list[Tensor]:
@@ -84,16 +120,17 @@ class InvertedAttentionCapsNet(nn.Module):
     the logits, :meth:`logits`.
 
     Parts: ``conv``, ``primary``, ``norm``, ``layers``, ``classifier``, ``decoder`` (:class:`capsfast.nn.Decoder` or
-    None). Inside of ``layers`` are the capsule layers from the primary capsules up to the classes.
+    None). Inside of ``layers`` are the capsule layers from the primary capsules up to the classes; the part ``routing``
+    of each, a ConvCaps2d or RoutedCaps, makes one update.
 
     Args:
         in_channels, image_size: of the images; an int or (height, width).
         num_classes: J.
         conv_channels: of the first convolution, of 3 x 3 with a stride of 2.
-        primary_groups, primary_dim: types and size of the primary capsules.
+        primary_groups, primary_dim: types and size of the primary capsules, at least 2 numbers.
         types: of the convolutional capsules, whose windows are 3 x 3 places (or all there are) with a stride of 2.
         num_caps: of the fully connected layer.
-        digit_dim: size of the capsules of all layers above the primary one.
+        digit_dim: size of the capsules of all layers above the primary one, at least 2.
         num_iterations: poses that are formed of each layer, at least 1.
         concurrent: False routes one layer to its end before the next.
         scaled: as in :class:`capsfast.nn.InvertedAttentionRouting`.
@@ -133,8 +170,10 @@ class InvertedAttentionCapsNet(nn.Module):
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
         _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels, primary_groups=primary_groups)
-        _arguments.integers(op, primary_dim=primary_dim, types=types, num_caps=num_caps, digit_dim=digit_dim)
-        _arguments.integers(op, num_iterations=num_iterations)
+        _arguments.integers(op, types=types, num_caps=num_caps, num_iterations=num_iterations)
+        # A LayerNorm of one number is a constant.
+        _arguments.integer(op, "primary_dim", primary_dim, 2)
+        _arguments.integer(op, "digit_dim", digit_dim, 2)
         checks.boolean(op, "concurrent", concurrent)
         checks.boolean(op, "reconstruction", reconstruction)
         self.num_iterations = num_iterations
@@ -145,19 +184,13 @@ class InvertedAttentionCapsNet(nn.Module):
         self.norm = nn.LayerNorm(primary_dim, **made)
         self.primary_groups = primary_groups
         size = tuple((n + 1) // 2 for n in self.image_shape[1:])
-        options: dict[str, Any] = {
-            "routing": ROUTING,
-            "scaled": scaled,
-            "learned_readout": False,
-            "backend": backend,
-            **made,
-        }
+        options: dict[str, Any] = {**ONE_UPDATE, "scaled": scaled, "backend": backend, **made}
         window = tuple(min(3, n) for n in size)
-        image = ConvAttention(primary_groups, types, primary_dim, digit_dim, window, stride=2, **options)
+        image = ConvCaps2d(primary_groups, types, primary_dim, digit_dim, window, stride=2, **options)
         height, width = image.grid(size)
-        hidden = FullAttention(types * height * width, num_caps, digit_dim, digit_dim, **options)
-        classes = FullAttention(num_caps, num_classes, digit_dim, digit_dim, **options)
-        self.layers = nn.ModuleList((image, hidden, classes))
+        hidden = RoutedCaps(types * height * width, num_caps, digit_dim, digit_dim, **options)
+        classes = RoutedCaps(num_caps, num_classes, digit_dim, digit_dim, **options)
+        self.layers = nn.ModuleList((ConvAttention(image), FullAttention(hidden), FullAttention(classes)))
         self.classifier = nn.Linear(digit_dim, 1, **made)
         self.decoder = Decoder(num_classes, digit_dim, self.image_shape, **made) if reconstruction else None
 

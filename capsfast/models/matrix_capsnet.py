@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
-from ..nn.routing.base import Capsules, lengths
+from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
+from ._capsules import image_lengths
 from ._images import check_images, image_shape
 from .output import CapsNetOutput
 
@@ -89,10 +90,11 @@ class MatrixCapsNet(nn.Module):
         before, after = _arguments.pair(op, "conv_types", conv_types)
         if windows is None:
             windows = fitting_windows(*size)
-        if len(windows) != 3:
+        if not isinstance(windows, Sequence) or isinstance(windows, str):
+            raise TypeError(f"{op}: windows must be three pairs (kernel size, stride), got {windows!r}")
+        windows = [_arguments.sizes(op, "windows", window) for window in windows]
+        if [len(window) for window in windows] != [2, 2, 2]:
             raise ValueError(f"{op}: windows must be three pairs (kernel size, stride), got {windows}")
-        for window in windows:
-            _arguments.pair(op, "windows", window)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **made}
         if num_iterations is not None:
@@ -117,7 +119,7 @@ class MatrixCapsNet(nn.Module):
         for layer in self.conv_caps:
             if layer.uses_poses_alone:
                 poses = layer(poses)
-                activations = lengths(poses.movedim(2, -1))
+                activations = image_lengths(poses)
             else:
                 poses, activations = layer(poses, activations)
         return Capsules(self.routing.flatten(poses), activations.flatten(1))

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
-from ..functional import squash as _squash
 from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
 from ..nn._type_routing import TypeRouting
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
+from ._capsules import image_lengths, with_lengths
 from ._images import check_images, image_shape
 
 # A pixel has the classes whose capsules are longer.
@@ -96,11 +96,8 @@ class SegCaps(nn.Module):
         _arguments.integer(op, "kernel_size", kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd, so that a window has a middle, got {kernel_size}")
-        for name, sizes in (("dims", dims), ("hidden", hidden)):
-            for size in sizes:
-                _arguments.integer(op, name, size)
-        if not dims:
-            raise ValueError(f"{op}: dims must hold a size for each level, at least one, got {tuple(dims)}")
+        dims = _arguments.sizes(op, "dims", dims)
+        hidden = _arguments.sizes(op, "hidden", hidden, 0)
         checks.boolean(op, "reconstruction", reconstruction)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         dynamic: dict[str, Any] = {"squash": squash, "gradient": gradient, "eps": eps, "backend": backend}
@@ -176,20 +173,15 @@ class SegCaps(nn.Module):
         return SegCapsOutput(activations, capsules, images_again)
 
 
-def _lengths(poses: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(poses, dim=2)  # type: ignore[no-any-return]
-
-
 def _routed(layer: nn.Module, poses: Tensor) -> Capsules:
     if isinstance(layer.routing, TypeRouting):
         found = layer(poses)
-        return Capsules(found, _lengths(found))
-    return layer(poses, _lengths(poses))  # type: ignore[no-any-return]
+        return Capsules(found, image_lengths(found))
+    return layer(poses, image_lengths(poses))  # type: ignore[no-any-return]
 
 
 def _through(layer: nn.Module, poses: Tensor, **options: Any) -> Tensor:
     """Between layers capsules say by their length how present they are, which poses of other routings need not."""
     if isinstance(layer.routing, TypeRouting):
         return layer(poses, **options)  # type: ignore[no-any-return]
-    found = _routed(layer, poses)
-    return _squash(found.poses, 2, kind="unit") * found.activations[:, :, None]
+    return with_lengths(_routed(layer, poses))

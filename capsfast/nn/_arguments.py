@@ -62,6 +62,17 @@ def for_axes(op: str, name: str, value: int | Sequence[int], axes: int, least: i
     return (value,) * axes
 
 
+def sizes(op: str, name: str, value: object, least: int = 1) -> tuple[int, ...]:
+    """A sequence of at least so many ints, each at least 1."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{op}: {name} must be a sequence of ints, got {value!r}")
+    for size in value:
+        integer(op, name, size)
+    if len(value) < least:
+        raise ValueError(f"{op}: {name} must hold at least {least} of them, got {tuple(value)}")
+    return tuple(value)
+
+
 def divides(op: str, name: str, value: int, groups: int) -> None:
     if value % groups:
         raise ValueError(f"{op}: groups must divide {name}, got groups={groups} and {name}={value}")

@@ -84,6 +84,8 @@ class TypeRouting(RoutingLayer):
     def _everywhere(self, votes: Tensor, return_coupling: bool) -> tuple[Tensor, Tensor | None]:
         B, I, J, D, *spatial = votes.shape
         given: dict[str, Any] = {"logits": self.logits, "backend": self.backend}
+        if J == 1:  # a pass takes an axis J of size 1 for a shared one, unless a mask says that J is 1
+            given["out_mask"] = torch.ones(B, 1, dtype=torch.bool, device=votes.device)
         bias = None if self.bias is None else self.bias.view(J, D, *(1,) * len(spatial))
         sum_of_v: Tensor | None = None
         v = c = None

@@ -64,8 +64,9 @@ class ClassCaps2d(RoutedCaps):
         _arguments.integers(op, in_types=in_types)
         height, width = _arguments.pair(op, "size", size)
         checks.boolean(op, "coordinates", coordinates)
-        if "shared_weight" in options:
-            raise TypeError(f"{op}: shared_weight is no option; the weight is that of a type")
+        for name in ("shared_weight", "positions"):
+            if name in options:
+                raise TypeError(f"{op}: {name} is no option; all places share the weight of a type")
         super().__init__(
             in_types * height * width,
             out_caps,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from .. import checks
 from . import _arguments
 from .dynamic_routing import DynamicRouting
-from .routed_caps import RoutedCaps, fully_connected
+from .routed_caps import RoutedCaps, fully_connected, pose_sizes
 from .routing.base import Capsules
 from .routing.names import RoutingChoice
 from .routing.votes import Votes
@@ -97,9 +97,11 @@ class ConvCaps2d(nn.Module):
         self.dilation = _arguments.pair(op, "dilation", dilation)
         checks.choice(op, "competition", competition, COMPETITION)
         self.competition = competition
+        pose_rows = options.get("pose_rows")
+        columns = out_dim if pose_rows is None else pose_sizes(op, in_dim, out_dim, pose_rows)[2]
         self.uses_poses_alone = routing == "dynamic"
         in_caps = in_types * self.kernel_size[0] * self.kernel_size[1]
-        fused = routing == "dynamic" and competition == "window" and options.get("pose_rows") is None
+        fused = routing == "dynamic" and competition == "window" and pose_rows is None
         if groups != 1 and not fused:
             raise ValueError(
                 f"{op}: groups need routing='dynamic', got groups={groups} with another routing, with pose_rows or "
@@ -111,7 +113,6 @@ class ConvCaps2d(nn.Module):
             shares: float = routed if options.get("softmax") == "in" else out_types // groups
             if competition == "child":
                 shares *= max(1.0, in_caps / in_types / (self.stride[0] * self.stride[1]))  # windows of a capsule
-            columns = out_dim if options.get("pose_rows") is None else out_dim // options["pose_rows"]
             init_std = (2 if num_iterations == 1 else 1) * shares / (routed * columns) ** 0.5
         options |= {"init_std": init_std, "device": device, "dtype": dtype}
         if init_std is None:

@@ -1,5 +1,6 @@
 """Slim convolutional capsules: a convolution makes the votes, and types are routed to types at every position."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,13 @@ from torch.nn import functional as F
 from .. import checks
 from . import _arguments
 from ._type_routing import TypeRouting, starting_std
-from .routing.names import RoutingChoice, make_routing
+from .routing.names import RoutingChoice, known_options, make_routing, routing_name
+
+TYPE_OPTIONS = [
+    name
+    for name, what in inspect.signature(TypeRouting).parameters.items()
+    if what.kind == what.KEYWORD_ONLY and name not in ("device", "dtype")
+]
 
 
 class _SlimCaps(nn.Module):
@@ -69,10 +76,16 @@ class _SlimCaps(nn.Module):
         for size, step in zip(self.kernel_size, self.stride, strict=True):
             reached *= max(1.0, size / step) if self._transposed else size
         if routing == "dynamic":
+            known_options(op, routing, TYPE_OPTIONS, options)
             self.routing: nn.Module = TypeRouting(op, in_types, out_types, out_dim, **options, **made)
             std = starting_std(options, in_types, out_types, out_dim, reached)
         else:
             chosen = make_routing(op, routing, in_types, out_types, in_dim, out_dim, **options, **made)
+            if getattr(chosen, "needs_inputs", False):
+                raise ValueError(
+                    f"{op}: routing must make do with votes, which are all that a convolution leaves, "
+                    f"got {routing_name(routing)}, which looks at the input capsules too; use ConvCaps2d for it"
+                )
             self.routing, std = chosen, chosen.weight_std(round(in_dim * reached))
         self.init_std = std if init_std is None else init_std
         groups = 1 if shared else in_types
@@ -182,8 +195,8 @@ class SlimConvCaps2d(_SlimCaps):
         in_dim, out_dim: sizes of a capsule, K and D.
         kernel_size, stride, padding, dilation: of the convolution; an int or one for each axis.
         num_iterations: of the routing; None for its default, 3 for dynamic routing.
-        routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`; one that looks at the input
-            capsules beside their votes has none to look at.
+        routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`; but none
+            that looks at the input capsules beside their votes, as ``"self"`` does.
         shared: False for a kernel of each input type, ``conv.weight [I·out_types·out_dim, in_dim, kh, kw]``.
         conv_bias: a bias of the convolution, added to every vote; ``conv.bias``.
         init_std: the kernel starts as a normal distribution of this deviation, cut at two deviations. With dynamic

@@ -30,6 +30,8 @@ class AttentionRouting(Routing):
         in_caps, out_caps, in_dim, out_dim, backend, device, dtype: as for :class:`Routing`.
     """
 
+    softmax = "in"
+
     def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, **made: Any) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, **made)
         self.query = nn.Parameter(torch.zeros(out_caps, out_dim, **self._made))
@@ -41,7 +43,7 @@ class AttentionRouting(Routing):
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         scale = math.sqrt(self.out_dim)
         query = (self.query / scale).expand(votes.B, -1, -1)
-        s = votes.moments(query=query, normalize="in").first
+        s = votes.moments(query=query, normalize=self.softmax).first
         v = torch.einsum("jde,bje->bjd", self.A.to(s.dtype), s) + self.bias
         return Capsules(v, lengths(v) / scale)
 

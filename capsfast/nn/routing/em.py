@@ -113,6 +113,7 @@ class EMRouting(IterativeRouting):
         self.beta_u = nn.Parameter(torch.full(size, float(initial_beta_u), **self._made))
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
+        checks.not_negative(self.op, "activation", activation)
         center = votes.origin(activation)  # the result does not depend on it
         last = torch.zeros_like(center)
         score: dict[str, Any] = {}

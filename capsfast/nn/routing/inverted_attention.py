@@ -25,6 +25,7 @@ class InvertedAttentionRouting(IterativeRouting):
     and ``offset []``, the classifier.
 
     Args:
+        out_dim: D, at least 2: a LayerNorm of one number is a constant.
         num_iterations: poses formed, one pass each. The first has equal coupling.
         scaled: agreement divided by ``sqrt(out_dim)``, as in the authors' code; the paper's equation 2 does not.
         learned_readout: False leaves the classifier out, and activations are 1: for a layer whose activations nobody
@@ -48,6 +49,8 @@ class InvertedAttentionRouting(IterativeRouting):
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
+        if out_dim < 2:
+            raise ValueError(f"{self.op}: out_dim must be at least 2, got 1; a LayerNorm of one number is a constant")
         checks.boolean(self.op, "scaled", scaled)
         checks.boolean(self.op, "learned_readout", learned_readout)
         self.scaled = scaled
@@ -64,11 +67,13 @@ class InvertedAttentionRouting(IterativeRouting):
         # Of the authors' code: the first sum, of equal coupling, does not grow with the number of input capsules.
         return float((self.out_caps / (self.in_caps * summed)) ** 0.5)
 
+    def query(self, pose: Tensor) -> Tensor:
+        """Poses ``[B, J, D]`` as what votes are scored by."""
+        return pose / math.sqrt(self.out_dim) if self.scaled else pose
+
     def update(self, votes: Votes, pose: Tensor | None) -> Tensor:
         """The next poses ``[B, J, D]`` from the last, which are None for 0. One pass."""
-        if pose is not None and self.scaled:
-            pose = pose / math.sqrt(self.out_dim)
-        s = votes.moments(query=pose).first
+        s = votes.moments(query=None if pose is None else self.query(pose)).first
         return F.layer_norm(s, (self.out_dim,), self.gain.to(s.dtype), self.shift.to(s.dtype))
 
     def logit(self, pose: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The routings by name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .agreement import AgreementRouting
@@ -27,6 +27,8 @@ ROUTINGS: dict[str, type[Routing]] = {
 
 # A name, a Routing class, or what makes one from the same arguments.
 RoutingChoice = str | Callable[..., Routing]
+# What a layer adds to the options: where and in which dtype its own parameters are.
+MADE = ("device", "dtype")
 
 
 def routing_class(op: str, routing: RoutingChoice) -> Callable[..., Routing]:
@@ -50,18 +52,35 @@ def make_routing(
 ) -> Routing:
     """A routing for these sizes.
 
+    A device or dtype of None goes only to those that have such an option.
+
     Raises:
         ValueError, TypeError: no such routing, an option that it does not have, or one that it rejects.
     """
     make = routing_class(op, routing)
-    known = options_of(make)
-    for name in options:
-        if known and name not in known:
-            raise TypeError(f"{op}: routing {routing_name(routing)} has no option {name}; it has {', '.join(known)}")
+    if inspect.isclass(make):
+        known = options_of(make)
+        options = {
+            name: value for name, value in options.items() if name in known or name not in MADE or value is not None
+        }
+        known_options(op, routing, known, options)
     made = make(in_caps, out_caps, in_dim, out_dim, **options)
     if not isinstance(made, Routing):
         raise TypeError(f"{op}: routing must make a capsfast.nn.Routing, got {type(made).__name__}")
     return made
+
+
+def known_options(op: str, routing: RoutingChoice, known: Sequence[str], options: Iterable[str]) -> None:
+    """Rejects an option that is not among the known ones.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in options:
+        if name not in known:
+            remedy = "; its __init__ must take **made and hand it on" if name in (*MADE, "backend") else ""
+            there = ", ".join(known) if known else "none"
+            raise TypeError(f"{op}: routing {routing_name(routing)} has no option {name}; it has {there}{remedy}")
 
 
 def options_of(routing: Callable[..., Any]) -> list[str]:

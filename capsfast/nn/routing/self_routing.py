@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from ... import checks
 from .base import Capsules, Routing
-from .means import mean_vote
-from .votes import Votes
+from .votes import Votes, inverse
 
 
 class SelfRouting(Routing):
@@ -34,6 +33,8 @@ class SelfRouting(Routing):
     """
 
     uses_activation = True
+    # The input capsules themselves, beside their votes.
+    needs_inputs = True
     logits: nn.Parameter | None
 
     def __init__(
@@ -55,6 +56,7 @@ class SelfRouting(Routing):
         self.register_parameter("logits", None if start is None else nn.Parameter(start))
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
+        checks.not_negative(self.op, "activation", activation)
         if votes.u is None:
             raise ValueError(
                 f"{self.op}: the logits are made from the input capsules, got votes without them; give (u, weight)"
@@ -69,8 +71,7 @@ class SelfRouting(Routing):
             logits = logits + self.logits
         m = votes.moments(logits=logits, activation=activation)
         total = m.mass.sum(1, keepdim=True)
-        share = mean_vote(total, m.mass[:, None]).squeeze(1)
-        return Capsules(mean_vote(m.mass, m.first), share)
+        return Capsules(m.first * inverse(m.mass)[..., None], m.mass * inverse(total))
 
     def extra_repr(self) -> str:
         shared = ", shared_route=True" if self.W_route.shape[0] == 1 and self.in_caps != 1 else ""

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from ... import checks
 from .. import _arguments
 from .base import Capsules, IterativeRouting
-from .means import mean_vote
-from .votes import Votes
+from .votes import Votes, inverse
 
 
 class VariationalRouting(IterativeRouting):
@@ -39,7 +38,8 @@ class VariationalRouting(IterativeRouting):
         nu: of the prior, more than ``out_dim - 1``; None for ``out_dim + 1``.
         batch_norm: normalise the argument of the sigmoid over the batch (and positions) while training, as the authors'
             code does. The activations of a sample then depend on its batch. What is normalised no longer depends on
-            ``beta_a`` and ``beta_u`` in training.
+            ``beta_a`` and ``beta_u`` in training. Output capsules that are masked do not count. In training there must
+            be two samples (or positions).
         all others: as for :class:`Routing`.
     """
 
@@ -75,15 +75,21 @@ class VariationalRouting(IterativeRouting):
         self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
+        checks.not_negative(self.op, "activation", activation)
+        if isinstance(self.norm, nn.BatchNorm1d) and self.training and votes.B == 1:
+            raise ValueError(
+                f"{self.op}: batch_norm=True needs more than one sample (or position) in training, got 1; "
+                f"call .eval(), or use a larger batch"
+            )
         with torch.no_grad():  # the origin of the first moments, on which the result does not depend
             start = votes.moments(activation=activation)
-            mean = mean_vote(start.mass, start.first)
+            mean = start.first * inverse(start.mass)[..., None]
         below = torch.arange(self.out_dim, dtype=mean.dtype, device=votes.device)
         score: dict[str, Any] = {}
         for t in range(self.num_iterations):
             m = votes.moments(center=mean, activation=activation, second=True, **score)
             assert m.second is not None
-            shift = mean_vote(m.mass, m.first)
+            shift = m.first * inverse(m.mass)[..., None]
             mean = mean + shift
             mass = m.mass[..., None]
             kappa, nu = self.kappa + mass, self.nu + mass
@@ -105,8 +111,25 @@ class VariationalRouting(IterativeRouting):
         entropy = 0.5 * (self.out_dim * math.log(2 * math.pi * math.e) - log_precision)
         logit = self.beta_a - self.beta_u - log_share.exp() * entropy
         if self.norm is not None:
-            logit = self.norm(logit.to(self.beta_a.dtype))
+            logit = self._normalized(self.norm, logit.to(self.beta_a.dtype), votes.out_mask)
         return Capsules(mean - towards_0, torch.sigmoid(logit))
+
+    def _normalized(self, norm: nn.BatchNorm1d, logit: Tensor, out_mask: Tensor | None) -> Tensor:
+        """``[B, J]`` normalised over the samples in which an output capsule is there."""
+        if out_mask is None or not self.training:
+            return norm(logit)  # type: ignore[no-any-return]
+        there = out_mask.to(logit.dtype)
+        count = there.sum(0)
+        mean = (there * logit).sum(0) / count.clamp_min(1)
+        squares = (there * (logit - mean) ** 2).sum(0)
+        with torch.no_grad():
+            assert norm.running_mean is not None and norm.running_var is not None and norm.momentum is not None
+            assert norm.num_batches_tracked is not None
+            norm.num_batches_tracked.add_(1)
+            momentum = norm.momentum * (count > 1).to(mean.dtype)  # of one number there is no variance
+            norm.running_mean.lerp_(mean, momentum)
+            norm.running_var.lerp_(squares / (count - 1).clamp_min(1), momentum)
+        return (logit - mean) / (squares / count.clamp_min(1) + norm.eps).sqrt()
 
     def _log_share(self, mass: Tensor, out_mask: Tensor | None) -> Tensor:
         alpha = self.alpha + mass

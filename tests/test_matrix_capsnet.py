@@ -1,0 +1,221 @@
+"""Class capsules with coordinates, and the network of matrix capsules."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import capsfast
+from capsfast.models import MatrixCapsNet
+from capsfast.nn import ROUTINGS, ClassCaps2d, PrimaryMatrixCaps, SpreadLoss
+
+from .support import plain
+from .support.backends import Backend
+from .support.routings import randomize
+from .test_routings import Largest, gradients
+
+f64 = torch.float64
+B, C, J, K, D, SIZE = 2, 2, 3, 4, 6, (5, 6)
+
+
+def placed(layer: ClassCaps2d, poses: Tensor) -> Tensor:
+    """Votes ``[B, I, J, D]`` of an image, with coordinates added to them."""
+    H, W = layer.size
+    columns = []
+    for t in range(layer.in_types):
+        for y in range(H):
+            for x in range(W):
+                pose = poses[:, t, :, y, x]
+                if layer.pose_rows is None:
+                    vote = torch.einsum("jdk,bk->bjd", layer.W[t], pose)
+                    at = (0, 1)
+                else:
+                    matrix = pose.unflatten(1, (layer.pose_rows, -1))
+                    vote = torch.einsum("bpq,jqr->bjpr", matrix, layer.W[t]).flatten(2)
+                    R = layer.W.shape[3]
+                    at = (R - 1, 2 * R - 1)  # the last column of the first two rows
+                if layer.coordinates:
+                    vote = vote.clone()
+                    vote[:, :, at[0]] += (y + 0.5) / H
+                    vote[:, :, at[1]] += (x + 0.5) / W
+                columns.append(vote)
+    return torch.stack(columns, 1)
+
+
+@plain.on_cpu
+@pytest.mark.parametrize(
+    "options", [{}, {"coordinates": False}, {"pose_rows": 2}, {"pose_rows": 2, "routing": "dynamic"}], ids=str
+)
+def test_places_are_added_to_the_votes(by: Backend, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = ClassCaps2d(C, J, K, D, (3, 2), **{"routing": "em", **options}, init_std=0.7, backend=by.name, dtype=f64)
+    randomize(layer.routing)
+    poses = torch.randn(B, C, K, 3, 2, dtype=f64, requires_grad=True)
+    activation = torch.rand(B, C, 3, 2, dtype=f64, requires_grad=True)
+    found, wanted = layer(poses, activation), layer.routing(placed(layer, poses), activation.flatten(1))
+    leaves = [poses, activation, *layer.parameters()]
+    plain.assert_same(tuple(found), tuple(wanted))
+    plain.assert_same(gradients(found, leaves), gradients(wanted, leaves))
+    plain.assert_same(tuple(layer(layer.flatten(poses), activation.flatten(1))), tuple(found))
+
+
+def test_class_capsules_in_other_forms() -> None:
+    torch.manual_seed(0)
+    layer = ClassCaps2d(C, J, 16, 16, 4, routing="em", pose_rows=4)
+    assert layer.W.shape == (C, J, 4, 4) and "pose_rows=4" in repr(layer)
+    u, activation = torch.randn(20, C, 16, 4, 4, requires_grad=True), torch.rand(20, C, 4, 4)
+    mask = torch.ones(20, C * 16, dtype=torch.bool)
+    mask[:, 3] = False
+    found = layer(u, activation, mask=mask)
+    changed = u.detach().clone()
+    changed[:, 0, :, 0, 3] = 9
+    torch.testing.assert_close(tuple(layer(changed, activation, mask=mask)), tuple(found))
+    with Largest() as largest:
+        gradients(tuple(layer(u, activation)), [u, *layer.parameters()])
+    assert largest.numel < 20 * C * 16 * J * 16
+    assert capsfast.diagnose(layer, layer.flatten(u.detach())).lengths.shape == (20, J)
+    assert "coordinates=False" in repr(ClassCaps2d(C, J, 1, 1, 4, coordinates=False))
+
+
+def test_network_has_the_papers_parameters() -> None:
+    """68 thousand for A = 64, B = 8, C = D = 16, and about 310 thousand for 32 of each (section 4)."""
+
+    def count(A: int, B: int, C: int, D: int, classes: int = 5, channels: int = 2) -> int:
+        conv = 5 * 5 * channels * A + A
+        primary = A * B * (16 + 1) + B * (16 + 1)
+        one = 3 * 3 * B * C * 4 * 4 + 2 * C
+        two = 3 * 3 * C * D * 4 * 4 + 2 * D
+        return conv + primary + one + two + D * classes * 4 * 4 + 2 * classes
+
+    small = MatrixCapsNet(device="meta")
+    large = MatrixCapsNet(conv_channels=32, primary_types=32, conv_types=(32, 32), device="meta")
+    assert sum(value.numel() for value in small.parameters()) == count(64, 8, 16, 16) == 68_754
+    assert sum(value.numel() for value in large.parameters()) == count(32, 32, 32, 32) == 317_194
+
+
+def test_network_has_the_papers_grids() -> None:
+    """14, 6 and 4 places (figure 1), from images of 32 pixels."""
+    model = MatrixCapsNet(conv_channels=4, primary_types=2, conv_types=(2, 3))
+    features = model.conv(torch.rand(1, 2, 32, 32))
+    assert features.shape[2:] == (14, 14) and model.primary.grid((14, 14)) == (14, 14)
+    assert model.conv_caps[0].grid((14, 14)) == (6, 6) and model.conv_caps[1].grid((6, 6)) == (4, 4)
+    assert model.routing.in_caps == 3 * 4 * 4 and model.conv_caps[0].competition == "child"
+    u, activation = model.encode(torch.rand(1, 2, 32, 32))
+    assert u.shape == (1, 48, 16) and activation.shape == (1, 48) and 0 < activation.min() < activation.max() < 1
+
+
+SMALL: dict[str, Any] = {"conv_channels": 6, "primary_types": 2, "conv_types": (3, 3), "pose_rows": 2}
+
+
+@pytest.mark.parametrize("size", [28, 17, (16, 9), 7, (3, 1)])
+def test_network_takes_any_image_size(size: Any) -> None:
+    model = MatrixCapsNet(3, size, 4, **SMALL)
+    output = model(torch.rand(2, *model.image_shape), torch.tensor([0, 1]))
+    assert output.lengths.shape == (2, 4) and output.capsules.shape == (2, 4, 4) and output.reconstruction is None
+    with pytest.raises(RuntimeError, match="there is no decoder"):
+        model.reconstruct(output.capsules)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("competition", ["window", "child"])
+def test_network_takes_every_routing(name: str, competition: str) -> None:
+    torch.manual_seed(0)
+    model = MatrixCapsNet(1, 8, 5, routing=name, competition=competition, **SMALL)
+    images, labels = torch.rand(7, 1, 8, 8), torch.arange(7) % 5
+    SpreadLoss(steps=10)(model(images).lengths, labels, step=3).backward()
+    values = model.named_parameters()
+    missing = {each for each, value in values if value.grad is None or not value.grad.isfinite().all()}
+    # Where poses alone are routed, nobody looks at activations, nor at what makes them.
+    assert not {each for each in missing if name == "em" or each.endswith(".W") or each.startswith("conv.")}
+
+
+def test_network_is_inspected_with_its_activations() -> None:
+    """Statistics see what classify makes; options are those of the layers by passes, for dynamic routing too."""
+    from capsfast import train
+
+    images = train.ImageData("digits", batch_size=8)
+    images.setup()
+    for options in ({}, {"routing": "dynamic", "squash": "exp"}):
+        learner = train.Learner("matrixcapsnet", *images.sets[2:], options={**SMALL, **options})
+        found = train.routing_statistics(learner, images.sets.test, limit=8, batch_size=8)
+        batch = next(iter(images.val_dataloader()))
+        lengths = learner.model(batch.images).lengths[batch.labels == 3].mean(0)
+        torch.testing.assert_close(found.lengths[3], lengths.detach(), rtol=1e-4, atol=1e-5)
+    assert {"component_beta", "init_std"} <= set(train.networks.options_of("matrixcapsnet"))
+    assert "top_k" not in train.networks.options_of("matrixcapsnet", "dynamic")
+
+
+def test_network_learns_with_the_spread_loss() -> None:
+    torch.manual_seed(0)
+    model = MatrixCapsNet(1, 8, 4, num_iterations=2, **SMALL)
+    images, labels = torch.rand(4, 1, 8, 8), torch.arange(4)
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.03), []
+    for step in range(60):
+        optimizer.zero_grad()
+        loss = SpreadLoss(start=0.5, steps=1000)(model(images).lengths, labels, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0] and torch.equal(model(images).lengths.argmax(1), labels)
+
+
+def test_network_as_a_module() -> None:
+    torch.manual_seed(0)
+    model = MatrixCapsNet(1, 7, 5, num_iterations=2, **SMALL)
+    images = torch.rand(3, 1, 7, 7)
+    wanted = model(images)[:2]
+    loaded = MatrixCapsNet(1, 7, 5, num_iterations=2, **SMALL)
+    loaded.load_state_dict(model.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(copy.deepcopy(loaded)(images)[:2], wanted, strict=True))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(images)[:2], wanted, rtol=1e-3, atol=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(images)
+    assert low.lengths.isfinite().all()
+    exact = copy.deepcopy(model).double()(images.double())
+    torch.testing.assert_close(wanted[0].double(), exact.lengths, rtol=0, atol=1e-3)
+    labels = torch.arange(3)
+    single = torch.func.grad(lambda p: SpreadLoss()(torch.func.functional_call(model, p, images).lengths, labels, 0))
+    found = single({name: value.detach() for name, value in model.named_parameters()})
+    assert all(value.isfinite().all() for value in found.values())
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "places": (lambda: ClassCaps2d(2, 3, 4, 1, 2), ValueError, "out_dim must be at least 2 for two coordinates, got 1"),
+    "positions": (lambda: ClassCaps2d(2, 3, 4, 4, 2, positions=2), TypeError, "ClassCaps2d: positions is no option"),
+    "activation of a list": (
+        lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), [1.0]),
+        TypeError,
+        r"ClassCaps2d: activation must be a torch\.Tensor \[B, I\], got list",
+    ),
+    "shared": (lambda: ClassCaps2d(2, 3, 4, 4, 2, shared_weight=True), TypeError, "shared_weight is no option"),
+    "image": (lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 3)), ValueError, "u must be .*in_types=2"),
+    "activation": (
+        lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), torch.zeros(1, 2, 2, 3)),
+        ValueError,
+        r"activation must be \[B, in_types, H, W\]",
+    ),
+    "features": (lambda: PrimaryMatrixCaps(3, 2, 4)(torch.zeros(1, 2, 5, 5)), ValueError, "in_channels=3"),
+    "a window for windows": (
+        lambda: MatrixCapsNet(windows=3),
+        TypeError,
+        r"windows must be three pairs \(kernel size, stride\), got 3",
+    ),
+    "ints for windows": (
+        lambda: MatrixCapsNet(windows=(5, 3, 3)),
+        TypeError,
+        "windows must be a sequence of ints, got 5",
+    ),
+    "windows": (lambda: MatrixCapsNet(windows=[(3, 1)]), ValueError, "windows must be three pairs"),
+    "window": (lambda: MatrixCapsNet(1, 4, windows=[(3, 1)] * 3), ValueError, "a window of 3 x 3"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()

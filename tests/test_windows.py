@@ -1,0 +1,226 @@
+"""Competition of the output capsules of overlapping windows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import capsfast
+from capsfast.nn import ConvCaps2d, Votes
+from capsfast.nn.routing.votes import GivenVotes
+from capsfast.nn.routing.windows import WindowVotes
+from capsfast.passes import Moments
+
+from .support import plain
+from .support.backends import Backend
+from .support.routings import randomize
+from .test_routings import Largest, gradients
+
+f64 = torch.float64
+B, C, J, K, D, SIZE = 2, 2, 3, 4, 6, (5, 6)
+WINDOWS: dict[str, dict[str, Any]] = {
+    "3x3": {},
+    "stride": {"stride": 2},
+    "padding": {"padding": (1, 2)},
+    "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)},
+}
+
+
+class PlainWindowVotes(Votes):
+    """Windows whose votes and coupling coefficients are all in memory, with a softmax for each input capsule."""
+
+    def __init__(self, votes: Tensor, child: Tensor) -> None:
+        """votes ``[B, windows, I, J, D]``; child ``[windows, I]``, which input capsule that is, -1 for padding."""
+        self.votes, self.child = votes, child
+        self.places = votes.shape[:2]
+        self.I, self.J, self.D = votes.shape[2:]
+        self.B, self.dtype, self.device = votes.shape[0] * votes.shape[1], votes.dtype, votes.device
+
+    def moments(  # type: ignore[override]
+        self,
+        *,
+        center: Tensor | None = None,
+        query: Tensor | None = None,
+        precision: Tensor | None = None,
+        prior: Tensor | None = None,
+        logits: Tensor | None = None,
+        activation: Tensor | None = None,
+        second: bool = False,
+        leaky: bool = False,
+    ) -> Moments:
+        x, b = self.votes, torch.zeros_like(self.votes[..., 0])  # [B, windows, I, J]
+        if center is not None:
+            x = x - center.unflatten(0, self.places)[:, :, None]
+        if query is not None:
+            b = b + (x * query.unflatten(0, self.places)[:, :, None]).sum(-1)
+        if precision is not None:
+            b = b - 0.5 * (x.square() * precision.unflatten(0, self.places)[:, :, None]).sum(-1)
+        if prior is not None:
+            b = b + prior.unflatten(0, self.places)[:, :, None]
+        if logits is not None:
+            b = b + logits
+        r = torch.zeros_like(b)
+        for number in range(int(self.child.max()) + 1):
+            window, place = (self.child == number).nonzero(as_tuple=True)
+            if len(window):
+                of_child = b[:, window, place].flatten(1)  # all output capsules of all windows that it is in
+                leak = torch.zeros_like(of_child[:, : int(leaky)])
+                share = torch.cat([of_child, leak], 1).softmax(1)[:, : of_child.shape[1]]
+                r[:, window, place] = share.unflatten(1, (-1, self.J))
+        if activation is not None:
+            r = r * activation.unflatten(0, self.places)[..., None]
+        r, x = r.flatten(0, 1), x.flatten(0, 1)
+        return Moments(r.sum(1), (r[..., None] * x).sum(1), (r[..., None] * x.square()).sum(1) if second else None, r)
+
+
+def children(layer: ConvCaps2d) -> Tensor:
+    """Which input capsule the entries of every window are, ``[windows, I]``; -1 for padding."""
+    rows = []
+    for y, x in torch.cartesian_prod(*(torch.arange(n) for n in layer.grid(SIZE))).tolist():
+        row = []
+        for t in range(C):
+            for dy in range(layer.kernel_size[0]):
+                for dx in range(layer.kernel_size[1]):
+                    at = [
+                        place * step + offset * gap - pad
+                        for place, step, offset, gap, pad in zip(
+                            (y, x), layer.stride, (dy, dx), layer.dilation, layer.padding, strict=True
+                        )
+                    ]
+                    inside = 0 <= at[0] < SIZE[0] and 0 <= at[1] < SIZE[1]
+                    row.append((t * SIZE[0] + at[0]) * SIZE[1] + at[1] if inside else -1)
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def images(dtype: torch.dtype = f64) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    poses = torch.randn(B, C, K, *SIZE, dtype=dtype).requires_grad_()
+    return poses, (0.2 + 0.8 * torch.rand(B, C, *SIZE, dtype=dtype)).requires_grad_()
+
+
+ROUTED: list[tuple[str, dict[str, Any]]] = [
+    ("em", {}),
+    ("em", {"leaky": True, "momentum": 0.1, "cost_scale": "sum"}),
+    ("dynamic", {}),
+    ("dynamic", {"learned_logits": True, "gradient": "last"}),
+]
+
+
+@plain.on_cpu
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize(("name", "options"), ROUTED, ids=str)
+def test_children_choose_among_all_their_parents(by: Backend, windows: str, name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = ConvCaps2d(
+        C,
+        J,
+        K,
+        D,
+        **WINDOWS[windows],
+        routing=name,
+        competition="child",
+        init_std=0.7,
+        backend=by.name,
+        dtype=f64,
+        **options,
+    )
+    randomize(layer.routing.routing)
+    poses, activation = images()
+    leaves = [poses, *layer.parameters()] + ([activation] if name == "em" else [])
+    given = (poses, activation) if name == "em" else (poses,)
+    found = layer(*given)
+    u = layer.unfold(poses).unflatten(0, (B, -1))
+    votes = torch.einsum("ijdk,bwik->bwijd", layer.routing.W, u)
+    a = layer.unfold_activation(poses, activation) if name == "em" else None
+    wanted = layer.routing.routing(PlainWindowVotes(votes, children(layer)), a)
+    grid = layer.grid(SIZE)
+    of_image = wanted.poses.unflatten(0, (B, *grid)).permute(0, 3, 4, 1, 2)
+    if name == "em":
+        pair = (of_image, wanted.activations.unflatten(0, (B, *grid)).movedim(3, 1))
+        plain.assert_same(tuple(found), pair)
+        plain.assert_same(gradients(tuple(found), leaves), gradients(pair, leaves))
+    else:
+        plain.assert_same(found, of_image)
+        plain.assert_same(gradients((found,), leaves), gradients((of_image,), leaves))
+
+
+def test_shares_of_a_child_sum_to_1() -> None:
+    """Also where scores differ by thousands, and where no output capsule is left."""
+    layer = ConvCaps2d(C, J, K, D, padding=1, routing="em", competition="child")
+    votes = layer.votes(images(torch.float32)[0])
+    query = 1e3 * torch.randn(votes.B, J, D)
+    for found in (votes.moments(return_weights=True), votes.moments(query=query, return_weights=True)):
+        assert found.weights is not None and found.weights.isfinite().all()
+        of_windows = found.weights.sum(2).unflatten(0, (B, -1)).transpose(1, 2)
+        torch.testing.assert_close(F.fold(of_windows, SIZE, 3, padding=1), torch.ones(B, C, *SIZE), rtol=1e-4, atol=0)
+
+
+def test_output_capsules_of_windows_can_be_masked() -> None:
+    torch.manual_seed(0)
+    layer = ConvCaps2d(C, J, K, D, routing="em", competition="child", dtype=f64)
+    inner = layer.votes(images()[0])
+    assert isinstance(inner, WindowVotes)
+    given = torch.einsum("ijdk,bik->bijd", layer.routing.W, layer.unfold(images()[0])).detach().requires_grad_()
+    out_mask = torch.ones(inner.B, J, dtype=torch.bool)
+    out_mask[:, 1] = False
+    out_mask[: inner.B // B] = False  # no output capsule in the first sample
+    votes = WindowVotes(GivenVotes("test", given, out_mask=out_mask), inner.windows)
+    for query in (None, torch.randn(inner.B, J, D, dtype=f64, requires_grad=True)):
+        found = votes.moments(query=query, return_weights=True, leaky=query is None)
+        assert found.weights is not None
+        shares = found.weights.unflatten(0, (B, -1))
+        assert not shares[0].any() and not shares[..., 1].any() and shares[1, ..., 0].all()
+        assert all(each.isfinite().all() for each in gradients((found.first,), [given]))
+    found = layer.routing.routing(votes)
+    assert not found.poses[: inner.B // B].any() and found.poses.isfinite().all()
+
+
+def test_no_tensor_of_all_windows_and_all_places() -> None:
+    """Beside the unfolded poses, the largest is as large as windows times kernel area."""
+    torch.manual_seed(0)
+    layer = ConvCaps2d(1, 6, 1, 12, routing="em", competition="child")
+    poses = torch.randn(1, 1, 1, 14, 14).requires_grad_()
+    with Largest() as largest:
+        layer(poses).poses.sum().backward()
+    windows = 12 * 12
+    assert windows * 9 <= largest.numel < 1.5 * windows * 6 * 12 < windows * 14 * 14
+
+
+def test_competition_in_other_forms() -> None:
+    """Pose matrices, in 16 bits, and diagnosed."""
+    torch.manual_seed(0)
+    layer = ConvCaps2d(C, J, K, K, routing="em", competition="child", pose_rows=2, stride=2, padding=1)
+    poses, activation = images(torch.float32)
+    assert layer.routing.W.shape == (C * 9, J, 2, 2) and "competition='child'" in repr(layer)
+    found = layer(poses, activation)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = layer(poses, activation)
+    assert (low.poses - found.poses).norm() < 0.1 * found.poses.norm()
+    diagnosis = capsfast.diagnose(layer, poses.detach(), activation=activation.detach())
+    assert diagnosis.lengths.shape == (B * 3 * 3, J)
+    torch.testing.assert_close(diagnosis.lengths.view(B, 3, 3, J).movedim(3, 1), found.activations.detach())
+    vectors = ConvCaps2d(C, J, K, D, routing="dynamic", competition="child", padding=1)
+    same = ConvCaps2d(C, J, K, D, routing="dynamic", padding=1)
+    assert vectors(poses).shape == same(poses).shape
+    assert 0.3 < vectors(poses).norm() / same(poses).norm() < 3
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "competition": (lambda: ConvCaps2d(2, 2, 4, 4, competition="all"), ValueError, "competition must be one of"),
+    "groups": (lambda: ConvCaps2d(2, 2, 4, 4, competition="child", groups=2), ValueError, "groups need routing='dyn"),
+    "coupling": (
+        lambda: ConvCaps2d(2, 2, 4, 4, competition="child")(torch.zeros(1, 2, 4, 5, 5), return_coupling=True),
+        ValueError,
+        "return_coupling needs routing='dynamic' in windows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
