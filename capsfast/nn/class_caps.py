@@ -112,6 +112,8 @@ class ClassCaps2d(RoutedCaps):
                     f"{self._op}: activation must be [B, in_types, H, W] = {image}, got {checks.shape_of(activation)}"
                 )
             activation = activation.flatten(1)
+        if activation is not None:
+            _arguments.floats(self._op, "activation", activation, "[B, I]")
         return self._listed(u), activation
 
     def forward(
