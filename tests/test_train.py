@@ -17,7 +17,7 @@ from capsfast.train import Evaluation, ImageData, Learner, fgsm, pgd
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import right_predictions
 from capsfast.train.objective import multi_hot
-from capsfast.train.pictures import read_metrics
+from capsfast.train.pictures import curve, read_metrics
 from capsfast.train.profile import _outermost
 from capsfast.train.schedule import Decay
 
@@ -375,6 +375,28 @@ def test_routing_share(folder: Path) -> None:
     assert sum(isinstance(each, caps.ConvCaps2d) for each in layers) == 8 and len(layers) == 9
     with pytest.raises(ValueError, match="steps must be at least 1"):
         train.routing_share(learner, batch, steps=0)
+
+
+def test_a_profiled_step_is_the_learners_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = ImageData(str(folder))
+    options = {"weight_decay": 0.1, "clip": 0.1, "adversarial": "pgd", "adversarial_steps": 2}
+    learner = learner_for(images, **options)
+    done: list[str] = []
+    for place, name in (
+        (torch.optim.AdamW, "step"),
+        (nn.utils, "clip_grad_norm_"),
+        (learner, "attacked"),
+    ):
+        whole = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args, name=name, whole=whole: (done.append(name), whole(*args))[1])
+    found = train.routing_share(learner, images.sets.train.batch(torch.arange(4)), steps=1)
+    assert done == ["attacked", "clip_grad_norm_", "step"] * 4 and 0 < found.routing < found.step
+
+
+def test_curve_of_losses_below_zero() -> None:
+    for value, scale in ((-3.0, "linear"), (3.0, "log")):
+        plot, _ = curve({"loss": [(0, 5.0), (1, value)]}).axes
+        assert plot.get_yscale() == scale
 
 
 def test_metrics_of_a_run_and_of_those_it_went_on_from(tmp_path: Path) -> None:
