@@ -167,6 +167,11 @@ class Learner(pl.LightningModule):
     def has_decoder(self) -> bool:
         return getattr(self.model, "decoder", None) is not None
 
+    @property
+    def weighs_reconstruction(self) -> bool:
+        """Whether a reconstruction is one part of the loss beside another, which reconstruction_weight is for."""
+        return self.has_decoder and self.hparams["model"] not in ("autoencoder", "stacked")
+
     def check_decoder(self, name: str) -> None:
         """Raises ValueError in the name of a function that needs class capsules with a decoder."""
         if not (self.has_classes and self.has_decoder):
