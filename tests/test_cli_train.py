@@ -1,14 +1,11 @@
-"""``python -m capsfast train`` and the commands that look at what it trained."""
+"""``python -m capsfast train``."""
 
 import importlib.util
 import json
-import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,40 +15,13 @@ pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-from typer.main import get_command
-from typer.testing import CliRunner
 
 from capsfast import train
 from capsfast.cli import training, training_options
-from capsfast.cli.app import app
 from capsfast.train.checkpoint import read_checkpoint
 
+from .support.commands import CAPSNET, failed, is_png, run, trained
 from .support.idx_files import write_set
-
-SMALL = ["--conv-channels", "16", "--digit-dim", "8", "--batch-size", "32", "--lr", "0.01", "--accelerator", "cpu"]
-CAPSNET = [*SMALL, "--primary-groups", "8"]
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
-
-
-def trained(out: Path, *arguments: str, epochs: int = 1) -> Path:
-    result = run("train", *arguments, "--epochs", str(epochs), "--out", out)
-    assert result.exit_code == 0, result.output
-    return out / "last.ckpt"
-
-
-def failed(*arguments: str | Path, code: int = 1) -> str:
-    """The message of a command that ends in one line."""
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return " ".join(result.output.split())
-
-
-def is_png(path: Path) -> bool:
-    return path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")
@@ -113,34 +83,6 @@ def test_tests_within_an_epoch_and_at_its_end(tmp_path: Path) -> None:
     assert record["results"]["test_accuracy"] == pytest.approx(right / 360)
 
 
-def test_evaluate_under_attack(digits: Path, tmp_path: Path) -> None:
-    attacks = ["--fgsm", "0.1", "--fgsm", "0", "--pgd", "0.1", "--pgd-steps", "3", "--attacked", "50"]
-    result = run("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
-    assert result.exit_code == 0, result.output
-    assert is_png(tmp_path / "confusion.png") and str(tmp_path / "confusion.png") in result.output
-    found = json.loads((tmp_path / "e.json").read_text())
-    recorded = json.loads((digits.parent / "record.json").read_text())["results"]["test_accuracy"]
-    assert found["test images"]["right"] / 360 == pytest.approx(recorded, abs=1e-6)
-    assert all(each["images"] == 50 for name, each in found.items() if name != "test images")
-    none, weak, strong = (found[name]["right"] for name in ("FGSM, eps 0", "FGSM, eps 0.1", "PGD, eps 0.1, 3 steps"))
-    assert strong <= weak + 2 < none
-    assert "FGSM, eps 0.1: " in result.output
-
-
-def test_pictures(digits: Path, tmp_path: Path) -> None:
-    for arguments, files in (
-        (["reconstruct"], ["reconstructions.png"]),
-        (["perturb", "--label", "3", "--label", "8"], ["perturb-3.png", "perturb-8.png"]),
-        (["routing", "--limit", "100"], ["routing.png"]),
-    ):
-        result = run(arguments[0], digits, *arguments[1:], "--out", tmp_path / arguments[0])
-        assert result.exit_code == 0, result.output
-        assert sorted(path.name for path in (tmp_path / arguments[0]).iterdir()) == files
-        for file in files:
-            assert is_png(tmp_path / arguments[0] / file) and file in result.output
-    assert "iteration 1: coupling entropy 1.0000" in result.output
-
-
 def test_every_option_reaches_its_place(tmp_path: Path) -> None:
     learning = ["--loss", "mse", "--weight-decay", "0.01", "--schedule", "cosine", "--entropy-weight", "0.01"]
     dropped = ["--caps-dropout", "0.1", "--decoder-dropout", "0.2", "--normalize", "set"]
@@ -165,45 +107,6 @@ def test_every_option_reaches_its_place(tmp_path: Path) -> None:
     assert "takes --crop, --loss, --normalize from the checkpoint" in message
 
 
-def test_evaluate_detects_attacks(digits: Path, tmp_path: Path) -> None:
-    attacks = ["--fgsm", "0.3", "--attacked", "40", "--detect", "--false-positives", "0.1"]
-    result = run("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "e.json").read_text())["FGSM, eps 0.3"]
-    assert found["images"] == 40 and found["fooled"] == 40 - found["right"]
-    assert 0.05 < found["false_positives"] <= 0.1 and found["undetected"] <= found["fooled"]
-    assert "FGSM, eps 0.3: " in result.output and "at 10.00% false positives" in result.output
-    assert "--detect needs an attack to be found" in failed("evaluate", digits, "--detect")
-
-
-def test_picture_of_every_kind(digits: Path, tmp_path: Path) -> None:
-    for kind, more, file in (
-        ("predictions", ["--count", "3"], "predictions.png"),
-        ("reconstructions", [], "reconstructions.png"),
-        ("perturbations", ["--label", "2"], "perturb-2.png"),
-        ("routing", ["--limit", "20"], "routing.png"),
-    ):
-        result = run("picture", digits, "--kind", kind, *more, "--out", tmp_path / kind)
-        assert result.exit_code == 0, result.output
-        assert [path.name for path in (tmp_path / kind).iterdir()] == [file] and is_png(tmp_path / kind / file)
-    message = failed("picture", digits, "--label", "2")
-    assert message == "capsfast picture: --label is an option of --kind perturbations, got --kind predictions"
-
-
-def test_cnn_on_the_command_line(few_images: Path, tmp_path: Path) -> None:
-    sizes = ["--option", "channels=[4,4]", "--option", "hidden=[8]", "--batch-size", "32", "--accelerator", "cpu"]
-    checkpoint = trained(tmp_path, "--data", str(few_images), "--model", "cnn", *sizes)
-    for command in (["evaluate", "--fgsm", "0.1"], ["picture", "--count", "4"]):
-        assert run(command[0], checkpoint, *command[1:], "--out", tmp_path / "pictures").exit_code == 0
-    assert sorted(path.stem for path in (tmp_path / "pictures").iterdir()) == ["confusion", "predictions"]
-    assert "class capsules with a decoder are needed" in failed("evaluate", checkpoint, "--fgsm", "0.1", "--detect")
-
-
-def test_perturb_names_the_classes(digits: Path, tmp_path: Path) -> None:
-    message = failed("perturb", digits, "--label", "11", "--out", tmp_path)
-    assert "label must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, got 11" in message
-
-
 def test_resume_on_the_command_line(digits: Path, tmp_path: Path) -> None:
     """From step 60, inside the second epoch, with nothing but the checkpoint named."""
     resumed = trained(tmp_path, "--resume", str(digits.parent / "step.ckpt"), "--accelerator", "cpu", epochs=3)
@@ -218,35 +121,6 @@ def test_resume_takes_no_other_settings(digits: Path) -> None:
     assert message == "capsfast train: --resume takes --data, --lr from the checkpoint; leave out what it fixes"
 
 
-@pytest.fixture(scope="module")
-def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 of 8 x 8 to train on, 20 to test on."""
-    path = tmp_path_factory.mktemp("images")
-    write_set(path, size=8)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "pictures"),
-    [
-        ("", ["--model", "deepcaps", "--types", "3", *SMALL], ["confusion", "reconstructions", "perturb-0", "routing"]),
-        ("multi:", CAPSNET, ["reconstructions", "perturb-0", "routing"]),
-        ("affine:", CAPSNET, ["confusion", "reconstructions", "perturb-0", "routing"]),
-    ],
-    ids=["deepcaps", "multi", "affine"],
-)
-def test_other_models_and_data(
-    few_images: Path, tmp_path: Path, kind: str, arguments: list[str], pictures: list[str]
-) -> None:
-    checkpoint = trained(tmp_path, "--data", f"{kind}{few_images}", *arguments)
-    out = tmp_path / "pictures"
-    for command in (["evaluate"], ["reconstruct"], ["perturb", "--label", "0"], ["routing", "--limit", "40"]):
-        result = run(command[0], checkpoint, *command[1:], "--out", out)
-        assert result.exit_code == 0, result.output
-    assert sorted(path.stem for path in out.iterdir()) == sorted(pictures)
-    assert all(map(is_png, out.iterdir()))
-
-
 def test_autoencoder(tmp_path: Path) -> None:
     options = ["--num-caps", "3", "--caps-dim", "4", "--conv-channels", "8", "--primary-groups", "4"]
     arguments = ["--model", "autoencoder", *options, "--batch-size", "32", "--lr", "0.01", "--accelerator", "cpu"]
@@ -258,15 +132,6 @@ def test_autoencoder(tmp_path: Path) -> None:
     assert "encode() and classes" in failed("routing", checkpoint)
     result = run("reconstruct", checkpoint, "--out", tmp_path)
     assert result.exit_code == 0 and is_png(tmp_path / "reconstructions.png")
-
-
-def test_idx_folder_from_training_to_other_data(few_images: Path, tmp_path: Path) -> None:
-    write_set(tmp_path / "data" / "mnist", end=".gz", size=8)
-    checkpoint = trained(tmp_path / "out", "--data", str(few_images), *CAPSNET)
-    result = run("evaluate", checkpoint, "--data", "mnist", "--data-dir", tmp_path / "data", "--out", tmp_path)
-    assert result.exit_code == 0 and "of 20 right" in result.output
-    message = failed("evaluate", checkpoint, "--data", "digits")
-    assert "needs {'in_channels': 1, 'image_size': 8, 'num_classes': 4}, digits has" in message
 
 
 def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +162,14 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
         (["--normalize", "mean"], "--normalize must be set or image, got 'mean'"),
         (["--crop", "9"], "crop must be from 1 to 8, the size with its padding, got 9"),
         (["--loss", "spread", "--data", "multi:digits"], "loss spread needs one class an image"),
+        (["--loss", "mse", "--model", "autoencoder"], "loss is that of classes, of which autoencoder has none"),
+        (["--spread-steps", "10000"], "--spread-steps needs --loss spread"),
+        (["--adversarial-eps", "0.1"], "--adversarial-eps needs --adversarial"),
+        (["--adversarial-share", "0.5"], "--adversarial-share needs --adversarial"),
+        (["--adversarial-steps", "3", "--adversarial", "fgsm"], "--adversarial-steps needs --adversarial pgd"),
+        (["--reconstruction-weight", "1", "--no-reconstruction"], "--reconstruction-weight has no use here"),
+        (["--reconstruction-weight", "1", "--model", "cnn"], "--reconstruction-weight has no use here, cnn weighs"),
+        (["--reconstruction-weight", "1", "--model", "stacked"], "--reconstruction-weight has no use here, stacked"),
         (["--log", "paper"], "log must be one of csv, tensorboard, got 'paper'"),
         (["--test-every", "46", "--batch-size", "32"], "--test-every must be at most 45, an epoch, got 46"),
         (["--accelerator", "abacus"], "abacus"),
@@ -356,79 +229,5 @@ def test_other_commands_do_not_load_lightning() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = [DOCS / "training.md", DOCS / "gallery.md"]
-COMMANDS = [
-    line.partition("-m capsfast ")[2]
-    for page in PAGES
-    for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    for line in block.splitlines()
-    if "-m capsfast " in line
-]
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_documented_commands_are_commands(line: str) -> None:
-    """They are parsed with all their options; what they do is tested above, with less data."""
-    name, *arguments = shlex.split(line)
-    get_command(app).commands[name].make_context(name, arguments)
-
-
-def test_documented_commands_are_found() -> None:
-    assert len(COMMANDS) >= 10
-
-
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
-def test_documented_results_are_recorded(name: str) -> None:
-    record = json.loads((DOCS / "records" / f"{name}.json").read_text())
-    (row,) = [line for line in PAGES[1].read_text().splitlines() if line.startswith(f"| `{name}` |")]
-    _, parameters, epochs, accuracy, seconds, _ = (cell.strip() for cell in row.strip("|").split("|"))
-    assert int(parameters.replace(" ", "")) == record["parameters"] and int(epochs) == record["epochs"]
-    assert accuracy == f"{record['results']['test_accuracy']:.2%}".replace("%", " %")
-    assert int(seconds) == round(record["seconds"])
-    command = next(line for line in COMMANDS if line.startswith("train") and line in PAGES[1].read_text())
-    assert set(record["command"].split()) - {"--no-progress"} == set(
-        f"python -m capsfast {command}".replace("mnist", name).split()
-    )
-
-
-def test_documented_shares_are_recorded() -> None:
-    record = json.loads((DOCS / "records" / "profile.json").read_text())
-    for name, found in record["measured"].items():
-        share = f"{found['routing_s'] / found['step_s']:.1%}".replace("%", " %")
-        assert f"| {name} | {share} |" in PAGES[0].read_text()
-    assert record["command"] in PAGES[0].read_text()
-
-
-def test_documented_overlap_is_recorded() -> None:
-    record = json.loads((DOCS / "records" / "multi-mnist.json").read_text())
-    text = PAGES[1].read_text()
-    assert f"{record['results']['test_accuracy']:.2%}".replace("%", " %") + " of the test images" in text
-    assert record["command"].replace("--no-progress ", "") in text
-
-
-def test_documented_attacks_are_recorded() -> None:
-    record = json.loads((DOCS / "records" / "mnist-evaluate.json").read_text())
-    for name, found in record.items():
-        right = f"{found['right'] / found['images']:.2%}".replace("%", " %")
-        assert f"| {name} | {right} of {found['images']} |" in PAGES[1].read_text()
-
-
 def test_the_help_names_every_network() -> None:
     assert tuple(train.NETWORKS) == training_options.MODELS
-
-
-def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
-    sizes = {"num_parts": 4, "num_objects": 6, "template_size": 5, "dim": 8, "hidden": 16}
-    options = [word for name, value in sizes.items() for word in ("--option", f"{name}={value}")]
-    words = ["--model", "stacked", "--conv-channels", "8", "--batch-size", "64", "--accelerator", "cpu", *options]
-    checkpoint = trained(tmp_path / "out", *words, "--max-steps", "3")
-    results = json.loads((tmp_path / "out" / "record.json").read_text())["results"]
-    assert {"test_image", "test_parts", "test_prior_within", "test_reconstruction"} <= set(results)
-    result = run("clusters", checkpoint, "--images", "100", "--json", tmp_path / "clusters.json")
-    found = json.loads((tmp_path / "clusters.json").read_text())
-    assert found["images"] == 360 and found["clustered"] == 100 and 0.1 <= found["accuracy"] <= 1
-    assert f"{found['accuracy']:.2%} of 360 right, by 10 clusters of 100 images" in result.output
-    assert run("reconstruct", checkpoint, "--out", tmp_path / "pictures").exit_code == 0
-    assert is_png(tmp_path / "pictures" / "reconstructions.png")
-    assert "a network of --model stacked is needed, got capsnet" in failed("clusters", digits)

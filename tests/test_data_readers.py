@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from capsfast import data
+from capsfast.data import cifar
 from capsfast.data.norb import norb_files
 
 from .support.stored_files import NORB_MAGIC, cifar_batch, norb_bytes, python2_pickle, write_cifar, write_smallnorb
@@ -167,6 +168,7 @@ PICKLES: dict[str, tuple[Any, str]] = {
     "floats": ({**BATCH, b"data": torch.zeros(3, 3072).numpy()}, "an array of something else than bytes"),
     "columns": ({**BATCH, b"data": cifar_batch(3)[0].T.contiguous().numpy().T}, "not stored row by row"),
     "objects": ({**BATCH, b"filenames": {1, 2}.__class__}, "it names __builtin__.set, which no batch needs"),
+    "too long": (python2_pickle(BATCH) + b"\0", "is too long: bytes follow its pickle"),
 }
 
 
@@ -185,6 +187,46 @@ def test_cifar_pickles_run_no_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which no batch needs"):
         data.read_cifar_pickle(tmp_path / "x")
     assert not (tmp_path / "trapped").exists()
+
+
+@pytest.mark.parametrize("named", sorted(cifar._Plain.KNOWN))
+@pytest.mark.parametrize(("attribute", "value"), [("__defaults__", ("utf8",)), ("__call__", "x"), ("shape", (3,))])
+def test_cifar_pickles_change_nothing(
+    tmp_path: Path, named: tuple[str, str], attribute: str, value: str | tuple[Any, ...]
+) -> None:
+    """BUILD would set attributes on what a pickle names, which the next file would find."""
+    name = "c{}\n{}\n".format(*named).encode()
+    state = pickle.dumps({attribute: value}, 2)[2:-1]
+    (tmp_path / "good").write_bytes(python2_pickle(BATCH))
+    # As its state, and as the state of its slots.
+    for content in (b"\x80\x02" + name + state + b"b.", b"\x80\x02" + name + b"N" + state + b"\x86b."):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(ValueError, match="can't be read as a batch of CIFAR-10"):
+            data.read_cifar_pickle(tmp_path / "bad")
+        assert torch.equal(data.read_cifar_pickle(tmp_path / "good").labels, torch.arange(3))
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+@pytest.mark.parametrize("reader", [data.read_cifar_pickle, data.read_cifar_binary])
+def test_cifar_files_are_read_up_to_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: Callable[..., Any], end: str
+) -> None:
+    monkeypatch.setattr(cifar, "MOST_BYTES", 1000)
+    content = python2_pickle(BATCH)
+    path = tmp_path / f"x{end}"
+    path.write_bytes(gzip.compress(content) if end else content)
+    with pytest.raises(ValueError, match="is too long: a batch has at most 1000 bytes, more follow"):
+        reader(path)
+
+
+def test_a_disk_that_fails_is_not_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> bytearray:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(cifar, "take", fail)
+    (tmp_path / "x").write_bytes(python2_pickle(BATCH))
+    with pytest.raises(OSError, match="Input/output error"):
+        data.read_cifar_pickle(tmp_path / "x")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Training in benchmarks/gpu_check.py: which networks, what is missing, a rehearsal on the CPU."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,51 @@ def test_commands_are_those_of_capsfast(gpu: Any, tmp_path: Path) -> None:
         assert words[words.index("--accelerator") + 1] == "gpu"
 
 
-def test_a_rehearsal(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_has_a_network(gpu: Any, tmp_path: Path) -> None:
+    """The learner is made as the command makes it, with the words of the run, for small images."""
+    import typer
+
+    from capsfast.cli import training as command
+
+    train = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    module = gpu("networks")
+    for name, own in module.RUNS.items():
+        words = module.words(name, "cpu", tmp_path, rehearse=True)
+        learner, images = command._new(train.make_context("train", words[1:]).params)
+        asked = dict(zip(own[::2], own[1::2], strict=True))
+        assert learner.hparams["model"] == asked.get("--model", "capsnet")
+        assert learner.hparams["loss"] == asked.get("--loss")
+        assert learner.hparams["options"].get("routing") == asked.get("--routing")
+        assert images.options["data"] == asked["--data"].replace("fashion-mnist", "digits").replace("mnist", "digits")
+
+
+@pytest.mark.parametrize(("words", "seconds"), [([], 530), (["--train"], 590), (["--train", "--seconds", "7"], 7)])
+def test_time_for_everything(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], seconds: float
+) -> None:
+    found: list[float] = []
+
+    class SeenError(Exception):
+        pass
+
+    def runner(folder: Path, seconds: float, about: Any) -> None:
+        found.append(seconds)
+        raise SeenError
+
+    monkeypatch.setenv("OUT", str(tmp_path))
+    gpu("plan")
+    check = importlib.import_module("gpu_check")
+    monkeypatch.setattr(check, "Runner", runner)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    with pytest.raises(SeenError):
+        check.main()
+    assert found == [seconds]
+
+
+@pytest.mark.parametrize("name", ["capsnet-overlapping", "matrix-mnist"])
+def test_a_rehearsal(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("PYTHONPATH", gpu("plan").own_environment()["PYTHONPATH"])
-    words = ("--device", "cpu", "--run", "capsnet-mnist", "--out", str(tmp_path), "--rehearse")
+    words = ("--device", "cpu", "--run", name, "--out", str(tmp_path), "--rehearse")
     found = run_step(gpu, monkeypatch, "training", tmp_path / "training.json", *words)
     assert found["steps"] == 2 and 0 <= found["results"]["test_accuracy"] <= 1
-    assert (tmp_path / "training" / "capsnet-mnist" / "last.ckpt").exists()
+    assert (tmp_path / "training" / name / "last.ckpt").exists()

@@ -113,7 +113,7 @@ def _on_a_rank(rank: int) -> None:
             (loss(*half) / WORLD).backward()
         wanted = [each.clone() for each in gradients(loss)]
         loss.zero_grad()
-        parallel = DistributedDataParallel(loss, find_unused_parameters=True)
+        parallel = DistributedDataParallel(loss)
         parallel(*halves[rank]).backward()
         torch.testing.assert_close(gradients(loss), wanted, rtol=1e-4, atol=1e-5, msg=name)
 

@@ -1,11 +1,11 @@
-"""``capsfast.train``: attacks, losses, exact resume, checkpoints, evaluation, what the pictures show."""
+"""``capsfast.train``: losses, exact resume, checkpoints, evaluation, what the pictures show."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
@@ -13,16 +13,16 @@ pytest.importorskip("matplotlib")
 from capsfast import nn as caps
 from capsfast import train
 from capsfast.data import Batch, open_sets
-from capsfast.train import Evaluation, ImageData, Learner, fgsm, pgd
+from capsfast.train import Evaluation, ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import right_predictions
 from capsfast.train.objective import multi_hot
-from capsfast.train.pictures import read_metrics
+from capsfast.train.pictures import curve, read_metrics
 from capsfast.train.profile import _outermost
 from capsfast.train.schedule import Decay
 
 from .support.idx_files import write_set
-from .support.training import TINY, assert_same_state, learner_for, trained
+from .support.training import TINY, assert_same_state, learner_for, margin, trained
 
 SIZE = 10
 
@@ -94,12 +94,6 @@ def test_bfloat16_training(folder: Path, tmp_path: Path) -> None:
     assert all(p.dtype == torch.float32 for p in learner.parameters())
     assert all(not torch.equal(p, q) for p, q in zip(before, learner.parameters(), strict=True))
     assert trainer.callback_metrics["test_reconstruction"].isfinite()
-
-
-def margin(lengths: Tensor, present: Tensor) -> Tensor:
-    """Sabour et al. 2017, eq. 4, for each sample."""
-    loss = present * (0.9 - lengths).clamp(min=0) ** 2 + 0.5 * (1 - present) * (lengths - 0.1).clamp(min=0) ** 2
-    return loss.sum(1)
 
 
 def test_losses_of_one_label(folder: Path) -> None:
@@ -201,69 +195,6 @@ def test_evaluate_needs_classes(folder: Path) -> None:
             function(learner, images.sets.test)
     with pytest.raises(ValueError, match="this network has no classes"):
         train.perturbations(learner, images.sets.test.batch(torch.arange(1)).images[0], 0)
-
-
-def test_fgsm_is_a_step_along_the_sign() -> None:
-    images, slope = torch.rand(4, 1, 3, 3), torch.randn(4, 1, 3, 3)
-    found = fgsm(lambda x: (slope * x).sum(), images, 0.25)
-    torch.testing.assert_close(found, (images + 0.25 * slope.sign()).clamp(0, 1))
-    # The gradient of (x - a)^2 points away from a.
-    found = fgsm(lambda x: (x - 0.5).square().sum(), images, 0.125)
-    torch.testing.assert_close(found, (images + 0.125 * torch.where(images > 0.5, 1.0, -1.0)).clamp(0, 1))
-    assert not found.requires_grad and images.grad is None
-
-
-def test_pgd_follows_hand_made_steps() -> None:
-    target = torch.rand(3, 1, 4, 4)
-    images = torch.rand(3, 1, 4, 4)
-    x = images.clone()
-    for _ in range(3):
-        x = x + 0.05 * torch.sign(-2 * (target - x))
-        x = torch.minimum(torch.maximum(x, images - 0.1), images + 0.1).clamp(0, 1)
-    found = pgd(lambda x: (x - target).square().sum(), images, 0.1, steps=3, step_size=0.05)
-    torch.testing.assert_close(found, x)
-
-
-def test_pgd_stays_near_and_starts_at_random() -> None:
-    images, slope = torch.rand(4, 1, 3, 3), torch.randn(4, 1, 3, 3)
-
-    def attacked(**more: Any) -> Tensor:
-        return pgd(lambda x: (slope * x).sum(), images, 0.1, **more)
-
-    assert (attacked(steps=4) - images).abs().max() <= 0.1 + 1e-6
-    torch.testing.assert_close(attacked(steps=10), (images + 0.1 * slope.sign()).clamp(0, 1))
-    draws = [attacked(steps=1, step_size=1e-3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-    assert (draws[2] - images).abs().max() <= 0.1 + 1e-6 and draws[2].min() >= 0 and draws[2].max() <= 1
-
-
-def test_attacks_reject() -> None:
-    for attack in (fgsm, pgd):
-        with pytest.raises(ValueError, match="eps must not be negative"):
-            attack(torch.sum, torch.rand(1, 1, 2, 2), -0.1)
-    with pytest.raises(ValueError, match="steps must be at least 1"):
-        pgd(torch.sum, torch.rand(1, 1, 2, 2), 0.1, steps=0)
-
-
-def test_attacks_raise_the_margin_loss_of_a_network(folder: Path) -> None:
-    images = ImageData(str(folder))
-    learner = learner_for(images).eval()
-    batch = images.sets.test.batch(torch.arange(8))
-    loss = learner.class_loss_of(batch.labels)
-    lengths = learner.model(batch.images).lengths
-    torch.testing.assert_close(loss(batch.images), margin(lengths, torch.eye(4)[batch.labels]).sum())
-    once, often = fgsm(loss, batch.images, 0.1), pgd(loss, batch.images, 0.1)
-    assert loss(batch.images) < loss(once) <= loss(often) + 1e-4
-    seen: list[Tensor] = []
-
-    def attack(loss: Any, images: Tensor) -> Tensor:
-        seen.append(images)
-        return torch.zeros_like(images)
-
-    # The attacked images are what is classified: all black ones have one class.
-    found = train.evaluate(learner, images.sets.test, attack=attack)
-    assert found.confusion is not None and (found.confusion.sum(0) > 0).sum() == 1
-    assert torch.equal(seen[0], images.sets.test.batch(torch.arange(20)).images)
 
 
 def test_checkpoint_gives_network_and_data_back(folder: Path, tmp_path: Path) -> None:
@@ -375,6 +306,28 @@ def test_routing_share(folder: Path) -> None:
     assert sum(isinstance(each, caps.ConvCaps2d) for each in layers) == 8 and len(layers) == 9
     with pytest.raises(ValueError, match="steps must be at least 1"):
         train.routing_share(learner, batch, steps=0)
+
+
+def test_a_profiled_step_is_the_learners_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = ImageData(str(folder))
+    options = {"weight_decay": 0.1, "clip": 0.1, "adversarial": "pgd", "adversarial_steps": 2}
+    learner = learner_for(images, **options)
+    done: list[str] = []
+    for place, name in (
+        (torch.optim.AdamW, "step"),
+        (nn.utils, "clip_grad_norm_"),
+        (learner, "attacked"),
+    ):
+        whole = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args, name=name, whole=whole: (done.append(name), whole(*args))[1])
+    found = train.routing_share(learner, images.sets.train.batch(torch.arange(4)), steps=1)
+    assert done == ["attacked", "clip_grad_norm_", "step"] * 4 and 0 < found.routing < found.step
+
+
+def test_curve_of_losses_below_zero() -> None:
+    for value, scale in ((-3.0, "linear"), (3.0, "log")):
+        plot, _ = curve({"loss": [(0, 5.0), (1, value)]}).axes
+        assert plot.get_yscale() == scale
 
 
 def test_metrics_of_a_run_and_of_those_it_went_on_from(tmp_path: Path) -> None:

@@ -132,6 +132,27 @@ def test_cross_entropy_of_zeros_is_finite() -> None:
     assert loss.isfinite() and gradient.isfinite().all()
 
 
+def test_cross_entropy_has_a_gradient_where_a_share_is_tiny() -> None:
+    a = torch.tensor([[1e-40, 1.0], [1e-30, 0.5]], requires_grad=True)
+    loss = ClassLoss("cross-entropy")(a, torch.tensor([0, 0]), 0).sum()
+    (gradient,) = torch.autograd.grad(loss, a)
+    assert gradient.isfinite().all() and (gradient[:, 0] < -1e3).all() and (gradient[:, 1] > 0).all()
+
+
+def test_a_cnn_learns_from_images_that_it_is_very_wrong_about() -> None:
+    """A probability below the smallest float32: by its logits the gradient is that of any other image."""
+    learner = Learner("cnn", 1, 8, 3, options={"channels": [2], "hidden": [4]}).eval()
+    with torch.no_grad():
+        learner.model.classes.weight.zero_()
+        learner.model.classes.bias.copy_(torch.tensor([0.0, 300.0, 0.0]))
+    found, output = learner.measured(Batch(torch.rand(2, 1, 8, 8), torch.tensor([0, 2])))
+    assert output.lengths[0, 0] == 0 and found["cross_entropy"].item() == pytest.approx(300)
+    found["loss"].backward()
+    torch.testing.assert_close(learner.model.classes.bias.grad, torch.tensor([-0.5, 1.0, -0.5]))
+    loss = learner.class_loss_of(torch.tensor([0, 2]))(torch.rand(2, 1, 8, 8))
+    assert loss.item() == pytest.approx(600)
+
+
 def test_parts_of_the_loss_add_up(folder: Path) -> None:
     learner = learner_for(ImageData(str(folder)), reconstruction_weight=0.01, entropy_weight=0.5)
     found, _ = learner.measured(batch_of(folder))
@@ -288,6 +309,26 @@ def test_adversary_attacks_its_share(folder: Path, attack: str, share: float, co
     assert all(each.grad is None for each in learner.parameters())
 
 
+def test_an_attack_leaves_buffers_alone(folder: Path) -> None:
+    learner = learner_for(ImageData(str(folder)), "efficientcapsnet", adversarial="pgd", adversarial_steps=2).train()
+    before = {name: each.clone() for name, each in learner.named_buffers()}
+    assert any("num_batches_tracked" in name for name in before)
+    learner.attacked(batch_of(folder))
+    assert all(torch.equal(each, before[name]) for name, each in learner.named_buffers())
+
+
+def test_an_attack_is_not_autocast(folder: Path) -> None:
+    """float16, whose gradients of images underflow, is seen by the network as bfloat16 is."""
+    learner = learner_for(ImageData(str(folder)), adversarial="fgsm")
+    batch = batch_of(folder)
+    seen: list[torch.dtype] = []
+    learner.model.conv.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    wanted = learner.attacked(batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = learner.attacked(batch)
+    assert seen == [torch.float32] * 2 and torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("kind", ["", "multi:"])
 def test_absent_error_is_that_of_the_longest_absent_capsule(folder: Path, kind: str) -> None:
     batch = batch_of(folder, kind=kind)
@@ -342,6 +383,9 @@ def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
         ({"caps_dropout": 0.1, "model": "cnn", "options": {}}, "caps_dropout needs primary capsules, CNN has none"),
         ({"entropy_weight": 0.1, "model": "cnn", "options": {}}, "entropy_weight needs a network that routes"),
         ({"adversarial": "fgsm", "model": "autoencoder", "options": {}}, "adversarial needs a network with classes"),
+        ({"loss": "mse", "model": "autoencoder", "options": {}}, "loss is that of classes, of which autoencoder has"),
+        ({"loss": "margin", "model": "segcaps", "options": {}}, "loss is that of classes, of which segcaps has none"),
+        ({"entropy_weight": 0.1, "model": "segcaps", "options": {}}, "entropy_weight needs a network that routes"),
     ],
 )
 def test_learner_rejects(wrong: dict[str, Any], rule: str) -> None:

@@ -99,6 +99,22 @@ def test_the_bar_needs_a_terminal(
     assert type(bar_or_lines()) is expected
 
 
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        (["loss", "margin", "images_per_s", "test_accuracy"], ["margin", "images/s", "test accuracy"]),
+        (["loss", "image", "reconstruction"], ["loss", "reconstruction"]),
+        (["loss", "margin", "test_iou", "test_pixels"], ["margin", "test IoU", "test pixels"]),
+    ],
+    ids=["classes", "without labels", "pixels"],
+)
+def test_the_bar_shows_the_loss_and_the_test(
+    monkeypatch: pytest.MonkeyPatch, metrics: list[str], shown: list[str]
+) -> None:
+    monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: dict.fromkeys(metrics, 1.0))
+    assert list(Bar().get_metrics(None, None)) == shown  # type: ignore[arg-type]
+
+
 def test_no_progress_is_no_progress(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(folder, tmp_path / "out", progress=False, epochs=1)
     assert capsys.readouterr().out == ""

@@ -13,16 +13,18 @@ RUNS: dict[str, list[str]] = {
     "efficient-mnist": ["--data", "mnist", "--model", "efficientcapsnet", "--epochs", "10"],
     "stacked-mnist": ["--data", "mnist", "--model", "stacked", "--epochs", "20"],
 }
-REHEARSAL = ["--data", "digits", "--max-steps", "2", "--limit-val-batches", "1", "--batch-size", "8", "--epochs", "1"]
-REHEARSAL += ["--conv-channels", "8"]
+REHEARSAL = ["--max-steps", "2", "--limit-val-batches", "1", "--batch-size", "8", "--conv-channels", "8"]
 
 
 def words(name: str, device: str, out: Path, rehearse: bool) -> list[str]:
-    """The arguments of ``capsfast`` for a run."""
-    own = RUNS[name]
+    """The arguments of ``capsfast`` for a run; rehearsed are two steps on small images, with all other words as they
+    are."""
+    own = list(RUNS[name])
     if rehearse:
-        model = own[own.index("--model") + 1] if "--model" in own else "capsnet"
-        own = ["--model", model, *REHEARSAL]
+        data, epochs = (own.index(option) + 1 for option in ("--data", "--epochs"))
+        kind, colon, _ = own[data].rpartition(":")
+        own[data], own[epochs] = f"{kind}{colon}digits", "1"
+        own += REHEARSAL
     accelerator = "gpu" if device == "cuda" else "cpu"
     return ["train", *own, "--accelerator", accelerator, "--no-progress", "--out", str(out / "training" / name)]
 

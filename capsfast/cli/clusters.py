@@ -27,12 +27,17 @@ def clusters(
         if json is not None:
             check_replaceable(json)
         from .. import train
+        from ..data import ImageSet
 
         learner, sets = opened(checkpoint, data, data_dir)
         if not isinstance(learner, train.StackedLearner):
             raise stop(f"capsfast clusters: a network of --model stacked is needed, got {learner.hparams['model']}")
+        if not isinstance(sets.test, ImageSet):
+            raise stop("capsfast clusters: images of one class each are needed, these overlap")
         to_accelerator(learner, accelerator)
-        found, _ = train.object_presences(learner, sets.train, limit=images)
+        # As the test images are: what training does to images at random would blur the clusters.
+        still = ImageSet(sets.train.source, sets.test.transform)
+        found, _ = train.object_presences(learner, still, limit=images)
         presences, labels = train.object_presences(learner, sets.test)
         accuracy = train.cluster_accuracy(found, presences, labels, sets.num_classes)
         say(f"{accuracy:.2%} of {len(labels)} right, by {sets.num_classes} clusters of {len(found)} images")

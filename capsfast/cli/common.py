@@ -44,6 +44,11 @@ def plain_errors(command: str) -> Iterator[None]:
         raise stop(str(error)) from None
 
 
+def on_command_line(context: typer.Context, name: str) -> bool:
+    """Whether an option was given, by the name of its argument."""
+    return str(context.get_parameter_source(name)).endswith("COMMANDLINE")
+
+
 def say(text: str) -> None:
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
 

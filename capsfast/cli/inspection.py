@@ -47,6 +47,8 @@ def evaluate(
         check_writable(out)
         if json is not None:
             check_replaceable(json)
+        if detect and false_positives >= 1:
+            raise stop(f"capsfast evaluate: --false-positives must be below 1 for --detect, got {false_positives:g}")
         if detect and not (fgsm or pgd):
             raise stop("capsfast evaluate: --detect needs an attack to be found; give --fgsm or --pgd")
         from .. import train
@@ -57,9 +59,10 @@ def evaluate(
         to_accelerator(learner, accelerator)
         if detect:
             learner.check_decoder("detection")
+            if sets.test.batch(torch.arange(1)).labels.dim() != 1:
+                raise stop("capsfast evaluate: --detect needs images of one class each, these overlap")
 
         def attack_by_name(name: str) -> train.Attack:
-            # Anew for each use, so that it draws the same.
             kind, eps = named[name]
             if kind == "fgsm":
                 return partial(train.fgsm, eps=eps)
@@ -75,12 +78,25 @@ def evaluate(
             for name, attack in attacks.items()
         }
         detected: dict[str, train.Detection] = {}
-        total = sum(images.values())
-        if detect:
-            total += len(sets.test) + sum(images[name] for name in named)
+        clean: torch.Tensor | None = None
+        total = sum(images.values()) + len(sets.test) * detect
         with progress(total, Console(stderr=True)) as shown:
             for name, attack in attacks.items():
                 shown.step(name)
+                if detect and attack is not None:
+                    # It sees who is fooled as well: no image is attacked twice.
+                    one = train.detection(
+                        learner,
+                        sets.test,
+                        attack,
+                        false_positive_rate=false_positives,
+                        clean=clean,
+                        limit=attacked,
+                        on_step=shown.advance,
+                    )
+                    detected[name] = one
+                    found[name] = train.Evaluation(one.images, one.images - one.fooled, None)
+                    continue
                 found[name] = train.evaluate(
                     learner,
                     sets.test,
@@ -88,20 +104,9 @@ def evaluate(
                     limit=None if attack is None else attacked,
                     on_step=shown.advance,
                 )
-            if detect:
-                shown.step("reconstruction of the test images")
-                clean = train.clean_errors(learner, sets.test, on_step=shown.advance)
-            for name in named if detect else ():
-                shown.step(f"{name}, detection")
-                detected[name] = train.detection(
-                    learner,
-                    sets.test,
-                    attack_by_name(name),
-                    false_positive_rate=false_positives,
-                    clean=clean,
-                    limit=attacked,
-                    on_step=shown.advance,
-                )
+                if detect:
+                    shown.step("reconstruction of the test images")
+                    clean = train.clean_errors(learner, sets.test, on_step=shown.advance)
         for name, each in found.items():
             say(f"{name}: {each.accuracy:.2%} of {each.images} right")
         for name, one in detected.items():
@@ -121,21 +126,33 @@ def evaluate(
 
 
 def reconstruct(
-    checkpoint: Checkpoint, out: Out = Path("out/reconstruct"), data: Data = None, data_dir: DataDir = None
+    checkpoint: Checkpoint,
+    out: Out = Path("out/reconstruct"),
+    data: Data = None,
+    data_dir: DataDir = None,
+    accelerator: Accelerator = "auto",
 ) -> None:
     """Test images, one of each class, and what the decoder makes of their class capsules: reconstructions.png."""
-    with plain_errors("reconstruct"):
+    draw_reconstructions("reconstruct", checkpoint, out, data, data_dir, accelerator)
+
+
+def draw_reconstructions(
+    command: str, checkpoint: Path, out: Path, data: str | None, data_dir: str | None, accelerator: str
+) -> None:
+    """reconstructions.png; errors are in the name of the command."""
+    with plain_errors(command):
         check_writable(out)
         from .. import train
         from ..train import pictures
 
         learner, sets = opened(checkpoint, data, data_dir)
+        to_accelerator(learner, accelerator)
         batch = sets.test.batch(train.one_of_each_class(sets.test, sets.num_classes))
         if isinstance(learner, train.SegmentationLearner):
             columns = [", ".join(map(str, labels)) for labels in batch.labels.view(len(batch.labels), -1).tolist()]
             write(pictures.image_grid(train.segmented(learner, batch), columns), out / "reconstructions.png")
             return
-        again = train.reconstructions(learner, batch)
+        again = train.reconstructions(learner, batch).cpu()
         if batch.parts is None or not learner.has_classes:
             rows = {"input": batch.images, "reconstruction": again}
             columns = [", ".join(map(str, labels)) for labels in batch.labels.view(len(again), -1).tolist()]
@@ -155,19 +172,34 @@ def perturb(
     out: Out = Path("out/perturb"),
     data: Data = None,
     data_dir: DataDir = None,
+    accelerator: Accelerator = "auto",
 ) -> None:
     """What each number of a class capsule means: it is varied from -0.25 to 0.25 in steps of 0.05; a PNG a class."""
-    with plain_errors("perturb"):
+    draw_perturbations("perturb", checkpoint, label, out, data, data_dir, accelerator)
+
+
+def draw_perturbations(
+    command: str,
+    checkpoint: Path,
+    label: list[int],
+    out: Path,
+    data: str | None,
+    data_dir: str | None,
+    accelerator: str,
+) -> None:
+    """perturb-N.png of the classes label, or all; errors are in the name of the command."""
+    with plain_errors(command):
         check_writable(out)
         from .. import train
         from ..train import pictures
 
         learner, sets = opened(checkpoint, data, data_dir)
+        to_accelerator(learner, accelerator)
         first = train.one_of_each_class(sets.test, sets.num_classes)
         rows = dict(zip(sets.test.source.labels[first].tolist(), first, strict=True))
         for each in label:
             if each not in rows:
-                raise ValueError(f"capsfast perturb: label must be one of {', '.join(map(str, rows))}, got {each}")
+                raise ValueError(f"capsfast {command}: label must be one of {', '.join(map(str, rows))}, got {each}")
         for each in label or rows:
             image = sets.test.batch(rows[each][None]).images[0]
             images = train.perturbations(learner, image, each)
@@ -183,7 +215,20 @@ def routing(
     accelerator: Accelerator = "auto",
 ) -> None:
     """Capsule lengths and coupling entropy by class, iteration by iteration: routing.png."""
-    with plain_errors("routing"):
+    draw_routing("routing", checkpoint, out, data, data_dir, limit, accelerator)
+
+
+def draw_routing(
+    command: str,
+    checkpoint: Path,
+    out: Path,
+    data: str | None,
+    data_dir: str | None,
+    limit: int | None,
+    accelerator: str,
+) -> None:
+    """routing.png of the first limit images; errors are in the name of the command."""
+    with plain_errors(command):
         check_writable(out)
         from .. import train
         from ..train import pictures

@@ -7,9 +7,20 @@ from typing import Annotated
 import typer
 
 from ..files import check_writable
-from .common import Accelerator, Checkpoint, Data, DataDir, Out, opened, plain_errors, to_accelerator, write
+from .common import (
+    Accelerator,
+    Checkpoint,
+    Data,
+    DataDir,
+    Out,
+    on_command_line,
+    opened,
+    plain_errors,
+    to_accelerator,
+    write,
+)
 from .endings import stop
-from .inspection import perturb, reconstruct, routing
+from .inspection import draw_perturbations, draw_reconstructions, draw_routing
 
 
 class Kind(str, Enum):
@@ -41,14 +52,14 @@ def picture(
 ) -> None:
     """Test images with a bar for each class: predictions.png; or reconstructions, perturbations, routing."""
     for name, its in OF_KIND.items():
-        if kind is not its and str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
+        if kind is not its and on_command_line(context, name):
             raise stop(f"capsfast picture: --{name} is an option of --kind {its.value}, got --kind {kind.value}")
     if kind is Kind.reconstructions:
-        reconstruct(checkpoint, out, data, data_dir)
+        draw_reconstructions("picture", checkpoint, out, data, data_dir, accelerator)
     elif kind is Kind.perturbations:
-        perturb(checkpoint, label, out, data, data_dir)
+        draw_perturbations("picture", checkpoint, label, out, data, data_dir, accelerator)
     elif kind is Kind.routing:
-        routing(checkpoint, out, data, data_dir, limit, accelerator)
+        draw_routing("picture", checkpoint, out, data, data_dir, limit, accelerator)
     else:
         with plain_errors("picture"):
             check_writable(out)

@@ -15,7 +15,7 @@ from ..bench import record
 from ..files import check_writable, write_text
 from ..nn import ROUTINGS
 from . import training_options as options
-from .common import DataDir, plain_errors, say
+from .common import DataDir, on_command_line, plain_errors, say
 from .endings import stop
 from .training_options import IMAGES, LEARNING
 
@@ -145,7 +145,10 @@ def train(
     """Trains a capsule network, tests it after every epoch, and writes last.ckpt, record.json and curve.png."""
     given: Options = dict(context.params)
     with plain_errors("train"):
+        options.check_used(context)
         learner, images = _resumed(context, resume, data_dir) if resume is not None else _new(given)
+        if on_command_line(context, "reconstruction_weight") and not learner.weighs_reconstruction:
+            raise stop(f"capsfast train: --reconstruction-weight has no use here, {given['model']} weighs no decoder")
         if profile:
             check_writable(out)
             _profile(learner, images, accelerator, out)
@@ -196,7 +199,7 @@ def _named(pairs: list[str]) -> Options:
 def _resumed(context: typer.Context, checkpoint: Path, data_dir: str | None) -> "tuple[Learner, ImageData]":
     from ..train import open_checkpoint
 
-    named = [name for name in sorted(FIXED) if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    named = [name for name in sorted(FIXED) if on_command_line(context, name)]
     if named:
         fixed = ", ".join("--" + name.replace("_", "-") for name in named)
         raise stop(f"capsfast train: --resume takes {fixed} from the checkpoint; leave out what it fixes")
@@ -283,8 +286,7 @@ def _ending(context: typer.Context, end: "Interrupted") -> str:
     words = ["python", "-m", "capsfast", "train", "--resume", str(end.checkpoint)]
     for parameter in context.command.params:
         name, value = str(parameter.name), context.params.get(str(parameter.name))
-        named = str(context.get_parameter_source(name)).endswith("COMMANDLINE")
-        if not named or name not in (*TRAINER, "out"):
+        if not on_command_line(context, name) or name not in (*TRAINER, "out"):
             continue
         if isinstance(value, bool):
             words.append((parameter.opts if value else parameter.secondary_opts)[0])

@@ -4,6 +4,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .common import on_command_line
+from .endings import stop
+
 # The names of capsfast.train.NETWORKS, which is not imported before it is needed.
 MODELS = (
     "capsnet",
@@ -56,6 +59,24 @@ IMAGES = (
 )
 
 
+# Options that another one makes use of: its argument, the values that do, and how it is said.
+NEEDS = {
+    "spread_steps": ("loss", ("spread",), "--loss spread"),
+    "adversarial_eps": ("adversarial", ("fgsm", "pgd"), "--adversarial"),
+    "adversarial_steps": ("adversarial", ("pgd",), "--adversarial pgd"),
+    "adversarial_share": ("adversarial", ("fgsm", "pgd"), "--adversarial"),
+}
+
+
+def check_used(context: typer.Context) -> None:
+    """Ends a new training that was given an option which nothing would heed."""
+    if context.params["resume"] is not None:  # which takes none of them
+        return
+    for name, (other, values, said) in NEEDS.items():
+        if on_command_line(context, name) and context.params[other] not in values:
+            raise stop(f"capsfast train: --{name.replace('_', '-')} needs {said}")
+
+
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
@@ -102,4 +123,7 @@ Flip = Annotated[bool, _images("Mirror half of the images.", "--flip")]
 Brightness = Annotated[float, _images("Up to so much is added or taken away, of 1 for white.", min=0)]
 Contrast = Annotated[float, _images("Fraction.", min=0)]
 Cutout = Annotated[int | None, _images("Side of a square that takes the mean colour.", min=1)]
-Normalize = Annotated[str | None, _images("Mean 0, deviation 1: set (of the training set) or image (of each).")]
+Normalize = Annotated[
+    str | None,
+    _images("Mean 0, deviation 1: set (of the training images as they are stored) or image (of each)."),
+]

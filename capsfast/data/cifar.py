@@ -1,15 +1,16 @@
 """CIFAR-10 (Krizhevsky 2009): its binary files, and its pickled ones without running code from them."""
 
+import io
 import pickle
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .labelled import Labelled
-from .stored import reading, take
+from .stored import Stream, reading, take
 
 SHAPE = (3, 32, 32)
 NUMBERS = 3 * 32 * 32
@@ -25,12 +26,12 @@ def read_cifar_binary(path: Path | str) -> Labelled:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no whole number of records, labels above 9, or broken gzip.
+        ValueError: no whole number of records, labels above 9, broken gzip, or more than 100 MB.
     """
     path = Path(path)
     op = f"capsfast.data.read_cifar_binary: {path}"
     with reading(op, path) as stream:
-        content = take(stream, MOST_BYTES)
+        content = _whole(op, stream)
     if not content or len(content) % RECORD:
         raise ValueError(
             f"{op} must hold records of {RECORD} bytes, got {len(content)} bytes: {len(content) // RECORD} records and "
@@ -47,18 +48,19 @@ def read_cifar_pickle(path: Path | str) -> Labelled:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not such a pickle, cut short, or one that names anything else.
+        ValueError: not such a pickle, cut short or too long, one that names anything else, or more than 100 MB.
     """
     path = Path(path)
     op = f"capsfast.data.read_cifar_pickle: {path}"
     with reading(op, path) as stream:
-        try:
-            found = _Plain(stream, encoding="bytes").load()  # type: ignore[arg-type]
-        # What a damaged pickle raises depends on the byte that is damaged.
-        except Exception as error:
-            raise ValueError(
-                f"{op} can't be read as a batch of CIFAR-10: {_first_line(error)}; fetch it again"
-            ) from None
+        content = io.BytesIO(_whole(op, stream))
+    try:
+        found = _Plain(content, encoding="bytes").load()
+    # What a damaged pickle raises depends on the byte that is damaged.
+    except Exception as error:
+        raise ValueError(f"{op} can't be read as a batch of CIFAR-10: {_first_line(error)}; fetch it again") from None
+    if content.read(1):
+        raise ValueError(f"{op} is too long: bytes follow its pickle; fetch it again")
     values = found if isinstance(found, dict) else {}
     data, labels = (values.get(name, values.get(name.encode())) for name in ("data", "labels"))
     if not isinstance(data, _Array) or not isinstance(labels, list):
@@ -70,6 +72,13 @@ def read_cifar_pickle(path: Path | str) -> Labelled:
             f"{op} must have an image of {NUMBERS} bytes for each of its {len(labels)} labels, got {list(data.shape)}"
         )
     return _labelled(op, data.tensor(), torch.tensor(labels))
+
+
+def _whole(op: str, stream: Stream) -> bytearray:
+    content = take(stream, MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{op} is too long: a batch has at most {MOST_BYTES} bytes, more follow; fetch it again")
+    return content
 
 
 def _labelled(op: str, images: Tensor, labels: Tensor) -> Labelled:
@@ -105,42 +114,61 @@ class _Array:
 class _Type:
     """In the place of numpy's dtype."""
 
-    def __init__(self, name: Any, *_: Any) -> None:
+    def __init__(self, name: Any) -> None:
         self.name = name
 
     def __setstate__(self, state: Any) -> None:
         """Byte order and alignment, which bytes do not have."""
 
 
-def _empty_array(*_: Any) -> _Array:
-    return _Array()
+# What a pickle names and calls. Each load has objects of its own without attributes: whatever a pickle sets on them
+# would fail, and could not outlast it.
+class _Reconstruct:
+    __slots__ = ()
+
+    def __call__(self, *_: Any) -> _Array:
+        return _Array()
 
 
-def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
+class _NdArray:
+    """Is an argument of _Reconstruct, and never called."""
+
+    __slots__ = ()
+
+
+class _DType:
+    __slots__ = ()
+
+    def __call__(self, name: Any, *_: Any) -> _Type:
+        return _Type(name)
+
+
+class _Encode:
     """Bytes as Python 3 writes them into pickles that Python 2 can read."""
-    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-        raise pickle.UnpicklingError("bytes in an unknown encoding")
-    return text.encode("latin1")
+
+    __slots__ = ()
+
+    def __call__(self, text: Any, encoding: Any = "latin1") -> bytes:
+        if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
+            raise pickle.UnpicklingError("bytes in an unknown encoding")
+        return text.encode("latin1")
 
 
 class _Plain(pickle.Unpickler):
     """Plain values, and arrays as :class:`_Array`."""
 
     KNOWN = {  # noqa: RUF012
-        ("numpy.core.multiarray", "_reconstruct"): _empty_array,
-        ("numpy._core.multiarray", "_reconstruct"): _empty_array,
-        ("numpy", "ndarray"): _Array,
-        ("numpy", "dtype"): _Type,
-        ("_codecs", "encode"): _encoded,
+        ("numpy.core.multiarray", "_reconstruct"): _Reconstruct,
+        ("numpy._core.multiarray", "_reconstruct"): _Reconstruct,
+        ("numpy", "ndarray"): _NdArray,
+        ("numpy", "dtype"): _DType,
+        ("_codecs", "encode"): _Encode,
     }
-
-    def __init__(self, stream: BinaryIO, **options: Any) -> None:
-        super().__init__(stream, **options)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.KNOWN:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no batch needs")
-        return self.KNOWN[module, name]
+        return self.KNOWN[module, name]()
 
 
 READERS = {".bin": read_cifar_binary, "": read_cifar_pickle}

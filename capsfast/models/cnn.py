@@ -17,7 +17,8 @@ class CNN(nn.Module):
     """Convolutions, fully connected layers and a softmax: the baseline of Sabour, Frosst, Hinton (2017), section 5.
 
     With the defaults and 28 x 28 images it has the paper's 35.4 million parameters. It has no capsules: where a
-    network of capsules gives those of the classes, it gives the probability of each class as a capsule of one number.
+    network of capsules gives those of the classes, it gives the probability of each class as activation, and its
+    logarithm as a capsule of one number.
 
     Parts: ``convs``, ``hidden``, ``dropout``, ``classes``, ``decoder`` (None).
 
@@ -29,13 +30,16 @@ class CNN(nn.Module):
         dropout: of the last hidden layer.
         device, dtype: of the parameters.
 
-    Shapes: images ``[B, C, H, W]`` to :class:`CapsNetOutput`: probabilities ``[B, J]``, the same ``[B, J, 1]``, None.
+    Shapes: images ``[B, C, H, W]`` to :class:`CapsNetOutput`: probabilities ``[B, J]``, their logarithms
+    ``[B, J, 1]``, None.
 
     Raises:
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
     _op = "capsfast.models.CNN"
+    # A probability that is rounded to 0 has no gradient, its logarithm has.
+    poses_are_log_probabilities = True
 
     def __init__(
         self,
@@ -76,11 +80,11 @@ class CNN(nn.Module):
         self.decoder = None
 
     def classify(self, images: Tensor) -> Capsules:
-        """The probabilities of the classes of ``images [B, C, H, W]``, as poses ``[B, J, 1]`` and activations."""
+        """The classes of ``images [B, C, H, W]``: log probabilities as poses ``[B, J, 1]``, probabilities."""
         check_images(self._op, images, self.image_shape)
         features = self.hidden(self.convs(images).flatten(1))
-        probabilities = self.classes(self.dropout(features)).softmax(1)
-        return Capsules(probabilities[:, :, None], probabilities)
+        logits = self.classes(self.dropout(features))
+        return Capsules(logits.log_softmax(1)[:, :, None], logits.softmax(1))
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
         """``labels`` are for networks with a decoder; here they change nothing."""

@@ -1,12 +1,12 @@
 """A network, its loss and its optimizer as a Lightning module."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data import Batch
 from ..data.seeds import generator, seed_for
@@ -30,6 +30,18 @@ def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
     return (found.sort(1).values == wanted.sort(1).values).all(1)
 
 
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Buffers, such as the statistics of a batch normalisation, are afterwards as they were before."""
+    before = [(each, each.clone()) for each in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for each, value in before:
+                each.copy_(value)
+
+
 class Learner(pl.LightningModule):
     """Margin loss and reconstruction by Adam (Sabour, Frosst, Hinton 2017, section 4).
 
@@ -50,7 +62,8 @@ class Learner(pl.LightningModule):
         decay_rate, decay_steps: it is multiplied by ``decay_rate`` every ``decay_steps``, smoothly. With a cosine it
             falls to 0 over ``decay_steps``. None: 2000, for a cosine all steps of the training that begins.
         clip: largest norm of all gradients together; None leaves them.
-        loss: of the classes, see :class:`capsfast.train.objective.ClassLoss`; None: margin, of a CNN cross-entropy.
+        loss: of the classes, see :class:`capsfast.train.objective.ClassLoss`; None: margin, of a CNN cross-entropy. A
+            network without classes has a loss of its own and takes None alone.
         spread_steps: over which the margin of the spread loss grows.
         reconstruction_weight: times the summed squared error.
         entropy_weight: times the mean entropy of the coupling in the last pass of the routing to the classes, 1 being
@@ -134,6 +147,8 @@ class Learner(pl.LightningModule):
             self.adversary = Adversary(adversarial, adversarial_eps, adversarial_steps, adversarial_share)
         self.tested_at: int | None = None
         self.has_classes = model not in WITHOUT_CLASSES
+        if loss is not None and not self.has_classes:
+            raise ValueError(f"{op}: loss is that of classes, of which {model} has none; leave it out, got {loss!r}")
         if adversarial is not None and not self.has_classes:
             raise ValueError(f"{op}: adversarial needs a network with classes, got {model}")
         self.entropy: CouplingEntropy | None = None
@@ -151,6 +166,11 @@ class Learner(pl.LightningModule):
     @property
     def has_decoder(self) -> bool:
         return getattr(self.model, "decoder", None) is not None
+
+    @property
+    def weighs_reconstruction(self) -> bool:
+        """Whether a reconstruction is one part of the loss beside another, which reconstruction_weight is for."""
+        return self.has_decoder and self.hparams["model"] not in ("autoencoder", "stacked")
 
     def check_decoder(self, name: str) -> None:
         """Raises ValueError in the name of a function that needs class capsules with a decoder."""
@@ -201,7 +221,8 @@ class Learner(pl.LightningModule):
             output = self.output(shown, *(() if not self.has_classes else (labels if parts is None else labels[:, 0],)))
         found: dict[str, Tensor] = {}
         if self.has_classes:
-            of_classes = self.class_loss(output.lengths, labels, self.global_step).mean()
+            logs = self._log_probabilities(output.capsules)
+            of_classes = self.class_loss(output.lengths, labels, self.global_step, logs).mean()
             found |= {"loss": of_classes, self.class_loss.log_name: of_classes}
             found |= {name: value.mean() for name, value in self.class_loss.parts(output.lengths, labels).items()}
             errors = [] if output.reconstruction is None else [self._error(output.reconstruction, batch, 0)]
@@ -244,16 +265,31 @@ class Learner(pl.LightningModule):
         step: of the spread loss; None: with its last margin.
         """
         step = self.class_loss.spread_steps if step is None else step
-        return lambda images: self.class_loss(self.classify(images).activations, labels, step).sum()
+
+        def loss(images: Tensor) -> Tensor:
+            poses, activations = self.classify(images)
+            found: Tensor = self.class_loss(activations, labels, step, self._log_probabilities(poses)).sum()
+            return found
+
+        return loss
+
+    def _log_probabilities(self, poses: Tensor) -> Tensor | None:
+        return poses[:, :, 0] if getattr(self.model, "poses_are_log_probabilities", False) else None
 
     def attacked(self, batch: Batch) -> Tensor:
-        """The images of a step, those that the adversary takes changed."""
+        """The images of a step, those that the adversary takes changed.
+
+        The network is as in the step, without autocast; its buffers stay as they are.
+        """
         images, labels, _ = batch
         count = 0 if self.adversary is None else self.adversary.count(len(images))
         if self.adversary is None or not count:
             return images
         draws = generator(self.seed, "attack", self.global_step, self.global_rank)
-        changed = self.adversary(self.class_loss_of(labels[:count], self.global_step), images[:count], draws)
+        loss = self.class_loss_of(labels[:count], self.global_step)
+        # In float16 gradients of images underflow: the scale of the training's loss is not that of this one.
+        with _buffers_kept(self), torch.autocast(images.device.type, enabled=False):
+            changed = self.adversary(loss, images[:count], draws)
         return torch.cat([changed, images[count:]])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -316,6 +352,12 @@ class Learner(pl.LightningModule):
         if self.clip is not None:
             self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
 
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """That of the training, at the learning rate after the warm-up."""
+        if self.weight_decay:
+            return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
     def configure_optimizers(self) -> Any:
         if not self.decay.steps:
             planned = self.trainer.estimated_stepping_batches
@@ -323,10 +365,6 @@ class Learner(pl.LightningModule):
                 raise ValueError("capsfast.train.Learner: a cosine over training without end needs decay_steps")
             # Kept, so that a resumed run with another end goes on with this one.
             self.decay.steps = self.hparams["decay_steps"] = int(planned)
-        optimizer: torch.optim.Optimizer
-        if self.weight_decay:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        else:
-            optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        optimizer = self.make_optimizer()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.decay)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

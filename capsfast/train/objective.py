@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from ..nn import MarginLoss, SpreadLoss
 
 LOSSES = ("margin", "mse", "spread", "cross-entropy")
+# Added to activations before their logarithm. Its inverse squared, which Adam keeps, must be a float32.
+LOG_EPS = 1e-12
 
 
 def multi_hot(labels: Tensor, num_classes: int) -> Tensor:
@@ -21,7 +23,10 @@ class ClassLoss(nn.Module):
     * ``mse``: the squared distance of the activations from 1 for classes that are there and 0 for others, summed.
     * ``spread``: :class:`capsfast.nn.SpreadLoss`, whose margin grows by the step; images of one class each.
     * ``cross-entropy``: of each activation's share in their sum, which for activations that sum to 1, such as those of
-      a softmax, is the negative log likelihood. Two classes have half of the probability each.
+      a softmax, is the negative log likelihood. Two classes have half of the probability each. 1e-12 is added to every
+      activation, so that the gradient is at most 1e12 and not 0 where one is tiny. An activation that its own function
+      has rounded to 0, as a sigmoid or a squash of very small numbers does, may still get no gradient through that
+      function; where ``logs`` are given, they are taken and there is no such limit.
 
     Args:
         name: one of these.
@@ -44,8 +49,8 @@ class ClassLoss(nn.Module):
     def log_name(self) -> str:
         return self.name.replace("-", "_")
 
-    def forward(self, activations: Tensor, labels: Tensor, step: int) -> Tensor:
-        """``labels [B]`` or ``[B, n]``; step: optimizer steps done."""
+    def forward(self, activations: Tensor, labels: Tensor, step: int, logs: Tensor | None = None) -> Tensor:
+        """``labels [B]`` or ``[B, n]``; step: optimizer steps done; logs: of activations that sum to 1, ``[B, J]``."""
         if self.name == "spread":
             if labels.dim() != 1:
                 raise ValueError("capsfast.train.Learner: loss spread needs one class an image; take margin or mse")
@@ -58,9 +63,10 @@ class ClassLoss(nn.Module):
         a = activations.float()
         if self.name == "mse":
             return (a - present).square().sum(1)
-        shares = a / a.sum(1, keepdim=True).clamp_min(torch.finfo(a.dtype).tiny)
-        logs = shares.clamp_min(torch.finfo(a.dtype).tiny).log()
-        return -(present * logs).sum(1) / present.sum(1)
+        if logs is None:
+            a = a + LOG_EPS
+            logs = a.log() - a.sum(1, keepdim=True).log()
+        return -(present * logs.float()).sum(1) / present.sum(1)
 
     def parts(self, activations: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Of the margin loss what classes that are there and classes that are not contribute; else nothing."""

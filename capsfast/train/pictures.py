@@ -38,10 +38,11 @@ def in_colour(images: Tensor) -> Tensor:
 
 def _mosaic(rows: Sequence[Tensor], gap: int) -> Tensor:
     """Rows of images ``[n, C, H, W]`` in [0, 1] side by side on white: ``[height, width, 3]``."""
-    spaced = [F.pad(in_colour(images), [gap, 0, gap, 0], value=1.0) for images in rows]
+    # Rows may come from the data and from a device.
+    spaced = [F.pad(in_colour(images.detach().cpu()), [gap, 0, gap, 0], value=1.0) for images in rows]
     lines = [images.permute(2, 0, 3, 1).flatten(1, 2) for images in spaced]  # [H, n W, 3]
     # The noise in the last bits is most of a PNG's size.
-    return (torch.cat(lines).detach().cpu().clamp(0, 1) * SHADES).round() / SHADES
+    return (torch.cat(lines).clamp(0, 1) * SHADES).round() / SHADES
 
 
 def image_grid(rows: Mapping[str, Tensor], columns: Sequence[str], title: str = "") -> Figure:
@@ -198,7 +199,9 @@ def curve(metrics: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
             if metrics.get(source):
                 marker = "o" if style == "--" else None
                 left.plot(*zip(*metrics[source], strict=True), style, marker=marker, label=source, linewidth=1)
-    left.set(xlabel="step", yscale="log", title="loss and its parts")
+    # A negative log likelihood of densities may be below 0.
+    negative = any(value < 0 for line in left.lines for value in map(float, line.get_ydata()))
+    left.set(xlabel="step", yscale="linear" if negative else "log", title="loss and its parts")
     left.legend(fontsize="small")
     tested = next((name for name in ("test_accuracy", "test_iou") if metrics.get(name)), None)
     if tested is not None:

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,7 +20,8 @@ LAYERS = (ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement, _SlimCaps)
 
 
 class StepShare(NamedTuple):
-    """Medians over the steps: seconds of a training step (forward, backward, optimizer), and of its routing layers."""
+    """Medians over the steps: seconds of a training step (attack, forward, backward, clipping, optimizer, as far as the
+    learner has them), and of its routing layers."""
 
     step: float
     routing: float
@@ -71,6 +71,9 @@ class _Ranges:
 def routing_share(learner: Learner, batch: Batch, *, backend: str | None = None, steps: int = 10) -> StepShare:
     """Times training steps on one batch with torch.profiler. The weights are as before afterwards.
 
+    The steps are those of the learner, with its adversary, its optimizer and its clipping; the learning rate is that
+    after the warm-up.
+
     Args:
         learner: the network, on the device that is asked about.
         batch: the images, on the same device.
@@ -87,15 +90,17 @@ def routing_share(learner: Learner, batch: Batch, *, backend: str | None = None,
     if steps < 1:
         raise ValueError(f"capsfast.train.routing_share: steps must be at least 1, got {steps}")
     before = {name: value.clone() for name, value in learner.state_dict().items()}
-    optimizer = torch.optim.Adam(learner.parameters(), lr=learner.lr)
+    optimizer = learner.make_optimizer()
     on_gpu = learner.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
 
     def step() -> None:
         with record_function(STEP):
-            found, _ = learner.losses(batch)
+            found, _ = learner.measured(batch, learner.attacked(batch))
             optimizer.zero_grad()
-            found.total.backward()
+            found["loss"].backward()
+            if learner.clip is not None:
+                nn.utils.clip_grad_norm_(learner.parameters(), learner.clip)
             optimizer.step()
 
     ranges = _Ranges(_outermost(learner))

@@ -48,6 +48,7 @@ class Bar(RichProgressBar):
     """Lightning's, with what fits in a line beside it."""
 
     SHOWN: ClassVar = {
+        "loss": "loss",
         "margin": "margin",
         "mse": "mse",
         "spread": "spread",
@@ -55,10 +56,14 @@ class Bar(RichProgressBar):
         "reconstruction": "reconstruction",
         "images_per_s": "images/s",
         "test_accuracy": "test accuracy",
+        "test_iou": "test IoU",
+        "test_pixels": "test pixels",
     }
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         found = super().get_metrics(trainer, pl_module)
+        if any(name in found for name in OF_CLASSES):
+            found.pop("loss", None)
         return {shown: found[name] for name, shown in self.SHOWN.items() if name in found}
 
 

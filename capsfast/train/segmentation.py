@@ -57,7 +57,7 @@ class SegmentationLearner(Learner):
     the decoder.
 
     A test gives ``test_iou``, of the classes over all images together, and ``test_pixels``, the share of pixels with
-    exactly the right classes. Arguments as for Learner, of which loss and entropy_weight have no meaning here.
+    exactly the right classes. Arguments as for Learner, but for loss and entropy_weight, which it does not take.
     """
 
     pixel_loss = MarginLoss(lam=ABSENT)
@@ -95,15 +95,15 @@ def segmented(learner: SegmentationLearner, batch: Batch) -> dict[str, Tensor]:
     """What the network makes of images: rows of pictures for :func:`capsfast.train.pictures.image_grid`.
 
     Returns:
-        ``image``, ``classes``, ``predicted`` and, with a decoder, ``reconstruction`` by the predicted classes.
+        ``image``, ``classes``, ``predicted`` and, with a decoder, ``reconstruction`` by the predicted classes, all on
+        the CPU.
     """
     from .pictures import class_colours
 
-    batch = batch.to(learner.device)
-    output = learner.model(learner.normalized(batch.images))
+    output = learner.model(learner.normalized(batch.images.to(learner.device)))
     rows = {
-        "image": batch.images,
+        "image": batch.images.cpu(),
         "classes": class_colours(pixel_classes(batch, learner.sizes["num_classes"])),
         "predicted": class_colours(output.lengths > PRESENT),
     }
-    return rows if output.reconstruction is None else {**rows, "reconstruction": output.reconstruction}
+    return rows if output.reconstruction is None else {**rows, "reconstruction": output.reconstruction.cpu()}

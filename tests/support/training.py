@@ -15,6 +15,12 @@ TINY: dict[str, Any] = {"conv_channels": 6, "primary_groups": 2, "primary_dim": 
 TINY_DEEP: dict[str, Any] = {"conv_channels": 6, "types": 2, "dims": [2, 3, 3], "digit_dim": 5}
 
 
+def margin(lengths: Tensor, present: Tensor) -> Tensor:
+    """Sabour et al. 2017, eq. 4, for each sample."""
+    loss = present * (0.9 - lengths).clamp(min=0) ** 2 + 0.5 * (1 - present) * (lengths - 0.1).clamp(min=0) ** 2
+    return loss.sum(1)
+
+
 def learner_for(images: ImageData, model: str = "capsnet", **more: Any) -> Learner:
     images.setup()
     options = {"capsnet": TINY, "deepcaps": TINY_DEEP}.get(model, {"conv_channels": 6, "primary_groups": 2})
