@@ -15,7 +15,7 @@ class StackedLearner(Learner):
     """:class:`Learner` of a :class:`capsfast.models.StackedCapsuleAutoencoder`, which sees no labels.
 
     The loss is that of the network, the sum of its terms. A test gives each term, and the squared error of the images
-    as ``test_reconstruction``. Arguments as for Learner, of which those for classes have no meaning here.
+    as ``test_reconstruction``. Arguments as for Learner; those for classes raise or have no meaning here.
     """
 
     def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
