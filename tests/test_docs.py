@@ -114,6 +114,18 @@ def test_results_are_those_of_the_records() -> None:
         assert accuracy == f"{found:.2%}".replace("%", " %")
 
 
+def test_routings_side_by_side_are_those_of_the_record() -> None:
+    record = json.loads((ROOT / "docs" / "records" / "digits-routings.json").read_text(encoding="utf-8"))
+    rows = table_rows(
+        ROOT / "docs" / "results.md", "| network | parameters | test accuracy | seconds | in the record |"
+    )
+    assert set(capsfast.nn.ROUTINGS) <= set(record) == {row[-1].strip("`") for row in rows}
+    for _, parameters, accuracy, seconds, name in rows:
+        found = record[name.strip("`")]
+        assert int(parameters.replace(" ", "")) == found["parameters"]
+        assert (accuracy, seconds) == (f"{100 * found['results']['test_accuracy']:.2f} %", f"{found['seconds']:.1f}")
+
+
 def test_readme_names_every_routing() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = text.partition("any of these routings: ")[2].partition(". Their votes")[0]
