@@ -88,7 +88,9 @@ def test_records_of_the_checkout_are_named_after_their_machine() -> None:
         if "microarchitecture" in surroundings["machine"]:
             op = ops.pop() if len(ops) == 1 else "both"
             long = {row.case for row in rows} <= set(sweep("long"))
-            assert record.name(surroundings["machine"], op, "long" if long else "all") == path.stem
+            routings = {row.case.routing for row in rows} - {""}
+            routing = routings.pop() if len(routings) == 1 else "all" if routings else ""
+            assert record.name(surroundings["machine"], op, "long" if long else "all", routing) == path.stem
 
 
 @needs_extension
