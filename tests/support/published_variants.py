@@ -98,7 +98,7 @@ class CosineAgreement(nn.Module):
 
 
 class Transposed(nn.Module):
-    """``(num_in, num_out, dim_in, dim_out, routing)``: input ``[B, K, I]``, ``W [I, J, D, K]``, result ``[B, D, J]``."""
+    """``(num_in, num_out, dim_in, dim_out, routing)``: ``[B, K, I]`` to ``[B, D, J]``, ``W [I, J, D, K]``."""
 
     def __init__(self, num_in: int, num_out: int, dim_in: int, dim_out: int, routing: int = 3) -> None:
         super().__init__()
