@@ -1,8 +1,7 @@
 """Fused capsule-network routing for PyTorch."""
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import nn
 from ._version import __version__
@@ -16,6 +15,7 @@ __all__ = [
     "DynamicRouting",
     "Moments",
     "__version__",
+    "accelerate",
     "backends",
     "diagnose",
     "dynamic_routing",
@@ -30,14 +30,18 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import models
+    from .adopt import accelerate
+
+# What is imported when it is first asked for: a name here, and the module that it is, or that has it.
+_LATER = {"accelerate": "adopt", "models": "models"}
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Networks are imported when they are first asked for."""
-    if name == "models":
-        return importlib.import_module(".models", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_LATER[name]}", __name__)
+    return module if name == _LATER[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "models"})
+    return sorted({*globals(), *_LATER})

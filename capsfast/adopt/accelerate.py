@@ -12,7 +12,8 @@ from . import discovery, report, verification
 from .discovery import Call, Candidate
 from .fused import Fused, FusedLayer, fuse, settings
 from .identification import Identification
-from .identify import NotReproduced, identify
+from .refusal import NotReproduced
+from .search import identify
 from .report import Acceleration, LayerReport
 from .signature import Signature
 from .verification import LeftAloneError, first_line, fused_way, own_way
@@ -200,7 +201,8 @@ def _identified(layer: nn.Module, call: Call) -> tuple[Signature, Identification
         except LeftAloneError as error:
             failures.append(error)
         except NotReproduced as error:
-            failures.append(LeftAloneError(str(error)))
+            nearest = "" if error.difference is None else f" (the nearest call differs by {error.difference:.1e})"
+            failures.append(LeftAloneError(f"it is not reproduced: {error.reason}{nearest}"))
         except Exception as error:  # code of anybody, here in float64
             failures.append(LeftAloneError(f"its forward failed in float64: {first_line(error)}"))
     raise failures[-1]

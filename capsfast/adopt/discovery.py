@@ -1,6 +1,7 @@
 """Which modules of a model may be routing layers: by what goes in and comes out, and by the sizes of what they own."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,31 +142,33 @@ def owns_what_routing_needs(candidate: Candidate) -> bool:
     return any(_is_of_capsules(candidate.layer, call) or is_of_votes(candidate.layer, call) for call in candidate.calls)
 
 
-def _numbers(call: Call) -> tuple[int, int]:
-    """Of one sample: how many go in, and how many come out."""
+def _samples(call: Call) -> tuple[list[int], list[int]]:
+    """Axes of one sample of what goes in, and of what comes out, without those of length 1."""
     B = call.given[0].shape[0]
-    result = 1
-    for size in call.shape:
-        result *= size
-    return call.given[0].numel() // B, result // B
+    made = axes_of(call.shape)
+    if B in made:
+        made.remove(B)
+    return axes_of(tuple(call.given[0].shape[1:])), made
 
 
 def _is_of_capsules(layer: nn.Module, call: Call) -> bool:
-    given, made = _numbers(call)
-    tensors = [*layer.parameters(), *layer.buffers()]
-    sharing = {1, *call.given[0].shape[1:]}
+    given, made = _samples(call)
+    # A layer that keeps its number of capsules, as attention does, shares its weight in another sense.
+    pairs = {one * other for one in given for other in made if one != other}
+    sharing = {1, *given, *made, *pairs}
+    numbers = math.prod(given) * math.prod(made)
     return any(
-        len(axes_of(tuple(p.shape))) >= 2 and given * made % p.numel() == 0 and given * made // p.numel() in sharing
-        for p in tensors
+        len(axes_of(tuple(p.shape))) >= 2 and numbers % p.numel() == 0 and numbers // p.numel() in sharing
+        for p in (*layer.parameters(), *layer.buffers())
         if p.numel()
     )
 
 
 def is_of_votes(layer: nn.Module, call: Call) -> bool:
-    given, made = _numbers(call)
-    many = axes_of(tuple(call.given[0].shape[1:]))
+    given, made = _samples(call)
     owned = max((len(axes_of(tuple(p.shape))) for p in layer.parameters()), default=0)
-    return owned <= 2 and len(many) == 3 and made > 0 and given % made == 0 and given // made in many
+    I, rest = divmod(math.prod(given), math.prod(made))
+    return owned <= 2 and len(given) == 3 and not rest and I in given
 
 
 def _passes_through(candidate: Candidate, all_of_them: list[Candidate]) -> bool:

@@ -104,8 +104,8 @@ def relative(one: Tensor, other: Tensor) -> float:
     """The largest difference over the largest number of ``other``; infinite where one of them is not finite."""
     if one.numel() == 0:
         return 0.0
-    largest = other.double().abs().max().clamp_min(TINY)
-    found = float((one.double() - other.double()).abs().max() / largest)
+    one, other = one.detach().double(), other.detach().double()
+    found = float((one - other).abs().max() / other.abs().max().clamp_min(TINY))
     return found if found == found else float("inf")
 
 

@@ -7,6 +7,7 @@ from ..bench.timing import interleave
 from ..functional import dynamic_routing
 from .discovery import axes_of
 from .identification import Identification
+from .orders import follow, steps_to
 from .verification import LEAST_ROUNDS, Way
 
 
@@ -43,10 +44,11 @@ def gain(
     generator = torch.Generator().manual_seed(K)
     u = torch.randn(B, I, K, generator=generator).to(votes).requires_grad_()
     weight = (0.1 * torch.randn(I, J, D, K, generator=generator)).to(votes).requires_grad_()
+    steps = steps_to(identification.input_order, "BIJD")
     options = {each: value for each, value in identification.options.items() if each != "num_iterations"}
 
     def apart(_: int) -> None:
-        made = identification.arrange(torch.einsum("ijdk,bik->bijd", weight, u))
+        made = follow(torch.einsum("ijdk,bik->bijd", weight, u), steps)
         torch.autograd.grad(own.at((made,)).sum(), (u, weight))
 
     def together(_: int) -> None:
