@@ -1,8 +1,7 @@
 """Fused capsule-network routing for PyTorch."""
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import nn
 from ._version import __version__
@@ -16,9 +15,11 @@ __all__ = [
     "DynamicRouting",
     "Moments",
     "__version__",
+    "adopt",
     "backends",
     "diagnose",
     "dynamic_routing",
+    "identify",
     "models",
     "nn",
     "route_votes",
@@ -29,15 +30,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import models
+    from . import adopt, models
+    from .adopt import identify
+
+# Imported when they are first asked for: sub-packages, and names of one.
+_LATE = {"adopt": None, "models": None, "identify": "adopt"}
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Networks are imported when they are first asked for."""
-    if name == "models":
-        return importlib.import_module(".models", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = importlib.import_module(f".{_LATE[name] or name}", __name__)
+    return getattr(package, name) if _LATE[name] else package
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "models"})
+    return sorted({*globals(), *_LATE})
