@@ -16,9 +16,11 @@ __all__ = [
     "Moments",
     "__version__",
     "accelerate",
+    "adopt",
     "backends",
     "diagnose",
     "dynamic_routing",
+    "identify",
     "models",
     "nn",
     "route_votes",
@@ -29,19 +31,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import models
-    from .adopt import accelerate
+    from . import adopt, models
+    from .adopt import accelerate, identify
 
-# What is imported when it is first asked for: a name here, and the module that it is, or that has it.
-_LATER = {"accelerate": "adopt", "models": "models"}
+# Imported when they are first asked for: sub-packages, and names of one.
+_LATE = {"adopt": None, "models": None, "accelerate": "adopt", "identify": "adopt"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_LATER[name]}", __name__)
-    return module if name == _LATER[name] else getattr(module, name)
+    package = importlib.import_module(f".{_LATE[name] or name}", __name__)
+    return getattr(package, name) if _LATE[name] else package
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATE})

@@ -1,15 +1,16 @@
 """How capsfast computes what a layer computes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..functional import dynamic_routing, route_votes
-from .orders import as_code, check, follow, letters, spelled, steps_from, steps_to
+from .orders import Steps, as_code, check, follow, letters, spelled, steps_from, steps_to
 
-ARGUMENTS = ("mask", "out_mask", "logits", "unused")
+# Roles of the arguments of a forward besides u, which the call does not read.
+UNREAD = ("unused", "constant")
 
 
 class Sizes(NamedTuple):
@@ -40,8 +41,8 @@ class Identification:
         num_iterations, softmax, gradient, leaky, squash, eps, share_batch_logits, squash_last: see
             :func:`capsfast.dynamic_routing`.
         logits, logits_order, bias, bias_order: names and axes of these, if the layer has them.
-        arguments, argument_orders: what the layer's further arguments are, ``"mask"``, ``"out_mask"``, ``"logits"`` or
-            ``"unused"``, and their axes.
+        arguments, argument_orders: what the layer's further arguments are, ``"mask"``, ``"out_mask"``, ``"logits"``,
+            ``"unused"`` or ``"constant"`` (no tensor: the call holds for the value that it had), and their axes.
         part: which entry of a tuple the output is; None where the layer gives a tensor.
         forward_difference, gradient_difference: the largest relative differences between layer and call.
         notes: what else was seen, in words.
@@ -105,27 +106,39 @@ class Identification:
             KeyError: a parameter is missing.
             ValueError, TypeError: a tensor has other axes; what :func:`capsfast.dynamic_routing` raises.
         """
+        tensors, keywords = self.arguments_of_call(parameters, u, *others)
+        function: Callable[..., Tensor] = route_votes if self.weight is None else dynamic_routing
+        v = function(*tensors, **keywords, backend=backend)
+        return follow(v, steps_to(self.output_order, "BJD"))
+
+    def arguments_of_call(
+        self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """What the function gets, by position and by name."""
         op = "capsfast.adopt.Identification"
-        sizes = self.sizes._asdict()
         given: dict[str, Any] = dict(self.options)
         for role, name, order in (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order)):
             if name is not None:
                 given[role] = follow(check(op, name, parameters[name], order), self._steps(role, order))
         for role, order, value in zip(self.arguments, self.argument_orders, others, strict=False):
-            if role != "unused" and value is not None:
+            if role not in UNREAD and value is not None:
                 value = follow(check(op, role, value, order), self._steps(role, order))
                 given[role] = value != 0 if role.endswith("mask") else value
         u = follow(check(op, "u", u, self.input_order), self._steps("input", self.input_order))
-        num_iterations = given.pop("num_iterations", 3)
         if self.weight is None:
-            v = route_votes(u, num_iterations, **given, backend=backend)
-        else:
-            weight = check(op, self.weight, parameters[self.weight], self.weight_order)
-            weight = follow(weight, steps_from(self.weight_order, "IJDK", sizes))
-            v = dynamic_routing(u, weight, num_iterations, **given, backend=backend)
-        return follow(v, steps_to(self.output_order, "BJD"))
+            return (u,), given
+        weight = check(op, self.weight, parameters[self.weight], self.weight_order)
+        weight = follow(weight, self._weight_steps(any(name in given for name in ("logits", "bias", "out_mask"))))
+        return (u, weight), given
 
-    def _steps(self, role: str, order: str) -> Any:
+    def _weight_steps(self, outputs_known: bool) -> Steps:
+        """A weight that all output capsules share does not say how many there are, if nothing else does."""
+        steps = steps_from(self.weight_order, "IJDK", self.sizes._asdict())
+        if "J" in letters(self.weight_order) or outputs_known:
+            return steps
+        return (*steps, ("expand", (-1, self.sizes.J, -1, -1)))
+
+    def _steps(self, role: str, order: str) -> Steps:
         """From the axes of the layer to those of the function."""
         sizes = self.sizes._asdict()
         wanted = {
@@ -157,7 +170,9 @@ class Identification:
         """The call as Python, for a layer and an input of these names."""
         lines, given = [], []
         if self.weight is not None:
-            steps = steps_from(self.weight_order, "IJDK", self.sizes._asdict())
+            steps = self._weight_steps(
+                self.logits is not None or self.bias is not None or {"logits", "out_mask"} & {*self.arguments} != set()
+            )
             lines.append(f"weight = {layer}.{self.weight}{as_code(steps)}  # {spelled(self.weight_order)}")
             given.append("weight")
         if self.num_iterations != DEFAULTS["num_iterations"]:
@@ -166,7 +181,7 @@ class Identification:
             if named is not None:
                 given.append(f"{role}={layer}.{named}{as_code(self._steps(role, order))}")
         for role, order in zip(self.arguments, self.argument_orders, strict=True):
-            if role != "unused":
+            if role not in UNREAD:
                 truth = " != 0" if role.endswith("mask") else ""
                 given.append(f"{role}={role}{as_code(self._steps(role, order))}{truth}")
         given += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
@@ -210,10 +225,9 @@ class Identification:
             found.append(f"the logits start with `{self.logits}` {spelled(self.logits_order)}")
         if self.bias is not None:
             found.append(f"`{self.bias}` {spelled(self.bias_order)} is added to the weighted sum")
-        found += [
-            f"argument {n} is the {role} {spelled(order)}" if role != "unused" else f"argument {n} has no effect"
-            for n, (role, order) in enumerate(zip(self.arguments, self.argument_orders, strict=True), 2)
-        ]
+        for n, (role, order) in enumerate(zip(self.arguments, self.argument_orders, strict=True), 2):
+            words = {"unused": "has no effect", "constant": "counts as a constant"}
+            found.append(f"argument {n} {words.get(role, f'is the {role} {spelled(order)}')}")
         if self.part is not None:
             found.append(f"the output is entry {self.part} of a tuple")
         return found
@@ -235,10 +249,14 @@ DEFAULTS: dict[str, Any] = {
 
 
 def unwrapped(layer: nn.Module) -> nn.Module:
-    """The module inside of one that runs it in parallel."""
-    while isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        layer = layer.module
-    return layer
+    """The module inside of one that runs it in parallel, or compiled."""
+    while True:
+        if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            layer = layer.module
+        elif "_orig_mod" in layer._modules:
+            layer = layer.get_submodule("_orig_mod")
+        else:
+            return layer
 
 
 def tensor_of(layer: nn.Module, name: str) -> Tensor:
