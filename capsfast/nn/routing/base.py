@@ -72,7 +72,7 @@ class Routing(nn.Module):
         Returns:
             Poses ``[B, J, D]`` and activations ``[B, J]``.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.op}: a routing overrides route(votes, activation); docs/passes.md adds one")
 
     def weight_std(self, summed: int) -> float:
         """The deviation that the weight of a layer starts with, whose votes are sums of ``summed`` products.
