@@ -71,6 +71,11 @@ class RoutedCaps(nn.Module):
             _arguments.positive(op, "init_std", init_std)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.routing = make_routing(op, routing, in_caps, out_caps, in_dim, out_dim, **options, **made)
+        if self.routing.needs_votes:
+            raise ValueError(
+                f"{op}: routing must be one that takes (u, weight), got {self.routing}, which needs votes in memory; "
+                f"call it with votes, or route those of a convolution"
+            )
         self.in_caps = in_caps
         self.out_caps = out_caps
         self.in_dim = in_dim

@@ -39,6 +39,8 @@ class Routing(nn.Module):
 
     # Whether activations of the input capsules matter. Where they do not, the lengths of the poses say all.
     uses_activation = False
+    # Whether it goes over votes in memory alone, and not over those that a pass makes.
+    needs_votes = False
 
     def __init__(
         self,
