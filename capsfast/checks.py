@@ -117,6 +117,7 @@ def options(op: str, given: Options) -> None:
     boolean(op, "leaky", given.leaky)
     choice(op, "squash", given.squash, SQUASH)
     positive_eps(op, given.eps)
+    boolean(op, "squash_last", given.squash_last)
 
 
 def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,7 @@ def dynamic_routing(
     leaky: bool = False,
     squash: str = "paper",
     eps: float = 1e-8,
+    squash_last: bool = True,
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
@@ -98,6 +99,8 @@ def dynamic_routing(
         leaky: one more entry of logit 0 in every softmax, whose coupling is thrown away.
         squash: the kind, see :func:`capsfast.squash`.
         eps: of the squash.
+        squash_last: False leaves out the squash of the last iteration, whose weighted sum with the bias is then the
+            result. The iterations before squash as they do otherwise.
         share_batch_logits: routing logits averaged over the batch. A defect of some older code, under
             which a sample's result depends on its batch; reference backend only, with a warning.
         return_coupling: also return the last coupling coefficients.
@@ -114,7 +117,7 @@ def dynamic_routing(
             backend.
     """
     op = "capsfast.dynamic_routing"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)
@@ -142,6 +145,7 @@ def route_votes(
     leaky: bool = False,
     squash: str = "paper",
     eps: float = 1e-8,
+    squash_last: bool = True,
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
@@ -159,7 +163,7 @@ def route_votes(
     (Sabour, Frosst, Hinton 2017, procedure 1).
     """
     op = "capsfast.route_votes"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)

@@ -49,6 +49,7 @@ class RoutingLayer(nn.Module):
         self.leaky = options.leaky
         self.squash = options.squash
         self.eps = options.eps
+        self.squash_last = options.squash_last
         self.share_batch_logits = share_batch_logits
         self.top_k = top_k
         self.backend = backend
@@ -70,6 +71,7 @@ class RoutingLayer(nn.Module):
             leaky=self.leaky,
             squash=self.squash,
             eps=self.eps,
+            squash_last=self.squash_last,
             share_batch_logits=self.share_batch_logits,
             backend=self.backend,
         )
@@ -85,6 +87,7 @@ class RoutingLayer(nn.Module):
             "leaky": False,
             "squash": "paper",
             "eps": 1e-8,
+            "squash_last": True,
             "share_batch_logits": False,
             "top_k": None,
             "backend": None,

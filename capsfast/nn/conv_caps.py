@@ -50,8 +50,8 @@ class ConvCaps2d(nn.Module):
             ``squash="exp"`` keeps their length then, while ``"paper"``, quadratic for short vectors, lets them fade.
         device, dtype: of the parameters.
         options: all others of :class:`capsfast.DynamicRouting` (shared_weight, learned_logits, bias, rank,
-            top_k, softmax, gradient, leaky, squash, eps, backend; share_batch_logits averages over places too), or of
-            RoutedCaps where that is the layer, such as pose_rows.
+            top_k, softmax, gradient, leaky, squash, eps, squash_last, backend; share_batch_logits averages over places
+            too), or of RoutedCaps where that is the layer, such as pose_rows.
 
     Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than
     ``"dynamic"``, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such
