@@ -1,9 +1,11 @@
 """capsfast.identify: what a layer computes is found by what it does."""
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -489,6 +491,23 @@ def test_inside_no_grad_and_on_an_input_that_requires_a_gradient() -> None:
     with torch.no_grad():
         assert not capsfast.identify(Plain(), 1 * u).options
     assert not capsfast.identify(Plain(), u).options and u.grad is None
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "adoption.md").read_text(encoding="utf-8")
+    code, shown = (
+        text.partition("```python\n")[2].partition("```")[0],
+        text.partition("```text\n")[2].partition("```")[0],
+    )
+    exec(code, {"__name__": "__main__"})
+    printed = [re.sub(r"\d\.\de-\d\d", "…", each) for each in (capsys.readouterr().out, shown)]
+    assert printed[0] == printed[1] and len(shown.splitlines()) == 7
+
+
+def test_eps_shortens_short_capsules() -> None:
+    """By what the page says."""
+    s = torch.tensor([1e-3], dtype=torch.float64)
+    assert f"{1 - float(capsfast.squash(s) / capsfast.squash(s, eps=1e-20)):.1%}" == "0.5%"
 
 
 def test_bad_arguments() -> None:
