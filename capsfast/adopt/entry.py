@@ -40,7 +40,8 @@ def identify(
 
     Returns:
         :class:`capsfast.adopt.Identification`: print it, or call it. Values differ by at most 1e-10, relative; with the
-        layer's own parameters on ``u``, where rounding may be amplified, values and gradients by at most 1e-8.
+        layer's own parameters on ``u``, where rounding may be amplified, values and gradients by at most 1e-8. A layer
+        that cannot run in float64, or is a TorchScript one, is compared in float32: 1e-5 and 1e-3; a note says so.
 
     Raises:
         capsfast.adopt.NotReproduced: a ValueError. No options do it, the layer fails, or the result is random, depends

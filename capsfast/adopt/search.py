@@ -130,7 +130,8 @@ class Search:
             # A parametrized one: what its own parameters are differs by kind, so it is taken to matter.
             return True
         value = self.probe.tensor(name).detach().clone()
-        before = self._run(self.inputs)
+        # A forward may keep its output, and this may be the tensor that is set.
+        before = self._run(self.inputs).detach().clone()
         self.probe.set({name: _randn(value, 0.3)})
         after = self._run(self.inputs)
         self.probe.set({name: value})
@@ -388,7 +389,7 @@ def relative(found: Tensor, right: Tensor) -> float:
 
 
 def _gradients(output: Tensor, leaves: list[Tensor], direction: Tensor) -> list[Tensor]:
-    found = torch.autograd.grad(output, leaves, direction, allow_unused=True)
+    found = torch.autograd.grad((output * direction).sum(), leaves, allow_unused=True)
     return [torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)]
 
 

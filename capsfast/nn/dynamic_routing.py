@@ -206,7 +206,7 @@ class DynamicRouting(RoutingLayer):
                 f"{op}: u must be [B, in_caps={self.in_caps}, in_dim={self.in_dim}], got {checks.shape_of(u)}"
             )
         if self.logits is not None:
-            if logits is not None and logits.shape[-2:] != self.logits.shape:
+            if isinstance(logits, Tensor) and logits.shape[-2:] != self.logits.shape:
                 raise ValueError(
                     f"{op}: logits must end in {checks.shape_of(self.logits)}, got {checks.shape_of(logits)}"
                 )
