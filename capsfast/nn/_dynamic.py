@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..options import Options
 from . import _arguments
+from ._called import Called
 
 
 def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> Tensor:
@@ -26,7 +27,7 @@ def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> T
     return prior.masked_fill(dropped, -torch.inf)
 
 
-class RoutingLayer(nn.Module):
+class RoutingLayer(Called, nn.Module):
     """Holds the options of a routing function under their own names."""
 
     _op: str

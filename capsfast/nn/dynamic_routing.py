@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from .. import checks
 from ..functional import dynamic_routing
 from ..options import Options
-from . import _arguments
+from . import _arguments, _called
+from ._checkpoints import foreign_weights
 from ._dynamic import RoutingLayer
 
 FACTORS = ("WA", "UV")
@@ -190,7 +191,7 @@ class DynamicRouting(RoutingLayer):
     def forward(
         self,
         u: Tensor,
-        *,
+        *others: object,
         logits: Tensor | None = None,
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
@@ -201,6 +202,9 @@ class DynamicRouting(RoutingLayer):
         ``logits``, whose last axis is as long as that of ``c``, are added to the learned ones, if any.
         """
         op = self._op
+        votes = (self.in_caps, self.out_caps, self.out_dim)
+        if others or (isinstance(u, Tensor) and u.dim() == 4 and u.shape[1:] == votes):
+            _called.refuse_more(op, u, others)
         if isinstance(u, Tensor) and u.dim() == 3 and (u.shape[1] != self.in_caps or u.shape[2] != self.in_dim):
             raise ValueError(
                 f"{op}: u must be [B, in_caps={self.in_caps}, in_dim={self.in_dim}], got {checks.shape_of(u)}"
@@ -230,6 +234,17 @@ class DynamicRouting(RoutingLayer):
             out_mask=out_mask,
             return_coupling=return_coupling,
         )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        W = self._parameters.get("W")
+        if W is not None:
+            given = state_dict.get(f"{prefix}W")
+            if isinstance(given, Tensor) and given.shape == (1, *W.shape):
+                state_dict[f"{prefix}W"] = given[0]
+            lists[-1].extend(foreign_weights(self._op, state_dict, prefix, strict, W))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def _weights(self) -> list[Tensor]:
         """``[I / groups or 1, J / groups, D, K]`` of each group; K is the rank where A has transformed u."""
