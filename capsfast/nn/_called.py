@@ -13,6 +13,12 @@ class Called:
 
     _op: str
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        # Else __new__ hides the arguments from inspect in Python 3.10.
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Copies and pickles make an object without arguments.
         if args or kwargs:
