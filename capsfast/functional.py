@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from . import checks, positions
 from .ops import dynamic_routing as _dynamic_routing
@@ -41,6 +42,8 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
         ValueError: unknown kind, eps not positive.
         IndexError: ``dim`` out of range.
     """
+    if has_torch_function_unary(s):
+        return handle_torch_function(squash, (s,), s, dim, eps, kind)  # type: ignore[no-any-return]
     op = "capsfast.squash"
     if not isinstance(s, Tensor):
         raise TypeError(f"{op}: s must be a torch.Tensor, got {type(s).__name__}")
@@ -116,6 +119,27 @@ def dynamic_routing(
         RuntimeError: the demanded backend cannot serve the call; a second or a forward-mode derivative of a fused
             backend.
     """
+    tensors = (u, weight, logits, bias, mask, out_mask)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            dynamic_routing,
+            tensors,
+            u,
+            weight,
+            num_iterations,
+            logits=logits,
+            bias=bias,
+            mask=mask,
+            out_mask=out_mask,
+            softmax=softmax,
+            gradient=gradient,
+            leaky=leaky,
+            squash=squash,
+            eps=eps,
+            share_batch_logits=share_batch_logits,
+            return_coupling=return_coupling,
+            backend=backend,
+        )
     op = "capsfast.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
@@ -162,6 +186,26 @@ def route_votes(
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
     """
+    tensors = (votes, logits, bias, mask, out_mask)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            route_votes,
+            tensors,
+            votes,
+            num_iterations,
+            logits=logits,
+            bias=bias,
+            mask=mask,
+            out_mask=out_mask,
+            softmax=softmax,
+            gradient=gradient,
+            leaky=leaky,
+            squash=squash,
+            eps=eps,
+            share_batch_logits=share_batch_logits,
+            return_coupling=return_coupling,
+            backend=backend,
+        )
     op = "capsfast.route_votes"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)

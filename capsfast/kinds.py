@@ -24,6 +24,11 @@ class Kind(NamedTuple):
     needed: int
     parameters: Mapping[str, tuple[str, ...]]
 
+    @property
+    def of_votes(self) -> bool:
+        """Whether it is called with votes."""
+        return not any("K" in order for orders in self.parameters.values() for order in orders)
+
 
 FOUR_SIZES = ("in_capsules", "out_capsules", "in_dim", "out_dim", "num_iterations")
 
@@ -79,6 +84,12 @@ KINDS = (
     ),
 )
 
+LOSSES = (
+    Kind("MarginLoss", ("m_pos", "m_neg", "lambda_"), 3, {}),
+    Kind("MarginLoss", ("n_labels", "m_positive", "m_negative", "lambda_"), 3, {}),
+    Kind("MarginLoss", ("m_plus", "m_minus", "lambda_"), 0, {}),
+)
+
 # From a weight w of these axes to [I, J, D, K].
 CONVERSIONS = {
     "IJDK": "w",
@@ -115,11 +126,11 @@ def orders_of(shape: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
-def called_with(positional: int, keywords: Collection[str]) -> list[Kind]:
-    """The kinds whose constructor takes such a call."""
+def called_with(kinds: Sequence[Kind], positional: int, keywords: Collection[str]) -> list[Kind]:
+    """Those of the kinds whose constructor takes such a call."""
     return [
         kind
-        for kind in KINDS
+        for kind in kinds
         if set(keywords) <= set(kind.arguments[positional:])
         and kind.needed <= len({*kind.arguments[:positional], *keywords})
         and positional <= len(kind.arguments)

@@ -119,7 +119,7 @@ def test_forms_are_one_class_and_keep_their_arguments() -> None:
     ("call", "error", "message"),
     [
         (lambda: compat.MarginLoss(0.9, 0.1), TypeError, "compat.MarginLoss: takes .* missing .*'lambda_'"),
-        (lambda: compat.MarginLoss(lambda_=0.5), TypeError, "compat.MarginLoss: takes .* missing .*'m_pos'"),
+        (lambda: compat.MarginLoss(m_neg=0.1), TypeError, "compat.MarginLoss: takes .* missing .*'m_pos'"),
         (lambda: compat.MarginLoss(10, 0.9, 0.1)(torch.rand(2, 4, 6), labels()[:2]), ValueError, "n_labels=10"),
         (lambda: compat.MarginLoss(0.9, 0.1, 0.5)(lengths(), labels()[:2]), ValueError, "targets"),
         (

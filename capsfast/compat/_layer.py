@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
 from ..nn import _arguments
@@ -12,7 +12,7 @@ from ..nn._called import Called
 NO_EPS = 1e-20
 
 
-class CompatLayer(Called, nn.Module):
+class CompatLayer(Called):
     """Keeps sizes as attributes under the names of the constructor, and checks them.
 
     Args:

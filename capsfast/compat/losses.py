@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import nn as capsules
+from ..kinds import LOSSES
 from ..nn import _arguments
 from ..nn._called import Called
 
 
-class MarginLoss(Called, nn.Module):
+class MarginLoss(Called):
     """Three losses of this name, told apart by their arguments (Sabour, Frosst, Hinton 2017, eq. 4).
 
     * ``MarginLoss(m_pos, m_neg, lambda_)(lengths, targets, size_average=True)``: mean over batch and classes, else the
@@ -26,6 +27,7 @@ class MarginLoss(Called, nn.Module):
     """
 
     _op = "capsfast.compat.MarginLoss"
+    _kinds = LOSSES
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not MarginLoss:
@@ -33,7 +35,7 @@ class MarginLoss(Called, nn.Module):
         form: type[MarginLoss] = _OfLengths
         if {"n_labels", "m_positive", "m_negative"} & set(kwargs) or (args and type(args[0]) is int and args[0] > 1):
             form = _OfCapsules
-        elif not args and set(kwargs) <= {"m_plus", "m_minus", "lambda_"} and set(kwargs) != {"lambda_"}:
+        elif not args and set(kwargs) <= {"m_plus", "m_minus", "lambda_"}:
             form = _OfPaper
         return super().__new__(form, *args, **kwargs)
 
@@ -75,7 +77,7 @@ class _OfPaper(MarginLoss):
         return self._loss(y_pred, y_true)  # type: ignore[no-any-return]
 
 
-class CapsuleLoss(nn.Module):
+class CapsuleLoss(Called):
     """Margin loss of lengths and 0.0005 times the squared error summed over an image (Sabour, Frosst, Hinton 2017).
 
     Shapes: images ``[B, ...]``, labels ``[B, J]`` (1 for the classes that are there) or int64 ``[B]``, classes ``[B,
@@ -84,6 +86,9 @@ class CapsuleLoss(nn.Module):
     Raises:
         ValueError, TypeError: inputs that do not fit.
     """
+
+    _op = "capsfast.compat.CapsuleLoss"
+    _kinds = LOSSES
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,12 +6,17 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .. import checks, kinds
+from ._layer import Layer
 
 
-class Called:
-    """A layer whose constructor says, when a call does not fit, which class of :mod:`capsfast.compat` it fits."""
+class Called(Layer):
+    """A layer whose constructor says, when a call does not fit, which class of :mod:`capsfast.compat` it fits.
+
+    _kinds: those that may be meant.
+    """
 
     _op: str
+    _kinds: tuple[kinds.Kind, ...] = kinds.KINDS
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -35,10 +40,12 @@ def _check_call(cls: type[Called], args: tuple[Any, ...], kwargs: dict[str, Any]
         plain = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
         options = " and options by keyword" if len(plain) < len(signature.parameters) else ""
         text = f"{op}: takes ({', '.join(p.name + _default(p) for p in plain)}){options}, {error}"
-        fitting = [kind for kind in kinds.called_with(len(args), kwargs) if f"capsfast.compat.{kind.name}" != op]
+        fitting = [
+            kind for kind in kinds.called_with(cls._kinds, len(args), kwargs) if f"capsfast.compat.{kind.name}" != op
+        ]
         if fitting:
             text += f"; {kinds.listed(fitting)} can be called so"
-            if any(not kind.parameters for kind in fitting) and op != "capsfast.nn.RoutingByAgreement":
+            if any(kind.of_votes for kind in fitting) and op != "capsfast.nn.RoutingByAgreement":
                 text += ", and for votes capsfast.nn.RoutingByAgreement"
         raise TypeError(f"{text}; see {kinds.TABLE}") from None
 
@@ -47,13 +54,13 @@ def _default(parameter: inspect.Parameter) -> str:
     return "" if parameter.default is parameter.empty else f"={parameter.default!r}"
 
 
-def refuse_more(op: str, u: object, others: tuple[object, ...]) -> NoReturn:
-    """forward was called with more than the input capsules, as layers of votes are."""
+def refuse_votes(op: str, u: object, *others: object) -> NoReturn:
+    """A layer was called with votes, or with more than one argument, as layers of votes are."""
     got = checks.shape_of(u) if isinstance(u, Tensor) else type(u).__name__
     if others:
         got += f" and {len(others)} more"
     raise TypeError(
-        f"{op}: forward takes u [B, in_caps, in_dim] and all else by keyword, got {got}; for votes [B, I, J, D], as "
+        f"{op}: takes u [B, in_caps, in_dim] and all else by keyword, got {got}; for votes [B, I, J, D], as "
         f"layer(votes) or layer(votes, batch_size), use capsfast.nn.RoutingByAgreement or "
         f"capsfast.compat.DynamicRouting(num_iterations); see {kinds.TABLE}"
     )

@@ -8,23 +8,22 @@ from torch import Tensor
 from .. import checks, kinds
 
 
-def foreign_weights(op: str, state_dict: Mapping[str, Any], prefix: str, strict: bool, W: Tensor) -> list[str]:
+def foreign_weights(op: str, state_dict: Mapping[str, Any], prefix: str, W: Tensor) -> list[str]:
     """What to do with weights that are not ``W [I, J, D, K]``, one message for each.
 
-    prefix: of the layer's own entries. Where W is there and fits, other entries are not looked at; where it is missing
-    they are with ``strict`` only, as torch does.
+    prefix: of the layer's own entries. Where W is there and fits, others are not looked at. Where it is missing, an
+    entry counts as a weight if it has the shape of one: torch does not say whether the call is strict, and without W
+    the layer would stay as it was drawn.
     """
     own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
     given = {name: value for name, value in own.items() if "." not in name and isinstance(value, Tensor)}
     if "W" in given:
         given = {"W": given["W"]} if given["W"].shape != W.shape else {}
-    elif not strict:
-        return []
     sizes = dict(zip("IJDK", W.shape, strict=True))
     return [
         _message(op, name, value, sizes)
         for name, value in given.items()
-        if name == "W" or name in ("weight", "weights", "route_weights") or kinds.orders_of(value.shape, sizes)
+        if name == "W" or kinds.orders_of(value.shape, sizes)
     ]
 
 

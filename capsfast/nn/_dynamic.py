@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
 from ..options import Options
@@ -27,7 +27,7 @@ def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> T
     return prior.masked_fill(dropped, -torch.inf)
 
 
-class RoutingLayer(Called, nn.Module):
+class RoutingLayer(Called):
     """Holds the options of a routing function under their own names."""
 
     _op: str

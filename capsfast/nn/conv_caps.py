@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from .dynamic_routing import DynamicRouting
 from .routed_caps import RoutedCaps, fully_connected, pose_sizes
 from .routing.base import Capsules
@@ -20,7 +21,7 @@ from .routing.windows import Windows, WindowVotes
 COMPETITION = ("window", "child")
 
 
-class ConvCaps2d(nn.Module):
+class ConvCaps2d(Layer):
     """Capsules whose inputs are the capsules of a window, routed at every place with the same weight.
 
     One routing of ``B·H'·W'`` samples with ``I = in_types·kh·kw`` input capsules in the order

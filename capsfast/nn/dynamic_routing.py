@@ -188,10 +188,15 @@ class DynamicRouting(RoutingLayer):
         if self.bias is not None:
             nn.init.constant_(self.bias, 0.1)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 1:
+            _called.refuse_votes(self._op, *args)
+        return super().__call__(*args, **kwargs)
+
     def forward(
         self,
         u: Tensor,
-        *others: object,
+        *,
         logits: Tensor | None = None,
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
@@ -203,14 +208,14 @@ class DynamicRouting(RoutingLayer):
         """
         op = self._op
         votes = (self.in_caps, self.out_caps, self.out_dim)
-        if others or (isinstance(u, Tensor) and u.dim() == 4 and u.shape[1:] == votes):
-            _called.refuse_more(op, u, others)
+        if isinstance(u, Tensor) and u.dim() == 4 and u.shape[1:] == votes:
+            _called.refuse_votes(op, u)
         if isinstance(u, Tensor) and u.dim() == 3 and (u.shape[1] != self.in_caps or u.shape[2] != self.in_dim):
             raise ValueError(
                 f"{op}: u must be [B, in_caps={self.in_caps}, in_dim={self.in_dim}], got {checks.shape_of(u)}"
             )
         if self.logits is not None:
-            if logits is not None and logits.shape[-2:] != self.logits.shape:
+            if isinstance(logits, Tensor) and logits.shape[-2:] != self.logits.shape:
                 raise ValueError(
                     f"{op}: logits must end in {checks.shape_of(self.logits)}, got {checks.shape_of(logits)}"
                 )
@@ -243,7 +248,7 @@ class DynamicRouting(RoutingLayer):
             given = state_dict.get(f"{prefix}W")
             if isinstance(given, Tensor) and given.shape == (1, *W.shape):
                 state_dict[f"{prefix}W"] = given[0]
-            lists[-1].extend(foreign_weights(self._op, state_dict, prefix, strict, W))
+            lists[-1].extend(foreign_weights(self._op, state_dict, prefix, W))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def _weights(self) -> list[Tensor]:
