@@ -182,6 +182,7 @@ TOGETHER = tuple(
         "distributed",
         "distributed_routing",
         "sharding",
+        "site",
         "train",
         "train_killed",
         "train_stopping",

@@ -445,6 +445,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"activation must be \[B, in_types, H, W\] of poses \[1, 2, 4, 5, 5\], got \[1, 2, 5, 4\]",
     ),
+    "route": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=Routing)(torch.zeros(1, 3, 4)),
+        NotImplementedError,
+        r"capsfast.Routing: a routing overrides route\(votes, activation\)",
+    ),
     "couplings": (lambda: couplings(nn.Identity(), torch.zeros(1)), TypeError, "layer must be a routing layer"),
 }
 

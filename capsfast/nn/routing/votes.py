@@ -53,14 +53,6 @@ class Votes(ABC):
     u: Tensor | None = None
     mask: Tensor | None = None
     out_mask: Tensor | None = None
-    given: dict[str, Any]
-    batch: int
-
-    def _said(self) -> dict[str, Any]:
-        """What every pass is given. An axis J of size 1 is shared to a pass, unless something says that J is 1."""
-        if self.J != 1 or self.given["out_mask"] is not None:
-            return self.given
-        return {**self.given, "out_mask": torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)}
 
     @abstractmethod
     def moments(
@@ -154,7 +146,25 @@ class Votes(ABC):
         return value
 
 
-class ProductVotes(Votes):
+class PassVotes(Votes):
+    """Votes that one kernel goes over.
+
+    Attributes:
+        given: what every pass is given: masks and backend.
+        batch: samples of a pass, in which positions are not counted.
+    """
+
+    given: dict[str, Any]
+    batch: int
+
+    def _said(self) -> dict[str, Any]:
+        """``given``. An axis J of size 1 is shared to a pass, unless something says that J is 1."""
+        if self.J != 1 or self.given["out_mask"] is not None:
+            return self.given
+        return {**self.given, "out_mask": torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)}
+
+
+class ProductVotes(PassVotes):
     """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
 
     Args:
@@ -210,7 +220,7 @@ class ProductVotes(Votes):
         return v
 
 
-class GivenVotes(Votes):
+class GivenVotes(PassVotes):
     """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
 
     Args:
