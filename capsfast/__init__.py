@@ -18,6 +18,7 @@ __all__ = [
     "accelerate",
     "adopt",
     "backends",
+    "compat",
     "diagnose",
     "dynamic_routing",
     "identify",
@@ -31,11 +32,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import adopt, models
+    from . import adopt, compat, models
     from .adopt import accelerate, identify
 
 # Imported when they are first asked for: sub-packages, and names of one.
-_LATE = {"adopt": None, "models": None, "accelerate": "adopt", "identify": "adopt"}
+_LATE = {"adopt": None, "compat": None, "models": None, "accelerate": "adopt", "identify": "adopt"}
 
 
 def __getattr__(name: str) -> Any:
