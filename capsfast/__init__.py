@@ -17,6 +17,7 @@ __all__ = [
     "Moments",
     "__version__",
     "backends",
+    "compat",
     "diagnose",
     "dynamic_routing",
     "models",
@@ -28,16 +29,18 @@ __all__ = [
     "votes_pass",
 ]
 
+LATER = ("compat", "models")
+
 if TYPE_CHECKING:
-    from . import models
+    from . import compat, models
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Networks are imported when they are first asked for."""
-    if name == "models":
-        return importlib.import_module(".models", __name__)
+    """Networks and layers in other people's forms are imported when they are first asked for."""
+    if name in LATER:
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "models"})
+    return sorted({*globals(), *LATER})

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import checks
 from ..options import Options
 from . import _arguments
-from ._layer import Layer
+from ._called import Called
 
 
 def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> Tensor:
@@ -27,7 +27,7 @@ def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> T
     return prior.masked_fill(dropped, -torch.inf)
 
 
-class RoutingLayer(Layer):
+class RoutingLayer(Called):
     """Holds the options of a routing function under their own names."""
 
     _op: str
