@@ -26,7 +26,8 @@ def dtype_of(tensor: Tensor) -> str:
 def tensor(op: str, name: str, value: object, shape: str) -> Tensor:
     """A strided tensor of the rank that ``shape`` (such as "[B, I, K]") spells out."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor {shape}, got {type(value).__name__}")
+        remedy = "; torch.fx traces models that hold the layer, such as nn.Sequential(layer)" if is_proxy(value) else ""
+        raise TypeError(f"{op}: {name} must be a torch.Tensor {shape}, got {type(value).__name__}{remedy}")
     dense(op, name, value)
     if value.dim() != shape.count(",") + 1:
         raise ValueError(f"{op}: {name} must have shape {shape}, got {shape_of(value)}")
@@ -36,6 +37,11 @@ def tensor(op: str, name: str, value: object, shape: str) -> Tensor:
 def dense(op: str, name: str, value: Tensor) -> None:
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}; call {name}.to_dense() first")
+
+
+def is_proxy(value: object) -> bool:
+    """Whether torch.fx traces symbolically, and this stands for a tensor."""
+    return isinstance(value, torch.fx.Proxy)
 
 
 def floating(op: str, name: str, value: Tensor) -> None:
@@ -117,6 +123,7 @@ def options(op: str, given: Options) -> None:
     boolean(op, "leaky", given.leaky)
     choice(op, "squash", given.squash, SQUASH)
     positive_eps(op, given.eps)
+    boolean(op, "squash_last", given.squash_last)
 
 
 def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:

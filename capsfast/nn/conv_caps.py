@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from .dynamic_routing import DynamicRouting
 from .routed_caps import RoutedCaps, fully_connected, pose_sizes
 from .routing.base import Capsules
@@ -21,7 +22,7 @@ from .routing.windows import Windows, WindowVotes
 COMPETITION = ("window", "child")
 
 
-class ConvCaps2d(nn.Module):
+class ConvCaps2d(Layer):
     """Capsules whose inputs are the capsules of a window, routed at every place with the same weight.
 
     One routing of ``B·H'·W'`` samples with ``I = in_types·kh·kw`` input capsules in the order
@@ -50,8 +51,8 @@ class ConvCaps2d(nn.Module):
             ``squash="exp"`` keeps their length then, while ``"paper"``, quadratic for short vectors, lets them fade.
         device, dtype: of the parameters.
         options: all others of :class:`capsfast.DynamicRouting` (shared_weight, learned_logits, bias, rank,
-            top_k, softmax, gradient, leaky, squash, eps, backend; share_batch_logits averages over places too), or of
-            RoutedCaps where that is the layer, such as pose_rows.
+            top_k, softmax, gradient, leaky, squash, eps, squash_last, backend; share_batch_logits averages over places
+            too), or of RoutedCaps where that is the layer, such as pose_rows.
 
     Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than
     ``"dynamic"``, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such

@@ -67,7 +67,7 @@ class DynamicRouting(RoutingLayer):
         top_k: each input capsule keeps the outputs, so many of its group, to which its coupling after
             one pass is largest; all iterations then run between these. The choice itself has no gradient.
             Costs a routing of two passes and logits ``[B, I, J]`` more.
-        softmax, gradient, leaky, squash, eps, share_batch_logits, backend: see
+        softmax, gradient, leaky, squash, eps, squash_last, share_batch_logits, backend: see
             :func:`capsfast.dynamic_routing`.
         init_std: W starts as a normal distribution of this deviation, cut at two deviations. The
             default 0.1 is the authors'. Useful values are 0.01 to 0.1: ``torch.randn`` saturates
@@ -110,13 +110,14 @@ class DynamicRouting(RoutingLayer):
         leaky: bool = False,
         squash: str = "paper",
         eps: float = 1e-8,
+        squash_last: bool = True,
         share_batch_logits: bool = False,
         init_std: float = 0.1,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+        options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
         super().__init__(options, share_batch_logits, top_k, backend)
         op = self._op
         _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim, groups=groups)
@@ -205,7 +206,7 @@ class DynamicRouting(RoutingLayer):
                 f"{op}: u must be [B, in_caps={self.in_caps}, in_dim={self.in_dim}], got {checks.shape_of(u)}"
             )
         if self.logits is not None:
-            if logits is not None and logits.shape[-2:] != self.logits.shape:
+            if isinstance(logits, Tensor) and logits.shape[-2:] != self.logits.shape:
                 raise ValueError(
                     f"{op}: logits must end in {checks.shape_of(self.logits)}, got {checks.shape_of(logits)}"
                 )

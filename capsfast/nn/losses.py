@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from .readout import class_indices, one_hot
 
 
@@ -30,7 +31,7 @@ def _lengths(op: str, name: str, given: Tensor) -> Tensor:
     return _wide(given)
 
 
-class MarginLoss(nn.Module):
+class MarginLoss(Layer):
     """Sum over the classes of ``T max(0, m_plus - |v|)^2 + lam (1 - T) max(0, |v| - m_minus)^2``
     (Sabour, Frosst, Hinton 2017, eq. 4).
 
@@ -102,7 +103,7 @@ class MarginLoss(nn.Module):
         return text if self.squared else f"{text}, squared=False"
 
 
-class ReconstructionLoss(nn.Module):
+class ReconstructionLoss(Layer):
     """Squared error, summed over all numbers of an image (Sabour, Frosst, Hinton 2017, section 4.1).
 
     Args:
@@ -146,7 +147,7 @@ class LossParts(NamedTuple):
     reconstruction: Tensor
 
 
-class CapsNetLoss(nn.Module):
+class CapsNetLoss(Layer):
     """Margin loss and ``reconstruction_weight`` times the summed squared error (Sabour et al. 2017, section 4.1).
 
     Nothing here waits for a device: take ``.item()`` of a part when you need the number.
@@ -193,7 +194,7 @@ class CapsNetLoss(nn.Module):
         return f"reconstruction_weight={self.reconstruction_weight}"
 
 
-class SpreadLoss(nn.Module):
+class SpreadLoss(Layer):
     """Sum over the wrong classes of ``max(0, m - (a_target - a_j))^2`` (Hinton, Sabour, Frosst 2018, eq. 3).
 
     The margin m grows linearly from ``start`` to ``end`` over ``steps`` calls of an optimizer, of which the caller

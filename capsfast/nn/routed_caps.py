@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from .dynamic_routing import DynamicRouting, at_positions, types_of
 from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice, make_routing
 from .routing.votes import Votes, votes_of
 
 
-class RoutedCaps(nn.Module):
+class RoutedCaps(Layer):
     """Fully connected capsules with a routing of choice: ``u, activation -> poses, activations``.
 
     Parameters: ``W [in_caps, out_caps, out_dim, in_dim]``, or ``[1, ...]`` if shared; with ``pose_rows``

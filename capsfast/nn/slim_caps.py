@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from ._type_routing import TypeRouting, starting_std
 from .routing.names import RoutingChoice, known_options, make_routing, routing_name
 
@@ -20,7 +21,7 @@ TYPE_OPTIONS = [
 ]
 
 
-class _SlimCaps(nn.Module):
+class _SlimCaps(Layer):
     """What the four layers share: the convolution of all capsule types, and the routing of its votes where they lie."""
 
     _op: str

@@ -9,6 +9,9 @@ the normaliser over the input capsules: a number m that the largest logit exceed
 Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``: P poses that share the weight. Then D is P R,
 the numbers of the P votes one after the other.
 
+squash is the kind of every iteration; behind a slash stands that of the last one where it is another:
+"paper/identity" leaves out the last squash.
+
 ``capsfast::dynamic_routing_backward`` returns ``(du, dweight, dlogits, dbias)``, each empty if its need_ flag is false.
 tf32: products of float32 may be rounded to TF32; it has no effect on the CPU.
 """
@@ -83,7 +86,7 @@ def call(
     if chosen == "reference":
         return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)
     tf32 = chosen != "cpp" and tf32_allowed()
-    v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options, tf32, return_coupling)
+    v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options.of_op(), tf32, return_coupling)
     return v, c
 
 

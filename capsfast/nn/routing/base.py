@@ -3,9 +3,10 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _arguments
+from .._layer import Layer
 from .votes import Votes, votes_of
 
 
@@ -21,7 +22,7 @@ def lengths(poses: Tensor) -> Tensor:
     return torch.linalg.vector_norm(poses, dim=-1)  # type: ignore[no-any-return]
 
 
-class Routing(nn.Module):
+class Routing(Layer):
     """Routes votes to output capsules. It holds what parameters the routing itself has, but not the weight.
 
     A routing of your own overrides :meth:`route`; docs/passes.md adds one. Its class goes wherever a name does:

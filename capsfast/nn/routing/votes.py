@@ -73,13 +73,23 @@ class Votes(ABC):
     ) -> Moments:
         """One pass over the votes, as :func:`capsfast.routing_pass`; masked capsules are left out."""
 
-    def agree(self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float) -> Tensor:
+    def agree(
+        self,
+        num_iterations: int,
+        *,
+        logits: Tensor | None,
+        gradient: str,
+        squash: str,
+        eps: float,
+        squash_last: bool,
+    ) -> Tensor:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; softmax over the outputs."""
         sum_of_v, v = None, None
         for t in range(num_iterations):
-            constant = gradient == "last" and t + 1 < num_iterations
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not constant):
-                v = _squash(self.moments(query=sum_of_v, logits=logits).first, kind=squash, eps=eps)
+            last = t + 1 == num_iterations
+            with torch.set_grad_enabled(torch.is_grad_enabled() and (last or gradient == "full")):
+                v = self.moments(query=sum_of_v, logits=logits).first
+                v = _squash(v, kind=squash, eps=eps) if squash_last or not last else v
             sum_of_v = v if sum_of_v is None else sum_of_v + v
         assert v is not None
         return v
