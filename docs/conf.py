@@ -80,6 +80,7 @@ def commands() -> str:
             spelled = ", ".join((*given.opts, *given.secondary_opts))
             # What stands for the default, if it is not the default itself.
             shown = given.show_default if isinstance(given.show_default, str) else given.default
+            shown = given.opts[0] if shown is True else shown
             default = f" Default: {shown}." if given.show_default and shown not in (None, False) else ""
             lines += [f".. option:: {spelled}", "", f"   {given.help or ''}{default}", ""]
     return "\n".join(lines)
@@ -90,6 +91,11 @@ def add_generated(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += "\n\n" + contents()
     elif page == "docs/api/commands":
         source[0] += "\n" + commands()
+
+
+def skip(app: Sphinx, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
+    """The docstring of a named tuple says what its fields are; those of the fields say which number they have."""
+    return True if (thing.__doc__ or "").startswith("Alias for field number") else None
 
 
 def link_pages(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
@@ -122,6 +128,7 @@ def add_index(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", add_generated)
+    app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", link_pages)
     app.connect("missing-reference", find_by_last_name)
     app.connect("build-finished", add_index)
