@@ -108,7 +108,9 @@ def find_by_last_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, te
     if node.get("refdomain") != "py":
         return None
     found = env.get_domain("py").find_obj(env, None, None, node["reftarget"], None, searchmode=1)
-    places = {(entry.docname, entry.node_id) for _, entry in found}
+    # capsfast.compat has classes with the names of capsfast.nn: each means its own.
+    near = [each for each in found if each[0].startswith(f"{node.get('py:module')}.")]
+    places = {(entry.docname, entry.node_id) for _, entry in near or found}
     if len(places) != 1:
         return None
     [(page, anchor)] = places
