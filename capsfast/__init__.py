@@ -19,6 +19,7 @@ __all__ = [
     "backends",
     "diagnose",
     "dynamic_routing",
+    "export",
     "models",
     "nn",
     "route_votes",
@@ -29,15 +30,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import models
+    from . import export, models
+
+_LAZY = ("export", "models")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Networks are imported when they are first asked for."""
-    if name == "models":
-        return importlib.import_module(".models", __name__)
+    """Networks and exporters are imported when they are first asked for."""
+    if name in _LAZY:
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "models"})
+    return sorted({*globals(), *_LAZY})

@@ -1,5 +1,6 @@
 """Argument checks: every message names the op, the rule, what came, and often the remedy."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +11,10 @@ from .options import GRADIENT, NORMALIZE, SOFTMAX, SQUASH, Options, PassOptions
 
 # Its power -3/2, which the derivative of a squash holds, is still a float32.
 SMALLEST_EPS = 1e-20
+
+# torch.jit.trace warns of every comparison of sizes. Those of this package lead to errors, or to the same for any
+# batch. torch does so for its own modules.
+warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning, module=r"capsfast\.")
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
