@@ -15,10 +15,13 @@ __all__ = [
     "DynamicRouting",
     "Moments",
     "__version__",
+    "accelerate",
     "adopt",
     "backends",
+    "compat",
     "diagnose",
     "dynamic_routing",
+    "export",
     "identify",
     "models",
     "nn",
@@ -30,19 +33,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import adopt, models
-    from .adopt import identify
+    from . import adopt, compat, export, models
+    from .adopt import accelerate, identify
 
-# Imported when they are first asked for: sub-packages, and names of one.
-_LATE = {"adopt": None, "models": None, "identify": "adopt"}
+# What is imported when it is first asked for: a name here, and the module that it is, or that has it.
+_LATER = {name: name for name in ("adopt", "compat", "export", "models")} | {"accelerate": "adopt", "identify": "adopt"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = importlib.import_module(f".{_LATE[name] or name}", __name__)
-    return getattr(package, name) if _LATE[name] else package
+    module = importlib.import_module(f".{_LATER[name]}", __name__)
+    return module if name == _LATER[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *_LATER})

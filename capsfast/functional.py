@@ -105,7 +105,9 @@ def dynamic_routing(
         squash_last: False leaves out the squash of the last iteration, whose weighted sum with the bias is then the
             result. The iterations before squash as they do otherwise.
         share_batch_logits: routing logits averaged over the batch. A defect of some older code, under
-            which a sample's result depends on its batch; reference backend only, with a warning.
+            which a sample's result depends on its batch, with a warning. Without ``backend`` it is products of torch
+            that need no votes, the reference with ``out_mask``, with ``mask`` and ``softmax="in"``, or with a weight
+            that output capsules share; of other backends the reference alone serves it.
         return_coupling: also return the last coupling coefficients.
         backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
 
