@@ -315,7 +315,7 @@ def test_weights_outside_of_routing_modules_are_named() -> None:
     class Inline(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(1, 6, 3)
+            self.conv = nn.Conv2d(2, 6, 3)
             self.W = nn.Parameter(torch.randn(1, 16, 4, 5, 6))
             self.past = layers.DigitCaps(4, 3, 5, 2)
             self.traced = torch.jit.trace(layers.Router(3, 4, 2, 5, 2), torch.randn(4, 3, 2))
@@ -324,7 +324,7 @@ def test_weights_outside_of_routing_modules_are_named() -> None:
             u = self.conv(images).flatten(2).transpose(1, 2)
             return self.traced(self.past.forward(torch.einsum("xijdk,bik->bjd", self.W, u)))
 
-    report = accelerate(Inline(), torch.randn(IMAGES))
+    report = accelerate(Inline(), torch.randn(3, 2, 6, 6))
     assert "`W` [1, 16, 4, 5, 6]" in report.left_alone[""] and "module of its own" in report.left_alone[""]
     assert "did not call it" in report.left_alone["past"] and report.fused == ()
     assert "it was scripted" in report.left_alone["traced"]
