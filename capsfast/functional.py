@@ -31,7 +31,7 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     Args:
         s: any shape; float32, float64, bfloat16 or float16.
         dim: the axis that holds a capsule's components.
-        eps: positive; keeps the gradient of a zero vector finite.
+        eps: positive; keeps the gradient of a zero vector finite. 1e-20, the least, stands for none.
         kind: one of the names above.
 
     Returns:
