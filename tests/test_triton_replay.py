@@ -78,7 +78,7 @@ def assert_replays(problem: Problem) -> None:
 
 @pytest.mark.parametrize("case", support_problems.CASES, ids=str)
 @pytest.mark.usual(
-    case=[*support_problems.SINGLE[:3], *support_problems.COMBINED[-4:], Case(gradient="last"), Case(shared=True)]
+    case=[*support_problems.SINGLE[:3], *support_problems.COMBINED[-5:], Case(gradient="last"), Case(shared=True)]
 )
 def test_a_replay_is_the_ordinary_call(case: Case) -> None:
     assert_replays(make(SHAPE, case, dtype=torch.float32))
