@@ -10,7 +10,7 @@ import torch
 import capsfast
 
 HEAVY = ("lightning", "lightning_fabric", "pytorch_lightning", "matplotlib", "sklearn", "rich", "typer", "tensorboard")
-OWN = ("capsfast.bench", "capsfast.cli", "capsfast.data", "capsfast.models", "capsfast.train")
+OWN = ("capsfast.bench", "capsfast.cli", "capsfast.data", "capsfast.export", "capsfast.models", "capsfast.train")
 SECONDS = 0.1
 
 

@@ -194,6 +194,7 @@ def test_tracing_does_not_warn() -> None:
 import warnings, torch
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+warnings.filterwarnings("ignore", "capsfast: running on the slow reference backend", RuntimeWarning)
 import capsfast
 torch.jit.trace(capsfast.nn.RoutedCaps(6, 4, 5, 3, routing="em"), torch.rand(3, 6, 5))
 """
