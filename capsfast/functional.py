@@ -71,6 +71,7 @@ def dynamic_routing(
     leaky: bool = False,
     squash: str = "paper",
     eps: float = 1e-8,
+    squash_last: bool = True,
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
@@ -101,8 +102,12 @@ def dynamic_routing(
         leaky: one more entry of logit 0 in every softmax, whose coupling is thrown away.
         squash: the kind, see :func:`capsfast.squash`.
         eps: of the squash.
+        squash_last: False leaves out the squash of the last iteration, whose weighted sum with the bias is then the
+            result. The iterations before squash as they do otherwise.
         share_batch_logits: routing logits averaged over the batch. A defect of some older code, under
-            which a sample's result depends on its batch; reference backend only, with a warning.
+            which a sample's result depends on its batch, with a warning. Without ``backend`` it is products of torch
+            that need no votes, the reference with ``out_mask``, with ``mask`` and ``softmax="in"``, or with a weight
+            that output capsules share; of other backends the reference alone serves it.
         return_coupling: also return the last coupling coefficients.
         backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
 
@@ -133,12 +138,13 @@ def dynamic_routing(
             leaky=leaky,
             squash=squash,
             eps=eps,
+            squash_last=squash_last,
             share_batch_logits=share_batch_logits,
             return_coupling=return_coupling,
             backend=backend,
         )
     op = "capsfast.dynamic_routing"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)
@@ -166,6 +172,7 @@ def route_votes(
     leaky: bool = False,
     squash: str = "paper",
     eps: float = 1e-8,
+    squash_last: bool = True,
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
@@ -198,12 +205,13 @@ def route_votes(
             leaky=leaky,
             squash=squash,
             eps=eps,
+            squash_last=squash_last,
             share_batch_logits=share_batch_logits,
             return_coupling=return_coupling,
             backend=backend,
         )
     op = "capsfast.route_votes"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)

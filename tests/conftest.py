@@ -183,6 +183,7 @@ TOGETHER = tuple(
         "distributed_routing",
         "serving",
         "sharding",
+        "site",
         "train",
         "train_killed",
         "train_stopping",

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import checks
 from ..options import Options
 from . import _arguments
-from ._layer import Layer
+from ._called import Called
 
 
 def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> Tensor:
@@ -27,7 +27,7 @@ def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> T
     return prior.masked_fill(dropped, -torch.inf)
 
 
-class RoutingLayer(Layer):
+class RoutingLayer(Called):
     """Holds the options of a routing function under their own names."""
 
     _op: str
@@ -50,6 +50,7 @@ class RoutingLayer(Layer):
         self.leaky = options.leaky
         self.squash = options.squash
         self.eps = options.eps
+        self.squash_last = options.squash_last
         self.share_batch_logits = share_batch_logits
         self.top_k = top_k
         self.backend = backend
@@ -71,6 +72,7 @@ class RoutingLayer(Layer):
             leaky=self.leaky,
             squash=self.squash,
             eps=self.eps,
+            squash_last=self.squash_last,
             share_batch_logits=self.share_batch_logits,
             backend=self.backend,
         )
@@ -86,6 +88,7 @@ class RoutingLayer(Layer):
             "leaky": False,
             "squash": "paper",
             "eps": 1e-8,
+            "squash_last": True,
             "share_batch_logits": False,
             "top_k": None,
             "backend": None,

@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
+from ..kinds import LOSSES
 from . import _arguments
+from ._called import Called
 from ._layer import Layer
 from .readout import class_indices, one_hot
 
@@ -31,7 +33,7 @@ def _lengths(op: str, name: str, given: Tensor) -> Tensor:
     return _wide(given)
 
 
-class MarginLoss(Layer):
+class MarginLoss(Called):
     """Sum over the classes of ``T max(0, m_plus - |v|)^2 + lam (1 - T) max(0, |v| - m_minus)^2``
     (Sabour, Frosst, Hinton 2017, eq. 4).
 
@@ -47,6 +49,9 @@ class MarginLoss(Layer):
         ValueError, TypeError: an argument or a target that does not fit.
     """
 
+    _op = "capsfast.nn.MarginLoss"
+    _kinds = LOSSES
+
     def __init__(
         self,
         m_plus: float = 0.9,
@@ -57,7 +62,7 @@ class MarginLoss(Layer):
         reduction: str = "mean",
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.MarginLoss"
+        op = self._op
         for name, value in (("m_plus", m_plus), ("m_minus", m_minus), ("lam", lam)):
             _arguments.positive(op, name, value, zero=True)
         checks.boolean(op, "squared", squared)

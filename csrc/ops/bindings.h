@@ -116,7 +116,7 @@ class Ops : Arguments<Engine> {
     p.normalize = softmax_of(options.softmax);
     p.gradient_last = gradient_last_of(options.gradient);
     p.leaky = options.leaky;
-    p.squash = squash_of(options.squash);
+    set_squash(p, options.squash);
     p.eps = options.eps;
     add_logits_and_masks(p, logits, mask, out_mask);
     if (bias.has_value()) {

@@ -40,6 +40,8 @@ class Routing(Layer):
 
     # Whether activations of the input capsules matter. Where they do not, the lengths of the poses say all.
     uses_activation = False
+    # Whether it goes over votes in memory alone, and not over those that a pass makes.
+    needs_votes = False
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Routing(Layer):
         Returns:
             Poses ``[B, J, D]`` and activations ``[B, J]``.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.op}: a routing overrides route(votes, activation); docs/passes.md adds one")
 
     def weight_std(self, summed: int) -> float:
         """The deviation that the weight of a layer starts with, whose votes are sums of ``summed`` products.
