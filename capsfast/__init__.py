@@ -21,6 +21,7 @@ __all__ = [
     "compat",
     "diagnose",
     "dynamic_routing",
+    "export",
     "identify",
     "models",
     "nn",
@@ -32,11 +33,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import adopt, compat, models
+    from . import adopt, compat, export, models
     from .adopt import accelerate, identify
 
 # What is imported when it is first asked for: a name here, and the module that it is, or that has it.
-_LATER = {"accelerate": "adopt", "adopt": "adopt", "compat": "compat", "identify": "adopt", "models": "models"}
+_LATER = {name: name for name in ("adopt", "compat", "export", "models")} | {"accelerate": "adopt", "identify": "adopt"}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> T
     with torch.no_grad():
         _, coupling = route(num_iterations=2, logits=logits, return_coupling=True)
         best = coupling.topk(top_k, dim=2).indices
-        dropped = torch.ones_like(coupling, dtype=torch.bool).scatter(2, best, False)
+        dropped = torch.ones_like(coupling, dtype=torch.bool).scatter(2, best, torch.zeros_like(best, dtype=torch.bool))
     prior = torch.zeros_like(coupling) if logits is None else logits.expand(coupling.shape)
     return prior.masked_fill(dropped, -torch.inf)
 

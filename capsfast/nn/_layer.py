@@ -21,3 +21,10 @@ class Layer(nn.Module):
                     tracer: Any = value.tracer
                     return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script asks for before it compiles."""
+        raise TypeError(
+            f"capsfast: torch.jit.script cannot compile {type(self).__name__}; script "
+            f"capsfast.export.scriptable(model), where every DynamicRouting is replaced, or use torch.jit.trace"
+        )
