@@ -9,7 +9,7 @@ import torch
 import capsfast
 
 HEAVY = ("lightning", "lightning_fabric", "pytorch_lightning", "matplotlib", "sklearn", "rich", "typer", "tensorboard")
-OWN = ("capsfast.adopt", "capsfast.bench", "capsfast.cli", "capsfast.data", "capsfast.models", "capsfast.train")
+OWN = tuple(f"capsfast.{name}" for name in ("adopt", "bench", "cli", "data", "export", "models", "train"))
 SECONDS = 0.1
 
 
