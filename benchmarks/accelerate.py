@@ -1,6 +1,6 @@
 """The CapsNet of Sabour, Frosst, Hinton (2017) written the popular way, before and after capsfast.accelerate.
 
-    python benchmarks/accelerate.py --out docs/records/accelerate-capsnet.json
+    python -m benchmarks.accelerate --out docs/records/accelerate-capsnet.json
 
 One model and an accelerated copy of it take turns, so that a drift of the machine meets both. Their outputs and
 gradients are compared first.
@@ -18,9 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import capsfast
 from capsfast.bench.checkout import why_not_this_one
@@ -135,12 +132,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="for each measurement")
     parser.add_argument("--std", type=float, default=0.1, help="standard deviation of the routing weight")
     given = parser.parse_args()
-    hides = why_not_this_one("benchmarks/accelerate.py")
+    hides = why_not_this_one("benchmarks.accelerate")
     if hides:
         parser.error(hides)
     torch.set_num_threads(given.threads)
     record = {
-        "command": f"python benchmarks/accelerate.py {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m benchmarks.accelerate {' '.join(sys.argv[1:])}".strip(),
         "environment": environment(CPU),
         "measured": [measure(softmax, given.batch, given.std, given.seconds) for softmax in ("in", "out")],
     }

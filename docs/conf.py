@@ -50,7 +50,7 @@ toc_object_entries_show_parents = "hide"
 
 nitpicky = True
 # Their pages are not here, and their inventories would need a network.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|pathlib)(\..*)?")]
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|os|pathlib)(\..*)?")]
 
 html_theme = "furo"
 html_title = f"capsfast {version}"

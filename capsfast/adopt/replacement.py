@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from .. import checks
 from . import discovery, report, verification
 from .discovery import Call, Candidate
+from .entry import identify
 from .fused import Fused, FusedLayer, fuse, settings
 from .identification import Identification
 from .refusal import NotReproduced
-from .search import identify
 from .report import Acceleration, LayerReport
 from .signature import Signature
 from .verification import LeftAloneError, first_line, fused_way, own_way
@@ -45,9 +45,9 @@ def accelerate(
 
     The model runs once on the example. Modules that take and give capsules, or votes, as routing does, and own a weight
     of the size that this needs, are held against capsfast: :func:`capsfast.identify` finds the options by outputs and
-    gradients in float64, on random numbers and on those that reached the layer; then both run in the dtype of the model,
-    and outputs and gradients must agree. Names of classes do not count. Of nested layers the outermost one that is
-    reproduced is fused. Everything else stays as it is, and the report says why.
+    gradients in float64, on random numbers and on those that reached the layer; then both run in the dtype of the
+    model, and outputs and gradients must agree. Names of classes do not count. Of nested layers the outermost one that
+    is reproduced is fused. Everything else stays as it is, and the report says why.
 
     A fused layer is the same object with the same parameters, buffers, attributes, hooks and names: optimizers,
     checkpoints, ``copy.deepcopy``, ``pickle``, ``torch.compile`` and DDP go on as before. Only its class is another, a
