@@ -1,6 +1,5 @@
 """The options under which capsfast computes what a layer computes, found by trying."""
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -147,11 +146,10 @@ class Search:
     # Candidates.
 
     def _evaluate(self, candidate: Identification, inputs: Inputs) -> Tensor:
+        if candidate.share_batch_logits:
+            return candidates.averaged(candidate, self.probe.tensors(), inputs.u, *inputs.others)
         backend = None if inputs.u.device.type == "cpu" else "reference"
-        with warnings.catch_warnings():
-            if candidate.share_batch_logits:
-                warnings.simplefilter("ignore", UserWarning)
-            return candidate(self.probe.tensors(), inputs.u, *inputs.others, backend=backend)
+        return candidate(self.probe.tensors(), inputs.u, *inputs.others, backend=backend)
 
     def _difference(self, candidate: Identification, inputs: Inputs, output: Tensor) -> float:
         difference = relative(self._evaluate(candidate, inputs).detach(), output.detach())
