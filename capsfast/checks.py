@@ -1,5 +1,6 @@
 """Argument checks: every message names the op, the rule, what came, and often the remedy."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,10 @@ from .options import GRADIENT, NORMALIZE, SOFTMAX, SQUASH, Options, PassOptions
 SMALLEST_EPS = 1e-20
 
 OTHER_ORDERS = "; docs/migration.md turns weights of other layers into this order"
+
+# torch.jit.trace warns of every comparison of sizes. Those of this package lead to errors, or to the same for any
+# batch. torch does so for its own modules.
+warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning, module=r"capsfast\.")
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -111,7 +116,7 @@ def positive_eps(op: str, eps: object) -> None:
     if not SMALLEST_EPS <= eps < float("inf"):
         raise ValueError(
             f"{op}: eps must be positive and finite, at least {SMALLEST_EPS} (below, the gradient of a zero vector "
-            f"overflows in float32; also the eps of a layer that has none), got {eps}"
+            f"overflows in float32), got {eps}; eps={SMALLEST_EPS} reproduces layers without an eps"
         )
 
 

@@ -101,11 +101,13 @@ def dynamic_routing(
         gradient: ``"full"``, or ``"last"``: the agreement added to the logits counts as constant.
         leaky: one more entry of logit 0 in every softmax, whose coupling is thrown away.
         squash: the kind, see :func:`capsfast.squash`.
-        eps: of the squash.
+        eps: of the squash, at least 1e-20, which reproduces layers without an eps.
         squash_last: False leaves out the squash of the last iteration, whose weighted sum with the bias is then the
             result. The iterations before squash as they do otherwise.
         share_batch_logits: routing logits averaged over the batch. A defect of some older code, under
-            which a sample's result depends on its batch; reference backend only, with a warning.
+            which a sample's result depends on its batch, with a warning. Without ``backend`` it is products of torch
+            that need no votes, the reference with ``out_mask``, with ``mask`` and ``softmax="in"``, or with a weight
+            that output capsules share; of other backends the reference alone serves it.
         return_coupling: also return the last coupling coefficients.
         backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
 
@@ -136,6 +138,7 @@ def dynamic_routing(
             leaky=leaky,
             squash=squash,
             eps=eps,
+            squash_last=squash_last,
             share_batch_logits=share_batch_logits,
             return_coupling=return_coupling,
             backend=backend,
@@ -184,7 +187,7 @@ def route_votes(
             every position.
 
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
-    (Sabour, Frosst, Hinton 2017, procedure 1).
+    (Sabour, Frosst, Hinton 2017, procedure 1). The reference alone serves ``share_batch_logits``.
     """
     tensors = (votes, logits, bias, mask, out_mask)
     if has_torch_function(tensors):
@@ -202,6 +205,7 @@ def route_votes(
             leaky=leaky,
             squash=squash,
             eps=eps,
+            squash_last=squash_last,
             share_batch_logits=share_batch_logits,
             return_coupling=return_coupling,
             backend=backend,

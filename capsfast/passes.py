@@ -19,13 +19,17 @@ class Moments(NamedTuple):
     """What a routing pass adds up over the input capsules, in the dtype that sums are formed in.
 
     That is float32 for 16-bit inputs, else their dtype; ``weights`` has the dtype of the inputs.
+
+    ``mass [B, J]`` is ``sum_i r``, ``first [B, J, D]`` is ``sum_i r x``, and where they were asked for
+    ``second [B, J, D]`` is ``sum_i r x^2``, ``weights [B, I, J]`` are r, and ``lse [B, I]``, for ``normalize="in"``
+    ``[B, J]``, is the log-sum-exp of the logits.
     """
 
-    mass: Tensor  # [B, J]: sum_i r
-    first: Tensor  # [B, J, D]: sum_i r x
-    second: Tensor | None = None  # [B, J, D]: sum_i r x^2
-    weights: Tensor | None = None  # [B, I, J]: r
-    lse: Tensor | None = None  # [B, I], for normalize="in" [B, J]
+    mass: Tensor
+    first: Tensor
+    second: Tensor | None = None
+    weights: Tensor | None = None
+    lse: Tensor | None = None
 
 
 def routing_pass(

@@ -3,6 +3,7 @@
 The source folder is the repository, so that a relative link means the same here and on the repository's page.
 """
 
+import pkgutil
 import posixpath
 import re
 from pathlib import Path
@@ -12,8 +13,10 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
+from typer.main import get_command
 
 import capsfast
+from capsfast.cli.app import app as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,7 +50,7 @@ toc_object_entries_show_parents = "hide"
 
 nitpicky = True
 # Their pages are not here, and their inventories would need a network.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|pathlib)(\..*)?")]
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|os|pathlib)(\..*)?")]
 
 html_theme = "furo"
 html_title = f"capsfast {version}"
@@ -69,22 +72,57 @@ def contents() -> str:
     return "\n\n".join(blocks)
 
 
-def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
+def commands() -> str:
+    """The commands and their options as the command line knows them."""
+    lines = []
+    for name, command in get_command(cli).commands.items():
+        lines += [name, "-" * len(name), "", f".. program:: capsfast {name}", "", command.help, ""]
+        for given in command.params:
+            spelled = ", ".join((*given.opts, *given.secondary_opts))
+            # What stands for the default, if it is not the default itself.
+            shown = given.show_default if isinstance(given.show_default, str) else given.default
+            shown = given.opts[0] if shown is True else shown
+            default = f" Default: {shown}." if given.show_default and shown not in (None, False) else ""
+            lines += [f".. option:: {spelled}", "", f"   {given.help or ''}{default}", ""]
+    return "\n".join(lines)
+
+
+def add_generated(app: Sphinx, page: str, source: list[str]) -> None:
     if page == app.config.root_doc:
         source[0] += "\n\n" + contents()
+    elif page == "docs/api/commands":
+        source[0] += "\n" + commands()
+
+
+def skip(app: Sphinx, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
+    """The docstring of a named tuple says what its fields are; those of the fields say which number they have."""
+    return True if (thing.__doc__ or "").startswith("Alias for field number") else None
 
 
 def link_pages(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Docstrings name the pages by their files."""
+    """Docstrings name the pages by their files, and call the tensors that a module owns its parameters."""
     lines[:] = [re.sub(r"(?<![\w/`])docs/([\w-]+)\.md", r":doc:`/docs/\1`", line) for line in lines]
+    lines[:] = [re.sub(r"^:Parameters:", ":Arguments:", line) for line in lines]
+
+
+def thing_of(name: str) -> object:
+    try:
+        return pkgutil.resolve_name(name)
+    except (AttributeError, ImportError, ValueError):  # such as an attribute of instances
+        return None
 
 
 def find_by_last_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: TextElement) -> Element | None:
-    """Docstrings name what is public without its module, as the code around them does."""
+    """What is documented under another of its names, or named without its module, as the code around it does."""
     if node.get("refdomain") != "py":
         return None
-    found = env.get_domain("py").find_obj(env, None, None, node["reftarget"], None, searchmode=1)
-    places = {(entry.docname, entry.node_id) for _, entry in found}
+    target = node["reftarget"]
+    found = env.get_domain("py").find_obj(env, None, None, target.rpartition(".")[2], None, searchmode=1)
+    if "." in target:
+        found = [each for each in found if thing_of(each[0]) is not None and thing_of(each[0]) is thing_of(target)]
+    # capsfast.compat has classes with the names of capsfast.nn: each means its own.
+    near = [each for each in found if each[0].startswith(f"{node.get('py:module')}.")]
+    places = {(entry.docname, entry.node_id) for _, entry in near or found}
     if len(places) != 1:
         return None
     [(page, anchor)] = places
@@ -103,7 +141,8 @@ def add_index(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", add_contents)
+    app.connect("source-read", add_generated)
+    app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", link_pages)
     app.connect("missing-reference", find_by_last_name)
     app.connect("build-finished", add_index)

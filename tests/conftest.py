@@ -181,6 +181,7 @@ TOGETHER = tuple(
         "cuda_sass",
         "distributed",
         "distributed_routing",
+        "serving",
         "sharding",
         "site",
         "train",

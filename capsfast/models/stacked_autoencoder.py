@@ -126,7 +126,9 @@ class StackedCapsuleAutoencoder(Layer):
         """Objects of parts, which count as given: no gradient goes back to them."""
         poses, presences, features = (each.detach() for each in parts)
         sheets = torch.cat([self.templates.templates.flatten(1), self.templates.alpha.flatten(1)], 1).detach().sigmoid()
-        members = torch.cat([poses.flatten(2), presences[..., None], features, sheets.expand(len(poses), -1, -1)], 2)
+        members = torch.cat(
+            [poses.flatten(2), presences[..., None], features, sheets.expand(poses.shape[0], -1, -1)], 2
+        )
         return self.object_caps(self.encoder(members, presences))  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, target: Tensor | None = None) -> StackedOutput:

@@ -22,7 +22,7 @@ def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> T
     with torch.no_grad():
         _, coupling = route(num_iterations=2, logits=logits, return_coupling=True)
         best = coupling.topk(top_k, dim=2).indices
-        dropped = torch.ones_like(coupling, dtype=torch.bool).scatter(2, best, False)
+        dropped = torch.ones_like(coupling, dtype=torch.bool).scatter(2, best, torch.zeros_like(best, dtype=torch.bool))
     prior = torch.zeros_like(coupling) if logits is None else logits.expand(coupling.shape)
     return prior.masked_fill(dropped, -torch.inf)
 
@@ -81,19 +81,15 @@ class RoutingLayer(Called):
         return route(num_iterations=self.num_iterations, logits=logits, return_coupling=return_coupling)
 
     def extra_repr(self) -> str:
-        text = f"num_iterations={self.num_iterations}"
-        defaults = {
-            "softmax": "out",
-            "gradient": "full",
-            "leaky": False,
-            "squash": "paper",
-            "eps": 1e-8,
-            "squash_last": True,
-            "share_batch_logits": False,
-            "top_k": None,
-            "backend": None,
-        }
-        for name, default in defaults.items():
-            if getattr(self, name) != default:
-                text += f", {name}={getattr(self, name)!r}"
-        return text
+        return f"num_iterations={self.num_iterations}" + _arguments.changed(
+            self,
+            softmax="out",
+            gradient="full",
+            leaky=False,
+            squash="paper",
+            eps=1e-8,
+            squash_last=True,
+            share_batch_logits=False,
+            top_k=None,
+            backend=None,
+        )

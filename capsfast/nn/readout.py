@@ -29,8 +29,8 @@ def class_indices(op: str, given: Tensor, anchor: Tensor, name: str = "labels") 
 def one_hot(labels: Tensor, J: int, dtype: torch.dtype) -> Tensor:
     """int64 ``[B]`` to ``[B, J]``; on a device an index out of range fails there."""
     hot = torch.zeros((labels.shape[0], J), dtype=dtype, device=labels.device)
-    # A bool gets a bool: torch 2.10 compiles the number 1 into an int64 mask.
-    return hot.scatter(1, labels[:, None], True if dtype == torch.bool else 1)
+    # A tensor of this dtype: torch 2.10 compiles the number 1 into an int64 mask, TorchScript takes no bool.
+    return hot.scatter(1, labels[:, None], torch.ones_like(labels[:, None], dtype=dtype))
 
 
 class Length(Layer):

@@ -21,16 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import select
+from ..backend import demanded, select
 from ..options import Options
 from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
-from . import route_votes
+from . import _batch_logits, route_votes, shared_routing
 from ._glue import fake_gradients
 from ._product import fake_sizes, poses, width
 from ._register import Contract, define
-from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
+from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, warn_of_shared_logits, why_not_fused
 from ._shared_outputs import votes
+
+NAME = "capsfast.dynamic_routing"
 
 
 def why_no_rows(dtype: torch.dtype, weight: Tensor) -> str:
@@ -70,14 +72,21 @@ def call(
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend. The arguments were checked by the caller. J: how many output capsules."""
     if weight.shape[1] != J:
+        others = bias is not None or return_coupling or share_batch_logits
+        if not others and shared_routing.serves(u, weight, logits, J, options, backend):
+            v = shared_routing.call(u, weight, logits, mask, out_mask, J, options)
+            return v, v.new_empty(0)
         # All output capsules have the same votes, 1 / J of the others' size.
         x = votes(u, weight, mask)
         return route_votes.call(
             x, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
         )
+    if share_batch_logits and demanded(NAME, backend) is None and _batch_logits.serves(mask, out_mask, options.softmax):
+        warn_of_shared_logits(stacklevel=4)
+        return _batch_logits.dynamic_routing(u, weight, logits, bias, mask, options)
     cannot = why_not_fused(u.dtype, width(u, weight), share_batch_logits, poses=poses(u, weight))
     chosen = select(
-        "capsfast.dynamic_routing",
+        NAME,
         u.device,
         backend,
         cannot,

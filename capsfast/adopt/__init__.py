@@ -1,0 +1,18 @@
+"""Layers that others wrote, and what capsfast computes in their place."""
+
+from .entry import identify
+from .identification import Identification, Sizes
+from .refusal import NotReproduced
+from .replacement import accelerate
+from .report import Acceleration, LayerReport, undo
+
+__all__ = [
+    "Acceleration",
+    "Identification",
+    "LayerReport",
+    "NotReproduced",
+    "Sizes",
+    "accelerate",
+    "identify",
+    "undo",
+]
