@@ -4,30 +4,20 @@ A letter is an axis: B, I, J, D or K. ``1`` is an axis of length 1, letters in b
 all, the last one fastest: the weight ``[I, K, J*D]`` has the order ``"IK(JD)"``.
 """
 
-import re
 from collections.abc import Mapping
 
 from torch import Tensor
 
 from .. import checks
+from ..kinds import axes, spelled
 
 # Methods of a tensor with their arguments, one after the other.
 Steps = tuple[tuple[str, tuple[object, ...]], ...]
 
 
-def axes(order: str) -> list[str]:
-    """The letters of each axis: ``"1IK(JD)"`` to ``["1", "I", "K", "JD"]``."""
-    return [found.strip("()") for found in re.findall(r"\(\w+\)|\w", order)]
-
-
 def letters(order: str) -> str:
     """Its axes one by one, without those of length 1: ``"1IK(JD)"`` to ``"IKJD"``."""
     return "".join(axes(order)).replace("1", "")
-
-
-def spelled(order: str) -> str:
-    """``"IK(JD)"`` to ``[I, K, J*D]``."""
-    return "[" + ", ".join("*".join(axis) for axis in axes(order)) + "]"
 
 
 def steps_from(order: str, wanted: str, sizes: Mapping[str, int]) -> Steps:
