@@ -142,6 +142,12 @@ def test_axes_of_length_one(sizes: tuple[int, ...]) -> None:
     reproduced(found, layer, u)
 
 
+def test_what_makes_no_difference_is_as_in_the_paper() -> None:
+    """One iteration of two inputs and two outputs: either softmax gives 1/2; and no agreement has a gradient."""
+    found = capsfast.identify(Plain(2, 2, D, K), torch.randn(3, 2, K), call=lambda layer, u: layer(u, 1))
+    assert found.options == {"num_iterations": 1}
+
+
 class WithMask(Plain):
     """A mask of the votes, as an argument, in a buffer, or of the coupling of a softmax over the inputs."""
 
