@@ -117,7 +117,7 @@ def measure(softmax: str, batch: int, std: float, seconds: float) -> dict[str, A
     }
     for name, run in kinds.items():
         steps = {"own": lambda _, run=run: run(own), "fused": lambda _, run=run: run(fast)}
-        timings = interleave(steps, CPU, seconds)
+        timings = interleave(steps, CPU, seconds, least_rounds=3)
         ratio = timings["own"].median / timings["fused"].median
         found[name] = {**{which: asdict(timing) for which, timing in timings.items()}, "speed_up": ratio}
         print(f"softmax {softmax}, {name}: {ratio:.1f}x", flush=True)

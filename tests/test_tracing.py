@@ -114,6 +114,34 @@ def test_layers_are_leaves(name: str) -> None:
     assert_same(gradients(traced, x), gradients(model, x))
 
 
+class Masked(nn.Module):
+    """Calls a layer by names alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = capsfast.DynamicRouting(6, 4, 5, 3)
+
+    def forward(self, u: Tensor, mask: Tensor) -> Any:
+        v, coupling = self.layer(u=u, mask=mask, return_coupling=True)[:2]
+        return v, coupling
+
+
+def test_leaves_take_arguments_by_name() -> None:
+    model = Masked()
+
+    class Pairs(torch.fx.Tracer):
+        """Lets a result be unpacked into two."""
+
+        def iter(self, proxy: torch.fx.Proxy) -> Any:
+            return iter((proxy[0], proxy[1]))
+
+    graph = Pairs().trace(model)
+    traced = torch.fx.GraphModule(model, graph)
+    assert targets(traced, "call_module") == ["layer"]
+    u, mask = torch.randn(2, 6, 5), torch.rand(2, 6) > 0.3
+    assert_same(traced(u, mask), model(u, mask))
+
+
 def test_a_layer_alone_and_a_network_are_traced_through() -> None:
     layer = capsfast.DynamicRouting(6, 4, 5, 3, bias=True)
     traced = torch.fx.symbolic_trace(layer)
@@ -194,6 +222,7 @@ def test_tracing_does_not_warn() -> None:
 import warnings, torch
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+warnings.filterwarnings("ignore", "capsfast: running on the slow reference backend", RuntimeWarning)
 import capsfast
 torch.jit.trace(capsfast.nn.RoutedCaps(6, 4, 5, 3, routing="em"), torch.rand(3, 6, 5))
 """
