@@ -22,7 +22,7 @@ from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, call, make, run
 
 OPS = ("dynamic_routing", "route_votes")
 # Between them all tensors, both gradients and both softmaxes; a compilation costs seconds.
-COMPILED = (LOADED, Case(gradient="last", leaky=True, logits="IJ", coupling=False))
+COMPILED = (LOADED, Case(gradient="last", leaky=True, logits="IJ", squash_last=False, coupling=False))
 CASES = (PLAIN, LOADED, LOADED_OUT, Case(gradient="last", coupling=False))
 
 
