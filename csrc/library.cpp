@@ -23,6 +23,7 @@
 #include "ops/cuda/engine.h"
 #include "ops/pass_bindings.h"
 #include "ops/schemas.h"
+#include "ops/shared_bindings.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(capsfast, m) {
   for (const char* schema : capsfast::kSchemas) m.def(schema);
@@ -31,6 +32,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(capsfast, m) {
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
   capsfast::register_ops<capsfast::CpuEngine>(m);
   capsfast::register_pass_ops<capsfast::CpuEngine>(m);
+  capsfast::register_shared_op(m);
 }
 
 #if CAPSFAST_CUDA

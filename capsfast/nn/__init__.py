@@ -7,6 +7,8 @@ from .couplings import couplings, recorded
 from .decoder import ConvDecoder, Decoder
 from .depthwise_caps import DepthwisePrimaryCaps
 from .dynamic_routing import ClassCaps, DigitCaps, DynamicRouting
+from .interest_caps import InterestCapsules, Interests
+from .label_attention import LabelAwareAttention, interest_scores
 from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, SpreadLoss
 from .primary_caps import FlattenCaps, PrimaryCaps
 from .primary_matrix_caps import PrimaryMatrixCaps
@@ -49,9 +51,12 @@ __all__ = [
     "DynamicRouting",
     "EMRouting",
     "FlattenCaps",
+    "InterestCapsules",
+    "Interests",
     "InvertedAttentionRouting",
     "IterativeRouting",
     "KMeansRouting",
+    "LabelAwareAttention",
     "Length",
     "LossParts",
     "MarginLoss",
@@ -72,5 +77,6 @@ __all__ = [
     "VariationalRouting",
     "Votes",
     "couplings",
+    "interest_scores",
     "recorded",
 ]

@@ -75,8 +75,9 @@ class Contract(NamedTuple):
         saved = ", ".join(f"Tensor {name}" for name in self.saved)
         requests = ", ".join(f"bool return_{name}" for name in self.requests)
         needed = ", ".join(f"bool need_{name}" for name in self.needed)
+        options = ", ".join(part for part in (self.options, requests) if part)
         return (
-            f"{prefix}{self.name}({tensors}, {self.options}, {requests}) -> ({_tensors(self.outputs)})",
+            f"{prefix}{self.name}({tensors}, {options}) -> ({_tensors(self.outputs)})",
             f"{prefix}{self.name}_backward({gradients}, {tensors}, {saved}, {self.options}, {needed}) "
             f"-> ({_tensors(self.needed)})",
         )
@@ -92,7 +93,12 @@ def define(contract: Contract) -> dict[str, Callable[..., Any]]:
     return {**ops, "cuda": ops["cpp"]}
 
 
-def _define(contract: Contract, backend: str) -> Callable[..., Any]:
+def define_cpp(contract: Contract) -> Callable[..., Any]:
+    """An op that has kernels on the CPU alone, and no rules for DTensors."""
+    return _define(contract, "cpp", sharded=False)
+
+
+def _define(contract: Contract, backend: str, sharded: bool = True) -> Callable[..., Any]:
     name = PREFIX[backend] + contract.name
     op = f"capsfast::{name}"
     for defined, schema in zip((name, f"{name}_backward"), contract.schemas(PREFIX[backend]), strict=True):
@@ -113,7 +119,8 @@ def _define(contract: Contract, backend: str) -> Callable[..., Any]:
         torch.library.register_vmap(overload, _vmap(_overload(overload)))
     for device in ("cpu", "cuda"):
         _register_autocast(name, device, len(contract.inputs))
-    _sharding.announce(contract, _overload(op), _overload(f"{op}_backward"))
+    if sharded:
+        _sharding.announce(contract, _overload(op), _overload(f"{op}_backward"))
     return _transformable(name, save, backward, len(contract.inputs))
 
 

@@ -25,7 +25,7 @@ from ..backend import demanded, select
 from ..options import Options
 from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
-from . import _batch_logits, route_votes
+from . import _batch_logits, route_votes, shared_routing
 from ._glue import fake_gradients
 from ._product import fake_sizes, poses, width
 from ._register import Contract, define
@@ -72,6 +72,10 @@ def call(
 ) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend. The arguments were checked by the caller. J: how many output capsules."""
     if weight.shape[1] != J:
+        others = bias is not None or return_coupling or share_batch_logits
+        if not others and shared_routing.serves(u, weight, logits, J, options, backend):
+            v = shared_routing.call(u, weight, logits, mask, out_mask, J, options)
+            return v, v.new_empty(0)
         # All output capsules have the same votes, 1 / J of the others' size.
         x = votes(u, weight, mask)
         return route_votes.call(

@@ -29,6 +29,11 @@ constexpr const char* kSchemas[] = {
     "Tensor weights, Tensor lse_out, Tensor norm, str normalize, bool leaky, bool with_second, bool tf32, bool need_u, "
     "bool need_weight, bool need_query, bool need_precision, bool need_center, bool need_prior, bool need_logits, "
     "bool need_activation, bool need_lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "shared_routing(Tensor u, Tensor weight, Tensor? logits, Tensor? mask, Tensor? out_mask, SymInt J, "
+    "int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps) -> (Tensor, Tensor)",
+    "shared_routing_backward(Tensor dv, Tensor u, Tensor weight, Tensor? logits, Tensor? mask, Tensor? out_mask, "
+    "Tensor kept, SymInt J, int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps, "
+    "bool need_u, bool need_weight, bool need_logits) -> (Tensor, Tensor, Tensor)",
     "votes_pass(Tensor votes, Tensor? query, Tensor? precision, Tensor? center, Tensor? prior, Tensor? logits, "
     "Tensor? activation, Tensor? lse, Tensor? mask, Tensor? out_mask, SymInt J, str normalize, bool leaky, "
     "bool with_second, bool return_weights, bool return_lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

@@ -11,6 +11,7 @@
 
 #include "../routing.h"
 #include "memory.h"
+#include "shared_routing.h"
 
 namespace capsfast {
 
@@ -163,6 +164,10 @@ struct Kernels {
   // For blocks [n0, n1) of L input capsules of a small batch; small_batch.inl has the shapes.
   void (*small_votes)(const Problem&, int64_t n0, int64_t n1, T* votes, T* scratch);
   void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t n0, int64_t n1, T* scratch);
+  // Samples [begin, end) of routing with one matrix; scratch as in shared_routing.h, index [samples][I + 1].
+  void (*shared_forward)(const SharedCall<T>&, int64_t begin, int64_t end, T* scratch, int64_t* index);
+  void (*shared_backward)(const SharedCall<T>&, int64_t begin, int64_t end, T* scratch, int64_t* index,
+                          const SharedSums<T>&);
   T (*multiply_adds)(int64_t rounds);  // 12 L multiply-adds a round
 };
 

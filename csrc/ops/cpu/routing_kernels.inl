@@ -19,6 +19,7 @@
 #include "small_batch_rows.inl"
 #include "small_batch_transposed.inl"
 #include "small_batch.inl"
+#include "shared_routing.inl"
 
 // Calls Pass<T, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of a quadratic pass
 // (Q), of pose matrices and of votes that are given.
@@ -82,6 +83,8 @@ const Kernels<T>& table() {
       SmallBatch<T>::fold,
       SmallBatch<T>::votes,
       SmallBatch<T>::gradients,
+      SharedRouting<T>::forward,
+      SharedRouting<T>::backward,
       multiply_adds<T>};
   return kernels;
 }

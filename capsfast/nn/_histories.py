@@ -1,0 +1,79 @@
+"""Histories of different lengths: as lengths, as a mask, or jagged, and how many interests they get."""
+
+import torch
+from torch import Tensor
+
+from .. import checks
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+COUNTS = ("floor", "ceil")
+
+
+def whole(op: str, name: str, value: object, shape: str) -> Tensor:
+    tensor = checks.tensor(op, name, value, shape)
+    if tensor.dtype not in INTEGERS:
+        raise TypeError(f"{op}: {name} must hold integers, got {checks.dtype_of(tensor)}")
+    return tensor
+
+
+def sized(op: str, name: str, value: object, size: int, anchor: Tensor) -> Tensor:
+    tensor = whole(op, name, value, "[B]" if name != "offsets" else "[B + 1]")
+    if tensor.shape[0] != size:
+        raise ValueError(f"{op}: {name} must be [{size}], one for each user, got {checks.shape_of(tensor)}")
+    checks.same_device(op, "behaviours", anchor, name, tensor)
+    return tensor
+
+
+def within(op: str, name: str, value: Tensor, least: int, most: int, meaning: str) -> None:
+    """That numbers are in a range, where a look at them is cheap."""
+    if checks.can_be_looked_at(value) and value.numel() and bool(((value < least) | (value > most)).any()):
+        raise ValueError(
+            f"{op}: {name} must be from {least} to {meaning}={most}, got {int(value.min())} to {int(value.max())}"
+        )
+
+
+def of_lengths(op: str, lengths: object, behaviours: Tensor) -> Tensor:
+    """``[B]`` to the mask ``[B, I]`` of the first so many positions."""
+    B, I = behaviours.shape[:2]
+    found = sized(op, "lengths", lengths, B, behaviours)
+    within(op, "lengths", found, 0, I, "I")
+    return torch.arange(I, device=found.device) < found[:, None]
+
+
+def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple[Tensor, Tensor]:
+    """Jagged ``values [N, K]`` with ``offsets [B + 1]`` to ``[B, I, K]``, zero behind each history, and its mask.
+
+    width: I; None for the longest history, which the host then has to know.
+    """
+    N, K = values.shape
+    found = whole(op, "offsets", offsets, "[B + 1]")
+    if found.shape[0] == 0:
+        raise ValueError(f"{op}: offsets must be [B + 1], at least one number, got none")
+    checks.same_device(op, "behaviours", values, "offsets", found)
+    lengths = found.diff()
+    if checks.can_be_looked_at(found):
+        if int(found[0]) != 0 or int(found[-1]) != N or bool((lengths < 0).any()):
+            raise ValueError(
+                f"{op}: offsets must begin with 0, not decrease and end with N={N}, the number of behaviours, "
+                f"got {found.tolist() if found.shape[0] <= 8 else [*found[:4].tolist(), '...', int(found[-1])]}"
+            )
+        longest = int(lengths.max()) if lengths.numel() else 0
+        if width is not None and longest > width:
+            raise ValueError(f"{op}: histories must be at most max_length={width} long, got one of {longest}")
+    B, I = lengths.shape[0], int(lengths.max()) if width is None and lengths.numel() else (width or 0)
+    mask = torch.arange(I, device=found.device) < lengths[:, None]
+    # Where the rows of positions in use stand; the others read a row that does not count.
+    place = (found[:-1, None] + torch.arange(I, device=found.device)).clamp(0, max(N - 1, 0))
+    if N == 0:
+        return values.new_zeros(B, I, K), mask
+    return values[place].masked_fill(~mask[..., None], 0.0), mask
+
+
+def interests_of(lengths: Tensor, J: int, rule: str) -> Tensor:
+    """``lengths [B]`` to the mask ``[B, J]`` of ``max(1, min(J, log2(length)))`` interests.
+
+    The powers of two are compared as integers: a logarithm that is a little off would change the number.
+    """
+    number = torch.arange(J, device=lengths.device)
+    enough = lengths[:, None] >= 2 ** (number + 1) if rule == "floor" else lengths[:, None] > 2**number
+    return enough | (number == 0)

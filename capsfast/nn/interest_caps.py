@@ -1,0 +1,266 @@
+"""Interest capsules: several vectors for what a user likes, from the items that the user has clicked."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..options import GRADIENT, SOFTMAX, SQUASH
+from . import _arguments
+from ._histories import COUNTS, interests_of, of_lengths, padded, sized, within
+from ._interest_routing import RATIO, InterestOptions, route
+
+WEIGHTS = ("shared", "output", "position")
+UPDATES = ("accumulate", "overwrite")
+LOGITS = ("zero", "fixed", "random", "random_per_user")
+PROJECTIONS = (None, "linear", "relu")
+
+
+class Interests(NamedTuple):
+    """vectors ``[B, J, D]``, and mask ``[B, J]``, bool: which of them the user has. The others are 0."""
+
+    vectors: Tensor
+    mask: Tensor
+
+
+class InterestCapsules(nn.Module):
+    """Routes the behaviours of a user to interests (MIND, Li et al. 2019; ComiRec, Cen et al. 2020).
+
+    Behaviours are the embeddings of clicked items. The defaults are the paper's B2I routing (MIND, algorithm 1) but for
+    its number of interests, which ``count="floor"`` gives: one matrix for all pairs, logits that start as one normal
+    draw, softmax over the interests, agreement that adds up. docs/recommenders.md says what published code does
+    otherwise.
+
+    With one matrix for all pairs no votes are formed: each iteration multiplies J vectors by it, not I. So rounding
+    differs from code that forms votes.
+
+    Parameters: ``W [1, 1, D, K]``, ``[1, J, D, K]`` or ``[I, J, D, K]``; ``projection``, an ``nn.Linear(D, D)``, on
+    request. Buffer: ``logits [max_length, J]`` with ``initial_logits="fixed"``; it is in checkpoints, and
+    DistributedDataParallel makes it the same on every rank.
+
+    Args:
+        num_interests: J, the most that a user has.
+        in_dim, out_dim: sizes K of a behaviour and D of an interest.
+        num_iterations: weighted sums, at least 1.
+        max_length: I, the most behaviours of a user. Needed by ``initial_logits="fixed"`` and ``weight="position"``;
+            jagged histories are padded to it, or without it to the longest.
+        weight: ``"shared"``, one matrix for all pairs; ``"output"``, one for each interest; ``"position"``, one for
+            each position and interest.
+        initial_logits: ``"fixed"``, one normal draw, made with the layer; ``"random"``, a draw at each call for all
+            users; ``"random_per_user"``; ``"zero"``, with which a shared weight makes all interests of a user equal.
+        logits_std: deviation of the draw.
+        update: ``"accumulate"``, logits are the initial ones and all agreements; ``"overwrite"``, the last agreement.
+        softmax: ``"out"``, over the interests; ``"in"``, over the behaviours.
+        mask_after: masked behaviours lose their coupling after the softmax, not before. Differs for ``softmax="in"``
+            only, where they then take a share that is lost.
+        temperature: divides the logits in the softmax.
+        squash_power: power of the length ``n / (c + n)`` that a squash gives; the kinds that have it are ``"paper"``,
+            ``"half"`` and ``"eps_outside"``. With one other than 1, ``n + eps`` stands for n.
+        squash, eps: see :func:`capsfast.squash`.
+        gradient: ``"full"``, or ``"last"``: the agreement counts as constant.
+        count: how many interests a user has: None, J; ``"floor"`` or ``"ceil"`` of ``max(1, min(J, log2(length)))``
+            (MIND).
+        projection: a linear map after the routing, ``"relu"`` with a ReLU behind it.
+        init_std: W starts as a normal distribution of this deviation, cut at two deviations; by default ``K**-0.5``.
+        backend: see :func:`capsfast.dynamic_routing`.
+        device, dtype: of the parameters.
+
+    Shapes: behaviours ``[B, I, K]`` to :class:`Interests`.
+
+    Raises:
+        ValueError, TypeError: a size or an option that does not fit.
+    """
+
+    op = "capsfast.nn.InterestCapsules"
+    logits: Tensor | None
+
+    def __init__(
+        self,
+        num_interests: int,
+        in_dim: int,
+        out_dim: int,
+        num_iterations: int = 3,
+        *,
+        max_length: int | None = None,
+        weight: str = "shared",
+        initial_logits: str = "fixed",
+        logits_std: float = 1.0,
+        update: str = "accumulate",
+        softmax: str = "out",
+        mask_after: bool = False,
+        temperature: float = 1.0,
+        squash_power: float = 1.0,
+        squash: str = "paper",
+        eps: float = 1e-8,
+        gradient: str = "full",
+        count: str | None = None,
+        projection: str | None = None,
+        init_std: float | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = self.op
+        _arguments.integers(
+            op, num_interests=num_interests, in_dim=in_dim, out_dim=out_dim, num_iterations=num_iterations
+        )
+        if max_length is not None:
+            _arguments.integer(op, "max_length", max_length)
+        checks.choice(op, "weight", weight, WEIGHTS)
+        checks.choice(op, "initial_logits", initial_logits, LOGITS)
+        checks.choice(op, "update", update, UPDATES)
+        checks.choice(op, "softmax", softmax, SOFTMAX)
+        checks.choice(op, "gradient", gradient, GRADIENT)
+        checks.choice(op, "squash", squash, SQUASH)
+        checks.boolean(op, "mask_after", mask_after)
+        checks.positive_eps(op, eps)
+        for name, value in (("temperature", temperature), ("squash_power", squash_power)):
+            _arguments.positive(op, name, value)
+        _arguments.positive(op, "logits_std", logits_std, zero=True)
+        if init_std is not None:
+            _arguments.positive(op, "init_std", init_std)
+        _arguments.backend(op, backend)
+        if count is not None:
+            checks.choice(op, "count", count, COUNTS)
+        if projection not in PROJECTIONS:
+            raise ValueError(f"{op}: projection must be None, 'linear' or 'relu', got {projection!r}")
+        if squash_power != 1 and squash not in RATIO:
+            raise ValueError(
+                f"{op}: squash_power is of a length n / (c + n), so squash must be one of {', '.join(RATIO)}, "
+                f"got {squash!r}"
+            )
+        for name, option, needing in (("initial_logits", initial_logits, "fixed"), ("weight", weight, "position")):
+            if max_length is None and option == needing:
+                raise ValueError(f"{op}: {name}={option!r} needs max_length, the most behaviours of a user, got None")
+        self.num_interests = num_interests
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self.max_length = max_length
+        self.weight = weight
+        self.initial_logits = initial_logits
+        self.logits_std = logits_std
+        self.count = count
+        self.backend = backend
+        self.init_std = in_dim**-0.5 if init_std is None else init_std
+        self.options = InterestOptions(
+            num_iterations, softmax, gradient, squash, eps, update, mask_after, temperature, squash_power
+        )
+        rows = max_length if weight == "position" and max_length is not None else 1
+        columns = 1 if weight == "shared" else num_interests
+        self.W = nn.Parameter(torch.empty(rows, columns, out_dim, in_dim, device=device, dtype=dtype))
+        drawn = None
+        if initial_logits == "fixed" and max_length is not None:
+            drawn = torch.empty(max_length, num_interests, device=device, dtype=dtype)
+        self.register_buffer("logits", drawn)
+        self.relu = projection == "relu"
+        self.projection = None if projection is None else nn.Linear(out_dim, out_dim, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws W, the projection and the fixed logits anew."""
+        nn.init.trunc_normal_(self.W, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        if self.logits is not None:
+            nn.init.normal_(self.logits, std=self.logits_std)
+        if self.projection is not None:
+            self.projection.reset_parameters()
+
+    def forward(
+        self,
+        behaviours: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        offsets: Tensor | None = None,
+        interests: Tensor | None = None,
+        logits: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Interests:
+        """Interests of the users.
+
+        At most one of lengths, mask and offsets is given; with none all behaviours count. A user without behaviours has
+        one interest, which is 0. Numbers that are out of range are seen on the CPU, where a look at them is cheap.
+
+        Args:
+            behaviours: ``[B, I, K]``, with offsets ``[N, K]``.
+            lengths: ``[B]``, integers: the first so many behaviours count.
+            mask: bool ``[B, I]``, False for a behaviour that does not count.
+            offsets: ``[B + 1]``, integers: those of user b are the rows ``offsets[b]`` to ``offsets[b + 1] - 1``.
+            interests: ``[B]``, integers from 1 to J: how many the user has, in place of ``count``.
+            logits: ``[I, J]`` or ``[B, I, J]``, in place of the initial ones.
+            generator: of a random draw; default torch's own, which is each rank's own.
+
+        Raises:
+            ValueError, TypeError: a shape, a value, a dtype or a device that does not fit.
+        """
+        op = self.op
+        if sum(each is not None for each in (lengths, mask, offsets)) > 1:
+            raise ValueError(f"{op}: at most one of lengths, mask and offsets must be given, got several")
+        _arguments.floats(op, "behaviours", behaviours, "[B, I, K]" if offsets is None else "[N, K]")
+        if behaviours.shape[-1] != self.in_dim:
+            raise ValueError(f"{op}: behaviours must end in in_dim={self.in_dim}, got {checks.shape_of(behaviours)}")
+        checks.same_device(op, "behaviours", behaviours, "W", self.W)
+        checks.same_dtype(op, "behaviours", behaviours, "W", self.W)
+        if offsets is not None:
+            behaviours, mask = padded(op, behaviours, offsets, self.max_length)
+        elif lengths is not None:
+            mask = of_lengths(op, lengths, behaviours)
+        B, I, _ = behaviours.shape
+        J = self.num_interests
+        if self.max_length is not None and self.max_length < I:
+            raise ValueError(f"{op}: behaviours must be at most max_length={self.max_length}, got {I}")
+        checks.parameters(op, "behaviours", behaviours, (B, I, J, self.out_dim), {"mask": mask, "logits": logits})
+        number = behaviours.new_full((B,), I, dtype=torch.int64) if mask is None else mask.sum(1)
+        there = self._there(op, number, interests, behaviours)
+        start = self._start(behaviours, B, I, generator) if logits is None else logits
+        W = self.W[:I] if self.weight == "position" else self.W
+        # Where all interests are there, the kernels need not know.
+        whole = self.count is None and interests is None
+        v = route(behaviours, W, J, start, mask, None if whole else there, self.options, self.backend)
+        if self.projection is not None:
+            v = self.projection(v)
+            v = v.relu() if self.relu else v
+            v = v.masked_fill(~(there & (number > 0)[:, None])[..., None], 0.0)
+        return Interests(v, there)
+
+    def _there(self, op: str, number: Tensor, interests: Tensor | None, behaviours: Tensor) -> Tensor:
+        J = self.num_interests
+        if interests is not None:
+            found = sized(op, "interests", interests, number.shape[0], behaviours)
+            within(op, "interests", found, 1, J, "num_interests")
+            return torch.arange(J, device=found.device) < found[:, None]
+        if self.count is None:
+            return number.new_ones(number.shape[0], J, dtype=torch.bool)
+        return interests_of(number, J, self.count)
+
+    def _start(self, behaviours: Tensor, B: int, I: int, generator: torch.Generator | None) -> Tensor | None:
+        if self.initial_logits == "zero":
+            return None
+        if self.initial_logits == "fixed":
+            assert self.logits is not None
+            return self.logits[:I]
+        size = (B, I, self.num_interests) if self.initial_logits == "random_per_user" else (I, self.num_interests)
+        drawn = torch.randn(size, device=behaviours.device, dtype=behaviours.dtype, generator=generator)
+        return self.logits_std * drawn
+
+    def extra_repr(self) -> str:
+        o = self.options
+        text = f"{self.num_interests}, {self.in_dim}, {self.out_dim}, num_iterations={o.num_iterations}"
+        defaults = {
+            "max_length": (self.max_length, None),
+            "weight": (self.weight, "shared"),
+            "initial_logits": (self.initial_logits, "fixed"),
+            "logits_std": (self.logits_std, 1.0),
+            "update": (o.update, "accumulate"),
+            "softmax": (o.softmax, "out"),
+            "mask_after": (o.mask_after, False),
+            "temperature": (o.temperature, 1.0),
+            "squash_power": (o.squash_power, 1.0),
+            "squash": (o.squash, "paper"),
+            "eps": (o.eps, 1e-8),
+            "gradient": (o.gradient, "full"),
+            "count": (self.count, None),
+            "backend": (self.backend, None),
+        }
+        return text + "".join(f", {name}={value!r}" for name, (value, default) in defaults.items() if value != default)

@@ -1,0 +1,136 @@
+"""What is done with interests: attention by the item that is to be found, and scores of items."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from . import _arguments
+
+# No power of a score is larger: softmax, and the derivatives of powers, stay finite in float32.
+LARGEST = 1e30
+
+
+def _operands(op: str, interests: object, items: object, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    vectors = checks.tensor(op, "interests", interests, "[B, J, D]")
+    checks.floating(op, "interests", vectors)
+    if not isinstance(items, Tensor):
+        raise TypeError(f"{op}: items must be a torch.Tensor, got {type(items).__name__}")
+    checks.dense(op, "items", items)
+    checks.floating(op, "items", items)
+    checks.same_device(op, "interests", vectors, "items", items)
+    checks.same_dtype(op, "interests", vectors, "items", items)
+    B, J, D = vectors.shape
+    if J == 0:
+        raise ValueError(f"{op}: interests must be at least one for each user, got {checks.shape_of(vectors)}")
+    if items.dim() == 0 or items.shape[-1] != D:
+        raise ValueError(f"{op}: items must end in D={D}, the size of an interest, got {checks.shape_of(items)}")
+    if mask is not None:
+        checks.tensor(op, "mask", mask, "[B, J]")
+        if mask.dtype != torch.bool:
+            raise TypeError(f"{op}: mask must be bool (True = use), got {checks.dtype_of(mask)}")
+        if mask.shape != (B, J):
+            raise ValueError(f"{op}: mask must be [B, J] = [{B}, {J}], got {checks.shape_of(mask)}")
+        checks.same_device(op, "interests", vectors, "mask", mask)
+    return vectors, items
+
+
+class LabelAwareAttention(nn.Module):
+    """The interests of a user as one vector, weighted by a target item (MIND, Li et al. 2019, equation 9).
+
+    ``softmax_j((item . v_j)^power) v_j``. With ``power=math.inf`` the interest of the largest score is taken as it is,
+    as training of ComiRec does (Cen et al. 2020).
+
+    Args:
+        power: 0, with which all interests count alike; from 1 on; or ``math.inf``.
+        signed: the power of a negative score is ``-|score|^power``. Without it that of an even number is positive, as
+            the formula has it, and a power that is no integer does not exist.
+
+    Shapes: interests ``[B, J, D]``, items ``[B, D]`` or ``[B, N, D]``, mask ``[B, J]`` (bool, False for an interest
+    that the user does not have) to ``[B, D]`` or ``[B, N, D]``.
+
+    Raises:
+        ValueError, TypeError: a power that does not fit; a shape, a dtype or a device.
+    """
+
+    op = "capsfast.nn.LabelAwareAttention"
+
+    def __init__(self, power: float = 1.0, *, signed: bool = False) -> None:
+        super().__init__()
+        checks.boolean(self.op, "signed", signed)
+        if power != math.inf:
+            _arguments.positive(self.op, "power", power, zero=True)
+            if 0 < power < 1:
+                raise ValueError(f"{self.op}: power must be 0, from 1 on or math.inf, got {power}")
+            if not signed and power != int(power):
+                raise ValueError(
+                    f"{self.op}: power must be an integer unless signed=True, since negative scores have no other, "
+                    f"got {power}"
+                )
+        self.power = power
+        self.signed = signed
+
+    def forward(self, interests: Tensor, items: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See the class."""
+        vectors, targets = _operands(self.op, interests, items, mask)
+        if targets.dim() not in (2, 3) or targets.shape[0] != vectors.shape[0]:
+            raise ValueError(
+                f"{self.op}: items must be [B, D] or [B, N, D] with B={vectors.shape[0]}, "
+                f"got {checks.shape_of(targets)}"
+            )
+        several = targets if targets.dim() == 3 else targets[:, None]
+        scores = several @ vectors.transpose(1, 2)  # [B, N, J]
+        absent = None if mask is None else ~mask[:, None]
+        if self.power == math.inf:
+            if absent is not None:
+                scores = scores.masked_fill(absent, -math.inf)
+            best = scores.argmax(2)[..., None].expand(-1, -1, vectors.shape[2])
+            found = vectors.gather(1, best)
+        else:
+            found = self._weights(scores, absent).to(vectors.dtype) @ vectors
+        return found if targets.dim() == 3 else found[:, 0]
+
+    def _weights(self, scores: Tensor, absent: Tensor | None) -> Tensor:
+        if self.power != 1:
+            scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+            limit = LARGEST ** (1 / self.power) if self.power else math.inf
+            scores = scores.clamp(-limit, limit)
+            signed = self.signed and self.power
+            scores = scores * scores.abs() ** (self.power - 1) if signed else scores**self.power
+        if absent is not None:
+            scores = scores.masked_fill(absent, torch.finfo(scores.dtype).min)
+        return scores.softmax(2)
+
+    def extra_repr(self) -> str:
+        return f"power={self.power}{', signed=True' if self.signed else ''}"
+
+
+def interest_scores(interests: Tensor, items: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Scores of items when serving: the largest inner product with an interest of the user (Li et al. 2019).
+
+    Args:
+        interests: ``[B, J, D]``.
+        items: ``[N, D]`` for all users, or ``[B, N, D]``.
+        mask: bool ``[B, J]``, False for an interest that the user does not have.
+
+    Returns:
+        ``[B, N]``. Scores of one interest at a time are in memory, not ``[B, J, N]``.
+
+    Raises:
+        ValueError, TypeError: a shape, a dtype or a device that does not fit.
+    """
+    op = "capsfast.nn.interest_scores"
+    vectors, targets = _operands(op, interests, items, mask)
+    if targets.dim() not in (2, 3) or (targets.dim() == 3 and targets.shape[0] != vectors.shape[0]):
+        raise ValueError(
+            f"{op}: items must be [N, D] or [B, N, D] with B={vectors.shape[0]}, got {checks.shape_of(targets)}"
+        )
+    best: Tensor | None = None
+    for j in range(vectors.shape[1]):
+        scores = vectors[:, j] @ targets.T if targets.dim() == 2 else (targets @ vectors[:, j, :, None])[..., 0]
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, j, None], -math.inf)
+        best = scores if best is None else torch.maximum(best, scores)
+    assert best is not None
+    return best

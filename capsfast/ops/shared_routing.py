@@ -1,0 +1,103 @@
+"""The op of dynamic routing with one matrix S for all pairs, which forms no votes. It has kernels on the CPU.
+
+All votes of an input capsule are S u_i. So a weighted sum of votes is ``S z_j`` with ``z_j = sum_i c_ij u_i``, and the
+agreement of a vote with ``v_j = f(|S z_j|^2) S z_j`` is ``u_i . q_j``, where ``q_j = f G z_j``, ``G = S^T S`` and
+``|S z_j|^2 = z_j . G z_j``. An iteration multiplies J vectors of a sample by G; votes multiply I by S.
+
+``capsfast::shared_routing`` returns ``(v [B, J, D], kept [2 r - 1, B, J, K])``: kept has z of all iterations, then
+``G z`` of all but the last. accumulate: the logits of an iteration are the given ones and all agreements so far; else
+the last agreement alone. scale: a factor of the agreement, an inverse temperature.
+
+``capsfast::shared_routing_backward`` returns ``(du, dweight, dlogits)``, each empty if its need_ flag is false.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, native
+from ..backend import select
+from ..options import Options
+from ._glue import check_shapes, fake_gradients
+from ._register import Contract, define_cpp
+
+
+def serves(u: Tensor, weight: Tensor, logits: Tensor | None, J: int, options: Options, backend: str | None) -> bool:
+    """Whether the op serves a call, and takes less work than votes ``[B, I, D]`` do.
+
+    weight ``[1 or I, 1, D, K]``, J output capsules. The arguments were checked by the caller.
+    """
+    if u.device.type not in ("cpu", "meta") or u.dtype not in (torch.float32, torch.float64):
+        return False
+    if native.extension is None or type(u) not in (Tensor, torch.nn.Parameter):
+        return False
+    if weight.shape[0] != 1 or weight.shape[3] != u.shape[2]:
+        return False
+    o = options
+    if o != Options(o.num_iterations, "out", o.gradient, False, o.squash, o.eps):
+        return False
+    if checks.autocast_dtype(u.device) not in (None, u.dtype):
+        return False
+    if u.dtype != weight.dtype or (logits is not None and logits.dtype != u.dtype):
+        return False
+    D, K = weight.shape[2:]
+    # Products with K x K and K x D, of J vectors in each iteration, against one with K x D of all I.
+    if not options.num_iterations * J * K <= u.shape[1] * D:
+        return False
+    return select("capsfast.dynamic_routing", u.device, backend) == "cpp"
+
+
+def call(
+    u: Tensor,
+    weight: Tensor,
+    logits: Tensor | None,
+    mask: Tensor | None,
+    out_mask: Tensor | None,
+    J: int,
+    options: Options,
+    accumulate: bool = True,
+    scale: float = 1.0,
+) -> Tensor:
+    """v ``[B, J, D]``. Only where :func:`serves` says so."""
+    o = options
+    v, _ = _op(u, weight, logits, mask, out_mask, J, o.num_iterations, o.gradient, accumulate, scale, o.squash, o.eps)
+    return v  # type: ignore[no-any-return]
+
+
+def _fake(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    logits, mask, out_mask, J, r = rest[:5]
+    torch._check(u.dim() == 3 and weight.dim() == 4, lambda: "u must be [B, I, K], weight [1, 1, D, K]")
+    B, I, K = u.shape
+    D = weight.shape[2]
+    torch._check(weight.shape[3] == K, lambda: "u and weight must agree in K")
+    check_shapes({"logits": logits, "mask": mask, "out_mask": out_mask}, (B, I, J, D), ())
+    return u.new_empty(B, J, D), u.new_empty(2 * r - 1, B, J, K)
+
+
+def _fake_backward(dv: Tensor, u: Tensor, weight: Tensor, logits: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    return fake_gradients((u, weight, logits), rest[-3:])
+
+
+def _received(
+    given: Sequence[Tensor | None], tensors: Sequence[Tensor | None], saved: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    return tuple(given)
+
+
+CONTRACT = Contract(
+    name="shared_routing",
+    inputs=("u", "weight"),
+    parameters=("logits",),
+    options="SymInt J, int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps",
+    requests=(),
+    outputs=("v", "kept"),
+    differentiable=1,
+    saved=("kept",),
+    optional=(),
+    fake=_fake,
+    fake_backward=_fake_backward,
+    received=_received,
+)
+_op = define_cpp(CONTRACT)

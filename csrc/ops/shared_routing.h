@@ -1,0 +1,45 @@
+// Dynamic routing with one matrix S for all pairs of an input and an output capsule.
+//
+// Then no vote S u_i has to be formed. A weighted sum of votes is S z_j with z_j = sum_i c_ij u_i, and the agreement of a
+// vote with v_j = f(|S z_j|^2) S z_j is u_i . q_j, where q_j = f G z_j with G = S^T S and |S z_j|^2 = z_j . G z_j. An
+// iteration takes the product of G with J vectors a sample; votes take that of S with I.
+#pragma once
+
+#include "routing.h"
+
+namespace capsfast {
+
+struct SharedProblem {
+  int64_t B = 0, I = 0, J = 0, D = 0, K = 0;
+  int64_t iterations = 1;
+  bool gradient_last = false;  // the agreement is a constant
+  bool accumulate = true;      // logits are the given ones and all agreements; else the last agreement alone
+  double scale = 1;            // factor of the agreement
+  Squash squash = Squash::paper;
+  double eps = 1e-8;
+  View u;             // [B, I, K], the stride over K is 1
+  View weight;        // [D, K], contiguous
+  View logits;        // [B, I, J]; the stride over B is 0 for logits [I, J]; data is null if there are none
+  MaskView mask;      // [B, I]
+  MaskView out_mask;  // [B, J]
+
+  // Of what is kept for the backward: z of all iterations and G z of all but the last, each [B, J, K].
+  int64_t kept() const { return 2 * iterations - 1; }
+  bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
+};
+
+// Contiguous, of the type that sums are formed in, as all that follows.
+struct SharedOutputs {
+  void* v = nullptr;     // [B, J, D]
+  void* kept = nullptr;  // [2 r - 1, B, J, K]
+};
+
+// Null where a gradient is not wanted.
+struct SharedGradients {
+  void* du = nullptr;       // [B, I, K]
+  void* dweight = nullptr;  // [D, K]
+  View dlogits;             // [I, J] or [B, I, J]
+  bool per_sample_logits = false;
+};
+
+}  // namespace capsfast

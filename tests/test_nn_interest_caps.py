@@ -1,0 +1,407 @@
+"""Interest capsules against loops over votes in memory, written from the papers and from what published code does."""
+
+import copy
+import itertools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import capsfast
+from capsfast.nn import InterestCapsules, LabelAwareAttention, interest_scores
+
+from .support.ranks import on_two_ranks
+
+B, I, J, K, D = 5, 24, 3, 6, 4
+LENGTHS = torch.tensor([24, 1, 7, 0, 16])
+VALID = torch.arange(I) < LENGTHS[:, None]
+
+
+def rand(*size: int) -> Tensor:
+    return torch.randn(*size, dtype=torch.float64).requires_grad_()
+
+
+def shrink(s: Tensor, power: float, c: float, eps: float) -> Tensor:
+    """The squash as published code has it, with a power of the length."""
+    n = s.pow(2).sum(-1, keepdim=True)
+    if power == 1:
+        return n / (c + n) * s / (n + eps).sqrt()
+    return torch.pow((n + eps) / (c + n + eps), power) * s / (n + eps).sqrt()
+
+
+def plain(
+    u: Tensor, W: Tensor, logits: Tensor | None, mask: Tensor | None, out_mask: Tensor | None, **o: Any
+) -> Tensor:
+    """All votes ``[B, I, J, D]`` and logits ``[B, I, J]`` in memory, and a loop."""
+    o = {**DEFAULTS, **o}
+    votes = torch.stack([torch.stack([u[:, i] @ W[i % W.shape[0], j % W.shape[1]].T for j in range(J)], 1)
+                         for i in range(u.shape[1])], 1)  # fmt: skip
+    inner = votes.detach() if o["gradient"] == "last" else votes
+    b = torch.zeros_like(votes[..., 0]) if logits is None else logits.expand(votes.shape[:3])
+    dim = 2 if o["softmax"] == "out" else 1
+    for t in range(o["num_iterations"]):
+        x = b / o["temperature"]
+        if out_mask is not None:
+            x = x.masked_fill(~out_mask[:, None, :], -math.inf)
+        if mask is not None and dim == 1 and not o["mask_after"]:
+            x = x.masked_fill(~mask[..., None], -math.inf)
+        c = x.softmax(dim).nan_to_num(0.0)
+        if mask is not None:
+            c = c * mask[..., None]
+        last = t == o["num_iterations"] - 1
+        v = shrink(torch.einsum("bij,bijd->bjd", c, votes if last else inner), o["squash_power"], o["c"], 1e-8)
+        if last:
+            return v
+        delta = torch.einsum("bijd,bjd->bij", inner, v)
+        delta = delta.detach() if o["gradient"] == "last" else delta
+        b = b + delta if o["update"] == "accumulate" else delta
+    raise AssertionError
+
+
+DEFAULTS: dict[str, Any] = {
+    "num_iterations": 3,
+    "update": "accumulate",
+    "softmax": "out",
+    "mask_after": False,
+    "temperature": 1.0,
+    "squash_power": 1.0,
+    "gradient": "full",
+    "c": 1.0,
+}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "weight": ("shared", "output", "position"),
+    "update": ("accumulate", "overwrite"),
+    "softmax": ("out", "in"),
+    "mask_after": (False, True),
+    "temperature": (1.0, 0.4),
+    "squash_power": (1.0, 0.3),
+    "gradient": ("full", "last"),
+    "num_iterations": (3, 1, 2),
+    "squash": ("paper", "half"),
+    "masks": (True, False),
+    "logits": ("fixed", "per user", None),
+}
+
+
+def drawn() -> list[dict[str, Any]]:
+    """Every option for itself and, of all combinations, some."""
+    first = {name: values[0] for name, values in CHOICES.items()}
+    alone = [first | {name: value} for name, values in CHOICES.items() for value in values[1:]]
+    product = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+    return [first, *alone, *random.Random(0).sample(product, 110)]
+
+
+def made(**options: Any) -> InterestCapsules:
+    torch.manual_seed(0)
+    return InterestCapsules(J, K, D, **{"max_length": I, "dtype": torch.float64, **options})
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_every_option_and_drawn_combinations(part: int) -> None:
+    torch.manual_seed(part)
+    for combination in drawn()[part::5]:
+        options = dict(combination)
+        kind, masks = options.pop("logits"), options.pop("masks")
+        layer = made(**options)
+        u = rand(B, I, K)
+        logits = {"fixed": layer.logits, "per user": 0.8 * torch.randn(B, I, J, dtype=torch.float64), None: None}[kind]
+        if kind == "per user":
+            logits = logits.requires_grad_()
+        if kind is None:
+            layer.initial_logits = "zero"
+        interests = torch.tensor([3, 1, 2, 1, 3]) if masks else None
+        out_mask = None if interests is None else torch.arange(J) < interests[:, None]
+        found = layer(u, LENGTHS if masks else None, interests=interests, logits=logits if kind == "per user" else None)
+        c = {"paper": 1.0, "half": 0.5}[options.pop("squash")]
+        options.pop("weight")
+        wanted = plain(u, layer.W, logits, VALID if masks else None, out_mask, c=c, **options)
+        leaves = [u, layer.W, *([logits] if kind == "per user" else [])]
+        dv = torch.randn_like(wanted)
+        pairs = zip(
+            (found.vectors, *torch.autograd.grad(found.vectors, leaves, dv, allow_unused=True)),
+            (wanted, *torch.autograd.grad(wanted, leaves, dv, allow_unused=True)),
+            strict=True,
+        )
+        for n, (got, right) in enumerate(pairs):
+            got, right = (torch.zeros(1, dtype=torch.float64) if each is None else each for each in (got, right))
+            message = f"{combination}, {('v', 'du', 'dW', 'dlogits')[n]}"
+            scale = max(1.0, float(right.detach().abs().max()))
+            difference = float((got - right).detach().abs().max())
+            assert difference <= 1e-9 * scale, f"{message}: {difference}"
+
+
+def test_mind() -> None:
+    """Li et al. 2019, algorithm 1, user by user as it is written, with the number of interests of the user."""
+    layer = made(count="floor", num_iterations=3)
+    u = rand(B, I, K)
+    found = layer(u, LENGTHS)
+    S, drawn_logits = layer.W[0, 0], layer.logits
+    for n, length in enumerate(LENGTHS.tolist()):
+        count = max(1, min(J, int(math.log2(length)) if length else 0))
+        assert found.mask[n].tolist() == [True] * count + [False] * (J - count)
+        b = [[drawn_logits[i, j] for j in range(count)] for i in range(length)]
+        v = [torch.zeros(D, dtype=torch.float64)] * count
+        for _ in range(3):
+            w = [torch.stack(row).softmax(0) for row in b]
+            z = [sum((w[i][j] * (S @ u[n, i]) for i in range(length)), torch.zeros(D)) for j in range(count)]
+            v = [shrink(each, 1, 1.0, 1e-8) for each in z]
+            b = [[b[i][j] + v[j] @ (S @ u[n, i]) for j in range(count)] for i in range(length)]
+        for j in range(J):
+            wanted = v[j] if j < count else torch.zeros(D)
+            torch.testing.assert_close(found.vectors[n, j], wanted.double(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_comirec(kind: int) -> None:
+    """Cen et al. 2020: detached iterations, mask after the softmax, ReLU projection, hard selection; three maps."""
+    weight = ("shared", "output", "position")[kind]
+    start = "random_per_user" if kind == 0 else "zero"
+    layer = made(weight=weight, initial_logits=start, gradient="last", mask_after=True, projection="relu", eps=1e-9)
+    u, item = rand(B, I, K), rand(B, D)
+    votes = torch.einsum("ijdk,bik->bjid", layer.W.expand(I, J, D, K), u)
+    fixed = votes.detach()
+    c = torch.zeros(B, J, I, dtype=torch.float64)
+    if kind == 0:
+        c = torch.randn(B, I, J, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).transpose(1, 2)
+    for t in range(3):
+        w = torch.where(VALID[:, None], c.softmax(1), 0.0)[:, :, None]
+        capsule = w @ (votes if t == 2 else fixed)
+        n = capsule.square().sum(-1, keepdim=True)
+        capsule = n / (1 + n) / torch.sqrt(n + 1e-9) * capsule
+        c = c + (fixed @ capsule.transpose(2, 3)).squeeze(-1).detach()
+    capsule = F.relu(F.linear(capsule[:, :, 0], layer.projection.weight, layer.projection.bias))  # type: ignore[union-attr]
+    capsule = capsule * (LENGTHS > 0)[:, None, None]
+    best = (capsule @ item[..., None]).squeeze(-1).argmax(1)
+    wanted = capsule[torch.arange(B), best]
+    found = layer(u, mask=VALID, generator=torch.Generator().manual_seed(3))
+    readout = LabelAwareAttention(math.inf)(found.vectors, item)
+    torch.testing.assert_close(readout, wanted, rtol=1e-9, atol=1e-12)
+    leaves, dv = [u, *layer.parameters()], torch.randn_like(wanted)
+    for got, right in zip(*(torch.autograd.grad(each, leaves, dv) for each in (readout, wanted)), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-12)
+
+
+def test_lengths_mask_and_jagged_histories_are_one() -> None:
+    layer, u = made(count="ceil"), rand(B, I, K)
+    offsets = F.pad(LENGTHS.cumsum(0), (1, 0))
+    found = [layer(u, LENGTHS), layer(u, mask=VALID), layer(u[VALID], offsets=offsets)]
+    assert all(torch.equal(each.mask, found[0].mask) for each in found)
+    gradients = [torch.autograd.grad(each.vectors.square().sum(), u)[0] for each in found]
+    for each, gradient in zip(found, gradients, strict=True):
+        torch.testing.assert_close(each.vectors, found[0].vectors)
+        torch.testing.assert_close(gradient, gradients[0])
+    assert not gradients[0][~VALID].any()
+    free = made(max_length=None, initial_logits="zero", weight="output")
+    torch.testing.assert_close(free(u[VALID], offsets=offsets).vectors, free(u, LENGTHS).vectors)
+    shorter = LENGTHS.clamp(max=9)
+    valid = torch.arange(9) < shorter[:, None]
+    jagged = free(u[:, :9][valid], offsets=F.pad(shorter.cumsum(0), (1, 0)).int())
+    torch.testing.assert_close(jagged.vectors, free(u[:, :9], shorter.to(torch.int32)).vectors)
+
+
+@pytest.mark.parametrize(("rule", "function"), [("floor", math.floor), ("ceil", math.ceil)])
+def test_the_number_of_interests(rule: str, function: Any) -> None:
+    lengths = torch.arange(0, 70)
+    layer = InterestCapsules(5, K, D, initial_logits="zero", count=rule)
+    found = layer(torch.randn(70, 70, K), lengths)
+    wanted = [max(1, min(5, function(math.log2(n)))) if n else 1 for n in lengths.tolist()]
+    assert found.mask.sum(1).tolist() == wanted
+    assert not found.vectors[~found.mask].any()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weight": "position"}, {"squash_power": 0.5}, {"projection": "relu"}, {"softmax": "in"}]
+)
+def test_users_without_behaviours(options: dict[str, Any]) -> None:
+    layer = made(**options)
+    u = torch.full((3, I, K), torch.nan, dtype=torch.float64).requires_grad_()
+    v = layer(u, torch.zeros(3, dtype=torch.int64)).vectors
+    assert not v.any()
+    v.sum().backward()
+    assert bool(u.grad.isfinite().all())  # type: ignore[union-attr]
+    assert all(bool(each.grad.isfinite().all()) for each in layer.parameters() if each.grad is not None)
+    jagged = layer(torch.zeros(0, K, dtype=torch.float64), offsets=torch.zeros(4, dtype=torch.int64))
+    assert jagged.vectors.shape == (3, J, D) and not jagged.vectors.any()
+    nobody = layer(torch.zeros(0, K, dtype=torch.float64), offsets=torch.zeros(1, dtype=torch.int64))
+    assert nobody.vectors.shape == (0, J, D)
+
+
+def test_initial_logits() -> None:
+    u = torch.randn(B, I, K, dtype=torch.float64)
+    fixed = made()
+    assert torch.equal(fixed(u).vectors, fixed(u).vectors)
+    other = made()
+    other.reset_parameters()
+    other.load_state_dict(fixed.state_dict())
+    assert torch.equal(other(u).vectors, fixed(u).vectors)
+    # A prefix of the positions has a prefix of the draw.
+    torch.testing.assert_close(fixed(u[:, :7]).vectors, fixed(u, torch.full((B,), 7)).vectors)
+    for start, shape in (("random", (I, J)), ("random_per_user", (B, I, J))):
+        layer = made(initial_logits=start, max_length=None, logits_std=0.5)
+        assert not torch.equal(layer(u).vectors, layer(u).vectors)
+        seeded = layer(u, generator=torch.Generator().manual_seed(4)).vectors
+        draw = 0.5 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        assert torch.equal(seeded, layer(u, logits=draw).vectors)
+    equal = made(initial_logits="zero")(u).vectors
+    torch.testing.assert_close(equal[:, :1].expand_as(equal), equal)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"update": "overwrite", "squash_power": 0.5}, {"weight": "output", "gradient": "last"}]
+)
+def test_compile_whole(options: dict[str, Any]) -> None:
+    layer, u = made(count="floor", **options), rand(B, I, K)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(compiled(u, LENGTHS), layer(u, LENGTHS), strict=True):
+        torch.testing.assert_close(got, wanted)
+    offsets = F.pad(LENGTHS.cumsum(0), (1, 0))
+    values = u.detach()[VALID]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(values, offsets=offsets).vectors, layer(values, offsets=offsets).vectors)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"squash_power": 0.5}, {"weight": "output"}, {"weight": "output", "temperature": 0.5}]
+)
+def test_sixteen_bits(options: dict[str, Any]) -> None:
+    layer = made(dtype=torch.float32, **options)
+    u = torch.randn(B, I, K)
+    wanted = layer(u, LENGTHS).vectors
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        v = layer(u, LENGTHS).vectors
+    v.sum().backward()
+    assert layer.W.grad is not None and layer.W.grad.dtype == torch.float32
+    torch.testing.assert_close(v.float(), wanted, rtol=0.1, atol=0.05)
+    half = copy.deepcopy(layer).bfloat16()(u.bfloat16(), LENGTHS).vectors
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), wanted, rtol=0.1, atol=0.05)
+
+
+def ranks(rank: int) -> None:
+    torch.manual_seed(rank)
+    layer = InterestCapsules(J, K, D, max_length=I)
+    own = layer.logits.clone()  # type: ignore[union-attr]
+    parallel = DistributedDataParallel(layer)
+    parallel(torch.randn(B, I, K)).vectors.square().sum().backward()
+    drawing = InterestCapsules(J, K, D, initial_logits="random")
+    drawing.load_state_dict({"W": layer.W.detach()})
+    parallel = DistributedDataParallel(drawing)
+    parallel(torch.randn(B, I, K)).vectors.square().sum().backward()
+    mine = [layer.logits, layer.W.grad, drawing.W.grad, own]
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, mine)
+    first, second = gathered
+    assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
+    assert not torch.equal(first[3], second[3])
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
+def test_ranks_share_fixed_logits_and_gradients(tmp_path: Path) -> None:
+    on_two_ranks(ranks, tmp_path)
+
+
+def test_arguments_that_do_not_fit() -> None:
+    layer, u = made(), torch.randn(B, I, K, dtype=torch.float64)
+    short = LENGTHS.clone()
+    offsets = torch.tensor([0, 4, 3, 9])
+    values = u.flatten(0, 1)[:9]
+    for message, call in {
+        "num_interests must be at least 1, got 0": lambda: InterestCapsules(0, K, D, max_length=I),
+        "initial_logits='fixed' needs max_length": lambda: InterestCapsules(J, K, D),
+        "weight='position' needs max_length": lambda: InterestCapsules(
+            J, K, D, weight="position", initial_logits="zero"
+        ),
+        "squash must be one of": lambda: made(squash="exp", squash_power=2.0),
+        "projection must be None": lambda: made(projection="gelu"),
+        "temperature must be positive": lambda: made(temperature=0.0),
+        "count must be one of 'floor', 'ceil'": lambda: made(count="round"),
+        "lengths must be from 0 to I=24, got 0 to 25": lambda: layer(u, short.index_fill(0, torch.tensor(0), 25)),
+        "lengths must be from 0 to I=24, got -1 to 24": lambda: layer(u, short.index_fill(0, torch.tensor(1), -1)),
+        r"lengths must be \[5\]": lambda: layer(u, LENGTHS[:3]),
+        "at most one of lengths, mask and offsets": lambda: layer(u, LENGTHS, mask=VALID),
+        "offsets must begin with 0, not decrease and end with N=9": lambda: layer(values, offsets=offsets),
+        "offsets must begin with 0": lambda: layer(values, offsets=torch.tensor([1, 9])),
+        "end with N=9": lambda: layer(values, offsets=torch.tensor([0, 8])),
+        "at least one number, got none": lambda: layer(values, offsets=torch.zeros(0, dtype=torch.int64)),
+        "at most max_length=24 long, got one of 25": lambda: layer(
+            torch.zeros(25, K, dtype=torch.float64), offsets=torch.tensor([0, 25])
+        ),
+        "at most max_length=24, got 30": lambda: layer(torch.zeros(2, 30, K, dtype=torch.float64)),
+        "behaviours must end in in_dim=6": lambda: layer(u[..., :5]),
+        r"behaviours must have shape \[N, K\]": lambda: layer(u, offsets=offsets),
+        r"mask must be \[B, I\] = \[5, 24\]": lambda: layer(u, mask=VALID[:, :5]),
+        "interests must be from 1 to num_interests=3, got 0 to 3": lambda: layer(
+            u, interests=torch.tensor([0, 1, 2, 3, 3])
+        ),
+        r"logits must be \[I, J\]": lambda: layer(u, logits=torch.zeros(3, 3, dtype=torch.float64)),
+        "power must be 0, from 1 on": lambda: LabelAwareAttention(0.5, signed=True),
+        "power must be an integer unless signed": lambda: LabelAwareAttention(1.5),
+        r"items must be \[B, D\] or \[B, N, D\]": lambda: LabelAwareAttention()(u, u[:3, 0]),
+        "items must end in D=6": lambda: interest_scores(u, torch.zeros(3, 5, dtype=torch.float64)),
+        r"mask must be \[B, J\] = \[5, 24\]": lambda: interest_scores(u, u[0], VALID[:3]),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    for message, call in {
+        "lengths must hold integers, got float64": lambda: layer(u, LENGTHS.double()),
+        "must have one dtype": lambda: layer(u.float()),
+        "mask must be bool": lambda: layer(u, mask=VALID.long()),
+        "behaviours must be a torch.Tensor": lambda: layer([1.0]),
+        "signed must be True or False": lambda: LabelAwareAttention(signed=1),  # type: ignore[arg-type]
+        "items must be a torch.Tensor": lambda: interest_scores(u, None),  # type: ignore[arg-type]
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(("power", "signed"), [(0, False), (1, False), (2, False), (3, False), (2.5, True), (2, True)])
+def test_label_aware_attention(power: float, signed: bool) -> None:
+    v, items = rand(B, J, D), rand(B, 2, D)
+    mask = torch.tensor([[True, False, True]]).expand(B, J)
+    found = LabelAwareAttention(power, signed=signed)(v, items, mask)
+    for n, k in itertools.product(range(B), range(2)):
+        scores = torch.stack([items[n, k] @ v[n, j] for j in (0, 2)])
+        powers = scores.sign() * scores.abs() ** power if signed else scores**power
+        weights = powers.exp() / powers.exp().sum()
+        torch.testing.assert_close(found[n, k], weights[0] * v[n, 0] + weights[1] * v[n, 2])
+    one = LabelAwareAttention(power, signed=signed)
+    torch.testing.assert_close(one(v, items[:, 0]), one(v, items)[:, 0])
+
+
+def test_a_large_power_is_a_choice() -> None:
+    v, item = 9 * torch.randn(B, J, D), 9 * torch.randn(B, D)
+    v.requires_grad_()
+    soft, hard = LabelAwareAttention(151.0)(v, item), LabelAwareAttention(math.inf)(v, item)
+    soft.sum().backward()
+    assert bool(soft.isfinite().all()) and bool(v.grad.isfinite().all())  # type: ignore[union-attr]
+    best = (v @ item[..., None])[..., 0].argmax(1)
+    assert torch.equal(hard, v[torch.arange(B), best])
+    gentle = v.detach() / 40
+    close = LabelAwareAttention(25.0)(gentle, item)
+    scores = (gentle @ item[..., None])[..., 0]
+    clear = (scores.max(1).values > 2) & (scores.topk(2, 1).values.diff(dim=1)[:, 0] < -0.5)
+    assert bool(clear.any())
+    torch.testing.assert_close(close[clear], LabelAwareAttention(math.inf)(gentle, item)[clear])
+
+
+def test_scores_when_serving() -> None:
+    v, catalogue = rand(B, J, D), rand(11, D)
+    mask = torch.tensor([[True, True, False]]).expand(B, J)
+    torch.testing.assert_close(interest_scores(v, catalogue), (v @ catalogue.T).amax(1))
+    torch.testing.assert_close(interest_scores(v, catalogue, mask), (v[:, :2] @ catalogue.T).amax(1))
+    own = rand(B, 7, D)
+    torch.testing.assert_close(interest_scores(v, own), torch.einsum("bjd,bnd->bjn", v, own).amax(1))
+
+
+def test_the_layer_says_what_it_is() -> None:
+    text = str(made(update="overwrite", count="floor"))
+    assert "3, 6, 4, num_iterations=3, max_length=24, update='overwrite', count='floor'" in text
+    assert "cpp" in str(InterestCapsules(J, K, D, initial_logits="zero", backend="cpp"))
+    assert capsfast.nn.InterestCapsules is InterestCapsules

@@ -1,0 +1,229 @@
+"""Routing with one matrix for all pairs, which forms no votes, against the definition, which does."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import capsfast
+from capsfast.ops import shared_routing
+from capsfast.options import SQUASH, Options
+from capsfast.reference.dynamic_routing import dynamic_routing as reference
+
+from .support.accuracy import assert_accurate
+
+pytestmark = pytest.mark.skipif(not capsfast.backends()["cpp"].available, reason="the extension is not built")
+
+# B, I, J, D, K, r: sizes that fill no vector, fill some, are one, and more samples than a block has.
+SIZES = [(3, 21, 3, 5, 7, 2), (2, 64, 4, 16, 16, 3), (1, 1, 1, 1, 1, 1), (11, 50, 6, 9, 33, 4), (70, 13, 2, 8, 8, 3)]
+
+
+def problem(B: int, I: int, J: int, D: int, K: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, dtype=torch.float64, generator=generator)
+
+    return {
+        "u": normal(B, I, K),
+        "weight": normal(1, 1, D, K) / math.sqrt(K),
+        "shared": normal(I, J),
+        "sample": normal(B, I, J),
+        "mask": torch.rand(B, I, generator=generator) < 0.7,
+        "out_mask": torch.rand(B, J, generator=generator) < 0.7,
+        "dv": normal(B, J, D),
+    }
+
+
+def plain(
+    u: Tensor,
+    weight: Tensor,
+    logits: Tensor | None,
+    mask: Tensor | None,
+    out_mask: Tensor | None,
+    J: int,
+    options: Options,
+    accumulate: bool = True,
+    scale: float = 1.0,
+) -> Tensor:
+    """The loop over votes ``[B, I, D]``."""
+    votes = torch.einsum("dk,bik->bid", weight[0, 0], u)
+    start = votes.new_zeros(*votes.shape[:2], J) if logits is None else logits.expand(*votes.shape[:2], J)
+    agreement = torch.zeros_like(start)
+    for t in range(options.num_iterations):
+        b = agreement + start if accumulate or t == 0 else agreement
+        if out_mask is not None:
+            b = b.masked_fill(~out_mask[:, None], -torch.inf)
+        c = b.softmax(2).nan_to_num(0.0)
+        c = c if mask is None else c * mask[..., None]
+        v = capsfast.squash(torch.einsum("bij,bid->bjd", c, votes), kind=options.squash, eps=options.eps)
+        found = scale * torch.einsum("bid,bjd->bij", votes, v)
+        found = found.detach() if options.gradient == "last" else found
+        agreement = agreement + found if accumulate else found
+    return v
+
+
+def gradients(function: Any, given: dict[str, Tensor], logits: str | None, masks: bool, *rest: Any) -> list[Tensor]:
+    """v, and the gradients of u, weight and logits."""
+    needing = {name: given[name].clone().requires_grad_() for name in ("u", "weight", *([logits] if logits else []))}
+    mask, out_mask = (given["mask"], given["out_mask"]) if masks else (None, None)
+    v = function(needing["u"], needing["weight"], needing[logits] if logits else None, mask, out_mask, *rest)
+    return [v, *torch.autograd.grad(v, list(needing.values()), given["dv"], allow_unused=True)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("logits", [None, "shared", "sample"])
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("gradient", ["full", "last"])
+def test_values_and_gradients(size: tuple[int, ...], logits: str | None, masks: bool, gradient: str) -> None:
+    *sizes, r = size
+    given, J = problem(*sizes), sizes[2]
+    kind = SQUASH[sum(size) % len(SQUASH)]
+    options = Options(r, "out", gradient, False, kind, 1e-8)
+    for accumulate, scale in ((True, 1.0), (False, 1.0), (True, 2.5)):
+        rest = (J, options, accumulate, scale)
+        pairs = zip(
+            gradients(shared_routing.call, given, logits, masks, *rest),
+            gradients(plain, given, logits, masks, *rest),
+            strict=True,
+        )
+        for n, (got, wanted) in enumerate(pairs):
+            wanted = torch.zeros_like(got) if wanted is None else wanted
+            torch.testing.assert_close(
+                got, wanted, rtol=1e-9, atol=1e-9 * float(wanted.detach().abs().max()), msg=f"{n}"
+            )
+
+
+@pytest.mark.parametrize("size", [(9, 50, 4, 16, 16, 3), (6, 40, 3, 10, 20, 3)], ids=str)
+def test_float32_is_as_exact_as_the_definition(size: tuple[int, ...]) -> None:
+    *sizes, r = size
+    given, J = problem(*sizes), sizes[2]
+    options = Options(r, "out", "full", False, "paper", 1e-8)
+    single = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
+
+    def definition(u: Tensor, weight: Tensor, logits: Tensor, mask: Any, out_mask: Any, *_: Any) -> Tensor:
+        return reference(u, weight.expand(1, J, -1, -1), logits, None, mask, out_mask, options)[0]
+
+    truth = gradients(definition, given, "shared", True)
+    loose = gradients(definition, single, "shared", True)
+    got = gradients(shared_routing.call, single, "shared", True, J, options)
+    for name, *each in zip(("v", "du", "dweight", "dlogits"), got, truth, loose, strict=True):
+        assert_accurate(name, *(value.detach() for value in each), slack=2)
+
+
+def test_dynamic_routing_takes_it_where_it_is_less_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(4, 30, 3, 6, 6)
+    calls = []
+    real = shared_routing._op
+    monkeypatch.setattr(shared_routing, "_op", lambda *args: calls.append(1) or real(*args))
+
+    def taken(u: Tensor = given["u"], logits: Tensor | None = given["shared"], **more: Any) -> bool:
+        calls.clear()
+        v = capsfast.dynamic_routing(u, given["weight"].to(u.dtype), logits=logits, **more)
+        more.pop("backend", None)
+        wanted = capsfast.dynamic_routing(u, given["weight"].to(u.dtype), logits=logits, backend="reference", **more)
+        for got, right in zip(*((v, wanted) if isinstance(v, tuple) else ((v,), (wanted,))), strict=True):
+            torch.testing.assert_close(got, right, **({} if u.dtype == torch.float64 else {"rtol": 0.05, "atol": 0.02}))
+        return bool(calls)
+
+    assert taken()
+    assert taken(backend="cpp")
+    assert taken(u=given["u"].transpose(0, 1).contiguous().transpose(0, 1))
+    assert taken(u=given["u"].transpose(1, 2).contiguous().transpose(1, 2))
+    assert taken(logits=None, out_mask=given["out_mask"])
+    assert not taken(backend="reference")
+    assert not taken(softmax="in")
+    assert not taken(leaky=True)
+    assert not taken(bias=torch.ones(3, 6, dtype=torch.float64))
+    assert not taken(return_coupling=True)
+    assert not taken(num_iterations=11)  # 33 vectors against 30 input capsules
+    assert not taken(u=given["u"].bfloat16(), logits=given["shared"].bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        capsfast.dynamic_routing(given["u"].float(), given["weight"].float(), logits=given["shared"].float())
+    assert not calls
+
+
+def test_what_is_masked_has_no_influence() -> None:
+    given = problem(5, 30, 3, 6, 6)
+    mask = given["mask"]
+    mask[2] = False
+    poisoned = given["u"].masked_fill(~mask[..., None], torch.nan)
+    leaves = [each.clone().requires_grad_() for each in (poisoned, given["weight"])]
+    v = capsfast.dynamic_routing(leaves[0], leaves[1], logits=given["shared"], mask=mask)
+    clean = given["u"].masked_fill(~mask[..., None], 0.0)
+    torch.testing.assert_close(v, capsfast.dynamic_routing(clean, given["weight"], logits=given["shared"], mask=mask))
+    assert not v[2].any()
+    du, dweight = torch.autograd.grad(v, leaves, given["dv"])
+    assert not du[~mask].any() and bool(dweight.isfinite().all())
+
+
+def test_pairs_without_a_finite_logit() -> None:
+    given = problem(2, 20, 3, 6, 6)
+    logits = given["shared"].clone()
+    logits[4] = -torch.inf
+    logits[5, 1] = -torch.inf
+    v = capsfast.dynamic_routing(given["u"], given["weight"], logits=logits)
+    wanted = capsfast.dynamic_routing(given["u"], given["weight"], logits=logits, backend="reference")
+    torch.testing.assert_close(v, wanted)
+
+
+@pytest.mark.parametrize("empty", range(5))
+def test_empty_axes(empty: int) -> None:
+    sizes = [2, 9, 2, 4, 4]
+    sizes[empty] = 0
+    given, options = problem(*sizes), Options(2, "out", "full", False, "paper", 1e-8)
+    v, *found = gradients(shared_routing.call, given, "shared", False, sizes[2], options)
+    assert v.shape == (sizes[0], sizes[2], sizes[3]) and not v.any()
+    assert all(not gradient.any() for gradient in found)
+
+
+def test_any_number_of_threads_gives_the_same() -> None:
+    given = problem(300, 20, 2, 8, 8)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            options = Options(3, "out", "full", False, "paper", 1e-8)
+            found.append(gradients(shared_routing.call, given, "shared", False, 2, options))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other)
+
+
+def test_schema_and_opcheck() -> None:
+    contract = shared_routing.CONTRACT
+    for name, schema in zip((contract.name, f"{contract.name}_backward"), contract.schemas(""), strict=True):
+        op = getattr(torch.ops.capsfast, name).default
+        assert str(op._schema) == str(torch._C.parse_schema(f"capsfast::{schema}"))
+        assert not op._defined_in_python
+    given = problem(3, 12, 2, 4, 5)
+    tensors = (given["u"], given["weight"], given["shared"], given["mask"], given["out_mask"])
+    options = (2, 3, "full", True, 1.0, "paper", 1e-8)
+    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*tensors, *options))
+    needing = tuple(each.clone().requires_grad_() for each in tensors[:3])
+    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*needing, *tensors[3:], *options))
+    v, kept = torch.ops.capsfast.shared_routing(*tensors, *options)
+    backward = (torch.ones_like(v), *tensors, kept, *options, True, True, True)
+    torch.library.opcheck(torch.ops.capsfast.shared_routing_backward.default, backward)
+
+
+def test_torch_func_and_compile() -> None:
+    given = problem(3, 12, 2, 4, 5)
+
+    def loss(weight: Tensor, u: Tensor) -> Tensor:
+        return (capsfast.dynamic_routing(u, weight, logits=given["shared"]) * given["dv"]).sum()
+
+    wanted = torch.func.grad(lambda weight: plain_loss(weight, given))(given["weight"])
+    torch.testing.assert_close(torch.func.grad(loss)(given["weight"], given["u"]), wanted)
+    weight = given["weight"].clone().requires_grad_()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(weight, given["u"]).backward()
+    torch.testing.assert_close(weight.grad, wanted)
+
+
+def plain_loss(weight: Tensor, given: dict[str, Tensor]) -> Tensor:
+    v = plain(given["u"], weight, given["shared"], None, None, 2, Options(3, "out", "full", False, "paper", 1e-8))
+    return (v * given["dv"]).sum()
