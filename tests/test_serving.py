@@ -248,7 +248,7 @@ def test_onnx_runs_without_an_op_of_capsfast(served: Served, tmp_path: Path) -> 
 def test_scripted_models_are_the_models(tmp_path: Path) -> None:
     options: dict[str, Any] = {"learned_logits": True, "bias": True, "leaky": True, "softmax": "in"}
     layer = capsfast.DynamicRouting(6, 4, 6, 5, positions=3, **options)
-    shared = capsfast.DynamicRouting(4, 2, 5, 3, shared_weight=True, gradient="last", num_iterations=2)
+    shared = capsfast.DynamicRouting(4, 2, 5, 3, shared_weight=True, gradient="last", squash_last=False)
     model = nn.Sequential(nn.Linear(6, 6), layer, shared)
     assert layer.logits is not None
     nn.init.normal_(layer.logits)
