@@ -15,10 +15,10 @@ export TORCH ARGS V CAPSFAST_CUDA
 WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(origin VENV)),,--venv=$(VENV)))
 PY := $(word 1,$(WHERE))
 EXTENSION := $(if $(filter 0,$(CAPSFAST_BUILD)),,$(word 2,$(WHERE)))
-CXX_FILES := $(shell find csrc tests/emulator -type f ! -name '*.py*')
+CXX_FILES := $(shell find csrc tests/emulator examples -type f ! -name '*.py*' ! -name Makefile)
 PARALLEL := -n auto --maxprocesses 8 -p no:benchmark
 
-.PHONY: help demo test test-all build lint format wheel bench gpu-check clean force
+.PHONY: help demo test test-all build lint format docs wheel bench gpu-check clean force
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -47,6 +47,9 @@ format: | ready-test ## sort imports, format
 	$(PY) -m ruff check --select I --fix .
 	$(PY) -m ruff format .
 	$(dir $(PY))clang-format -i $(CXX_FILES)
+
+docs: | ready-docs ## the documentation site in build/docs; warnings are errors
+	$(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
 
 wheel: | ready-torch ## build a wheel in dist/ for all GPUs, check it, say where it is
 	CAPSFAST_CUDA=$(if $(filter file,$(origin CAPSFAST_CUDA)),auto,$(CAPSFAST_CUDA)) TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" \

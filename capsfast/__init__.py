@@ -1,8 +1,7 @@
 """Fused capsule-network routing for PyTorch."""
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import nn
 from ._version import __version__
@@ -16,9 +15,14 @@ __all__ = [
     "DynamicRouting",
     "Moments",
     "__version__",
+    "accelerate",
+    "adopt",
     "backends",
+    "compat",
     "diagnose",
     "dynamic_routing",
+    "export",
+    "identify",
     "models",
     "nn",
     "route_votes",
@@ -29,15 +33,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import models
+    from . import adopt, compat, export, models
+    from .adopt import accelerate, identify
+
+# What is imported when it is first asked for: a name here, and the module that it is, or that has it.
+_LATER = {name: name for name in ("adopt", "compat", "export", "models")} | {"accelerate": "adopt", "identify": "adopt"}
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Networks are imported when they are first asked for."""
-    if name == "models":
-        return importlib.import_module(".models", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_LATER[name]}", __name__)
+    return module if name == _LATER[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "models"})
+    return sorted({*globals(), *_LATER})

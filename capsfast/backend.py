@@ -103,10 +103,15 @@ def _warn_once(reason: str) -> None:
         warnings.warn(f"capsfast: running on the slow reference backend: {reason}", RuntimeWarning, stacklevel=5)
 
 
+def demanded(op: str, name: str | None) -> str | None:
+    """The backend that a call with ``backend=name`` has to run on, None where it may choose."""
+    return _checked(name, op) or _forced
+
+
 def select(
     op: str,
     device: torch.device,
-    demanded: str | None,
+    backend: str | None,
     cannot: Mapping[str, Callable[[], str]] | None = None,
     why_not_cuda_first: Callable[[], str] | None = None,
 ) -> str:
@@ -116,7 +121,7 @@ def select(
     ``why_not_cuda_first`` says why Triton's kernels go before the CUDA kernels, which they do without it, and "" if
     they don't. It is asked only where the CUDA kernels can serve the call.
     """
-    name = _checked(demanded, op) or _forced
+    name = demanded(op, backend)
     if name is not None:
         reason = _absence(name) or _refusal(name, device, cannot) or _unsuitable(name, device)
         if reason:

@@ -1,5 +1,6 @@
 """Argument checks: every message names the op, the rule, what came, and often the remedy."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +11,12 @@ from .options import GRADIENT, NORMALIZE, SOFTMAX, SQUASH, Options, PassOptions
 
 # Its power -3/2, which the derivative of a squash holds, is still a float32.
 SMALLEST_EPS = 1e-20
+
+OTHER_ORDERS = "; docs/migration.md turns weights of other layers into this order"
+
+# torch.jit.trace warns of every comparison of sizes. Those of this package lead to errors, or to the same for any
+# batch. torch does so for its own modules.
+warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning, module=r"capsfast\.")
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -26,7 +33,8 @@ def dtype_of(tensor: Tensor) -> str:
 def tensor(op: str, name: str, value: object, shape: str) -> Tensor:
     """A strided tensor of the rank that ``shape`` (such as "[B, I, K]") spells out."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor {shape}, got {type(value).__name__}")
+        remedy = "; torch.fx traces models that hold the layer, such as nn.Sequential(layer)" if is_proxy(value) else ""
+        raise TypeError(f"{op}: {name} must be a torch.Tensor {shape}, got {type(value).__name__}{remedy}")
     dense(op, name, value)
     if value.dim() != shape.count(",") + 1:
         raise ValueError(f"{op}: {name} must have shape {shape}, got {shape_of(value)}")
@@ -36,6 +44,11 @@ def tensor(op: str, name: str, value: object, shape: str) -> Tensor:
 def dense(op: str, name: str, value: Tensor) -> None:
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got layout {value.layout}; call {name}.to_dense() first")
+
+
+def is_proxy(value: object) -> bool:
+    """Whether torch.fx traces symbolically, and this stands for a tensor."""
+    return isinstance(value, torch.fx.Proxy)
 
 
 def floating(op: str, name: str, value: Tensor) -> None:
@@ -117,6 +130,7 @@ def options(op: str, given: Options) -> None:
     boolean(op, "leaky", given.leaky)
     choice(op, "squash", given.squash, SQUASH)
     positive_eps(op, given.eps)
+    boolean(op, "squash_last", given.squash_last)
 
 
 def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
@@ -128,19 +142,22 @@ def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
         u, weight = tensor(op, "u", u, "[B, I, P, Q]"), tensor(op, "weight", weight, "[I, J, Q, R]")
         symbol, axis = "Q", 2
     else:
-        u, weight = tensor(op, "u", u, "[B, I, K]"), tensor(op, "weight", weight, "[I, J, D, K]")
+        u = tensor(op, "u", u, "[B, I, K]")
+        if isinstance(weight, Tensor) and weight.dim() != 4:
+            raise ValueError(f"{op}: weight must have shape [I, J, D, K], got {shape_of(weight)}{OTHER_ORDERS}")
+        weight = tensor(op, "weight", weight, "[I, J, D, K]")
         symbol, axis = "K", 3
     floating(op, "u", u)
     floating(op, "weight", weight)
     I, size = u.shape[1], u.shape[-1]
     rows = weight.shape[0]
     if rows != I and rows != 1:
-        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {_shapes(weight, u)}")
+        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {_shapes(weight, u)}{OTHER_ORDERS}")
     if weight.shape[axis] != size:
         where = "must end in K" if symbol == "K" else "must be [I, J, Q, R] with Q"
         raise ValueError(
             f"{op}: weight {where}={size}, the size of the input capsules{'' if symbol == 'K' else ' [P, Q]'}, "
-            f"got {weight.shape[axis]} {_shapes(weight, u)}"
+            f"got {weight.shape[axis]} {_shapes(weight, u)}{OTHER_ORDERS if symbol == 'K' else ''}"
         )
     if symbol == "Q" and (u.shape[2] == 0 or size == 0):
         raise ValueError(f"{op}: pose matrices [P, Q] must not be empty, got u {shape_of(u)}")

@@ -156,7 +156,7 @@ def _of_votes(layer: Layer) -> bool:
 def _squashes(layer: Layer) -> bool:
     """Whether a length near 1 is that of a vector where the squash is flat."""
     routing = layer.routing if isinstance(layer, RoutedCaps) else layer
-    return getattr(routing, "squash", None) in BOUNDED
+    return getattr(routing, "squash", None) in BOUNDED and getattr(routing, "squash_last", True)
 
 
 @contextmanager

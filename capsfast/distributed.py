@@ -58,6 +58,7 @@ def dynamic_routing(
     leaky: bool = False,
     squash: str = "paper",
     eps: float = 1e-8,
+    squash_last: bool = True,
     return_coupling: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -93,7 +94,7 @@ def dynamic_routing(
         RuntimeError: there is no process group, or the demanded backend cannot serve the passes.
     """
     op = "capsfast.distributed.dynamic_routing"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
@@ -126,7 +127,7 @@ def dynamic_routing(
                 prior_logits = prior_logits if logits is None else logits.to(wide) + prior_logits
             found = one_pass(query, prior_logits, return_coupling and last)
             s = found.first if bias is None else found.first + bias.to(found.first.dtype)
-            v = _squash(s, -1, eps, squash)
+            v = _squash(s, -1, eps, squash) if squash_last or not last else s
             if out_mask is not None:
                 v = v.masked_fill(~out_mask[:, :, None], 0.0)
             total = v if total is None else total + v

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from . import checks, positions
 from .ops import dynamic_routing as _dynamic_routing
@@ -41,6 +42,8 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
         ValueError: unknown kind, eps not positive.
         IndexError: ``dim`` out of range.
     """
+    if has_torch_function_unary(s):
+        return handle_torch_function(squash, (s,), s, dim, eps, kind)  # type: ignore[no-any-return]
     op = "capsfast.squash"
     if not isinstance(s, Tensor):
         raise TypeError(f"{op}: s must be a torch.Tensor, got {type(s).__name__}")
@@ -68,6 +71,7 @@ def dynamic_routing(
     leaky: bool = False,
     squash: str = "paper",
     eps: float = 1e-8,
+    squash_last: bool = True,
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
@@ -98,8 +102,12 @@ def dynamic_routing(
         leaky: one more entry of logit 0 in every softmax, whose coupling is thrown away.
         squash: the kind, see :func:`capsfast.squash`.
         eps: of the squash.
+        squash_last: False leaves out the squash of the last iteration, whose weighted sum with the bias is then the
+            result. The iterations before squash as they do otherwise.
         share_batch_logits: routing logits averaged over the batch. A defect of some older code, under
-            which a sample's result depends on its batch; reference backend only, with a warning.
+            which a sample's result depends on its batch, with a warning. Without ``backend`` it is products of torch
+            that need no votes, the reference with ``out_mask``, with ``mask`` and ``softmax="in"``, or with a weight
+            that output capsules share; of other backends the reference alone serves it.
         return_coupling: also return the last coupling coefficients.
         backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
 
@@ -113,8 +121,30 @@ def dynamic_routing(
         RuntimeError: the demanded backend cannot serve the call; a second or a forward-mode derivative of a fused
             backend.
     """
+    tensors = (u, weight, logits, bias, mask, out_mask)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            dynamic_routing,
+            tensors,
+            u,
+            weight,
+            num_iterations,
+            logits=logits,
+            bias=bias,
+            mask=mask,
+            out_mask=out_mask,
+            softmax=softmax,
+            gradient=gradient,
+            leaky=leaky,
+            squash=squash,
+            eps=eps,
+            squash_last=squash_last,
+            share_batch_logits=share_batch_logits,
+            return_coupling=return_coupling,
+            backend=backend,
+        )
     op = "capsfast.dynamic_routing"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)
@@ -142,6 +172,7 @@ def route_votes(
     leaky: bool = False,
     squash: str = "paper",
     eps: float = 1e-8,
+    squash_last: bool = True,
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
@@ -158,8 +189,29 @@ def route_votes(
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
     """
+    tensors = (votes, logits, bias, mask, out_mask)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            route_votes,
+            tensors,
+            votes,
+            num_iterations,
+            logits=logits,
+            bias=bias,
+            mask=mask,
+            out_mask=out_mask,
+            softmax=softmax,
+            gradient=gradient,
+            leaky=leaky,
+            squash=squash,
+            eps=eps,
+            squash_last=squash_last,
+            share_batch_logits=share_batch_logits,
+            return_coupling=return_coupling,
+            backend=backend,
+        )
     op = "capsfast.route_votes"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
     checks.boolean(op, "share_batch_logits", share_batch_logits)

@@ -8,8 +8,12 @@ GRADIENT = ("full", "last")
 SQUASH = ("paper", "half", "eps_outside", "exp", "unit", "identity")
 
 
+# What the ops have behind a slash in ``squash`` where the last iteration has another one than the others.
+NO_SQUASH = "identity"
+
+
 class Options(NamedTuple):
-    """Static routing options, in the order in which the op schemas list them.
+    """Static routing options; of_op() has them as the op schemas do.
 
     num_iterations: r >= 1, the number of weighted sums.
     softmax: the axis the coupling coefficients sum to one over: "out" (the output capsules,
@@ -18,6 +22,7 @@ class Options(NamedTuple):
         added to the logits as a constant.
     leaky: every softmax gets one more entry with logit 0, whose coupling is thrown away.
     squash, eps: see :func:`capsfast.squash`.
+    squash_last: False leaves out the squash of the last iteration: the result is the weighted sum, with its bias.
     """
 
     num_iterations: int
@@ -26,6 +31,22 @@ class Options(NamedTuple):
     leaky: bool
     squash: str
     eps: float
+    squash_last: bool = True
+
+    def of_op(self) -> tuple[int, str, str, bool, str, float]:
+        """In the order in which the op schemas list them.
+
+        squash_last is in the squash, "paper/identity", so that programs exported without it keep their schema.
+        """
+        squash = self.squash if self.squash_last else f"{self.squash}/{NO_SQUASH}"
+        return self.num_iterations, self.softmax, self.gradient, self.leaky, squash, self.eps
+
+    @classmethod
+    def from_op(
+        cls, num_iterations: int, softmax: str, gradient: str, leaky: bool, squash: str, eps: float
+    ) -> "Options":
+        kind, _, last = squash.partition("/")
+        return cls(num_iterations, softmax, gradient, leaky, kind, eps, last != NO_SQUASH)
 
 
 class PassOptions(NamedTuple):

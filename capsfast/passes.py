@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import checks, positions
 from .ops import routing_pass as _routing_pass
@@ -18,13 +19,17 @@ class Moments(NamedTuple):
     """What a routing pass adds up over the input capsules, in the dtype that sums are formed in.
 
     That is float32 for 16-bit inputs, else their dtype; ``weights`` has the dtype of the inputs.
+
+    ``mass [B, J]`` is ``sum_i r``, ``first [B, J, D]`` is ``sum_i r x``, and where they were asked for
+    ``second [B, J, D]`` is ``sum_i r x^2``, ``weights [B, I, J]`` are r, and ``lse [B, I]``, for ``normalize="in"``
+    ``[B, J]``, is the log-sum-exp of the logits.
     """
 
-    mass: Tensor  # [B, J]: sum_i r
-    first: Tensor  # [B, J, D]: sum_i r x
-    second: Tensor | None = None  # [B, J, D]: sum_i r x^2
-    weights: Tensor | None = None  # [B, I, J]: r
-    lse: Tensor | None = None  # [B, I], for normalize="in" [B, J]
+    mass: Tensor
+    first: Tensor
+    second: Tensor | None = None
+    weights: Tensor | None = None
+    lse: Tensor | None = None
 
 
 def routing_pass(
@@ -93,6 +98,29 @@ def routing_pass(
         TypeError: not a dense floating-point tensor, or dtypes that differ.
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
     """
+    tensors = (u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)
+    if has_torch_function(tensors):
+        return handle_torch_function(  # type: ignore[no-any-return]
+            routing_pass,
+            tensors,
+            u,
+            weight,
+            query=query,
+            precision=precision,
+            center=center,
+            prior=prior,
+            logits=logits,
+            activation=activation,
+            mask=mask,
+            out_mask=out_mask,
+            lse=lse,
+            normalize=normalize,
+            leaky=leaky,
+            second=second,
+            return_weights=return_weights,
+            return_lse=return_lse,
+            backend=backend,
+        )
     op = "capsfast.routing_pass"
     u, weight = checks.product(op, u, weight)
     options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)
@@ -133,6 +161,28 @@ def votes_pass(
 
     All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
     """
+    tensors = (votes, query, precision, center, prior, logits, activation, mask, out_mask, lse)
+    if has_torch_function(tensors):
+        return handle_torch_function(  # type: ignore[no-any-return]
+            votes_pass,
+            tensors,
+            votes,
+            query=query,
+            precision=precision,
+            center=center,
+            prior=prior,
+            logits=logits,
+            activation=activation,
+            mask=mask,
+            out_mask=out_mask,
+            lse=lse,
+            normalize=normalize,
+            leaky=leaky,
+            second=second,
+            return_weights=return_weights,
+            return_lse=return_lse,
+            backend=backend,
+        )
     op = "capsfast.votes_pass"
     votes, spatial = checks.votes(op, votes)
     options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)

@@ -217,9 +217,10 @@ def test_float64_on_a_gpu_is_not_for_triton(chosen: list[str], monkeypatch: pyte
     assert chosen == ["cuda", "reference"]
 
 
-def test_share_batch_logits_on_a_gpu_is_for_the_reference(chosen: list[str]) -> None:
-    with pytest.warns(UserWarning, match="share_batch_logits"):
-        capsfast.dynamic_routing(*layer(*SHAPE), share_batch_logits=True)
+def test_share_batch_logits_on_a_gpu_is_for_products_or_the_reference(chosen: list[str]) -> None:
+    for options in ({}, {"softmax": "in", "out_mask": torch.ones(SHAPE[0], SHAPE[2], dtype=torch.bool)}):
+        with pytest.warns(UserWarning, match="share_batch_logits"):
+            capsfast.dynamic_routing(*layer(*SHAPE), **options, share_batch_logits=True)
     assert chosen == ["reference"]
 
 
@@ -333,7 +334,7 @@ def test_a_demanded_reference_does_not_warn(no_extension: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
-def test_share_batch_logits_runs_on_the_reference_with_a_warning(op: str) -> None:
+def test_share_batch_logits_runs_no_kernel_and_warns(op: str) -> None:
     problem = make(SHAPE, Case(coupling=False), op)
     problem.overrides["share_batch_logits"] = True
     with pytest.warns(UserWarning, match="a sample's result depends on the others") as caught, recorded_ops() as ops:
@@ -350,7 +351,9 @@ def test_share_batch_logits_is_refused_by_fused_backends(backend: Backend, op: s
         with pytest.warns(UserWarning, match="share_batch_logits"):
             call(problem, problem.inputs, backend.name)
         return
-    message = f"capsfast.{op}: backend '{backend}' cannot serve this call: share_batch_logits is served by the"
+    message = (
+        f"capsfast.{op}: backend '{backend}' cannot serve this call: no kernel serves share_batch_logits; leave out"
+    )
     with pytest.raises(RuntimeError, match=message):
         call(problem, problem.inputs, backend.name)
 

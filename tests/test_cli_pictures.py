@@ -69,6 +69,8 @@ def test_evaluate_detects_attacks(digits: Path, tmp_path: Path) -> None:
     assert found["images"] == 40 and found["fooled"] == 40 - found["right"]
     assert 0.05 < found["false_positives"] <= 0.1 and found["undetected"] <= found["fooled"]
     assert "FGSM, eps 0.3: " in result.output and "at 10.00% false positives" in result.output
+    assert "--pgd-steps needs --pgd" in failed("evaluate", digits, "--fgsm", "0.1", "--pgd-steps", "3")
+    assert "--attacked needs --fgsm or --pgd" in failed("evaluate", digits, "--attacked", "3")
     assert "--detect needs an attack to be found" in failed("evaluate", digits, "--detect")
 
 

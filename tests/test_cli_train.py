@@ -163,6 +163,7 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
         (["--crop", "9"], "crop must be from 1 to 8, the size with its padding, got 9"),
         (["--loss", "spread", "--data", "multi:digits"], "loss spread needs one class an image"),
         (["--loss", "mse", "--model", "autoencoder"], "loss is that of classes, of which autoencoder has none"),
+        (["--schedule", "cosine", "--decay-rate", "0.9"], "--decay-rate needs --schedule exponential"),
         (["--spread-steps", "10000"], "--spread-steps needs --loss spread"),
         (["--adversarial-eps", "0.1"], "--adversarial-eps needs --adversarial"),
         (["--adversarial-share", "0.5"], "--adversarial-share needs --adversarial"),

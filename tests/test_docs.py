@@ -76,7 +76,7 @@ def test_backends_table_names_every_backend() -> None:
     assert named == list(capsfast.backends())
 
 
-CONVERSIONS = table_rows(ROOT / "README.md", "| weight `w` of the other layer")
+CONVERSIONS = table_rows(ROOT / "docs" / "migration.md", "| weight `w` of the other layer")
 
 
 @pytest.mark.parametrize("row", CONVERSIONS, ids=[row[0] for row in CONVERSIONS])

@@ -25,6 +25,7 @@ cases = st.builds(
     leaky=st.booleans(),
     squash=st.sampled_from(SQUASH),
     eps=st.sampled_from((1e-8, 1e-3, 0.5)),
+    squash_last=st.booleans(),
     logits=st.sampled_from(("", "IJ", "BIJ")),
     bias=st.booleans(),
     mask=st.booleans(),

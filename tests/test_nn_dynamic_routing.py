@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {"shared_weight": True},
     "learned": {"learned_logits": True, "bias": True},
     "options": {"softmax": "in", "gradient": "last", "leaky": True, "squash": "half", "eps": 1e-4},
+    "sums": {"squash_last": False},
 }
 
 
@@ -94,7 +95,9 @@ def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) 
     u = torch.randn(4, I, K, device=backend.device)
     mask, out_mask = torch.rand(4, I, device=backend.device) > 0.3, torch.rand(4, J, device=backend.device) > 0.3
     logits = torch.randn(4, I, J, device=backend.device)
-    options = {key: value for key, value in VARIANTS[variant].items() if key in ("softmax", "gradient", "leaky")}
+    options = {
+        key: value for key, value in VARIANTS[variant].items() if key not in ("shared_weight", "learned_logits", "bias")
+    }
     wanted, wanted_c = capsfast.dynamic_routing(
         u,
         layer.W,
@@ -102,8 +105,6 @@ def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) 
         bias=layer.bias,
         mask=mask,
         out_mask=out_mask,
-        squash=layer.squash,
-        eps=layer.eps,
         return_coupling=True,
         backend=backend.name,
         **options,
@@ -210,7 +211,8 @@ def test_weight_norm(backend: Backend) -> None:
 
 def test_repr_shows_what_is_not_default() -> None:
     assert repr(layer_of()) == "DynamicRouting(20, 5, 8, 16, num_iterations=3)"
-    text = repr(layer_of(num_iterations=2, shared_weight=True, learned_logits=True, bias=True, **VARIANTS["options"]))
+    options = VARIANTS["options"] | VARIANTS["sums"]
+    text = repr(layer_of(num_iterations=2, shared_weight=True, learned_logits=True, bias=True, **options))
     for part in (
         "num_iterations=2",
         "shared_weight=True",
@@ -220,6 +222,7 @@ def test_repr_shows_what_is_not_default() -> None:
         "gradient='last'",
         "leaky=True",
         "squash='half'",
+        "squash_last=False",
     ):
         assert part in text
 

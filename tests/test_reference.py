@@ -38,6 +38,7 @@ def by_loops(problem: Problem, **more: Any) -> tuple[Any, Any, Any]:
         leaky=case.leaky,
         squash_kind=case.squash,
         eps=case.eps,
+        squash_last=case.squash_last,
         **arrays,
         **more,
     )

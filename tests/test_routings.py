@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import capsfast
 from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
@@ -17,7 +15,7 @@ from capsfast.nn.routing.base import lengths
 from capsfast.nn.routing.votes import STRIDE, votes_of
 
 from .support import plain
-from .support.backends import Backend
+from .support.backends import Backend, Largest
 from .support.routings import ROUTINGS as ROWS
 from .support.routings import cases, randomize
 
@@ -68,19 +66,6 @@ def test_is_its_definition(name: str, options: dict[str, Any], by: Backend) -> N
     wanted = definition(layer, name, u, activation)
     plain.assert_same(tuple(found), tuple(wanted))
     plain.assert_same(got, gradients(wanted, leaves))
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that an operation of the block has returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in tree_leaves(found):
-            if isinstance(each, Tensor):
-                self.numel = max(self.numel, each.numel())
-        return found
 
 
 @each_case
@@ -444,6 +429,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: ConvCaps2d(2, 2, 4, 4, routing=Mean)(torch.zeros(1, 2, 4, 5, 5), torch.zeros(1, 2, 5, 4)),
         ValueError,
         r"activation must be \[B, in_types, H, W\] of poses \[1, 2, 4, 5, 5\], got \[1, 2, 5, 4\]",
+    ),
+    "route": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=Routing)(torch.zeros(1, 3, 4)),
+        NotImplementedError,
+        r"capsfast.Routing: a routing overrides route\(votes, activation\)",
     ),
     "couplings": (lambda: couplings(nn.Identity(), torch.zeros(1)), TypeError, "layer must be a routing layer"),
 }

@@ -95,8 +95,17 @@ class EinsumVotes(Votes):
         mass, first, *_ = votes_pass(self.votes[:, ::step], given, self.J, PassOptions("out", False, False))
         return Moments(mass, first)
 
-    def agree(self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float) -> Tensor:
-        options = Options(num_iterations, "out", gradient, False, squash, eps)
+    def agree(
+        self,
+        num_iterations: int,
+        *,
+        logits: Tensor | None,
+        gradient: str,
+        squash: str,
+        eps: float,
+        squash_last: bool,
+    ) -> Tensor:
+        options = Options(num_iterations, "out", gradient, False, squash, eps, squash_last)
         return route_votes(self.votes, logits, None, None, None, options)[0]
 
 

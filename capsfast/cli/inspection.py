@@ -16,6 +16,7 @@ from .common import (
     Data,
     DataDir,
     Out,
+    on_command_line,
     opened,
     plain_errors,
     say,
@@ -27,6 +28,7 @@ from .progress import progress
 
 
 def evaluate(
+    context: typer.Context,
     checkpoint: Checkpoint,
     out: Out = Path("out/evaluate"),
     data: Data = None,
@@ -47,6 +49,9 @@ def evaluate(
         check_writable(out)
         if json is not None:
             check_replaceable(json)
+        for name, used, said in (("pgd_steps", pgd, "--pgd"), ("attacked", fgsm or pgd, "--fgsm or --pgd")):
+            if on_command_line(context, name) and not used:
+                raise stop(f"capsfast evaluate: --{name.replace('_', '-')} needs {said}")
         if detect and false_positives >= 1:
             raise stop(f"capsfast evaluate: --false-positives must be below 1 for --detect, got {false_positives:g}")
         if detect and not (fgsm or pgd):

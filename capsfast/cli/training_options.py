@@ -61,6 +61,7 @@ IMAGES = (
 
 # Options that another one makes use of: its argument, the values that do, and how it is said.
 NEEDS = {
+    "decay_rate": ("schedule", ("exponential",), "--schedule exponential"),
     "spread_steps": ("loss", ("spread",), "--loss spread"),
     "adversarial_eps": ("adversarial", ("fgsm", "pgd"), "--adversarial"),
     "adversarial_steps": ("adversarial", ("pgd",), "--adversarial pgd"),

@@ -1,4 +1,8 @@
-"""Whole networks of capsules. Each returns a :class:`CapsNetOutput`, SegCaps a :class:`SegCapsOutput`."""
+"""Whole networks of capsules.
+
+Each returns a :class:`CapsNetOutput`, but SegCaps a :class:`SegCapsOutput` and StackedCapsuleAutoencoder a
+:class:`StackedOutput`.
+"""
 
 from .autoencoder import CapsAutoEncoder
 from .capsnet import CapsNet

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn import Length, PrimaryCaps, _arguments
+from ..nn._layer import Layer
 from ..nn.routed_caps import fully_connected, route
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
@@ -19,7 +20,7 @@ def fitting_kernel(height: int, width: int) -> int:
     return max(1, min(9, (min(height, width) - 1) // 2 - 1 | 1))
 
 
-class CapsuleEncoder(nn.Module):
+class CapsuleEncoder(Layer):
     """Images to capsules (Sabour, Frosst, Hinton 2017, figure 1): ``conv``, ``primary`` and ``routing``."""
 
     _op: str

@@ -15,6 +15,8 @@ def image_shape(op: str, in_channels: int, image_size: int | Sequence[int]) -> t
 
 
 def check_images(op: str, images: Tensor, shape: tuple[int, int, int]) -> None:
+    if checks.is_proxy(images):
+        return  # symbolic_trace of a network: there is nothing to look at
     _arguments.floats(op, "images", images, "[B, C, H, W]")
     if tuple(images.shape[1:]) != shape:
         C, H, W = shape

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import ConvCaps2d, ConvDecoder, DynamicRouting, FlattenCaps, Length, PrimaryCaps, _arguments
+from ..nn._layer import Layer
 from ..nn.routed_caps import fully_connected, route
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
@@ -17,7 +18,7 @@ from ._images import check_images, image_shape
 from .output import CapsNetOutput
 
 
-class CapsCell(nn.Module):
+class CapsCell(Layer):
     """Halves the image of capsules, then adds two more layers to a skip connection that is a layer itself.
 
     Args:
@@ -53,7 +54,7 @@ class CapsCell(nn.Module):
         return self.second(self.first(halved)) + skipped  # type: ignore[no-any-return]
 
 
-class DeepCaps(nn.Module):
+class DeepCaps(Layer):
     """Cells of convolutional capsules with skip connections (after Rajasegaran et al. 2019).
 
     As there, only the last cell's skip connection routes with ``num_iterations``, the class capsules take the capsules

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
+from ..nn._layer import Layer
 from ..nn.routed_caps import fully_connected, route
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
@@ -33,7 +34,7 @@ def paddings(padded: bool) -> tuple[int, ...]:
     return tuple(kernel // 2 if padded and stride == 1 else 0 for kernel, stride in zip(KERNELS, STRIDES, strict=True))
 
 
-class EfficientCapsNet(nn.Module):
+class EfficientCapsNet(Layer):
     """Four convolutions, depthwise primary capsules, class capsules by self-attention (Mazzia et al. 2021).
 
     For 28 x 28 images the defaults are the paper's network for MNIST: 161 824 parameters without the decoder, which it

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import ConvCaps2d, Decoder, FlattenCaps, InvertedAttentionRouting, RoutedCaps, Routing, Votes, _arguments
+from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ..passes import Moments
 from ._images import check_images, image_shape
@@ -44,7 +45,7 @@ def updated(routing: Routing, votes: Votes, last: Tensor | None) -> Tensor:
     return routing(votes).poses  # type: ignore[no-any-return]
 
 
-class ConvAttention(nn.Module):
+class ConvAttention(Layer):
     """One update of convolutional capsules: poses of both layers to new poses of the upper one.
 
     Args:
@@ -67,7 +68,7 @@ class ConvAttention(nn.Module):
         return found.permute(0, 3, 4, 1, 2)
 
 
-class FullAttention(nn.Module):
+class FullAttention(Layer):
     """One update of fully connected capsules: poses of both layers to new poses of the upper one.
 
     Args:
@@ -110,7 +111,7 @@ def route_at_once(layers: Sequence[nn.Module], primary: Tensor, num_iterations: 
     return poses
 
 
-class InvertedAttentionCapsNet(nn.Module):
+class InvertedAttentionCapsNet(Layer):
     """Convolution, primary capsules, and capsule layers that are routed at once (Tsai et al. 2020).
 
     The primary capsules are one convolution and a LayerNorm of each capsule. Above them are a convolutional capsule

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
+from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._capsules import image_lengths
@@ -26,7 +27,7 @@ def fitting_windows(height: int, width: int) -> tuple[Window, Window, Window]:
     return (kernel, 1), (kernel, 1), (kernel, 1)
 
 
-class MatrixCapsNet(nn.Module):
+class MatrixCapsNet(Layer):
     """Convolution, primary capsules with poses and activations, two layers of convolutional capsules and class capsules
     with coordinate addition (Hinton, Sabour, Frosst 2018, figure 1).
 

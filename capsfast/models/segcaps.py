@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
+from ..nn._layer import Layer
 from ..nn._type_routing import TypeRouting
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
@@ -29,7 +30,7 @@ class SegCapsOutput(NamedTuple):
     reconstruction: Tensor | None
 
 
-class SegCaps(nn.Module):
+class SegCaps(Layer):
     """A U of slim convolutional capsules, with a capsule of each class at every pixel (after LaLonde, Bagci 2018).
 
     On the way down each level halves the image, on the way up a transposed convolution doubles it, and the capsules of

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import _arguments
+from ..nn._layer import Layer
 from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
 from ..nn.stacked.part_caps import Drawn, PartCaps, Parts, TemplateMixture
 from ..nn.stacked.set_transformer import SetTransformer
@@ -45,7 +46,7 @@ class Sparsity:
     deformation: float = 10.0
 
 
-class StackedCapsuleAutoencoder(nn.Module):
+class StackedCapsuleAutoencoder(Layer):
     """Images to parts to objects, and back, without labels (Kosiorek, Sabour, Teh, Hinton 2019).
 
     Part capsules find templates with their poses in the image and are to draw it. Object capsules find the poses of the
@@ -125,7 +126,9 @@ class StackedCapsuleAutoencoder(nn.Module):
         """Objects of parts, which count as given: no gradient goes back to them."""
         poses, presences, features = (each.detach() for each in parts)
         sheets = torch.cat([self.templates.templates.flatten(1), self.templates.alpha.flatten(1)], 1).detach().sigmoid()
-        members = torch.cat([poses.flatten(2), presences[..., None], features, sheets.expand(len(poses), -1, -1)], 2)
+        members = torch.cat(
+            [poses.flatten(2), presences[..., None], features, sheets.expand(poses.shape[0], -1, -1)], 2
+        )
         return self.object_caps(self.encoder(members, presences))  # type: ignore[no-any-return]
 
     def forward(self, images: Tensor, target: Tensor | None = None) -> StackedOutput:

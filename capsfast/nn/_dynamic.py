@@ -5,11 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
 from ..options import Options
 from . import _arguments
+from ._called import Called
 
 
 def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> Tensor:
@@ -21,12 +22,12 @@ def best_only(route: Callable[..., Any], logits: Tensor | None, top_k: int) -> T
     with torch.no_grad():
         _, coupling = route(num_iterations=2, logits=logits, return_coupling=True)
         best = coupling.topk(top_k, dim=2).indices
-        dropped = torch.ones_like(coupling, dtype=torch.bool).scatter(2, best, False)
+        dropped = torch.ones_like(coupling, dtype=torch.bool).scatter(2, best, torch.zeros_like(best, dtype=torch.bool))
     prior = torch.zeros_like(coupling) if logits is None else logits.expand(coupling.shape)
     return prior.masked_fill(dropped, -torch.inf)
 
 
-class RoutingLayer(nn.Module):
+class RoutingLayer(Called):
     """Holds the options of a routing function under their own names."""
 
     _op: str
@@ -49,6 +50,7 @@ class RoutingLayer(nn.Module):
         self.leaky = options.leaky
         self.squash = options.squash
         self.eps = options.eps
+        self.squash_last = options.squash_last
         self.share_batch_logits = share_batch_logits
         self.top_k = top_k
         self.backend = backend
@@ -70,6 +72,7 @@ class RoutingLayer(nn.Module):
             leaky=self.leaky,
             squash=self.squash,
             eps=self.eps,
+            squash_last=self.squash_last,
             share_batch_logits=self.share_batch_logits,
             backend=self.backend,
         )
@@ -85,6 +88,7 @@ class RoutingLayer(nn.Module):
             "leaky": False,
             "squash": "paper",
             "eps": 1e-8,
+            "squash_last": True,
             "share_batch_logits": False,
             "top_k": None,
             "backend": None,

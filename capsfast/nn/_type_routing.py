@@ -52,13 +52,14 @@ class TypeRouting(RoutingLayer):
         leaky: bool = False,
         squash: str = "paper",
         eps: float = 1e-8,
+        squash_last: bool = True,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._op = op
         everywhere = softmax == EVERYWHERE
-        options = Options(num_iterations, "out" if everywhere else softmax, gradient, leaky, squash, eps)
+        options = Options(num_iterations, "out" if everywhere else softmax, gradient, leaky, squash, eps, squash_last)
         super().__init__(options, False, None, backend)
         checks.boolean(op, "learned_logits", learned_logits)
         checks.boolean(op, "bias", bias)
@@ -93,11 +94,12 @@ class TypeRouting(RoutingLayer):
             lse = votes_pass(votes, query=sum_of_v, return_lse=True, **given).lse  # [B, I, *spatial]
             assert lse is not None
             lse = lse.flatten(2).logsumexp(2) if spatial else lse
-            last = return_coupling and t + 1 == self.num_iterations
-            found = votes_pass(votes, query=sum_of_v, normalize="lse", lse=lse, return_weights=last, **given)
+            last = t + 1 == self.num_iterations
+            wanted = return_coupling and last
+            found = votes_pass(votes, query=sum_of_v, normalize="lse", lse=lse, return_weights=wanted, **given)
             c = found.weights
             s = found.first if bias is None else found.first + bias
-            v = squash(s, 2, self.eps, self.squash)
+            v = squash(s, 2, self.eps, self.squash) if self.squash_last or not last else s
             sum_of_v = v if sum_of_v is None else sum_of_v + v
         assert v is not None
         return v.to(votes.dtype), c

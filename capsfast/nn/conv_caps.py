@@ -1,15 +1,17 @@
 """Convolutional capsules."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from .dynamic_routing import DynamicRouting
 from .routed_caps import RoutedCaps, fully_connected, pose_sizes
 from .routing.base import Capsules
@@ -20,7 +22,7 @@ from .routing.windows import Windows, WindowVotes
 COMPETITION = ("window", "child")
 
 
-class ConvCaps2d(nn.Module):
+class ConvCaps2d(Layer):
     """Capsules whose inputs are the capsules of a window, routed at every place with the same weight.
 
     One routing of ``B·H'·W'`` samples with ``I = in_types·kh·kw`` input capsules in the order
@@ -49,8 +51,8 @@ class ConvCaps2d(nn.Module):
             ``squash="exp"`` keeps their length then, while ``"paper"``, quadratic for short vectors, lets them fade.
         device, dtype: of the parameters.
         options: all others of :class:`capsfast.DynamicRouting` (shared_weight, learned_logits, bias, rank,
-            top_k, softmax, gradient, leaky, squash, eps, backend; share_batch_logits averages over places too), or of
-            RoutedCaps where that is the layer, such as pose_rows.
+            top_k, softmax, gradient, leaky, squash, eps, squash_last, backend; share_batch_logits averages over places
+            too), or of RoutedCaps where that is the layer, such as pose_rows.
 
     Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than
     ``"dynamic"``, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such
@@ -171,33 +173,23 @@ class ConvCaps2d(nn.Module):
         """The votes in every window, of a layer that routes by passes; none is in memory."""
         assert isinstance(self.routing, RoutedCaps)
         votes = self.routing.votes(self.unfold(poses), self.inside(poses))
-        if self.competition == "window":
-            return votes
-        return self._competing(votes, (poses.shape[3], poses.shape[4]))
+        return votes if self.competition == "window" else self._competing((poses.shape[3], poses.shape[4]))(votes)
 
-    def _competing(self, votes: Votes, size: tuple[int, int]) -> WindowVotes:
-        return WindowVotes(
-            votes, Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
-        )
+    def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
+        windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
+        return partial(WindowVotes, windows=windows)
 
     def at_windows(self, size: tuple[int, int]) -> DynamicRouting | RoutedCaps:
         """``routing`` as it takes the unfolded windows of an image of ``size`` (H, W); no module of this layer."""
         if self.competition == "window" or isinstance(self.routing, DynamicRouting):
             return self.routing
         layer = copy.copy(self.routing)
-        of_windows = layer.votes
-
-        def votes(u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
-            return self._competing(of_windows(u, mask, out_mask), size)
-
-        layer.votes = votes  # type: ignore[method-assign]
+        layer.competing = self._competing(size)
         return layer
 
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
         """With ``return_coupling``, for dynamic routing, also the last ``c [B, H', W', I, out_types / groups]``."""
         op = "capsfast.nn.ConvCaps2d"
-        u = self.unfold(poses)
-        places = (poses.shape[0], *self.grid(poses.shape[3:]))
         if activation is not None and self.uses_poses_alone:
             raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
         if isinstance(self.routing, RoutedCaps):
@@ -206,12 +198,16 @@ class ConvCaps2d(nn.Module):
                     f"{op}: return_coupling needs routing='dynamic' in windows, without pose_rows; "
                     f"see capsfast.nn.couplings"
                 )
+            votes = self.votes(poses)
+            places = (poses.shape[0], *self.grid(poses.shape[3:]))
             at_windows = None if activation is None else self.unfold_activation(poses, activation)
-            found = self.routing.routing(self.votes(poses), at_windows)
+            found = self.routing.routing(votes, at_windows)
             out = found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
             if self.uses_poses_alone:
                 return out
             return Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
+        u = self.unfold(poses)
+        places = (poses.shape[0], *self.grid(poses.shape[3:]))
         # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
         seen = return_coupling or self.routing.softmax == "in"
         mask = self.inside(poses) if seen else None

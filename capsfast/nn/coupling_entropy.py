@@ -3,14 +3,15 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
 from ..options import SOFTMAX
 from . import _arguments
+from ._layer import Layer
 
 
-class CouplingEntropy(nn.Module):
+class CouplingEntropy(Layer):
     """Entropy ``-sum c log c`` of the coupling coefficients, in the mean: 0 where every softmax has chosen.
 
     Added to a loss it makes each capsule vote for fewer outputs (compare Renzulli, Tartaglione, Grangetto 2022).

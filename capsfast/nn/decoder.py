@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from .readout import Mask
 
 
-class _MaskedDecoder(nn.Module):
+class _MaskedDecoder(Layer):
     """Chooses the numbers an image is made from."""
 
     _op: str

@@ -9,10 +9,11 @@ from .. import checks
 from ..functional import squash
 from ..options import SQUASH
 from . import _arguments
+from ._layer import Layer
 from .primary_caps import FlattenCaps
 
 
-class DepthwisePrimaryCaps(nn.Module):
+class DepthwisePrimaryCaps(Layer):
     """One depthwise convolution whose channels are cut into capsules and squashed (Mazzia et al. 2021).
 
     Every feature map has a filter of its own. With a kernel as large as the maps there is one place, and ``types``

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from .. import checks
 from ..functional import dynamic_routing
 from ..options import Options
-from . import _arguments
+from . import _arguments, _called
+from ._checkpoints import foreign_weights
 from ._dynamic import RoutingLayer
 
 FACTORS = ("WA", "UV")
@@ -67,7 +68,7 @@ class DynamicRouting(RoutingLayer):
         top_k: each input capsule keeps the outputs, so many of its group, to which its coupling after
             one pass is largest; all iterations then run between these. The choice itself has no gradient.
             Costs a routing of two passes and logits ``[B, I, J]`` more.
-        softmax, gradient, leaky, squash, eps, share_batch_logits, backend: see
+        softmax, gradient, leaky, squash, eps, squash_last, share_batch_logits, backend: see
             :func:`capsfast.dynamic_routing`.
         init_std: W starts as a normal distribution of this deviation, cut at two deviations. The
             default 0.1 is the authors'. Useful values are 0.01 to 0.1: ``torch.randn`` saturates
@@ -110,13 +111,14 @@ class DynamicRouting(RoutingLayer):
         leaky: bool = False,
         squash: str = "paper",
         eps: float = 1e-8,
+        squash_last: bool = True,
         share_batch_logits: bool = False,
         init_std: float = 0.1,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = Options(num_iterations, softmax, gradient, leaky, squash, eps)
+        options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
         super().__init__(options, share_batch_logits, top_k, backend)
         op = self._op
         _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim, groups=groups)
@@ -186,6 +188,11 @@ class DynamicRouting(RoutingLayer):
         if self.bias is not None:
             nn.init.constant_(self.bias, 0.1)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > 1:
+            _called.refuse_votes(self._op, *args)
+        return super().__call__(*args, **kwargs)
+
     def forward(
         self,
         u: Tensor,
@@ -200,12 +207,15 @@ class DynamicRouting(RoutingLayer):
         ``logits``, whose last axis is as long as that of ``c``, are added to the learned ones, if any.
         """
         op = self._op
+        votes = (self.in_caps, self.out_caps, self.out_dim)
+        if isinstance(u, Tensor) and u.dim() == 4 and u.shape[1:] == votes:
+            _called.refuse_votes(op, u)
         if isinstance(u, Tensor) and u.dim() == 3 and (u.shape[1] != self.in_caps or u.shape[2] != self.in_dim):
             raise ValueError(
                 f"{op}: u must be [B, in_caps={self.in_caps}, in_dim={self.in_dim}], got {checks.shape_of(u)}"
             )
         if self.logits is not None:
-            if logits is not None and logits.shape[-2:] != self.logits.shape:
+            if isinstance(logits, Tensor) and logits.shape[-2:] != self.logits.shape:
                 raise ValueError(
                     f"{op}: logits must end in {checks.shape_of(self.logits)}, got {checks.shape_of(logits)}"
                 )
@@ -229,6 +239,17 @@ class DynamicRouting(RoutingLayer):
             out_mask=out_mask,
             return_coupling=return_coupling,
         )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        W = self._parameters.get("W")
+        if W is not None:
+            given = state_dict.get(f"{prefix}W")
+            if isinstance(given, Tensor) and given.shape == (1, *W.shape):
+                state_dict[f"{prefix}W"] = given[0]
+            lists[-1].extend(foreign_weights(self._op, state_dict, prefix, W))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     def _weights(self) -> list[Tensor]:
         """``[I / groups or 1, J / groups, D, K]`` of each group; K is the rank where A has transformed u."""

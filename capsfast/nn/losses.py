@@ -3,11 +3,14 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
+from ..kinds import LOSSES
 from . import _arguments
+from ._called import Called
+from ._layer import Layer
 from .readout import class_indices, one_hot
 
 
@@ -30,7 +33,7 @@ def _lengths(op: str, name: str, given: Tensor) -> Tensor:
     return _wide(given)
 
 
-class MarginLoss(nn.Module):
+class MarginLoss(Called):
     """Sum over the classes of ``T max(0, m_plus - |v|)^2 + lam (1 - T) max(0, |v| - m_minus)^2``
     (Sabour, Frosst, Hinton 2017, eq. 4).
 
@@ -46,6 +49,9 @@ class MarginLoss(nn.Module):
         ValueError, TypeError: an argument or a target that does not fit.
     """
 
+    _op = "capsfast.nn.MarginLoss"
+    _kinds = LOSSES
+
     def __init__(
         self,
         m_plus: float = 0.9,
@@ -56,7 +62,7 @@ class MarginLoss(nn.Module):
         reduction: str = "mean",
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.MarginLoss"
+        op = self._op
         for name, value in (("m_plus", m_plus), ("m_minus", m_minus), ("lam", lam)):
             _arguments.positive(op, name, value, zero=True)
         checks.boolean(op, "squared", squared)
@@ -102,7 +108,7 @@ class MarginLoss(nn.Module):
         return text if self.squared else f"{text}, squared=False"
 
 
-class ReconstructionLoss(nn.Module):
+class ReconstructionLoss(Layer):
     """Squared error, summed over all numbers of an image (Sabour, Frosst, Hinton 2017, section 4.1).
 
     Args:
@@ -146,7 +152,7 @@ class LossParts(NamedTuple):
     reconstruction: Tensor
 
 
-class CapsNetLoss(nn.Module):
+class CapsNetLoss(Layer):
     """Margin loss and ``reconstruction_weight`` times the summed squared error (Sabour et al. 2017, section 4.1).
 
     Nothing here waits for a device: take ``.item()`` of a part when you need the number.
@@ -193,7 +199,7 @@ class CapsNetLoss(nn.Module):
         return f"reconstruction_weight={self.reconstruction_weight}"
 
 
-class SpreadLoss(nn.Module):
+class SpreadLoss(Layer):
     """Sum over the wrong classes of ``max(0, m - (a_target - a_j))^2`` (Hinton, Sabour, Frosst 2018, eq. 3).
 
     The margin m grows linearly from ``start`` to ``end`` over ``steps`` calls of an optimizer, of which the caller

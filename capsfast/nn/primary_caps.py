@@ -11,12 +11,13 @@ from .. import checks
 from ..functional import squash
 from ..options import SQUASH
 from . import _arguments
+from ._layer import Layer
 
 EACH = ("type", "component")
 ORDER = ("type", "component", "view")
 
 
-class FlattenCaps(nn.Module):
+class FlattenCaps(Layer):
     """An image of capsules ``[B, C, K, H, W]`` to a list ``u [B, C·H·W, K]``, in the order (type, y, x)."""
 
     def forward(self, poses: Tensor) -> Tensor:
@@ -24,7 +25,7 @@ class FlattenCaps(nn.Module):
         return poses.movedim(2, -1).flatten(1, 3)
 
 
-class PrimaryCaps(nn.Module):
+class PrimaryCaps(Layer):
     """One convolution whose channels are cut into capsules and squashed (Sabour, Frosst, Hinton 2017, section 4).
 
     Parameters: ``conv.weight [types·dim, in_channels, *kernel_size]`` and ``conv.bias [types·dim]``.

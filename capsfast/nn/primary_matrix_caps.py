@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from .routing.base import Capsules
 
 
-class PrimaryMatrixCaps(nn.Module):
+class PrimaryMatrixCaps(Layer):
     """Two convolutions: one makes poses, the other, under a sigmoid, activations.
 
     Parameters: ``pose`` and ``activation``, convolutions of ``types·dim`` and of ``types`` channels. Channel

@@ -1,10 +1,11 @@
 """What is read from the output capsules: their lengths, and the capsule of a class."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 
 
 def class_indices(op: str, given: Tensor, anchor: Tensor, name: str = "labels") -> None:
@@ -28,11 +29,11 @@ def class_indices(op: str, given: Tensor, anchor: Tensor, name: str = "labels") 
 def one_hot(labels: Tensor, J: int, dtype: torch.dtype) -> Tensor:
     """int64 ``[B]`` to ``[B, J]``; on a device an index out of range fails there."""
     hot = torch.zeros((labels.shape[0], J), dtype=dtype, device=labels.device)
-    # A bool gets a bool: torch 2.10 compiles the number 1 into an int64 mask.
-    return hot.scatter(1, labels[:, None], True if dtype == torch.bool else 1)
+    # A tensor of this dtype: torch 2.10 compiles the number 1 into an int64 mask, TorchScript takes no bool.
+    return hot.scatter(1, labels[:, None], torch.ones_like(labels[:, None], dtype=dtype))
 
 
-class Length(nn.Module):
+class Length(Layer):
     """Lengths of capsules, ``[..., D]`` to ``[...]`` (Sabour, Frosst, Hinton 2017, section 3).
 
     A zero capsule has length 0 and gradient 0.
@@ -45,7 +46,7 @@ class Length(nn.Module):
         return torch.linalg.vector_norm(capsules, dim=-1)  # type: ignore[no-any-return]
 
 
-class Mask(nn.Module):
+class Mask(Layer):
     """All capsules but one set to 0, ``[B, J, D]`` to ``[B, J, D]`` (Sabour, Frosst, Hinton 2017, section 4.1).
 
     What stays is the capsule of the label, without labels the longest.

@@ -1,5 +1,6 @@
 """Fully connected capsules with any routing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,13 +8,14 @@ from torch import Tensor, nn
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from .dynamic_routing import DynamicRouting, at_positions, types_of
 from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice, make_routing
 from .routing.votes import Votes, votes_of
 
 
-class RoutedCaps(nn.Module):
+class RoutedCaps(Layer):
     """Fully connected capsules with a routing of choice: ``u, activation -> poses, activations``.
 
     Parameters: ``W [in_caps, out_caps, out_dim, in_dim]``, or ``[1, ...]`` if shared; with ``pose_rows``
@@ -61,6 +63,8 @@ class RoutedCaps(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        # What a layer of windows puts around the votes, whose samples then compete with each other.
+        self.competing: Callable[[Votes], Votes] | None = None
         op = self._op
         _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim)
         checks.boolean(op, "shared_weight", shared_weight)
@@ -68,6 +72,11 @@ class RoutedCaps(nn.Module):
             _arguments.positive(op, "init_std", init_std)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.routing = make_routing(op, routing, in_caps, out_caps, in_dim, out_dim, **options, **made)
+        if self.routing.needs_votes:
+            raise ValueError(
+                f"{op}: routing must be one that takes (u, weight), got {self.routing}, which needs votes in memory; "
+                f"call it with votes, or route those of a convolution"
+            )
         self.in_caps = in_caps
         self.out_caps = out_caps
         self.in_dim = in_dim
@@ -106,7 +115,8 @@ class RoutedCaps(nn.Module):
         if self.pose_rows is not None:
             u = u.unflatten(2, (self.pose_rows, -1))
         weight = at_positions(self.W, self.positions)
-        return votes_of(op, (u, weight), mask=mask, out_mask=out_mask, backend=self.routing.backend)
+        votes = votes_of(op, (u, weight), mask=mask, out_mask=out_mask, backend=self.routing.backend)
+        return votes if self.competing is None else self.competing(votes)
 
     def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Input capsules and their activations as lists ``[B, I, K]`` and ``[B, I]``, whatever forward takes."""

@@ -19,7 +19,7 @@ class RoutingByAgreement(RoutingLayer):
     Args:
         num_iterations: weighted sums formed, at least 1.
         top_k: each input capsule keeps so many outputs, see :class:`capsfast.DynamicRouting`.
-        softmax, gradient, leaky, squash, eps, share_batch_logits, backend: see
+        softmax, gradient, leaky, squash, eps, squash_last, share_batch_logits, backend: see
             :func:`capsfast.dynamic_routing`.
 
     Shapes: ``votes [B, I, J, D]`` to ``v [B, J, D]``.
@@ -40,12 +40,12 @@ class RoutingByAgreement(RoutingLayer):
         leaky: bool = False,
         squash: str = "paper",
         eps: float = 1e-8,
+        squash_last: bool = True,
         share_batch_logits: bool = False,
         backend: str | None = None,
     ) -> None:
-        super().__init__(
-            Options(num_iterations, softmax, gradient, leaky, squash, eps), share_batch_logits, top_k, backend
-        )
+        options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
+        super().__init__(options, share_batch_logits, top_k, backend)
 
     def forward(
         self,

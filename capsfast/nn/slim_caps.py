@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .. import checks
 from . import _arguments
+from ._layer import Layer
 from ._type_routing import TypeRouting, starting_std
 from .routing.names import RoutingChoice, known_options, make_routing, routing_name
 
@@ -20,7 +21,7 @@ TYPE_OPTIONS = [
 ]
 
 
-class _SlimCaps(nn.Module):
+class _SlimCaps(Layer):
     """What the four layers share: the convolution of all capsule types, and the routing of its votes where they lie."""
 
     _op: str
@@ -116,7 +117,7 @@ class _SlimCaps(nn.Module):
     def votes(self, poses: Tensor) -> Tensor:
         """``[B, in_types, in_dim, *spatial]`` to ``votes [B, I, J, D, *spatial']``, which the convolution made."""
         self._check(poses)
-        return self._as_votes(self.conv(self._stacked(poses)), len(poses))
+        return self._as_votes(self.conv(self._stacked(poses)), poses.shape[0])
 
     def _check(self, poses: Tensor) -> None:
         shape = f"[B, in_types, in_dim, {self._image}]"
@@ -369,7 +370,7 @@ class SlimConvTransposeCaps2d(_SlimCaps):
             raise ValueError(
                 f"{self._op}: size must be at least {least} and less than a stride of {self.stride} larger, got {given}"
             )
-        return self._as_votes(self.conv(self._stacked(poses), output_size=list(given)), len(poses))
+        return self._as_votes(self.conv(self._stacked(poses), output_size=list(given)), poses.shape[0])
 
     def forward(
         self,

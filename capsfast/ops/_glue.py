@@ -1,6 +1,7 @@
 """What all ops share: shapes of arguments, the fake of gradients, and the autograd glue."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,16 @@ def check_shapes(given: Mapping[str, Tensor | None], sizes: tuple[int, int, int,
         torch._check(value.dim() == len(shape), lambda name=name: f"{name} has the wrong rank")
         for size, wanted in zip(value.shape, shape, strict=True):
             torch._check(size == wanted, lambda name=name: f"{name} has a shape that does not fit")
+
+
+def as_under_autocast(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], AbstractContextManager[Any]]:
+    """For what stands in for an op: the tensors as autocast casts those of ops, and a context without autocast."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors, nullcontext()
+    low = torch.get_autocast_dtype(device)
+    cast = tuple(value if value.dtype == torch.float64 else value.to(low) for value in tensors)
+    return cast, torch.autocast(device, enabled=False)
 
 
 def fake_gradients(tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from .. import toolchain
 from ..options import PassOptions
 from ..precision import wide_dtype
 from ..reference.votes_pass import PassParameters
-from ._glue import check_shapes
+from ._glue import as_under_autocast, check_shapes
 from ._routing import why_not_in_cuda
 
 # The option has another name than the moment, which the backward gets too.
@@ -67,14 +67,10 @@ def run_reference(
     lse: bool,
 ) -> tuple[Tensor, ...]:
     """What the ops return, without norm, from the definition. As with the ops, autocast is of the tensors alone."""
-    device = tensors[0].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
-        cast = tuple(value if value.dtype == torch.float64 else value.to(low) for value in tensors)
-        with torch.autocast(device, enabled=False):
-            return run_reference(definition, cast, rest, weights, lse)
+    tensors, no_autocast = as_under_autocast(tensors)
+    with no_autocast:
+        mass, first, second, r, log_sum = definition(*tensors, *rest)
     dtype = tensors[0].dtype
-    mass, first, second, r, log_sum = definition(*tensors, *rest)
     empty = mass.new_empty(0)
     return (
         mass,

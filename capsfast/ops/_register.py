@@ -178,7 +178,7 @@ def _transformable(
     def call(*inputs: Any) -> Any:
         if type(inputs[0]) is not Tensor:
             _sharding.register_if_imported()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return op(*inputs)
         casting = torch._C._is_any_autocast_enabled()
         if casting:

@@ -47,7 +47,9 @@ def why_not_fused(
     """
 
     def cpp() -> str:
-        return "share_batch_logits is served by the reference backend only" if share_batch_logits else ""
+        if share_batch_logits:
+            return "no kernel serves share_batch_logits; leave out backend, or ask for the reference"
+        return ""
 
     def triton() -> str:
         if dtype == torch.float64:
@@ -68,14 +70,19 @@ def run_reference(
     share_batch_logits: bool,
     *sizes: int,
 ) -> tuple[Tensor, Tensor]:
-    if share_batch_logits and not torch.compiler.is_compiling():
+    if share_batch_logits:
+        warn_of_shared_logits(stacklevel=5)
+    return definition(*tensors, *parameters, options, share_batch_logits, *sizes)
+
+
+def warn_of_shared_logits(stacklevel: int) -> None:
+    if not torch.compiler.is_compiling():
         warnings.warn(
             "capsfast: share_batch_logits averages the routing logits over the batch, so a sample's "
             "result depends on the others; kept to reproduce older models, accuracy falls at small batches",
             UserWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
-    return definition(*tensors, *parameters, options, share_batch_logits, *sizes)
 
 
 def fake_outputs(

@@ -9,6 +9,9 @@ the normaliser over the input capsules: a number m that the largest logit exceed
 Pose matrices come as ``u [B, I, P K]`` and ``weight [I or 1, J, R, K]``: P poses that share the weight. Then D is P R,
 the numbers of the P votes one after the other.
 
+squash is the kind of every iteration; behind a slash stands that of the last one where it is another:
+"paper/identity" leaves out the last squash.
+
 ``capsfast::dynamic_routing_backward`` returns ``(du, dweight, dlogits, dbias)``, each empty if its need_ flag is false.
 tf32: products of float32 may be rounded to TF32; it has no effect on the CPU.
 """
@@ -18,16 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import select
+from ..backend import demanded, select
 from ..options import Options
 from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
-from . import route_votes, shared_routing
+from . import _batch_logits, route_votes, shared_routing
 from ._glue import fake_gradients
 from ._product import fake_sizes, poses, width
 from ._register import Contract, define
-from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
+from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, warn_of_shared_logits, why_not_fused
 from ._shared_outputs import votes
+
+NAME = "capsfast.dynamic_routing"
 
 
 def why_no_rows(dtype: torch.dtype, weight: Tensor) -> str:
@@ -76,9 +81,12 @@ def call(
         return route_votes.call(
             x, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
         )
+    if share_batch_logits and demanded(NAME, backend) is None and _batch_logits.serves(mask, out_mask, options.softmax):
+        warn_of_shared_logits(stacklevel=4)
+        return _batch_logits.dynamic_routing(u, weight, logits, bias, mask, options)
     cannot = why_not_fused(u.dtype, width(u, weight), share_batch_logits, poses=poses(u, weight))
     chosen = select(
-        "capsfast.dynamic_routing",
+        NAME,
         u.device,
         backend,
         cannot,
@@ -87,7 +95,7 @@ def call(
     if chosen == "reference":
         return run_reference(reference, (u, weight), (logits, bias, mask, out_mask), options, share_batch_logits)
     tf32 = chosen != "cpp" and tf32_allowed()
-    v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options, tf32, return_coupling)
+    v, c, _, _ = _ops[chosen](u, weight, logits, bias, mask, out_mask, *options.of_op(), tf32, return_coupling)
     return v, c
 
 

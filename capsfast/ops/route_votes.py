@@ -39,7 +39,7 @@ def call(
     chosen = select("capsfast.route_votes", votes.device, backend, cannot)
     if chosen == "reference":
         return run_reference(reference, (votes,), (logits, bias, mask, out_mask), options, share_batch_logits, J)
-    v, c, _, _ = _ops[chosen](votes, logits, bias, mask, out_mask, J, *options, return_coupling)
+    v, c, _, _ = _ops[chosen](votes, logits, bias, mask, out_mask, J, *options.of_op(), return_coupling)
     return v, c
 
 

@@ -49,10 +49,11 @@ def route_votes(
         s = torch.einsum("bij,bijd->bjd", c, votes)
         if bias is not None:
             s = s + bias.to(dtype)
-        v = squash(s, -1, options.eps, options.squash)
+        last = t + 1 == options.num_iterations
+        v = squash(s, -1, options.eps, options.squash) if options.squash_last or not last else s
         if out_mask is not None:
             v = v.masked_fill(~out_mask[:, :, None], 0.0)
-        if t + 1 < options.num_iterations:
+        if not last:
             fixed = v.detach() if options.gradient == "last" else v
             agreement = agreement + torch.einsum("bijd,bjd->bij", constant, fixed)
     return v, c

@@ -29,12 +29,12 @@ class Detection(NamedTuple):
 
     @property
     def undetected_rate(self) -> float:
-        """Of all attacked images: those that fool the network and pass for clean ones."""
+        """The share of all attacked images that fool the network and pass for clean ones."""
         return self.undetected / self.images
 
     @property
     def detection_rate(self) -> float:
-        """Of the attacked images that fool the network: those that are found; NaN where there are none."""
+        """The share that is found of the attacked images that fool the network; NaN where there are none."""
         return 1 - self.undetected / self.fooled if self.fooled else math.nan
 
 

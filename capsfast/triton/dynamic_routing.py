@@ -13,11 +13,12 @@ from .replay import replayed
 @replayed
 def forward(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     logits, bias, mask, out_mask, *options, tf32, return_coupling = rest
-    return routing.forward(Call(u, weight, logits, bias, mask, out_mask, Options(*options), tf32), return_coupling)
+    call = Call(u, weight, logits, bias, mask, out_mask, Options.from_op(*options), tf32)
+    return routing.forward(call, return_coupling)
 
 
 @replayed
 def backward(dv: Tensor, dcoupling: Tensor | None, u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     logits, bias, mask, out_mask, coupling, s, norm, *options, tf32 = rest[:-4]
-    call = Call(u, weight, logits, bias, mask, out_mask, Options(*options), tf32)
+    call = Call(u, weight, logits, bias, mask, out_mask, Options.from_op(*options), tf32)
     return routing.backward(call, dv, dcoupling, coupling, s, norm, rest[-4:])

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import Options, PassOptions
+from ..options import NO_SQUASH, Options, PassOptions
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.gradient import gradient_kernel
@@ -136,14 +136,17 @@ def coupling(call: Call, V: Tensor | None, rows: Tensor | None, norm: tuple[Tens
     )  # fmt: skip
 
 
-def _update_grid(call: Call) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and sizes of a step between passes. A program has 128 numbers and reads 16 splits at once: 2 048 loads."""
+def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and sizes of a step between passes. A program has 128 numbers and reads 16 splits at once: 2 048 loads.
+
+    last: it is that of the last iteration.
+    """
     B, _, J, D, _ = call.sizes
     DP: int = power_of_two(D)
     RB = max(1, 128 // DP)
     shape: dict[str, Any] = {"J": J, "D": D, "DP": DP, "RB": RB}
     if isinstance(call.options, Options):
-        shape["KIND"] = call.options.squash
+        shape["KIND"] = call.options.squash if call.options.squash_last or not last else NO_SQUASH
     return (cdiv(B * J, RB),), shape
 
 
@@ -165,7 +168,7 @@ def update(
 ) -> None:
     """Fills s, norm, and V of the next iteration (following) or, in the last one, the output v."""
     assert isinstance(call.options, Options)
-    grid, shape = _update_grid(call)
+    grid, shape = _update_grid(call, last=v is not None)
     launch(update_kernel, grid,
         partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
         call.sizes[0], partial.shape[0], factor[1], call.options.eps,
@@ -204,7 +207,7 @@ def restore(call: Call, s: Tensor, dv: Tensor) -> Tensor:
     grid, shape = _update_grid(call)
     launch(restore_kernel, grid,
         s, dv, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps,
-        **shape, R=R, num_warps=4,
+        **shape, LAST=_update_grid(call, last=True)[1]["KIND"], R=R, num_warps=4,
     )  # fmt: skip
     return state
 

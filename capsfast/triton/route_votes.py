@@ -14,7 +14,7 @@ from .replay import replayed
 def _call(votes: Tensor, logits: Tensor | None, bias: Tensor | None, *rest: Any) -> Call:
     mask, out_mask, J, *options = rest
     mask, out_mask = (as_samples(given, votes.shape[4:]) for given in (mask, out_mask))
-    return Call(votes, None, logits, bias, mask, out_mask, Options(*options), outputs=J)
+    return Call(votes, None, logits, bias, mask, out_mask, Options.from_op(*options), outputs=J)
 
 
 @replayed

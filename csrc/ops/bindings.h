@@ -18,7 +18,7 @@ namespace capsfast {
 
 // Increased with every change of the signatures below. capsfast/native.py compares it with its BINDINGS, so that a
 // library that was built for other signatures is refused instead of called with the wrong arguments.
-constexpr int kBindings = 3;
+constexpr int kBindings = 4;
 
 namespace bindings {
 
@@ -116,7 +116,7 @@ class Ops : Arguments<Engine> {
     p.normalize = softmax_of(options.softmax);
     p.gradient_last = gradient_last_of(options.gradient);
     p.leaky = options.leaky;
-    p.squash = squash_of(options.squash);
+    set_squash(p, options.squash);
     p.eps = options.eps;
     add_logits_and_masks(p, logits, mask, out_mask);
     if (bias.has_value()) {

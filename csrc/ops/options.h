@@ -37,4 +37,11 @@ inline Squash squash_of(const std::string& word) {
   return Squash::paper;
 }
 
+// Where the last iteration has another squash, it stands behind a slash: "paper/identity".
+inline void set_squash(Problem& p, const std::string& words) {
+  const size_t slash = words.find('/');
+  p.squash = squash_of(words.substr(0, slash));
+  p.last_squash = slash == std::string::npos ? p.squash : squash_of(words.substr(slash + 1));
+}
+
 }  // namespace capsfast

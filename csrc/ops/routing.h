@@ -43,6 +43,7 @@ struct Problem {
   bool gradient_last = false;  // gradient="last": the agreement is a constant
   bool leaky = false;          // every softmax has one more entry, of logit 0, whose coupling is thrown away
   Squash squash = Squash::paper;
+  Squash last_squash = Squash::paper;  // of the last iteration
   double eps = 1e-8;
   bool tf32 = false;  // float32 products may be rounded to TF32
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import capsfast
 from capsfast import toolchain
@@ -110,6 +112,19 @@ def recorded_ops() -> Iterator[list[str]]:
     """The names of all ops that run in the block, such as "capsfast::route_votes"."""
     with _Recorder() as recorder:
         yield recorder.ops
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that an operation of the block has returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.numel())
+        return found
 
 
 def assert_path(backend: Backend, op: str, ops: list[str], backward: bool = True) -> None:

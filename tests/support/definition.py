@@ -70,6 +70,7 @@ def route(
     leaky: bool = False,
     squash_kind: str = "paper",
     eps: float = 1e-8,
+    squash_last: bool = True,
     share_batch_logits: bool = False,
     agreement: Array | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -96,7 +97,8 @@ def route(
             for i in range(I):
                 if mask is None or mask[n, i]:
                     s = [s[d] + c[n, i, j] * x[n, i, j, d] for d in range(D)]
-            v[n, j] = squash(s, squash_kind, eps) if out_mask is None or out_mask[n, j] else 0.0
+            squashed = squash(s, squash_kind, eps) if squash_last or t + 1 < passes else s
+            v[n, j] = squashed if out_mask is None or out_mask[n, j] else 0.0
         if t + 1 < passes:
             added = added.copy()
             for n, i, j in np.ndindex(B, I, J):

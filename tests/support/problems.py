@@ -40,6 +40,7 @@ class Case:
     leaky: bool = False
     squash: str = "paper"
     eps: float = 1e-8
+    squash_last: bool = True
     logits: str = ""
     bias: bool = False
     mask: bool = False
@@ -59,7 +60,7 @@ class Case:
 
     @property
     def options(self) -> Options:
-        return Options(self.num_iterations, self.softmax, self.gradient, self.leaky, self.squash, self.eps)
+        return Options(**{name: getattr(self, name) for name in Options._fields})
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -87,6 +88,7 @@ SINGLE = (
     Case(leaky=True),
     *(Case(squash=kind) for kind in ("half", "eps_outside", "exp", "unit", "identity")),
     Case(eps=0.3),
+    Case(squash_last=False),
     Case(logits="IJ"),
     Case(logits="BIJ"),
     Case(bias=True),
@@ -122,6 +124,8 @@ COMBINED = (
     Case(softmax="in", gradient="last", leaky=True, squash="exp", logits="IJ", bias=True, mask=True, out_mask=True),
     Case(num_iterations=5, leaky=True, squash="eps_outside", logits="IJ", bias=True, mask=True, out_mask=True),
     Case(gradient="last", squash="exp", logits="BIJ", bias=True, mask=True, out_mask=True, shared=True),
+    Case(num_iterations=2, softmax="in", squash_last=False, logits="IJ", bias=True, mask=True, out_mask=True),
+    Case(gradient="last", leaky=True, squash="unit", squash_last=False, bias=True, out_mask=True, shared=True),
 )
 CASES = SINGLE + COMBINED
 # Two that touch every line between them, for tests that vary something else than options.

@@ -23,7 +23,7 @@ class AgreementRouting(IterativeRouting):
     Args:
         num_iterations: weighted sums formed, at least 1.
         learned_logits: a parameter for the log prior of the coupling, starting at 0.
-        gradient, squash, eps: see :func:`capsfast.dynamic_routing`.
+        gradient, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
         all others: as for :class:`Routing`.
     """
 
@@ -41,14 +41,16 @@ class AgreementRouting(IterativeRouting):
         gradient: str = "full",
         squash: str = "paper",
         eps: float = 1e-8,
+        squash_last: bool = True,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
-        checks.options(self.op, Options(num_iterations, "out", gradient, False, squash, eps))
+        checks.options(self.op, Options(num_iterations, "out", gradient, False, squash, eps, squash_last))
         checks.boolean(self.op, "learned_logits", learned_logits)
         self.gradient = gradient
         self.squash = squash
         self.eps = eps
+        self.squash_last = squash_last
         start = torch.zeros(in_caps, out_caps, **self._made) if learned_logits else None
         self.register_parameter("logits", None if start is None else nn.Parameter(start))
 
@@ -57,6 +59,11 @@ class AgreementRouting(IterativeRouting):
 
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         v = votes.agree(
-            self.num_iterations, logits=self.logits, gradient=self.gradient, squash=self.squash, eps=self.eps
+            self.num_iterations,
+            logits=self.logits,
+            gradient=self.gradient,
+            squash=self.squash,
+            eps=self.eps,
+            squash_last=self.squash_last,
         )
         return Capsules(v, lengths(v))

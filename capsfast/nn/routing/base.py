@@ -3,9 +3,10 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _arguments
+from .._layer import Layer
 from .votes import Votes, votes_of
 
 
@@ -21,7 +22,7 @@ def lengths(poses: Tensor) -> Tensor:
     return torch.linalg.vector_norm(poses, dim=-1)  # type: ignore[no-any-return]
 
 
-class Routing(nn.Module):
+class Routing(Layer):
     """Routes votes to output capsules. It holds what parameters the routing itself has, but not the weight.
 
     A routing of your own overrides :meth:`route`; docs/passes.md adds one. Its class goes wherever a name does:
@@ -39,6 +40,8 @@ class Routing(nn.Module):
 
     # Whether activations of the input capsules matter. Where they do not, the lengths of the poses say all.
     uses_activation = False
+    # Whether it goes over votes in memory alone, and not over those that a pass makes.
+    needs_votes = False
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Routing(nn.Module):
         Returns:
             Poses ``[B, J, D]`` and activations ``[B, J]``.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.op}: a routing overrides route(votes, activation); docs/passes.md adds one")
 
     def weight_std(self, summed: int) -> float:
         """The deviation that the weight of a layer starts with, whose votes are sums of ``summed`` products.

@@ -109,7 +109,7 @@ class CosineRouting(IterativeRouting):
         checks.boolean(self.op, "bias", bias)
         checks.choice(self.op, "squash", squash, SQUASH)
         checks.positive_eps(self.op, eps)
-        self.exact = exact
+        self.exact = self.needs_votes = exact
         self.squash = squash
         self.eps = eps
         start = torch.full((out_caps, out_dim), 0.1, **self._made) if bias else None

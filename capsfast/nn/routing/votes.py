@@ -53,14 +53,6 @@ class Votes(ABC):
     u: Tensor | None = None
     mask: Tensor | None = None
     out_mask: Tensor | None = None
-    given: dict[str, Any]
-    batch: int
-
-    def _said(self) -> dict[str, Any]:
-        """What every pass is given. An axis J of size 1 is shared to a pass, unless something says that J is 1."""
-        if self.J != 1 or self.given["out_mask"] is not None:
-            return self.given
-        return {**self.given, "out_mask": torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)}
 
     @abstractmethod
     def moments(
@@ -81,13 +73,23 @@ class Votes(ABC):
     ) -> Moments:
         """One pass over the votes, as :func:`capsfast.routing_pass`; masked capsules are left out."""
 
-    def agree(self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float) -> Tensor:
+    def agree(
+        self,
+        num_iterations: int,
+        *,
+        logits: Tensor | None,
+        gradient: str,
+        squash: str,
+        eps: float,
+        squash_last: bool,
+    ) -> Tensor:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; softmax over the outputs."""
         sum_of_v, v = None, None
         for t in range(num_iterations):
-            constant = gradient == "last" and t + 1 < num_iterations
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not constant):
-                v = _squash(self.moments(query=sum_of_v, logits=logits).first, kind=squash, eps=eps)
+            last = t + 1 == num_iterations
+            with torch.set_grad_enabled(torch.is_grad_enabled() and (last or gradient == "full")):
+                v = self.moments(query=sum_of_v, logits=logits).first
+                v = _squash(v, kind=squash, eps=eps) if squash_last or not last else v
             sum_of_v = v if sum_of_v is None else sum_of_v + v
         assert v is not None
         return v
@@ -144,7 +146,25 @@ class Votes(ABC):
         return value
 
 
-class ProductVotes(Votes):
+class PassVotes(Votes):
+    """Votes that one kernel goes over.
+
+    Attributes:
+        given: what every pass is given: masks and backend.
+        batch: samples of a pass, in which positions are not counted.
+    """
+
+    given: dict[str, Any]
+    batch: int
+
+    def _said(self) -> dict[str, Any]:
+        """``given``. An axis J of size 1 is shared to a pass, unless something says that J is 1."""
+        if self.J != 1 or self.given["out_mask"] is not None:
+            return self.given
+        return {**self.given, "out_mask": torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)}
+
+
+class ProductVotes(PassVotes):
     """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
 
     Args:
@@ -200,7 +220,7 @@ class ProductVotes(Votes):
         return v
 
 
-class GivenVotes(Votes):
+class GivenVotes(PassVotes):
     """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
 
     Args:

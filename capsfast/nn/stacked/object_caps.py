@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _arguments
+from .._layer import Layer
 from .affine import affine, compose
 
 
@@ -37,7 +38,7 @@ class Explained(NamedTuple):
     posterior: Tensor
 
 
-class _EachLinear(nn.Module):
+class _EachLinear(Layer):
     """A linear layer for each object capsule, ``[B, K, n] -> [B, K, m]``."""
 
     def __init__(
@@ -52,7 +53,7 @@ class _EachLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class ObjectCaps(nn.Module):
+class ObjectCaps(Layer):
     """Encodings of a set of parts to object capsules, each with a vote for the pose of each part.
 
     An object has a pose in the image, and a relation to each part: a constant one, and a deviation that depends on the

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ... import checks
 from .. import _arguments
+from .._layer import Layer
 from .affine import affine, inverse
 
 
@@ -21,7 +22,7 @@ class Parts(NamedTuple):
     features: Tensor
 
 
-class PartCaps(nn.Module):
+class PartCaps(Layer):
     """Feature maps to part capsules: each part has attention over the places, and pools what it wants to know there.
 
     Args:
@@ -63,7 +64,7 @@ class Drawn(NamedTuple):
     image: Tensor
 
 
-class TemplateMixture(nn.Module):
+class TemplateMixture(Layer):
     """Every pixel is a mixture of the templates that parts lay over it, and of a background (equations 1 to 4).
 
     Parameters: ``templates [M, C, h, w]`` and ``alpha [M, 1, h, w]``, both logits; the colours' layers; the background.

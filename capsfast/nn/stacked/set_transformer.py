@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _arguments
+from .._layer import Layer
 
 
-class SetTransformer(nn.Module):
+class SetTransformer(Layer):
     """Self-attention between the members of a set, then attention of learned queries to them (Lee et al. 2019).
 
     The layers are torch's own (SAB: ``TransformerEncoderLayer``, PMA: ``MultiheadAttention`` and a residual layer).

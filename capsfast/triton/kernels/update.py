@@ -178,7 +178,9 @@ def restore_kernel(
     state_ptr,  # [B, J, R, 2, D] float32, out: [..., t, 0, :] is V of iteration t, [..., -1, 1, :] ds of the last one
     o_b, o_j, B, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
+    LAST: tl.constexpr,
 ):
+    """KIND: the squash of the iterations; LAST: that of the last one."""
     rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
     ok = rows < tl.cast(B, tl.int64) * J
     d = tl.arange(0, DP)
@@ -197,7 +199,7 @@ def restore_kernel(
         at += tl.cast(B, tl.int64) * J * D
         tl.store(state_ptr + 2 * t * D + to, V, mask=within)
     to += (2 * R - 1) * D
-    store_ds(s_ptr + at, dv, bias_ptr, state_ptr + to, rows, alive, d, within, eps, J, D, KIND)
+    store_ds(s_ptr + at, dv, bias_ptr, state_ptr + to, rows, alive, d, within, eps, J, D, LAST)
 
 
 @triton.jit

@@ -150,7 +150,8 @@ class Backward {
       }
       const bool valid = context.is_valid(b, j);
       const T eps = static_cast<T>(p.eps);
-      const T f = radial<T>(p.squash, n, eps), slope = 2 * radial_derivative<T>(p.squash, n, eps) * s_dv;
+      const Squash kind = given ? p.last_squash : p.squash;
+      const T f = radial<T>(kind, n, eps), slope = 2 * radial_derivative<T>(kind, n, eps) * s_dv;
       for (int64_t d = 0; d < p.D; ++d) {
         const T value = valid ? f * dv[static_cast<size_t>(d)] + slope * biased(s, j * p.D + d) : T(0);
         to[d * at.stride] = value;

@@ -69,7 +69,7 @@ class Call {
         context(like),
         in(inputs_of(problem)),
         plan(plan_general<T>(problem, context.multiprocessors())),
-        squash{problem.squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
+        squash{problem.squash, problem.last_squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
         like_(like) {
     if (std::is_same_v<T, float> && why_no_rows(problem) == nullptr)
       by_rows.emplace(p, in, backward, with_coupling, context);

@@ -45,7 +45,7 @@ struct ForwardSteps {
   CAPSFAST_HOST_DEVICE OutputArgs<T> output(int64_t t) const {
     OutputArgs<T> args{};
     args.in = in;
-    args.squash = squash;
+    args.squash = squash.of(t + 1 == iterations);
     args.parts = parts;
     args.unweighted = pass(t).unweighted;
     args.first = t == 0;
@@ -133,7 +133,7 @@ struct BackwardSteps {
   CAPSFAST_HOST_DEVICE DifferentiateArgs<T> differentiate(int64_t t) const {
     DifferentiateArgs<T> args{};
     args.in = in;
-    args.squash = squash;
+    args.squash = squash.of(t + 1 == iterations);
     if (t + 1 == iterations) {
       args.dv = dv;
       args.coupling = coupling;

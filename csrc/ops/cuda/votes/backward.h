@@ -48,7 +48,7 @@ CAPSFAST_DEVICE Sum<Traits::elements> coupling_agreement(const VotesBackwardArgs
 CAPSFAST_DEVICE void differentiate(const VotesBackwardArgs& a, const OutputCoord& at, int64_t b, bool valid,
                                    const Terms& terms, int t, const QuadVector& g, float agreement) {
   const Inputs& in = a.in;
-  const QuadVector s = read_s(a, at, b, t), ds = squash_gradient(a.squash, at, valid, s, g);
+  const QuadVector s = read_s(a, at, b, t), ds = squash_gradient(a.squash.of(t + 1 == a.iterations), at, valid, s, g);
   const float mean = in.softmax_in ? lane_sum(product(ds, s) + agreement, at.lanes) : 0.0f;
   if (!at.mine) return;
   terms.ds[terms.at(t) * terms.quads + at.quad] = ds.quad(0);

@@ -91,7 +91,7 @@ votes_forward_kernel(VotesForwardArgs a) {
       } else if (pass.unweighted && output.mine) {
         column.scale = uniform<float>(in, part.b, valid);
       }
-      const QuadVector s = scaled(column.scale, sum.value), v = squash_output(a.squash, output, valid, s);
+      const QuadVector s = scaled(column.scale, sum.value), v = squash_output(a.squash.of(last), output, valid, s);
       write_outputs<typename Traits::Type>(a, output, part.b, t, s, v, column);
       if (output.mine && !last) {
         QuadVector V = {};

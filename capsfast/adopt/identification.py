@@ -1,0 +1,269 @@
+"""How capsfast computes what a layer computes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..functional import dynamic_routing, route_votes
+from .orders import Steps, as_code, check, follow, letters, spelled, steps_from, steps_to
+
+# Roles of the arguments of a forward besides u, which the call does not read.
+UNREAD = ("unused", "constant")
+
+
+class Sizes(NamedTuple):
+    """I and J: numbers of input and output capsules. D and K: sizes of one; K is 0 where the layer takes votes."""
+
+    I: int
+    J: int
+    D: int
+    K: int
+
+
+@dataclass(frozen=True)
+class Identification:
+    """The one call of capsfast that computes what a layer computes; :func:`capsfast.identify` finds it.
+
+    ``identification(identification.tensors(layer), u)`` is that call: the output of the layer, in the shape in which
+    the layer gives it, from its own parameters, which are read as views. ``print(identification)`` says it in words.
+
+    Two are equal if their calls are. Differences and notes do not count.
+
+    Attributes:
+        weight: name of the parameter or buffer, None for a layer that takes votes.
+        weight_order: its axes, such as ``"1IJDK"``. A letter is an axis, ``1`` one of length 1, letters in brackets are
+            one axis that holds them all: ``"IK(JD)"``. Without I it is shared by the input capsules, without J by the
+            output capsules.
+        input_order, output_order: the same for what the layer takes (``"BIK"``, for votes ``"BIJD"``) and gives.
+        sizes: of the axes.
+        num_iterations, softmax, gradient, leaky, squash, eps, share_batch_logits, squash_last: see
+            :func:`capsfast.dynamic_routing`.
+        logits, logits_order, bias, bias_order: names and axes of these, if the layer has them.
+        arguments, argument_orders: what the layer's further arguments are, ``"mask"``, ``"out_mask"``, ``"logits"``,
+            ``"unused"`` or ``"constant"`` (no tensor: the call holds for the value that it had), and their axes.
+        part: which entry of a tuple the output is; None where the layer gives a tensor.
+        forward_difference, gradient_difference: the largest relative differences between layer and call.
+        notes: what else was seen, in words.
+    """
+
+    weight: str | None
+    weight_order: str
+    input_order: str
+    output_order: str
+    sizes: Sizes
+    num_iterations: int = 3
+    softmax: str = "out"
+    gradient: str = "full"
+    leaky: bool = False
+    squash: str = "paper"
+    eps: float = 1e-8
+    share_batch_logits: bool = False
+    squash_last: bool = True
+    logits: str | None = None
+    logits_order: str = "IJ"
+    bias: str | None = None
+    bias_order: str = "JD"
+    arguments: tuple[str, ...] = ()
+    argument_orders: tuple[str, ...] = ()
+    part: int | None = None
+    forward_difference: float = field(default=0.0, compare=False)
+    gradient_difference: float = field(default=0.0, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the call that are not the default ones."""
+        given = {name: getattr(self, name) for name in DEFAULTS}
+        return {name: value for name, value in given.items() if value != DEFAULTS[name]}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters and buffers that the call reads."""
+        return tuple(name for name in (self.weight, self.logits, self.bias) if name is not None)
+
+    def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
+        """What the call reads, by name, from this layer. A parametrized one is computed, as the layer does it.
+
+        Raises:
+            AttributeError: the layer has no such parameter, because another one was identified, or not yet.
+        """
+        return {name: tensor_of(unwrapped(layer), name) for name in self.names}
+
+    def __call__(
+        self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, backend: str | None = None
+    ) -> Tensor:
+        """The output of the layer.
+
+        Args:
+            parameters: those named here; more may be in it.
+            u: what the layer takes, in its order of axes.
+            others: its further arguments, by position.
+            backend: as in :func:`capsfast.dynamic_routing`.
+
+        Raises:
+            KeyError: a parameter is missing.
+            ValueError, TypeError: a tensor has other axes; what :func:`capsfast.dynamic_routing` raises.
+        """
+        tensors, keywords = self.arguments_of_call(parameters, u, *others)
+        function: Callable[..., Tensor] = route_votes if self.weight is None else dynamic_routing
+        v = function(*tensors, **keywords, backend=backend)
+        return follow(v, steps_to(self.output_order, "BJD"))
+
+    def arguments_of_call(
+        self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """What the function gets, by position and by name."""
+        op = "capsfast.adopt.Identification"
+        given: dict[str, Any] = dict(self.options)
+        for role, name, order in (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order)):
+            if name is not None:
+                given[role] = follow(check(op, name, parameters[name], order), self._steps(role, order))
+        for role, order, value in zip(self.arguments, self.argument_orders, others, strict=False):
+            if role not in UNREAD and value is not None:
+                value = follow(check(op, role, value, order), self._steps(role, order))
+                given[role] = value != 0 if role.endswith("mask") else value
+        u = follow(check(op, "u", u, self.input_order), self._steps("input", self.input_order))
+        if self.weight is None:
+            return (u,), given
+        weight = check(op, self.weight, parameters[self.weight], self.weight_order)
+        weight = follow(weight, self._weight_steps(any(name in given for name in ("logits", "bias", "out_mask"))))
+        return (u, weight), given
+
+    def _weight_steps(self, outputs_known: bool) -> Steps:
+        """A weight that all output capsules share does not say how many there are, if nothing else does."""
+        steps = steps_from(self.weight_order, "IJDK", self.sizes._asdict())
+        if "J" in letters(self.weight_order) or outputs_known:
+            return steps
+        return (*steps, ("expand", (-1, self.sizes.J, -1, -1)))
+
+    def _steps(self, role: str, order: str) -> Steps:
+        """From the axes of the layer to those of the function."""
+        sizes = self.sizes._asdict()
+        wanted = {
+            "input": "BIJD" if self.weight is None else "BIK",
+            "logits": "BIJ" if "B" in letters(order) else "IJ",
+            "bias": "JD",
+            "mask": "BI",
+            "out_mask": "BJ",
+        }[role]
+        steps = steps_from(order, wanted, sizes)
+        if role in ("logits", "bias") and not set(wanted) <= set(letters(order)):
+            steps += (("expand", tuple(-1 if each in letters(order) else sizes[each] for each in wanted)),)
+        return steps
+
+    def describe(self) -> str:
+        """What the layer computes, in words, and the call as code."""
+        lines = [f"{self._source()}, {self.num_iterations} iteration{'s' if self.num_iterations > 1 else ''}"]
+        lines += [f"  {line}" for line in self._deviations() or ["all options are those of the paper"]]
+        lines.append(
+            f"  largest relative difference: values {self.forward_difference:.1e}, "
+            f"gradients {self.gradient_difference:.1e}"
+        )
+        lines += [f"  note: {each}" for each in self.notes]
+        return "\n".join([*lines, "The call:", *(f"  {line}" for line in self.code().splitlines())])
+
+    __str__ = describe
+
+    def code(self, layer: str = "layer", u: str = "u") -> str:
+        """The call as Python, for a layer and an input of these names."""
+        lines, given = [], []
+        if self.weight is not None:
+            steps = self._weight_steps(
+                self.logits is not None or self.bias is not None or {"logits", "out_mask"} & {*self.arguments} != set()
+            )
+            lines.append(f"weight = {layer}.{self.weight}{as_code(steps)}  # {spelled(self.weight_order)}")
+            given.append("weight")
+        if self.num_iterations != DEFAULTS["num_iterations"]:
+            given.append(str(self.num_iterations))
+        for role, named, order in (("logits", self.logits, self.logits_order), ("bias", self.bias, self.bias_order)):
+            if named is not None:
+                given.append(f"{role}={layer}.{named}{as_code(self._steps(role, order))}")
+        for role, order in zip(self.arguments, self.argument_orders, strict=True):
+            if role not in UNREAD:
+                truth = " != 0" if role.endswith("mask") else ""
+                given.append(f"{role}={role}{as_code(self._steps(role, order))}{truth}")
+        given += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
+        function = "route_votes" if self.weight is None else "dynamic_routing"
+        source = u + as_code(self._steps("input", self.input_order))
+        call = f"capsfast.{function}({', '.join([source, *given])})"
+        return "\n".join([*lines, f"v = {call}{as_code(steps_to(self.output_order, 'BJD'))}"])
+
+    def _source(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes._asdict().items() if size)
+        shapes = f"{spelled(self.input_order)} to {spelled(self.output_order)}"
+        if self.weight is None:
+            return f"dynamic routing of votes {shapes}, {sizes}"
+        shared = {
+            (True, True): "",
+            (False, True): ", shared by all input capsules",
+            (True, False): ", shared by all output capsules",
+            (False, False): ", shared by all pairs of capsules",
+        }["I" in self.weight_order, "J" in self.weight_order]
+        return f"dynamic routing {shapes}, weight `{self.weight}` {spelled(self.weight_order)}{shared}, {sizes}"
+
+    def _deviations(self) -> list[str]:
+        """What is not as in procedure 1 of Sabour, Frosst, Hinton 2017."""
+        found = []
+        if self.softmax == "in":
+            found.append("softmax over the input capsules: not the paper's")
+        if self.leaky:
+            found.append("one more entry of logit 0 in every softmax (leaky): not the paper's")
+        if self.gradient == "last":
+            found.append("gradient through the last iteration only")
+        if self.squash != "paper":
+            found.append(f'squash "{self.squash}": not the paper\'s')
+        if not self.squash_last:
+            found.append("no squash after the last iteration")
+        if self.eps != DEFAULTS["eps"] and self.squash != "identity":
+            none = " (the layer adds none)" if self.eps <= NO_EPS else ""
+            found.append(f"eps of the squash {self.eps:g}{none}; the default is {DEFAULTS['eps']:g}")
+        if self.share_batch_logits:
+            found.append("logits averaged over the batch: a sample's output depends on the others")
+        if self.logits is not None:
+            found.append(f"the logits start with `{self.logits}` {spelled(self.logits_order)}")
+        if self.bias is not None:
+            found.append(f"`{self.bias}` {spelled(self.bias_order)} is added to the weighted sum")
+        for n, (role, order) in enumerate(zip(self.arguments, self.argument_orders, strict=True), 2):
+            words = {"unused": "has no effect", "constant": "counts as a constant"}
+            found.append(f"argument {n} {words.get(role, f'is the {role} {spelled(order)}')}")
+        if self.part is not None:
+            found.append(f"the output is entry {self.part} of a tuple")
+        return found
+
+
+# What eps of a layer without one is called: the least that capsfast takes.
+NO_EPS = 1e-20
+
+DEFAULTS: dict[str, Any] = {
+    "num_iterations": 3,
+    "softmax": "out",
+    "gradient": "full",
+    "leaky": False,
+    "squash": "paper",
+    "eps": 1e-8,
+    "share_batch_logits": False,
+    "squash_last": True,
+}
+
+
+def unwrapped(layer: nn.Module) -> nn.Module:
+    """The module inside of one that runs it in parallel, or compiled."""
+    while True:
+        if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            layer = layer.module
+        elif "_orig_mod" in layer._modules:
+            layer = layer.get_submodule("_orig_mod")
+        else:
+            return layer
+
+
+def tensor_of(layer: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by its name, with dots for the modules in between."""
+    found: Any = layer
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not isinstance(found, Tensor):
+        raise AttributeError(f"capsfast.adopt: {type(layer).__name__} has no tensor {name!r}")
+    return found

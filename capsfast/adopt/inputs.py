@@ -1,0 +1,100 @@
+"""What a layer is called with while it is probed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .structures import orders
+
+# Few, and another number than the layer was called with.
+SAMPLES = (3, 4)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """u and the further arguments of a forward, with B first. sized: an int that equals B is the batch size."""
+
+    u: Tensor
+    others: tuple[Any, ...] = ()
+    sized: bool = False
+
+    def batch(self, size: int) -> "Inputs":
+        """The first samples, all of them several times if need be."""
+        B = self.u.shape[0]
+
+        def take(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == B:
+                return value[torch.arange(size, device=value.device) % B]
+            return size if self._is_size(value) else value
+
+        return replace(self, u=take(self.u), others=tuple(take(each) for each in self.others))
+
+    def few(self) -> "Inputs":
+        return self.batch(next(size for size in SAMPLES if size != self.u.shape[0]))
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        def converted(value: Any) -> Any:
+            return value.detach().to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return replace(self, u=converted(self.u), others=tuple(converted(each) for each in self.others))
+
+    def random(self) -> "Inputs":
+        """Random numbers in place of all floats, a random choice in place of what is 0 and 1."""
+        return replace(self, u=torch.randn_like(self.u), others=tuple(_drawn(each) for each in self.others))
+
+    def neutral(self, but: tuple[int, ...] = ()) -> "Inputs":
+        """Every mask all ones, other tensors 0, but for some arguments."""
+
+        def still(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.ones_like(value) if binary(value) else torch.zeros_like(value)
+
+        return replace(self, others=tuple(each if n in but else still(each) for n, each in enumerate(self.others)))
+
+    def _is_size(self, value: Any) -> bool:
+        return self.sized and isinstance(value, int) and not isinstance(value, bool) and value == self.u.shape[0]
+
+    def scaled(self, factor: float) -> "Inputs":
+        return replace(self, u=factor * self.u)
+
+    def spread(self) -> "Inputs":
+        """Samples of different lengths."""
+        B = self.u.shape[0]
+        factors = 2.0 ** -torch.arange(B, dtype=self.u.dtype, device=self.u.device)
+        return replace(self, u=self.u * factors.view(B, *[1] * (self.u.dim() - 1)))
+
+    def roles(self, n: int, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """What one of the others can be, and its order of axes."""
+        value = self.others[n]
+        yield "unused" if isinstance(value, Tensor) or self._is_size(value) else "constant", ""
+        if not isinstance(value, Tensor):
+            return
+        shape, known = tuple(value.shape), {**sizes, "B": self.u.shape[0]}
+        if binary(value):
+            for role, wanted in (("mask", "BI"), ("out_mask", "BJ")):
+                for order, _ in orders(shape, wanted, known, merged=0):
+                    yield role, order
+        elif value.is_floating_point():
+            for wanted in ("BIJ", "IJ"):
+                for order, _ in orders(shape, wanted, known, merged=0):
+                    yield "logits", order
+
+
+def binary(value: Tensor) -> bool:
+    """Whether it holds 0 and 1 alone."""
+    return value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all())
+
+
+def _drawn(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if binary(value):
+        drawn = torch.rand(value.shape, device=value.device) < 0.6
+        # No sample without anything.
+        drawn.view(-1)[:: max(1, drawn.shape[-1] if drawn.dim() else 1)] = True
+        return drawn.to(value.dtype)
+    return torch.randn_like(value) if value.is_floating_point() else value

@@ -1,0 +1,90 @@
+"""Orders of axes as text, and the views that lead from one to another.
+
+A letter is an axis: B, I, J, D or K. ``1`` is an axis of length 1, letters in brackets are one axis that holds them
+all, the last one fastest: the weight ``[I, K, J*D]`` has the order ``"IK(JD)"``.
+"""
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .. import checks
+
+# Methods of a tensor with their arguments, one after the other.
+Steps = tuple[tuple[str, tuple[object, ...]], ...]
+
+
+def axes(order: str) -> list[str]:
+    """The letters of each axis: ``"1IK(JD)"`` to ``["1", "I", "K", "JD"]``."""
+    return [found.strip("()") for found in re.findall(r"\(\w+\)|\w", order)]
+
+
+def letters(order: str) -> str:
+    """Its axes one by one, without those of length 1: ``"1IK(JD)"`` to ``"IKJD"``."""
+    return "".join(axes(order)).replace("1", "")
+
+
+def spelled(order: str) -> str:
+    """``"IK(JD)"`` to ``[I, K, J*D]``."""
+    return "[" + ", ".join("*".join(axis) for axis in axes(order)) + "]"
+
+
+def steps_from(order: str, wanted: str, sizes: Mapping[str, int]) -> Steps:
+    """Views that turn ``order`` into the axes ``wanted``, with length 1 for those which it lacks.
+
+    sizes: of the letters; for I and B none is needed.
+    """
+    found: list[tuple[str, tuple[object, ...]]] = []
+    place = 0
+    for axis in axes(order):
+        if axis == "1":
+            found.append(("squeeze", (place,)))
+            continue
+        if len(axis) > 1:
+            # One length can be left open. B and I are those that may differ between calls.
+            opened = next((each for each in "BI" if each in axis), axis[0])
+            found.append(("unflatten", (place, tuple(-1 if each == opened else sizes[each] for each in axis))))
+        place += len(axis)
+    present = [each for each in wanted if each in letters(order)]
+    turn = tuple(letters(order).index(each) for each in present)
+    if turn != tuple(range(len(turn))):
+        found.append(("permute", turn))
+    found += [("unsqueeze", (n,)) for n, each in enumerate(wanted) if each not in present]
+    return tuple(found)
+
+
+def steps_to(order: str, given: str) -> Steps:
+    """Views that turn the axes ``given`` into ``order``."""
+    found: list[tuple[str, tuple[object, ...]]] = []
+    turn = tuple(given.index(each) for each in letters(order))
+    if turn != tuple(range(len(turn))):
+        found.append(("permute", turn))
+    for place, axis in enumerate(axes(order)):
+        if axis == "1":
+            found.append(("unsqueeze", (place,)))
+        elif len(axis) > 1:
+            found.append(("flatten", (place, place + len(axis) - 1)))
+    return tuple(found)
+
+
+def follow(tensor: Tensor, steps: Steps) -> Tensor:
+    for method, arguments in steps:
+        tensor = getattr(tensor, method)(*arguments)
+    return tensor
+
+
+def as_code(steps: Steps) -> str:
+    return "".join(f".{method}({', '.join(map(repr, arguments))})" for method, arguments in steps)
+
+
+def check(op: str, name: str, tensor: object, order: str) -> Tensor:
+    """Whether it has the axes of the order, and length 1 where that has a ``1``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor {spelled(order)}, got {type(tensor).__name__}")
+    found = axes(order)
+    if tensor.dim() != len(found) or any(
+        axis == "1" and size != 1 for axis, size in zip(found, tensor.shape, strict=True)
+    ):
+        raise ValueError(f"{op}: {name} must be {spelled(order)}, got {checks.shape_of(tensor)}")
+    return tensor

@@ -1,0 +1,63 @@
+"""Which squash a layer has, from weighted sums and what became of them."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import SMALLEST_EPS
+from ..reference.squash import RADIAL
+from .identification import DEFAULTS
+
+# The factors of votes near 0 differ from those of equal coupling by about the length of the votes.
+CLOSE = 0.02
+LARGEST_EPS = 0.1
+# eps to choose from where the result does not show it.
+USUAL_EPS = (SMALLEST_EPS, 1e-8, 1e-7, 1e-9, 1e-6, 1e-5, 1e-12)
+
+
+class Fit(NamedTuple):
+    """softmax, leaky: what makes the coupling that all pairs start with."""
+
+    softmax: str
+    leaky: bool
+    squash: str
+    eps: float
+
+
+def fits(sums: list[Tensor], results: list[Tensor], I: int, J: int) -> list[Fit]:
+    """What makes the results ``[B, J, D]`` of the sums of all votes, whose lengths differ, under equal coupling."""
+    found = []
+    for softmax, leaky in (("out", False), ("in", False), ("out", True), ("in", True)):
+        coupling = 1 / ((J if softmax == "out" else I) + leaky)
+        squared = [(coupling * each).square().sum(-1) for each in sums]
+        factors = [(v * s).sum(-1) / (coupling * s.square().sum(-1)) for v, s in zip(results, sums, strict=True)]
+        for kind in RADIAL:
+            eps = DEFAULTS["eps"] if kind == "identity" else _eps(kind, squared[0], factors[0])
+            off = max(
+                float((RADIAL[kind](n, eps) / factor - 1).abs().max())
+                for n, factor in zip(squared, factors, strict=True)
+            )
+            # Without eps it is "paper".
+            if off < CLOSE and (kind, eps) != ("eps_outside", SMALLEST_EPS):
+                found.append((off, Fit(softmax, leaky, kind, eps)))
+    return [fit for _, fit in sorted(found)]
+
+
+def _eps(kind: str, n: Tensor, factor: Tensor) -> float:
+    """By bisection: every factor falls as eps grows."""
+    low, high = torch.full_like(n, math.log(SMALLEST_EPS)), torch.full_like(n, math.log(LARGEST_EPS))
+    for _ in range(60):
+        middle = (low + high) / 2
+        too_small = RADIAL[kind](n, middle.exp()) > factor  # type: ignore[arg-type]
+        low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
+    return _round(float(high.exp().median()))
+
+
+def _round(eps: float) -> float:
+    """The number that somebody wrote: one digit and a power of ten, or the resolution of a dtype."""
+    if eps < 1e3 * SMALLEST_EPS:
+        return SMALLEST_EPS
+    written = [float(f"{eps:.0e}"), torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps]
+    return next((each for each in written if abs(eps / each - 1) < 1e-3), eps)

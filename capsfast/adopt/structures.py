@@ -1,0 +1,95 @@
+"""Which axes of a layer's tensors are which, as far as their shapes allow it."""
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from math import prod
+
+from .identification import Identification, Sizes
+from .orders import axes
+
+Found = tuple[str, dict[str, int]]
+
+
+def orders(
+    shape: tuple[int, ...], wanted: str, sizes: Mapping[str, int], optional: str = "", merged: int = 1
+) -> Iterator[Found]:
+    """Every order in which an array of this shape can hold the axes ``wanted``, with the sizes that then are known.
+
+    sizes: those that are known. optional: letters that it need not have. merged: how many axes may hold several.
+    """
+    if not shape:
+        if set(wanted) <= set(optional):
+            yield "", dict(sizes)
+        return
+    length, rest = shape[0], shape[1:]
+    if length == 1:
+        for order, found in orders(rest, wanted, sizes, optional, merged):
+            yield "1" + order, found
+    for letter in wanted:
+        if sizes.get(letter, length) == length:
+            known = {**sizes, letter: length}
+            for order, found in orders(rest, wanted.replace(letter, ""), known, optional, merged):
+                yield letter + order, found
+    if not merged:
+        return
+    inner = wanted.replace("B", "")
+    for group in (each for count in (2, 3) for each in permutations(inner, count)):
+        left = "".join(letter for letter in wanted if letter not in group)
+        for known in _factors(length, group, sizes):
+            for order, found in orders(rest, left, known, optional, merged - 1):
+                yield f"({''.join(group)}){order}", found
+
+
+def _factors(length: int, group: tuple[str, ...], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes of the letters in one axis, as far as they are known or follow; two unknown ones are tried."""
+    unknown = [letter for letter in group if letter not in sizes]
+    known = prod(sizes[letter] for letter in group if letter in sizes)
+    if known == 0 or length % known or len(unknown) > 2:
+        return
+    left = length // known
+    if not unknown:
+        if left == 1:
+            yield dict(sizes)
+    elif len(unknown) == 1:
+        yield {**sizes, unknown[0]: left}
+    else:
+        for one in range(1, left + 1):
+            if left % one == 0:
+                yield {**sizes, unknown[0]: one, unknown[1]: left // one}
+
+
+def with_weight(
+    name: str, weight: tuple[int, ...], u: tuple[int, ...], output: tuple[int, ...]
+) -> Iterator[Identification]:
+    """Calls of dynamic_routing that fit the shapes of weight, input and output; the simplest first."""
+    found = [
+        Identification(name, weight_order, input_order, output_order, Sizes(**sizes_of("IJDK", sizes)))
+        for input_order, of_input in orders(u, "BIK", {"B": u[0]})
+        for output_order, of_output in orders(output, "BJD", of_input)
+        for weight_order, sizes in orders(weight, "IJDK", of_output, optional="IJ")
+        if input_order.startswith("B")
+    ]
+    yield from sorted(dict.fromkeys(found), key=_simplicity)
+
+
+def of_votes(u: tuple[int, ...], output: tuple[int, ...]) -> Iterator[Identification]:
+    """Calls of route_votes that fit the shapes of input and output."""
+    found = [
+        Identification(None, "", input_order, output_order, Sizes(**sizes_of("IJD", sizes), K=0))
+        for output_order, of_output in orders(output, "BJD", {"B": u[0]})
+        for input_order, sizes in orders(u, "BIJD", of_output)
+        if input_order.startswith("B")
+    ]
+    yield from sorted(dict.fromkeys(found), key=_simplicity)
+
+
+def sizes_of(letters: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    return {each: sizes[each] for each in letters}
+
+
+def _simplicity(found: Identification) -> tuple[int, ...]:
+    """A capsule of one number has any direction: larger D first, among as many merged and missing axes."""
+    orders_of = (found.weight_order, found.input_order, found.output_order)
+    merged = sum(len(axis) > 1 for order in orders_of for axis in axes(order))
+    missing = 0 if found.weight is None else sum(letter not in found.weight_order for letter in "IJ")
+    return merged + missing, -found.sizes.D

@@ -1,0 +1,107 @@
+"""The fused ops as ops that every runtime knows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ..ops import dynamic_routing, route_votes, routing_pass, votes_pass
+from ..ops._register import PREFIX, Contract
+from ..options import Options, PassOptions
+from ..precision import wide_dtype
+from ..reference.dynamic_routing import dynamic_routing as reference_dynamic_routing
+from ..reference.route_votes import route_votes as reference_route_votes
+from ..reference.routing_pass import routing_pass as reference_routing_pass
+from ..reference.votes_pass import PassParameters
+from ..reference.votes_pass import votes_pass as reference_votes_pass
+
+
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """The fused ops by their definitions as einsum, for ``ExportedProgram.run_decompositions``.
+
+    A decomposed program holds no op of capsfast and has the votes in memory. It is for inference: what only a backward
+    would read of a fused op (the sums of every iteration) is left empty, and a program with a backward is an error.
+
+    Returns:
+        For each op of ``torch.ops.capsfast`` a function of the same arguments. Sums are formed in float32 for 16-bit
+        inputs, as by the ops.
+    """
+    forward: dict[Contract, Callable[..., Any]] = {
+        dynamic_routing.CONTRACT: _dynamic_routing,
+        route_votes.CONTRACT: _route_votes,
+        routing_pass.CONTRACT: _routing_pass,
+        votes_pass.CONTRACT: _votes_pass,
+    }
+    found: dict[OpOverload, Callable[..., Any]] = {}
+    for contract, definition in forward.items():
+        for prefix in PREFIX.values():
+            found[_op(f"{prefix}{contract.name}")] = definition
+            found[_op(f"{prefix}{contract.name}_backward")] = _no_backward(contract)
+    return found
+
+
+def _op(name: str) -> OpOverload:
+    return getattr(torch.ops.capsfast, name).default  # type: ignore[no-any-return]
+
+
+def _no_backward(contract: Contract) -> Callable[..., Any]:
+    def raise_error(*_: Any) -> None:
+        raise RuntimeError(
+            f"capsfast.export.decompositions: they are for inference, got a program with capsfast::{contract.name}"
+            "_backward; export the forward alone"
+        )
+
+    return raise_error
+
+
+def _wide(value: Tensor | None, anchor: Tensor) -> Tensor | None:
+    return value.to(wide_dtype(anchor.dtype)) if value is not None and value.is_floating_point() else value
+
+
+def _dynamic_routing(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *parameters, iterations, softmax, _, leaky, squash, eps, _, return_coupling = rest
+    options = Options(iterations, softmax, "full", leaky, squash, eps)
+    arguments: list[Any] = [*(_wide(value, u) for value in (u, weight, *parameters)), options]
+    return _routed(reference_dynamic_routing(*arguments), u, return_coupling)
+
+
+def _route_votes(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *parameters, J, iterations, softmax, _, leaky, squash, eps, return_coupling = rest
+    options = Options(iterations, softmax, "full", leaky, squash, eps)
+    arguments: list[Any] = [*(_wide(value, votes) for value in (votes, *parameters)), options, False, J]
+    return _routed(reference_route_votes(*arguments), votes, return_coupling)
+
+
+def _routed(found: tuple[Tensor, Tensor], anchor: Tensor, return_coupling: bool) -> tuple[Tensor, ...]:
+    v, c = (value.to(anchor.dtype) for value in found)
+    empty = found[0].new_empty(0)
+    return v, c if return_coupling else empty.to(anchor.dtype), empty, empty
+
+
+def _routing_pass(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    parameters, options = PassParameters(*rest[:9]), PassOptions(*rest[9:12])
+    wide = wide_dtype(u.dtype)
+    found = reference_routing_pass(u.to(wide), weight.to(wide), parameters, weight.shape[1], options)
+    return _moments(found, u, *rest[-2:])
+
+
+def _votes_pass(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    parameters, J, options = PassParameters(*rest[:9]), rest[9], PassOptions(*rest[10:13])
+    return _moments(reference_votes_pass(votes, parameters, J, options), votes, *rest[-2:])
+
+
+def _moments(
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], anchor: Tensor, weights: bool, lse: bool
+) -> tuple[Tensor, ...]:
+    mass, first, second, r, log_sum = found
+    empty = mass.new_empty(0)
+    return (
+        mass,
+        first,
+        second,
+        r.to(anchor.dtype) if weights else empty.to(anchor.dtype),
+        log_sum if lse and log_sum is not None else empty,
+        empty,
+    )

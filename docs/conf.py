@@ -1,0 +1,136 @@
+"""The documentation site, `make docs`: README.md, docs/*.md as they are, and the API from the docstrings.
+
+The source folder is the repository, so that a relative link means the same here and on the repository's page.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from docutils.nodes import Element, TextElement
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
+from typer.main import get_command
+
+import capsfast
+from capsfast.cli.app import app as cli
+
+ROOT = Path(__file__).resolve().parent.parent
+
+project = "capsfast"
+author = "The capsfast authors"
+version = release = capsfast.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+
+root_doc = "README"
+include_patterns = ["README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/*.md", "docs/api/*.rst"]
+# Folders that need not be searched for pages.
+exclude_patterns = [".*", "build", "out", "dist", "capsfast", "csrc", "tests", "**/__pycache__"]
+
+# The links that the repository's page makes of headings.
+myst_heading_anchors = 4
+smartquotes = False
+
+# What Lightning says of its hooks is in its own documentation.
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+# Defaults as the source has them: lam=0.5, not the value of a constant.
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+# "in_channels, image_size: of the images" is one entry for two arguments.
+napoleon_use_param = False
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+nitpicky = True
+# Their pages are not here, and their inventories would need a network.
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|pathlib)(\..*)?")]
+
+html_theme = "furo"
+html_title = f"capsfast {version}"
+html_copy_source = False
+html_show_sphinx = False
+html_show_copyright = False
+
+
+def contents() -> str:
+    """The sections of docs/README.md as tables of contents: the one list of pages there is."""
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    blocks = ["```{toctree}\n:hidden:\n\n/docs/README\n```"]
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        links = re.findall(r"^\* \[.*?\]\((.*?)\.(?:md|rst)\)", section, re.MULTILINE)
+        pages = [posixpath.normpath(posixpath.join("docs", link)) for link in links]
+        entries = ["self" if page == root_doc else f"/{page}" for page in pages]
+        lines = [f":caption: {section.splitlines()[0]}", ":hidden:", *entries]
+        blocks.append("\n".join(["```{toctree}", *lines, "```"]))
+    return "\n\n".join(blocks)
+
+
+def commands() -> str:
+    """The commands and their options as the command line knows them."""
+    lines = []
+    for name, command in get_command(cli).commands.items():
+        lines += [name, "-" * len(name), "", f".. program:: capsfast {name}", "", command.help, ""]
+        for given in command.params:
+            spelled = ", ".join((*given.opts, *given.secondary_opts))
+            # What stands for the default, if it is not the default itself.
+            shown = given.show_default if isinstance(given.show_default, str) else given.default
+            shown = given.opts[0] if shown is True else shown
+            default = f" Default: {shown}." if given.show_default and shown not in (None, False) else ""
+            lines += [f".. option:: {spelled}", "", f"   {given.help or ''}{default}", ""]
+    return "\n".join(lines)
+
+
+def add_generated(app: Sphinx, page: str, source: list[str]) -> None:
+    if page == app.config.root_doc:
+        source[0] += "\n\n" + contents()
+    elif page == "docs/api/commands":
+        source[0] += "\n" + commands()
+
+
+def skip(app: Sphinx, what: str, name: str, thing: object, skipped: bool, options: object) -> bool | None:
+    """The docstring of a named tuple says what its fields are; those of the fields say which number they have."""
+    return True if (thing.__doc__ or "").startswith("Alias for field number") else None
+
+
+def link_pages(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Docstrings name the pages by their files."""
+    lines[:] = [re.sub(r"(?<![\w/`])docs/([\w-]+)\.md", r":doc:`/docs/\1`", line) for line in lines]
+
+
+def find_by_last_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: TextElement) -> Element | None:
+    """Docstrings name what is public without its module, as the code around them does."""
+    if node.get("refdomain") != "py":
+        return None
+    found = env.get_domain("py").find_obj(env, None, None, node["reftarget"], None, searchmode=1)
+    # capsfast.compat has classes with the names of capsfast.nn: each means its own.
+    near = [each for each in found if each[0].startswith(f"{node.get('py:module')}.")]
+    places = {(entry.docname, entry.node_id) for _, entry in near or found}
+    if len(places) != 1:
+        return None
+    [(page, anchor)] = places
+    return make_refnode(app.builder, node["refdoc"], page, anchor, text)
+
+
+def add_index(app: Sphinx, error: Exception | None) -> None:
+    """What a server gives for a folder leads to the first page."""
+    page = f"{app.config.root_doc}.html"
+    lines = [
+        '<!DOCTYPE html><meta charset="utf-8">',
+        f'<meta http-equiv="refresh" content="0; url={page}">',
+        f'<title>{project}</title><a href="{page}">{project}</a>',
+    ]
+    (Path(app.outdir) / "index.html").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_generated)
+    app.connect("autodoc-skip-member", skip)
+    app.connect("autodoc-process-docstring", link_pages)
+    app.connect("missing-reference", find_by_last_name)
+    app.connect("build-finished", add_index)

@@ -1,0 +1,305 @@
+"""PUBLISHED: kinds of routing layers as they are published, with what is known of each.
+
+The layers themselves, written without anything of capsfast, are in published_layers and published_variants. Probe them
+with torch's default dtype set to float64 (:func:`float64`): most make their logits with a bare torch.zeros.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import published_layers as layers
+from . import published_variants as variants
+from .backends import Shape
+
+# All different, so that a shape tells its axes.
+SIZES = Shape(B=3, I=7, J=4, D=5, K=6)
+NO_EPS = 1e-20
+
+
+class Published(NamedTuple):
+    """One kind of layer.
+
+    name: of the row. build: makes it from sizes and a namespace that has the classes: published_layers or, where
+    ``compat``, capsfast.compat. inputs: what it is called with. weight: the name of the parameter, None for votes.
+    order: its axes as letters, ``1`` an axis of length 1, two letters in brackets one merged axis; axes of ``IJDK``
+    that are not there are shared. out: the axes of the result, likewise. softmax, gradient, squash, eps,
+    num_iterations, share_batch_logits, leaky, squash_last: the options of capsfast.dynamic_routing that it needs.
+    logits, bias: names of the parameters or buffers with that role; logits_order: the axes of the former. mask: whether
+    the last input is the mask. transposed: the input is ``[B, K, I]``. lazy: parameters exist after one forward.
+    compat: capsfast.compat has it. reproducible: whether options for it exist.
+    """
+
+    name: str
+    build: Callable[[Any, Shape], nn.Module]
+    order: str | None
+    weight: str | None = "W"
+    inputs: Callable[[Shape], tuple[Any, ...]] = lambda s: (torch.randn(s.B, s.I, s.K),)
+    out: str = "BJD"
+    softmax: str = "out"
+    gradient: str = "full"
+    squash: str = "paper"
+    eps: float = 1e-8
+    num_iterations: int = 3
+    share_batch_logits: bool = False
+    leaky: bool = False
+    squash_last: bool = True
+    logits: str | None = None
+    logits_order: str = "IJ"
+    bias: str | None = None
+    mask: bool = False
+    transposed: bool = False
+    lazy: bool = False
+    compat: bool = False
+    reproducible: bool = True
+
+    def make(self, sizes: Shape = SIZES) -> nn.Module:
+        """The published layer."""
+        return self.build(layers, sizes)
+
+    def example(self, sizes: Shape = SIZES) -> tuple[Any, ...]:
+        """Inputs of a call, the tensor of capsules or votes first."""
+        return self.inputs(sizes)
+
+    def weight_of(self, layer: nn.Module, sizes: Shape = SIZES) -> Tensor:
+        """The weight as ``[I, J, D, K]``, with length 1 for an axis along which it is shared."""
+        assert self.weight is not None and self.order is not None
+        return arranged(named(layer, self.weight), self.order, "IJDK", sizes)
+
+    def result_of(self, found: Tensor, sizes: Shape = SIZES) -> Tensor:
+        """What the layer returned as ``[B, J, D]``."""
+        return arranged(found, self.out, "BJD", sizes)
+
+
+def named(layer: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of this name, dots and all."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}[name]
+
+
+def arranged(tensor: Tensor, order: str, wanted: str, sizes: Shape) -> Tensor:
+    """``tensor``, whose axes are ``order``, with the axes ``wanted``."""
+    letters = [each for each in order if each.isalpha()]
+    split = tensor.reshape([getattr(sizes, each) for each in letters])
+    missing = [each for each in wanted if each not in letters]
+    split = split.reshape(*split.shape, *[1] * len(missing))
+    return split.permute([[*letters, *missing].index(each) for each in wanted])
+
+
+def votes(s: Shape) -> tuple[Tensor]:
+    return (torch.randn(s.B, s.I, s.J, s.D),)
+
+
+def with_mask(s: Shape) -> tuple[Tensor, Tensor]:
+    """Every sample lacks other inputs, the first one none."""
+    present = torch.arange(s.I) < torch.tensor([s.I - b % (s.I - 1) for b in range(s.B)])[:, None]
+    return torch.randn(s.B, s.I, s.K), present.to(torch.get_default_dtype())
+
+
+def transposed(s: Shape) -> tuple[Tensor]:
+    return (torch.randn(s.B, s.K, s.I),)
+
+
+def capsules(**options: Any) -> Callable[[Any, Shape], nn.Module]:
+    return lambda _, s: variants.Capsules(s.I, s.K, s.J, s.D, **options)
+
+
+PUBLISHED = [
+    Published("DynamicRouting", lambda k, s: k.DynamicRouting(s.I, s.J, s.K, s.D, 3), "1IJDK", compat=True),
+    Published(
+        "DynamicRouting of votes",
+        lambda k, s: k.DynamicRouting(2),
+        None,
+        None,
+        lambda s: (*votes(s), s.B),
+        num_iterations=2,
+        compat=True,
+    ),
+    Published(
+        "DynamicRoutingLayer",
+        lambda k, s: k.DynamicRoutingLayer(s.I, s.J, s.K, s.D),
+        "IJDK",
+        gradient="last",
+        compat=True,
+    ),
+    Published(
+        "DynamicRoutingLayer, shared",
+        lambda k, s: k.DynamicRoutingLayer(s.I, s.J, s.K, s.D, 2, share_weights=True),
+        "1JDK",
+        gradient="last",
+        num_iterations=2,
+        compat=True,
+    ),
+    Published("DigitCaps", lambda k, s: k.DigitCaps(s.I, s.J, s.K, s.D, 4), "IJDK", num_iterations=4, compat=True),
+    Published("DigitCapsules", lambda k, s: k.DigitCapsules(s.I, s.K, s.J, s.D), "1IJDK", compat=True),
+    Published(
+        "Router", lambda k, s: k.Router(s.I, s.J, s.K, s.D, 3), "IJKD", weight="weight", softmax="in", compat=True
+    ),
+    Published(
+        "CapsuleLayer",
+        lambda k, s: k.CapsuleLayer(s.J, s.I, s.K, s.D),
+        "JIKD",
+        weight="route_weights",
+        out="JB11D",
+        softmax="in",
+        eps=NO_EPS,
+        compat=True,
+    ),
+    Published(
+        "DenseCapsule",
+        lambda k, s: k.DenseCapsule(s.I, s.K, s.J, s.D),
+        "JIDK",
+        weight="weight",
+        gradient="last",
+        squash="eps_outside",
+        compat=True,
+    ),
+    Published(
+        "AgreementRouting",
+        lambda k, s: k.AgreementRouting(s.I, s.J, 2),
+        None,
+        None,
+        votes,
+        eps=NO_EPS,
+        logits="b",
+        compat=True,
+    ),
+    Published(
+        "CapsLayer",
+        lambda k, s: k.CapsLayer(s.I, s.K, s.J, s.D, k.AgreementRouting(s.I, s.J, 3)),
+        "IK(JD)",
+        weight="weights",
+        eps=NO_EPS,
+        num_iterations=4,
+        logits="routing_module.b",
+        compat=True,
+    ),
+    Published(
+        "CapsuleLinear",
+        lambda k, s: k.CapsuleLinear(s.J, s.K, s.D),
+        "JDK",
+        weight="weight",
+        eps=NO_EPS,
+        squash_last=False,
+        compat=True,
+    ),
+    Published(
+        "CapsuleLinear, own weights",
+        lambda k, s: k.CapsuleLinear(s.J, s.K, s.D, s.I, share_weight=False, squash=True, bias=True),
+        "JIDK",
+        weight="weight",
+        eps=NO_EPS,
+        bias="bias",
+        compat=True,
+    ),
+    Published(
+        "batch mean, transposed",
+        lambda _, s: variants.BatchMeanTransposed(s.K, s.I, s.J, s.D, 3),
+        "1IJDK",
+        weight="weight",
+        inputs=transposed,
+        out="BJD1",
+        eps=NO_EPS,
+        share_batch_logits=True,
+        transposed=True,
+    ),
+    Published(
+        "batch mean, softmax over inputs",
+        lambda _, s: variants.BatchMeanOverInputs(s.J, s.I, s.K, s.D),
+        "1IJDK",
+        out="BJD1",
+        softmax="in",
+        share_batch_logits=True,
+    ),
+    Published(
+        "transposed",
+        lambda _, s: variants.Transposed(s.I, s.J, s.K, s.D),
+        "IJDK",
+        inputs=transposed,
+        out="BDJ",
+        eps=1e-9,
+        transposed=True,
+    ),
+    Published(
+        "merged rows",
+        lambda _, s: variants.MergedRows(s.I, s.K, s.J, s.D),
+        "I(JD)K",
+        weight="weight",
+        out="B(JD)",
+        squash="eps_outside",
+        eps=1e-7,
+        num_iterations=2,
+    ),
+    Published(
+        "merged rows, detached",
+        lambda _, s: variants.MergedProduct(s.I, s.K, s.J, s.D, 3),
+        "1I(JD)K1",
+        weight="weight",
+        out="B1JD",
+        gradient="last",
+    ),
+    Published("eps 1e-7", capsules(squash="1e-7"), "1IJDK", eps=1e-7),
+    Published("eps 1e-9, softmax over inputs", capsules(squash="1e-9", axis=1), "1IJDK", eps=1e-9, softmax="in"),
+    Published(
+        "eps outside", capsules(squash="outside", num_iterations=5), "1IJDK", squash="eps_outside", num_iterations=5
+    ),
+    Published("no eps", capsules(squash="none", num_iterations=1), "1IJDK", eps=NO_EPS, num_iterations=1),
+    Published("half", capsules(squash="half"), "1IJDK", squash="half", eps=NO_EPS),
+    Published("exp", capsules(squash="exp"), "1IJDK", squash="exp", eps=NO_EPS),
+    Published("learned logits and bias", capsules(learned=True), "1IJDK", logits="b", logits_order="1IJ1", bias="bias"),
+    Published("leaky", capsules(leaky=True), "1IJDK", leaky=True),
+    Published("extra pass", lambda _, s: variants.ExtraPass(s.I, s.J, s.K, s.D), "JIKD", eps=NO_EPS),
+    Published(
+        "one matrix, drawn logits",
+        lambda _, s: variants.Interests(s.K, s.D, s.I, s.J),
+        "KD",
+        weight="S_matrix",
+        eps=1e-9,
+        logits="B_matrix",
+        logits_order="1JI",
+    ),
+    Published(
+        "mask after the softmax", lambda _, s: variants.Masked(s.I, s.J, s.K, s.D), "IJKD", inputs=with_mask, mask=True
+    ),
+    Published(
+        "mask before the softmax over inputs",
+        lambda _, s: variants.Masked(s.I, s.J, s.K, s.D, before=True),
+        "IJKD",
+        inputs=with_mask,
+        softmax="in",
+        mask=True,
+    ),
+    Published("lazy", lambda _, s: variants.Lazy(s.J, s.D), "JIDK", eps=1e-7, lazy=True),
+    Published(
+        "element-wise squash",
+        lambda _, s: variants.BatchMeanOverInputs(s.J, s.I, s.K, s.D, elementwise=True),
+        "1IJDK",
+        out="BJD1",
+        reproducible=False,
+    ),
+    Published(
+        "squash over the output capsules",
+        lambda _, s: variants.SquashOverOutputs(s.K, s.I, s.J, s.D),
+        "1IJDK",
+        inputs=transposed,
+        out="BJD1",
+        transposed=True,
+        reproducible=False,
+    ),
+    Published(
+        "cosine agreement", lambda _, s: variants.CosineAgreement(s.I, s.J, s.K, s.D), "IJDK", reproducible=False
+    ),
+]
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Torch's default dtype is float64 inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,85 @@
+"""docs/migration.md: its tables are those of the code, and of the published layers."""
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+import capsfast
+from capsfast import compat, kinds
+
+from .support.published import NO_EPS, PUBLISHED, Published
+from .test_docs import ROOT, table_rows
+
+PAGE = ROOT / kinds.TABLE
+CLASSES = table_rows(PAGE, "| arguments | parameters |")
+OPTIONS = ("softmax", "gradient", "squash", "squash_last", "leaky", "share_batch_logits", "eps")
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def options_of(cell: str) -> dict[str, Any]:
+    """What stands in code with an equals sign and a value."""
+    found = re.findall(r'(\w+)=("\w+"|[\w.-]+)', " ".join(code(cell)))
+    return {name: eval(value) for name, value in found}
+
+
+def deviations(row: Published) -> dict[str, Any]:
+    """The options of a published layer that are not capsfast's defaults."""
+    default = Published._field_defaults
+    return {name: getattr(row, name) for name in OPTIONS if getattr(row, name) != default[name]}
+
+
+def test_every_class_is_in_the_table_with_its_arguments() -> None:
+    listed = [(code(name)[0], tuple(code(arguments)[0].split(", "))) for arguments, _, name, _ in CLASSES]
+    assert listed == [(kind.name, kind.arguments) for kind in kinds.KINDS]
+
+
+@pytest.mark.parametrize(("row", "kind"), [*zip(CLASSES, kinds.KINDS, strict=True)], ids=[each[2] for each in CLASSES])
+def test_its_parameters_and_options_are_those_of_the_published_layer(row: list[str], kind: kinds.Kind) -> None:
+    _, parameters, _, options = row
+    orders = [order for each in kind.parameters.values() for order in each]
+    assert sorted(re.findall(r"\[.*?\]", parameters)) == sorted(map(kinds.spelled, orders))
+    assert set(re.findall(r"`([\w.]+) \[", parameters)) == set(kind.parameters)
+    published = next(
+        each
+        for each in PUBLISHED
+        if each.compat and each.name.partition(",")[0].removesuffix(" of votes") == kind.name
+        if (each.weight or each.logits) in (*kind.parameters, *[None] * (not kind.parameters))
+    )
+    assert options_of(options) == deviations(published)
+    assert ("`logits`" in options) == (published.logits is not None)
+
+
+def test_what_else_layers_do_is_what_the_published_ones_do() -> None:
+    """Every option that one of them needs is in the table, and the table has no other."""
+    rows = table_rows(PAGE, "| in the layer | option |")
+    named = [options_of(option) for _, option in rows]
+    needed = [deviations(row) for row in PUBLISHED if row.reproducible]
+    pairs = {pair for each in needed for pair in each.items() if pair[0] != "eps" or pair[1] == NO_EPS}
+    assert {pair for each in named for pair in each.items() if pair[0] in OPTIONS} == pairs
+    takes = {
+        *inspect.signature(capsfast.dynamic_routing).parameters,
+        *inspect.signature(capsfast.DynamicRouting).parameters,
+    }
+    assert {name for _, option in rows for name in re.findall(r"(\w+)=", option)} <= takes
+
+
+def test_weights_are_those_that_errors_speak_of() -> None:
+    rows = table_rows(PAGE, "| weight `w` of the other layer")
+    found = {code(order)[0]: code(conversion)[0] for order, _, conversion in rows}
+    assert found == {kinds.spelled(order): how for order, how in kinds.CONVERSIONS.items() if order != "IJDK"}
+
+
+def test_losses_are_in_the_table() -> None:
+    rows = [code(name)[0] for name, *_ in table_rows(PAGE, "| `capsfast.compat` | called with")]
+    listed = [(name.partition("(")[0], tuple(re.findall(r"(\w+)(?=[=,)])", name.partition("(")[2]))) for name in rows]
+    wanted = [(kind.name, kind.arguments) for kind in kinds.LOSSES]
+    assert [(name, tuple(each for each in given if not each.isdigit())) for name, given in listed] == [
+        *wanted,
+        ("CapsuleLoss", ()),
+    ]
+    assert {name for name, _ in listed} | {kind.name for kind in kinds.KINDS} == set(compat.__all__)

@@ -1,0 +1,162 @@
+"""A layer that is taken for another one of its name says which one was called, and which one fits."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import capsfast
+from capsfast import kinds
+
+from .support import plain
+from .test_docs import ROOT
+
+I, J, K, D = 7, 4, 6, 5
+SIZES = {"I": I, "J": J, "D": D, "K": K}
+TAKES = (
+    r"capsfast.DynamicRouting: takes \(in_caps, out_caps, in_dim, out_dim, num_iterations=3\) and options by keyword"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: capsfast.DynamicRouting(3),
+            f"{TAKES}, missing .* 'out_caps'; capsfast.compat.DynamicRouting can .* capsfast.nn.RoutingByAgreement",
+        ),
+        (
+            lambda: capsfast.DynamicRouting(in_capsules=I, out_capsules=J, in_dim=K, out_dim=D),
+            f"{TAKES}, .*capsfast.compat.DynamicRouting or capsfast.compat.DynamicRoutingLayer can be called so",
+        ),
+        (
+            lambda: capsfast.DynamicRouting(I, J, K, D, 3, share_weights=True),
+            f"{TAKES}, .*unexpected.*'share_weights'; capsfast.compat.DynamicRoutingLayer can",
+        ),
+        (
+            lambda: capsfast.DynamicRouting(num_capsules=J, num_route_nodes=I, in_channels=K, out_channels=D),
+            f"{TAKES}, .*; capsfast.compat.CapsuleLayer can",
+        ),
+        (lambda: capsfast.DynamicRouting(I, K, J, D, routings=3), f"{TAKES}, .*; capsfast.compat.DenseCapsule can"),
+        (
+            lambda: capsfast.DynamicRouting(I, J, K, D, sofmax="in"),
+            f"{TAKES}, got an unexpected keyword argument 'sofmax'; (?!caps)",
+        ),
+        (
+            lambda: capsfast.nn.DigitCaps(num_lower=I, num_higher=J, lower_dim=K, higher_dim=D),
+            r"capsfast.nn.DigitCaps: takes .*; capsfast.compat.DigitCaps can",
+        ),
+        (
+            lambda: capsfast.nn.RoutingByAgreement(I, J, 3),
+            r"capsfast.nn.RoutingByAgreement: takes \(num_iterations=3\).*; .*AgreementRouting",
+        ),
+        (
+            lambda: capsfast.DynamicRouting(I, J, K, D)(torch.randn(2, I, J, D), 2),
+            r"capsfast.DynamicRouting: takes u .*got \[2, 7, 4, 5\] and 1 more; for votes .*RoutingByAgreement",
+        ),
+        (
+            lambda: capsfast.DynamicRouting(I, J, K, D)(torch.randn(2, I, J, D)),
+            r"capsfast.DynamicRouting: takes u .*got \[2, 7, 4, 5\]; for votes",
+        ),
+    ],
+)
+def test_the_error_names_what_was_called_and_what_fits(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{said}.*see docs/migration.md$"):
+        call()
+
+
+def test_signatures_stay_visible() -> None:
+    parameters = list(inspect.signature(capsfast.DynamicRouting).parameters)
+    assert parameters[:5] == ["in_caps", "out_caps", "in_dim", "out_dim", "num_iterations"]
+
+    class Mine(capsfast.DynamicRouting):
+        def __init__(self, size: int) -> None:
+            super().__init__(I, J, K, size)
+
+    assert Mine(D)(torch.randn(2, I, K)).shape == (2, J, D)
+    assert list(inspect.signature(Mine).parameters) == ["size"]
+
+
+def test_a_weight_with_one_more_axis_of_length_1_loads() -> None:
+    W = torch.randn(1, I, J, D, K)
+    for shared, rows in ((False, I), (True, 1)):
+        layer = nn.Sequential(capsfast.DynamicRouting(I, J, K, D, shared_weight=shared))
+        layer.load_state_dict({"0.W": W[:, :rows]})
+        assert torch.equal(layer[0].W, W[0, :rows])
+
+
+SHAPES = {
+    "IJDK": (I, J, D, K),
+    "IJKD": (I, J, K, D),
+    "JIDK": (J, I, D, K),
+    "JIKD": (J, I, K, D),
+    "1IJKD": (1, I, J, K, D),
+    "1JIDK": (1, J, I, D, K),
+    "1JIKD": (1, J, I, K, D),
+    "I(JD)K": (I, J * D, K),
+    "1I(JD)K1": (1, I, J * D, K, 1),
+    "IK(JD)": (I, K, J * D),
+}
+
+
+@pytest.mark.parametrize("order", SHAPES)
+def test_a_weight_of_other_axes_is_an_error_whose_remedy_loads_it(order: str) -> None:
+    """What the message says, done: the votes are those of the weight as it was."""
+    layer = capsfast.DynamicRouting(I, J, K, D)
+    w = torch.randn(SHAPES[order])
+    with pytest.raises(
+        RuntimeError, match=r"capsfast.DynamicRouting: the weight must be W .*docs/migration.md"
+    ) as found:
+        layer.load_state_dict({"kernel": w})
+    remedy = str(found.value).partition("load {'W': ")[2].partition("}")[0]
+    assert remedy == kinds.CONVERSIONS[order]
+    layer.load_state_dict({"W": eval(remedy, {}, {"w": w, **SIZES})})
+    letters = [each for each in order if each.isalpha()]
+    axis_by_axis = w.reshape([SIZES[each] for each in letters])
+    u = torch.randn(3, I, K)
+    wanted = torch.einsum(f"{''.join(letters).lower()},bik->bijd", axis_by_axis, u)
+    torch.testing.assert_close(plain.votes(u, layer.W), wanted)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in kinds.KINDS if not kind.of_votes], ids=lambda kind: kind.name)
+def test_the_weight_of_each_kind_is_recognised(kind: kinds.Kind) -> None:
+    name, orders = next(iter(kind.parameters.items()))
+    layer = capsfast.DynamicRouting(I, J, K, D)
+    for order in set(orders) & set(SHAPES) - {"IJDK"}:
+        with pytest.raises(RuntimeError, match=rf"capsfast.compat.{kind.name}\b"):
+            layer.load_state_dict({name: torch.randn(SHAPES[order])})
+
+
+def message(layer: nn.Module, state: dict[str, Tensor]) -> str:
+    with pytest.raises(RuntimeError) as found:
+        layer.load_state_dict(state, strict=False)
+    return str(found.value)
+
+
+def test_what_the_shape_does_not_say_is_said() -> None:
+    square = capsfast.DynamicRouting(I, J, 6, 6)
+    assert "may be [J, I, D, K] or [J, I, K, D]" in message(square, {"W": torch.randn(J, I, 6, 6)})
+    assert "must be W" in message(square, {"W": torch.randn(3, 3)})
+    assert "or use capsfast.compat.DenseCapsule" in message(square, {"weight": torch.randn(J, I, 6, 6)})
+
+
+def test_entries_that_are_no_weight_or_beside_one_are_as_in_any_module() -> None:
+    layer = capsfast.DynamicRouting(I, J, K, D)
+    found = layer.load_state_dict({"weight": torch.randn(3, 3)}, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["W"], ["weight"])
+    W = torch.randn(I, J, D, K)
+    assert layer.load_state_dict({"W": W, "weight": W}, strict=False).unexpected_keys == ["weight"]
+    assert torch.equal(layer.W, W)
+
+
+@pytest.mark.parametrize("shape", [(1, I, J, D, K), (I, K, J * D), (J, I, D, K), (I, J, K, D)])
+def test_the_function_names_the_table_too(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"capsfast.dynamic_routing: weight must .*; docs/migration.md turns weights"):
+        capsfast.dynamic_routing(torch.randn(3, I, K), torch.randn(shape))
+
+
+def test_the_table_is_there() -> None:
+    assert (ROOT / kinds.TABLE).is_file()

@@ -1,0 +1,96 @@
+"""What the table of published layers says of them is so: options of capsfast reproduce each, or none do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import capsfast
+
+from .support import plain
+from .support.published import PUBLISHED, SIZES, Published, arranged, float64, named
+
+pytestmark = pytest.mark.filterwarnings("ignore:capsfast. share_batch_logits:UserWarning")
+
+REPRODUCIBLE = [row for row in PUBLISHED if row.reproducible]
+
+
+def fused(row: Published, layer: nn.Module, given: tuple[Any, ...]) -> Tensor:
+    """``[B, J, D]`` from the options that the row names."""
+    options = {name: getattr(row, name) for name in ("num_iterations", "softmax", "gradient", "leaky", "squash", "eps")}
+    if row.logits is not None:
+        options["logits"] = arranged(named(layer, row.logits), row.logits_order, "IJ", SIZES)
+    if row.bias is not None:
+        options["bias"] = named(layer, row.bias).reshape(SIZES.J, SIZES.D)
+    if row.mask:
+        options["mask"] = given[-1].bool()
+    if row.share_batch_logits:
+        options.update(share_batch_logits=True, backend="reference")
+    if row.weight is None:
+        return capsfast.route_votes(given[0], **options)
+    u = given[0].transpose(1, 2) if row.transposed else given[0]
+    weight = row.weight_of(layer)
+    v, c = capsfast.dynamic_routing(u, weight, return_coupling=True, **options)
+    if row.squash_last:
+        return v
+    return torch.einsum("bij,bijd->bjd", c, plain.votes(u, weight))
+
+
+def grown(row: Published) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A layer whose parameters all matter, and a call of it."""
+    layer, given = row.make(), row.example()
+    layer(*given)
+    for parameter in layer.parameters():
+        with torch.no_grad():
+            parameter.copy_(0.4 * torch.randn_like(parameter))
+    return layer, (given[0].requires_grad_(), *given[1:])
+
+
+@pytest.mark.parametrize("row", REPRODUCIBLE, ids=lambda row: row.name)
+def test_the_options_of_a_row_reproduce_its_layer(row: Published) -> None:
+    torch.manual_seed(0)
+    with float64():
+        layer, given = grown(row)
+        wanted = row.result_of(layer(*given))
+        got = fused(row, layer, given)
+    tensors = [given[0], *layer.parameters()]
+    seed = torch.randn_like(wanted)
+    plain.assert_same(got, wanted, 1e-11)
+    plain.assert_same(torch.autograd.grad(got, tensors, seed), torch.autograd.grad(wanted, tensors, seed), 1e-11)
+
+
+@pytest.mark.parametrize("row", REPRODUCIBLE, ids=lambda row: row.name)
+def test_other_options_do_not(row: Published) -> None:
+    """Else the table could name any: one more iteration, or the other softmax, is a visible difference."""
+    torch.manual_seed(0)
+    with float64():
+        layer, given = grown(row)
+        wanted = row.result_of(layer(*given))
+        others = [
+            row._replace(num_iterations=row.num_iterations + 1),
+            row._replace(softmax="in" if row.softmax == "out" else "out"),
+        ]
+        for other in others:
+            assert (fused(other, layer, given) - wanted).abs().max() > 1e-5
+
+
+def test_the_table_covers_what_it_should() -> None:
+    assert len(PUBLISHED) >= 25 and len({row.name for row in PUBLISHED}) == len(PUBLISHED)
+    assert [row.name for row in PUBLISHED if not row.reproducible] == [
+        "element-wise squash",
+        "squash over the output capsules",
+        "cosine agreement",
+    ]
+
+
+@pytest.mark.parametrize("row", [row for row in PUBLISHED if not row.reproducible], ids=lambda row: row.name)
+def test_what_is_not_reproducible_is_far_from_the_options_next_to_it(row: Published) -> None:
+    torch.manual_seed(0)
+    with float64():
+        layer, given = grown(row)
+        wanted = row.result_of(layer(*given))
+        for softmax in ("out", "in"):
+            for share in (False, True):
+                near = row._replace(softmax=softmax, share_batch_logits=share, eps=1e-20)
+                assert (fused(near, layer, given) - wanted).abs().max() > 1e-3

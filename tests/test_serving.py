@@ -1,0 +1,312 @@
+"""Models that leave Python: exported programs, packages run by C++, ONNX, TorchScript."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import capsfast
+from capsfast import native
+from capsfast.export import ScriptableRouting, decompositions, program, scriptable, to_onnx, to_package
+
+from .support import passes, problems
+from .support.backends import EMULATED, Shape
+from .test_ops import arguments as routed_arguments
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "serve"
+needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+pytestmark = [
+    # torch's own: copies of its trees ask what it has deprecated, and TorchScript as a whole is.
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    # Sizes that capsfast compares while it is traced; capsfast/checks.py has the filter that users have.
+    pytest.mark.filterwarnings("ignore::torch.jit._trace.TracerWarning"),
+]
+
+
+class Served(nn.Module):
+    """Images ``[B, 1, 8, 8]`` to what four layers make of them. Between them all fused ops, and two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, stride=2)
+        options: dict[str, Any] = {"learned_logits": True, "bias": True, "leaky": True, "squash": "exp", "eps": 1e-7}
+        self.caps = capsfast.DynamicRouting(18, 3, 4, 5, backend="cpp", **options)
+        self.low = capsfast.DynamicRouting(18, 3, 4, 5, num_iterations=2, softmax="in", backend="cpp").bfloat16()
+        self.em = capsfast.nn.RoutedCaps(3, 2, 5, 4, routing="em", num_iterations=2, backend="cpp")
+        nn.init.normal_(self.caps.logits)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        poses = self.conv(images).unflatten(1, (2, 4))
+        u = capsfast.squash(poses.movedim(2, -1).flatten(1, 3))  # [B, 18, 4]
+        v, coupling = self.caps(u, mask=u[..., 0] > 0, return_coupling=True)
+        moments = capsfast.votes_pass(poses[:, :, None], prior=v[..., 0], backend="cpp")
+        routed = capsfast.route_votes(poses.flatten(3).movedim(-1, 1), 2, backend="cpp")
+        return v, coupling, self.low(u.bfloat16()), *self.em(v), moments.first, routed
+
+
+OPS = ("dynamic_routing", "route_votes", "routing_pass", "votes_pass")
+
+
+@pytest.fixture(scope="module")
+def served() -> Served:
+    torch.manual_seed(0)
+    return Served().eval()
+
+
+@pytest.fixture(scope="module")
+def exported(served: Served) -> torch.export.ExportedProgram:
+    return program(served, torch.rand(3, 1, 8, 8))
+
+
+@torch.no_grad()
+def assert_same(got: Any, model: Callable[..., Any], *inputs: Tensor) -> None:
+    wanted = model(*inputs)
+    pairs = list(zip(got, wanted, strict=True)) if isinstance(wanted, tuple) else [(got, wanted)]
+    for value, want in pairs:
+        value = torch.as_tensor(value)
+        assert value.shape == want.shape
+        tolerance = 2e-2 if want.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(value.to(want.dtype), want, rtol=tolerance, atol=tolerance)
+
+
+def calls(exported: torch.export.ExportedProgram) -> list[str]:
+    return [str(node.target) for node in exported.graph.nodes if "capsfast" in str(node.target)]
+
+
+@needs_extension
+def test_the_program_holds_the_fused_ops(served: Served, exported: torch.export.ExportedProgram) -> None:
+    assert {name.split(".")[1] for name in calls(exported)} == set(OPS)
+    strict = torch.export.export(
+        served, (torch.rand(3, 1, 8, 8),), dynamic_shapes=({0: torch.export.Dim("B")},), strict=True
+    )
+    assert sorted(calls(strict)) == sorted(calls(exported))
+    for B in (2, 7):
+        images = torch.rand(B, 1, 8, 8)
+        for each in (exported, strict):
+            assert_same(each.module()(images), served, images)
+
+
+@pytest.mark.parametrize("routing", ["dynamic", "em"])
+def test_convolutional_capsules_and_networks_export(routing: str) -> None:
+    model = nn.Sequential(capsfast.nn.ConvCaps2d(2, 3, 4, 4, 3, padding=1, routing=routing)).eval()
+    poses = torch.rand(3, 2, 4, 5, 5)
+    for strict in (False, True):
+        batch = {0: torch.export.Dim("B")}
+        found = torch.export.export(model, (poses,), dynamic_shapes=(batch,), strict=strict)
+        assert_same(found.module()(poses[:2]), model, poses[:2])
+    network = capsfast.models.CapsNet(1, 14, 4, primary_groups=2, routing=routing).eval()
+    images = torch.rand(3, 1, 14, 14)
+    assert_same(program(network, images).module()(images[:2]), network, images[:2])
+
+
+ALONE = """
+import sys, torch
+folder, library = sys.argv[1:]
+torch.ops.load_library(library)
+images, wanted = torch.load(f"{folder}/case.pt")
+for model in (torch.export.load(f"{folder}/model.pt2").module(), torch.jit.load(f"{folder}/traced.pt")):
+    for value, want in zip(model(images), wanted, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6)
+assert "capsfast" not in sys.modules
+"""
+
+
+@needs_extension
+def test_saved_files_run_where_there_is_the_library_alone(
+    served: Served, exported: torch.export.ExportedProgram, tmp_path: Path
+) -> None:
+    torch.export.save(exported, tmp_path / "model.pt2")
+    torch.jit.save(torch.jit.trace(served, torch.rand(3, 1, 8, 8)), tmp_path / "traced.pt")
+    images = torch.rand(5, 1, 8, 8)
+    with torch.no_grad():
+        torch.save((images, served(images)), tmp_path / "case.pt")
+    command = [sys.executable, "-c", ALONE, str(tmp_path), str(capsfast.export.library())]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.fixture(scope="module")
+def package(exported: torch.export.ExportedProgram, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, and with the program of examples/serve, compiled at the same time."""
+    assert shutil.which("make") and (os.environ.get("CXX") or shutil.which("g++")), "serving needs make and g++"
+    folder = tmp_path_factory.mktemp("package")
+    build = ["make", "-C", str(EXAMPLE), f"SERVE={folder}/serve", f"PYTHON={sys.executable}", "CXXFLAGS=-O0"]
+    with subprocess.Popen(build, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as compiling:
+        # What compiles soonest: neither headers for further packages, nor a fast wrapper.
+        quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+        to_package(exported, None, folder / "model.pt2", options=quick)
+        said, _ = compiling.communicate()
+    assert compiling.returncode == 0, said
+    return folder
+
+
+@needs_extension
+def test_a_package_runs_in_python(served: Served, package: Path) -> None:
+    model = torch._inductor.aoti_load_package(str(package / "model.pt2"))
+    for B in (2, 7):
+        images = torch.rand(B, 1, 8, 8)
+        assert_same(tuple(model(images)), served, images)
+
+
+@needs_extension
+@pytest.mark.parametrize("B", [1, 6])
+def test_a_package_runs_in_a_program_without_python(served: Served, package: Path, B: int) -> None:
+    images = torch.rand(B, 1, 8, 8)
+    (package / "input").write_bytes(images.numpy().tobytes())
+    files = [capsfast.export.library(), package / "model.pt2", package / "input", package / "output"]
+    command = [str(word) for word in (package / "serve", *files, *images.shape)]
+    # The loader of libraries says which it opens.
+    ran = subprocess.run(command, capture_output=True, text=True, env={"LD_DEBUG": "files"})
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "libtorch_cpu" in ran.stderr and "libpython" not in ran.stderr and "libtorch_python" not in ran.stderr
+    shapes = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+    numbers = torch.from_numpy(numpy.fromfile(package / "output", dtype=numpy.float32))
+    parts = numbers.split([int(numpy.prod(shape)) for shape in shapes])
+    assert_same(tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True)), served, images)
+
+
+@needs_extension
+def test_the_program_says_what_is_wrong(package: Path) -> None:
+    def error(*words: object) -> str:
+        ran = subprocess.run([str(word) for word in (package / "serve", *words)], capture_output=True, text=True)
+        assert ran.returncode != 0
+        return ran.stderr
+
+    library, model = capsfast.export.library(), package / "model.pt2"
+    (package / "short").write_bytes(b"1234")
+    assert error() == "serve LIBRARY PACKAGE INPUT OUTPUT SIZE...\n"
+    assert "cannot open shared object file" in error("absent.so", model, "input", "output", 1)
+    assert "as many numbers" in error(library, model, package / "short", package / "output", 2, 1, 8, 8)
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
+    """With every option. What only a backward reads, behind what the functions return, is left out."""
+    shape, decomposed, fused = Shape(3, 7, 4, 5, 6), decompositions(), getattr(torch.ops.capsfast, op).default
+    if op in ("dynamic_routing", "route_votes"):
+        more = [problems.Case(spatial=(3,))] if op == "route_votes" else []
+        calls = [routed_arguments(problems.make(shape, case, op, dtype)) for case in (*problems.CASES, *more)]
+        outputs = 2
+    else:
+        more = [replace(passes.EVERYTHING, spatial=(3,), out_mask=False, prior=False)] if op == "votes_pass" else []
+        # Votes that all output capsules share are not made by the op.
+        cases = [case for case in (*passes.CASES, *more) if "J" not in case.shared]
+        calls = [passes.registered(passes.make(shape, case, op, dtype)) for case in cases]
+        outputs = 5
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-10
+    for arguments in calls:
+        pairs = zip(decomposed[fused](*arguments), fused(*arguments), strict=True)
+        for got, want in list(pairs)[:outputs]:
+            assert (got.shape, got.dtype) == (want.shape, want.dtype)
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_every_op_has_a_decomposition() -> None:
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("capsfast::")}
+    assert {str(op).replace(".default", "").replace(".", "::") for op in decompositions()} == {
+        name for name in names if not name.startswith(f"capsfast::{EMULATED.prefix}")
+    }
+    backward = decompositions()[torch.ops.capsfast.dynamic_routing_backward.default]
+    with pytest.raises(RuntimeError, match="for inference, got a program with capsfast::dynamic_routing_backward"):
+        backward(None)
+
+
+class Wide(nn.Module):
+    """float32 for all results: what numpy has a name for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.float() for value in self.model(images))
+
+
+def test_onnx_runs_without_an_op_of_capsfast(served: Served, tmp_path: Path) -> None:
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    file = to_onnx(Wide(served).eval(), torch.rand(3, 1, 8, 8), tmp_path / "model.onnx", input_names=["images"])
+    model = onnx.load(str(file))
+    assert {node.domain for node in model.graph.node} == {""} and not model.functions
+    session = onnxruntime.InferenceSession(str(file))
+    for B in (1, 3, 6):
+        images = torch.rand(B, 1, 8, 8)
+        found = session.run(None, {"images": images.numpy()})
+        assert_same(tuple(torch.from_numpy(value) for value in found), served, images)
+
+
+def test_scripted_models_are_the_models(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"learned_logits": True, "bias": True, "leaky": True, "softmax": "in"}
+    layer = capsfast.DynamicRouting(6, 4, 6, 5, positions=3, **options)
+    shared = capsfast.DynamicRouting(4, 2, 5, 3, shared_weight=True, gradient="last", num_iterations=2)
+    model = nn.Sequential(nn.Linear(6, 6), layer, shared)
+    assert layer.logits is not None
+    nn.init.normal_(layer.logits)
+    copied = scriptable(model)
+    assert [type(part) for part in model] == [nn.Linear, capsfast.DynamicRouting, capsfast.DynamicRouting]
+    assert [id(value) for value in copied.parameters()] == [id(value) for value in model.parameters()]
+    scripted = torch.jit.script(copied)
+    assert list(scripted.state_dict()) == list(model.state_dict())
+    torch.jit.save(scripted, tmp_path / "model.pt")
+    loaded = torch.jit.load(tmp_path / "model.pt")
+    for B in (2, 5):
+        u = torch.randn(B, 6, 6, requires_grad=True)
+        found = [torch.autograd.grad(each(u).square().sum(), [u, *each.parameters()]) for each in (model, loaded)]
+        assert_same(loaded(u), model, u)
+        for got, want in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    one = torch.jit.script(ScriptableRouting(layer))
+    u, logits, mask = torch.randn(2, 6, 6), torch.randn(2, 6, 4), torch.rand(2, 6) > 0.3
+    assert_same(one(u, logits, mask), lambda u: layer(u, logits=logits, mask=mask), u)
+
+
+def test_what_cannot_be_scripted_says_so() -> None:
+    with pytest.raises(TypeError, match=r"torch.jit.script cannot compile RoutedCaps; .*torch.jit.trace"):
+        torch.jit.script(nn.Sequential(capsfast.nn.RoutedCaps(6, 4, 6, 5)))
+    with pytest.raises(TypeError, match=r"layer must be a capsfast.DynamicRouting, got Linear"):
+        ScriptableRouting(nn.Linear(2, 2))  # type: ignore[arg-type]
+    for options in ({"rank": 2}, {"groups": 2}, {"top_k": 2}, {"share_batch_logits": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be .*; torch.jit.trace serves the layer"):
+            scriptable(capsfast.DynamicRouting(6, 4, 6, 5, **options))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="backend must be None, 'cpp' or 'cuda', got 'reference'"):
+        scriptable(capsfast.DynamicRouting(6, 4, 6, 5, backend="reference"))
+
+
+def test_arguments_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, u = capsfast.DynamicRouting(6, 4, 6, 5), torch.randn(2, 6, 6)
+    with pytest.raises(ValueError, match=r"capsfast.export.program: model must be in evaluation mode.*model.eval\(\)"):
+        program(layer, u)
+    layer.eval()
+    with pytest.raises(ValueError, match=r"batch of 2 or more for dynamic_batch=True, got \[1, 6, 6\]"):
+        program(layer, u[:1])
+    assert_same(program(layer, [u[:1]], dynamic_batch=False).module()(u[:1]), layer, u[:1])
+    with pytest.raises(TypeError, match="example must be a tensor or a sequence of arguments, got int"):
+        program(layer, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or an exported program, got function"):
+        program(capsfast.squash, u)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"to_package: file must end in .pt2, got 'model.so'"):
+        to_package(layer, u, tmp_path / "model.so")
+    with pytest.raises(ValueError, match=r"to_onnx: file must be in a folder that exists"):
+        to_onnx(layer, u, tmp_path / "absent" / "model.onnx")
+    with pytest.raises(ValueError, match="example must be None for an exported program"):
+        to_package(program(layer, u), u, tmp_path / "model.pt2")
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ModuleNotFoundError, match=r"to_onnx: needs the packages onnx and onnxscript; pip install"):
+            to_onnx(layer, u, tmp_path / "model.onnx")
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "extension", None)
+        patched.setattr(native, "why_absent", "it was not built")
+        with pytest.raises(RuntimeError, match=r"capsfast.export.library: it was not built"):
+            capsfast.export.library()

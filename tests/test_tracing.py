@@ -1,0 +1,201 @@
+"""torch.fx and torch.jit.trace: functions are one node, layers are leaves, and traces hold for every batch."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import capsfast
+from capsfast.nn import ROUTINGS
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit._trace.TracerWarning"),
+]
+
+
+def outputs(found: Any) -> tuple[Tensor, ...]:
+    return tuple(value for value in found if value is not None) if isinstance(found, tuple) else (found,)
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    for value, want in zip(outputs(got), outputs(wanted), strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6)
+
+
+def gradients(model: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
+    leaves = [value.clone().requires_grad_() for value in inputs]
+    loss = torch.stack([value.square().sum() for value in outputs(model(*leaves)) if value.requires_grad]).sum()
+    return torch.autograd.grad(loss, [*leaves, *model.parameters()], allow_unused=True)
+
+
+class Functions(nn.Module):
+    """All functions, with arguments by position and by name, in a forward of somebody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(7, 4, 5, 6))
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, u: Tensor, prior: Tensor) -> Tensor:
+        poses = self.linear(u)
+        moments = capsfast.routing_pass(poses, self.weight, prior=prior, second=True)
+        v, coupling = capsfast.dynamic_routing(u=poses, weight=self.weight, return_coupling=True)
+        votes = coupling.unsqueeze(-1) * capsfast.squash(moments.first, kind="half").unsqueeze(1)
+        routed = capsfast.route_votes(votes, 2, softmax="in")
+        return v + routed + capsfast.votes_pass(votes, query=moments.second).first
+
+
+def targets(traced: torch.fx.GraphModule, op: str) -> list[Any]:
+    return [node.target for node in traced.graph.nodes if node.op == op]
+
+
+def test_functions_are_nodes() -> None:
+    model = Functions()
+    traced = torch.fx.symbolic_trace(model)
+    called = [target for target in targets(traced, "call_function") if target.__module__.startswith("capsfast")]
+    assert called == [
+        capsfast.routing_pass,
+        capsfast.dynamic_routing,
+        capsfast.squash,
+        capsfast.route_votes,
+        capsfast.votes_pass,
+    ]
+    for B in (2, 5):
+        inputs = torch.randn(B, 7, 6), torch.randn(B, 4)
+        assert_same(traced(*inputs), model(*inputs))
+        assert_same(gradients(traced, *inputs), gradients(model, *inputs))
+    assert_same(torch.fx.Transformer(traced).transform()(*inputs), model(*inputs))
+    assert_same(torch.fx.Interpreter(traced).run(*inputs), model(*inputs))
+
+
+# A layer, and the axes of its first input behind the batch.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, learned_logits=True, bias=True), (6, 5)),
+    "shared": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, shared_weight=True, softmax="in"), (6, 5)),
+    "groups": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, groups=2, rank=2, gradient="last"), (6, 5)),
+    "best": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, top_k=2, factors="UV", rank=2), (6, 5)),
+    "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), (6, 5)),
+    "votes": (lambda: capsfast.nn.RoutingByAgreement(), (6, 4, 3)),
+    "conv": (lambda: capsfast.nn.ConvCaps2d(2, 3, 4, 5, padding=1), (2, 4, 5, 5)),
+    "conv child": (lambda: capsfast.nn.ConvCaps2d(2, 3, 4, 5, stride=2, competition="child"), (2, 4, 5, 5)),
+    "slim": (lambda: capsfast.nn.SlimConvCaps2d(2, 3, 4, 5, padding=1), (2, 4, 4, 3)),
+    "slim up": (lambda: capsfast.nn.SlimConvTransposeCaps2d(2, 3, 4, 5, 2, stride=2), (2, 4, 4, 3)),
+    "class": (lambda: capsfast.nn.ClassCaps2d(2, 3, 4, 5, 3), (2, 4, 3, 3)),
+    "primary": (lambda: capsfast.nn.PrimaryCaps(3, 2, 4, 3), (3, 5, 5)),
+    "matrices": (lambda: capsfast.nn.PrimaryMatrixCaps(3, 2, 4), (3, 5, 5)),
+    "decoder": (lambda: capsfast.nn.Decoder(4, 3, (1, 4, 4), (5,)), (4, 3)),
+    "network": (lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2), (1, 14, 14)),
+    **{
+        f"routed {name}": (lambda name=name: capsfast.nn.RoutedCaps(6, 4, 5, 3, routing=name), (6, 5))
+        for name in ROUTINGS
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_leaves(name: str) -> None:
+    make, axes = LAYERS[name]
+    layer = make()
+    model = nn.Sequential(nn.Tanh(), layer)
+    runs: list[int] = []
+    layer.register_forward_hook(lambda *_: runs.append(1))
+    traced = torch.fx.symbolic_trace(model)
+    assert targets(traced, "call_module") == ["0", "1"]
+    assert traced.get_submodule("1") is layer and not runs
+    x = torch.rand(3, *axes)
+    assert_same(traced(x), model(x))
+    assert len(runs) == 2
+    assert_same(gradients(traced, x), gradients(model, x))
+
+
+def test_a_layer_alone_and_a_network_are_traced_through() -> None:
+    layer = capsfast.DynamicRouting(6, 4, 5, 3, bias=True)
+    traced = torch.fx.symbolic_trace(layer)
+    assert targets(traced, "call_function") == [capsfast.dynamic_routing]
+    assert {"W", "bias"} == set(dict(traced.named_parameters())) == set(targets(traced, "get_attr"))
+    u, mask = torch.randn(2, 6, 5), torch.rand(2, 6) > 0.3
+    assert_same(traced(u), layer(u))
+    assert_same(traced(u, mask=mask, return_coupling=True), layer(u, mask=mask, return_coupling=True))
+    network = capsfast.models.CapsNet(1, 14, 4, primary_groups=2)
+    parts = torch.fx.symbolic_trace(network, concrete_args={"labels": None})
+    assert targets(parts, "call_module") == ["conv", "primary", "routing", "decoder"]
+    images = torch.rand(2, 1, 14, 14)
+    assert_same(parts(images), network(images))
+
+
+def test_what_fx_cannot_trace_says_so() -> None:
+    with pytest.raises(TypeError, match=r"got Proxy; torch.fx traces models that hold the layer, such as"):
+        torch.fx.symbolic_trace(capsfast.nn.RoutedCaps(6, 4, 5, 3))
+
+
+class Logged(Tensor):
+    """A tensor that lists the functions it is given to."""
+
+    seen: tuple[str, ...] = ()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen = (*cls.seen, function.__name__)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_functions_ask_other_kinds_of_tensors() -> None:
+    u, weight = torch.randn(2, 6, 5), torch.randn(6, 4, 3, 5)
+    found = capsfast.dynamic_routing(u.as_subclass(Logged), weight)
+    assert "dynamic_routing" in Logged.seen
+    assert_same(found.as_subclass(Tensor), capsfast.dynamic_routing(u, weight))
+    with torch.device("cpu"):  # a mode of functions
+        assert_same(capsfast.dynamic_routing(u, weight), capsfast.dynamic_routing(u, weight, backend="reference"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_traces_hold_for_every_batch(name: str, tmp_path: Path) -> None:
+    """check_trace, which is on, compares two traces of the layer node by node, and their values."""
+    make, axes = LAYERS[name]
+    layer = make().eval()
+    model = Parts(layer) if name == "network" else layer
+    traced = torch.jit.trace(model, torch.rand(3, *axes))
+    torch.jit.save(traced, tmp_path / "traced.pt")
+    loaded = torch.jit.load(tmp_path / "traced.pt")
+    for B in (1, 2, 12):
+        x = torch.rand(B, *axes)
+        assert_same(loaded(x), model(x))
+    assert_same(gradients(loaded, x), gradients(model, x))
+
+
+class Parts(nn.Module):
+    """What TorchScript can return of a network: a tuple without names and without None."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.network(images))
+
+
+def test_a_trace_holds_the_fused_op() -> None:
+    layer = capsfast.DynamicRouting(6, 4, 5, 3, backend=None)
+    traced = torch.jit.trace(layer, torch.rand(3, 6, 5))
+    kinds = [node.kind() for node in traced.graph.nodes()]
+    fused = capsfast.backends()["cpp"].available
+    assert kinds.count("capsfast::dynamic_routing") == (1 if fused else 0)
+    assert "prim::PythonOp" not in kinds
+
+
+def test_tracing_does_not_warn() -> None:
+    code = """
+import warnings, torch
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+import capsfast
+torch.jit.trace(capsfast.nn.RoutedCaps(6, 4, 5, 3, routing="em"), torch.rand(3, 6, 5))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,40 @@
+"""docs/troubleshooting.md quotes what the library says, word for word."""
+
+import ast
+import re
+from pathlib import Path
+
+from .test_docs import table_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "troubleshooting.md"
+
+
+def texts(*files: Path) -> set[str]:
+    """All strings of Python files, with … for what is filled in."""
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_quoted_messages_are_in_the_sources() -> None:
+    said = texts(ROOT / "setup.py", *(ROOT / "capsfast").rglob("*.py"))
+    quoted = [row[0].strip("`") for row in table_rows(PAGE, "| message |")]
+    assert len(quoted) >= 25 and all(len(quote.replace("…", "")) > 12 for quote in quoted)
+    assert [quote for quote in quoted if not any(quote in text for text in said)] == []
+
+
+def test_every_reason_of_an_absent_backend_is_explained() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    said = texts(ROOT / "capsfast" / "native.py", ROOT / "capsfast" / "toolchain.py")
+    kinds = ("the extension ", "there is no ", "the CUDA kernels ", "the kernels need ", "the package ", "it needs ")
+    # Up to the first number, bracket or remedy.
+    reasons = {re.split("[…;(]", text)[0].rstrip() for text in said if text.startswith(kinds)}
+    assert len(reasons) >= 10
+    assert [reason for reason in sorted(reasons) if reason not in page] == []
