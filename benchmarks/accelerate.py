@@ -27,6 +27,7 @@ from capsfast.files import write_text
 from tests.support.published_layers import CapsuleLayer, LayerRouting
 
 CPU = torch.device("cpu")
+KINDS = ("routing forward", "routing forward+backward", "network forward+backward")
 
 
 class CapsNet(nn.Module):
@@ -110,18 +111,24 @@ def measure(softmax: str, batch: int, std: float, seconds: float) -> dict[str, A
     def step(model: CapsNet) -> None:
         torch.autograd.grad(loss_of(model, images, labels), list(model.parameters()))
 
-    kinds: dict[str, Callable[[CapsNet], None]] = {
-        "routing forward": forward,
-        "routing forward+backward": both,
-        "network forward+backward": step,
-    }
-    for name, run in kinds.items():
+    runs: tuple[Callable[[CapsNet], None], ...] = (forward, both, step)
+    for name, run in zip(KINDS, runs, strict=True):
         steps = {"own": lambda _, run=run: run(own), "fused": lambda _, run=run: run(fast)}
         timings = interleave(steps, CPU, seconds, least_rounds=3)
         ratio = timings["own"].median / timings["fused"].median
         found[name] = {**{which: asdict(timing) for which, timing in timings.items()}, "speed_up": ratio}
         print(f"softmax {softmax}, {name}: {ratio:.1f}x", flush=True)
     return found
+
+
+def rows(measured: list[dict[str, Any]]) -> list[str]:
+    """Those of the table in docs/adoption.md."""
+    return [
+        f"| `{found['softmax']}` | {name} | {1e3 * found[name]['own']['median']:.0f} | "
+        f"{1e3 * found[name]['fused']['median']:.0f} | {found[name]['speed_up']:.1f}x |"
+        for found in measured
+        for name in KINDS
+    ]
 
 
 def main() -> None:
@@ -141,6 +148,7 @@ def main() -> None:
         "environment": environment(CPU),
         "measured": [measure(softmax, given.batch, given.std, given.seconds) for softmax in ("in", "out")],
     }
+    print("\n".join(rows(record["measured"])))
     if given.out is not None:
         write_text(given.out, json.dumps(record, indent=1) + "\n")
 

@@ -106,9 +106,9 @@ CONVERSIONS = {
 }
 
 
-def axes(order: str) -> list[str]:
-    """The letters of each axis: ``"1IK(JD)"`` to ``["1", "I", "K", "JD"]``."""
-    return [found.strip("()") for found in re.findall(r"\(\w+\)|\w", order)]
+def axes(order: str) -> tuple[str, ...]:
+    """The letters of each axis: ``"1IK(JD)"`` to ``("1", "I", "K", "JD")``."""
+    return tuple(found.strip("()") for found in re.findall(r"\(\w+\)|\w", order))
 
 
 def spelled(order: str) -> str:

@@ -114,6 +114,12 @@ def test_nothing_of_the_model_is_disturbed(images: Tensor) -> None:
     assert seen == ["forward", "forward"]
 
 
+def test_it_works_where_no_gradients_are_wanted(images: Tensor) -> None:
+    with torch.inference_mode():
+        model = Net()
+        assert accelerate(model, images + 1).fused == ("first", "second")
+
+
 def test_a_dry_run_changes_nothing(images: Tensor) -> None:
     model = Net()
     report = accelerate(model, images, dry_run=True)
@@ -234,6 +240,13 @@ def test_layers_that_do_more_than_compute_are_left_alone() -> None:
     assert "a tuple of 2" in left_alone(Pairs(*sizes), u)
 
 
+class Named(layers.Router):
+    """Its subclasses need a keyword."""
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        super().__init_subclass__()
+
+
 def test_reasons_that_lie_in_the_model() -> None:
     u = torch.randn(3, 7, 6)
     patched = layers.Router(7, 4, 6, 5, 2)
@@ -245,6 +258,7 @@ def test_reasons_that_lie_in_the_model() -> None:
     assert "hooks of routing_module" in report.left_alone[""] and report.fused == ("routing_module",)
     handle.remove()
     assert "one sample" in left_alone(layers.Router(7, 4, 6, 5, 2), u[:1])
+    assert "no class can be derived" in left_alone(Named(7, 4, 6, 5, 2), u)
     assert "tolerance is 1e-12" in left_alone(layers.Router(7, 4, 6, 5, 2), u, tolerance=1e-12)
 
 
@@ -296,18 +310,21 @@ def test_a_scripted_model_and_other_wrong_arguments() -> None:
     assert type(layer) is layers.Router and not layer._forward_hooks
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_weights_outside_of_routing_modules_are_named() -> None:
     class Inline(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(1, 6, 3)
+            self.conv = nn.Conv2d(2, 6, 3)
             self.W = nn.Parameter(torch.randn(1, 16, 4, 5, 6))
             self.past = layers.DigitCaps(4, 3, 5, 2)
+            self.traced = torch.jit.trace(layers.Router(3, 4, 2, 5, 2), torch.randn(4, 3, 2))
 
         def forward(self, images: Tensor) -> Tensor:
             u = self.conv(images).flatten(2).transpose(1, 2)
-            return self.past.forward(torch.einsum("xijdk,bik->bjd", self.W, u))
+            return self.traced(self.past.forward(torch.einsum("xijdk,bik->bjd", self.W, u)))
 
-    report = accelerate(Inline(), torch.randn(IMAGES))
+    report = accelerate(Inline(), torch.randn(3, 2, 6, 6))
     assert "`W` [1, 16, 4, 5, 6]" in report.left_alone[""] and "module of its own" in report.left_alone[""]
     assert "did not call it" in report.left_alone["past"] and report.fused == ()
+    assert "it was scripted" in report.left_alone["traced"]

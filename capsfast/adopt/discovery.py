@@ -111,7 +111,7 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
             handle.remove()
     ordered = []
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch."):
+        if type(module).__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule):
             continue
         candidate = found.get(module)
         if candidate is None or not owns_what_routing_needs(candidate):
@@ -192,12 +192,15 @@ def _holds_a_weight(module: nn.Module, called: bool) -> str:
     """What to say of a module that holds what may be a weight of capsules, and does not route as far as was seen."""
     if type(module).__module__.startswith("capsfast."):
         return ""
+    scripted = isinstance(module, torch.jit.ScriptModule)
     for name, p in module.named_parameters(recurse=False):
         lengths = axes_of(tuple(p.shape))
         convolution = p.dim() == 4 and p.shape[2] == p.shape[3] and p.shape[3] < LARGE_KERNEL
         if len(lengths) < 4 or convolution:
             continue
         weight = f"it holds `{name}` {list(p.shape)}, which may be a weight of capsules"
+        if scripted:
+            return f"{weight}, and it was scripted; accelerate the module that this was made of"
         if not called:
             return f"{weight}, and the example did not call it, or called its forward past it"
         return f"{weight}, and its forward does something else than route; give the routing a module of its own"

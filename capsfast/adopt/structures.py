@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from math import prod
 
-from ..kinds import axes
 from .identification import Identification, Sizes
+from .orders import axes
 
 Found = tuple[str, dict[str, int]]
 
