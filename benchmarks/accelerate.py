@@ -1,6 +1,6 @@
 """The CapsNet of Sabour, Frosst, Hinton (2017) written the popular way, before and after capsfast.accelerate.
 
-    python benchmarks/accelerate.py --out docs/records/accelerate-capsnet.json
+    python -m benchmarks.accelerate --out docs/records/accelerate-capsnet.json
 
 One model and an accelerated copy of it take turns, so that a drift of the machine meets both. Their outputs and
 gradients are compared first.
@@ -19,9 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 import capsfast
 from capsfast.bench.checkout import why_not_this_one
 from capsfast.bench.record import environment
@@ -30,6 +27,7 @@ from capsfast.files import write_text
 from tests.support.published_layers import CapsuleLayer, LayerRouting
 
 CPU = torch.device("cpu")
+KINDS = ("routing forward", "routing forward+backward", "network forward+backward")
 
 
 class CapsNet(nn.Module):
@@ -113,18 +111,24 @@ def measure(softmax: str, batch: int, std: float, seconds: float) -> dict[str, A
     def step(model: CapsNet) -> None:
         torch.autograd.grad(loss_of(model, images, labels), list(model.parameters()))
 
-    kinds: dict[str, Callable[[CapsNet], None]] = {
-        "routing forward": forward,
-        "routing forward+backward": both,
-        "network forward+backward": step,
-    }
-    for name, run in kinds.items():
+    runs: tuple[Callable[[CapsNet], None], ...] = (forward, both, step)
+    for name, run in zip(KINDS, runs, strict=True):
         steps = {"own": lambda _, run=run: run(own), "fused": lambda _, run=run: run(fast)}
-        timings = interleave(steps, CPU, seconds)
+        timings = interleave(steps, CPU, seconds, least_rounds=3)
         ratio = timings["own"].median / timings["fused"].median
         found[name] = {**{which: asdict(timing) for which, timing in timings.items()}, "speed_up": ratio}
         print(f"softmax {softmax}, {name}: {ratio:.1f}x", flush=True)
     return found
+
+
+def rows(measured: list[dict[str, Any]]) -> list[str]:
+    """Those of the table in docs/adoption.md."""
+    return [
+        f"| `{found['softmax']}` | {name} | {1e3 * found[name]['own']['median']:.0f} | "
+        f"{1e3 * found[name]['fused']['median']:.0f} | {found[name]['speed_up']:.1f}x |"
+        for found in measured
+        for name in KINDS
+    ]
 
 
 def main() -> None:
@@ -135,15 +139,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="for each measurement")
     parser.add_argument("--std", type=float, default=0.1, help="standard deviation of the routing weight")
     given = parser.parse_args()
-    hides = why_not_this_one("benchmarks/accelerate.py")
+    hides = why_not_this_one("benchmarks.accelerate")
     if hides:
         parser.error(hides)
     torch.set_num_threads(given.threads)
     record = {
-        "command": f"python benchmarks/accelerate.py {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m benchmarks.accelerate {' '.join(sys.argv[1:])}".strip(),
         "environment": environment(CPU),
         "measured": [measure(softmax, given.batch, given.std, given.seconds) for softmax in ("in", "out")],
     }
+    print("\n".join(rows(record["measured"])))
     if given.out is not None:
         write_text(given.out, json.dumps(record, indent=1) + "\n")
 

@@ -116,7 +116,7 @@ def positive_eps(op: str, eps: object) -> None:
     if not SMALLEST_EPS <= eps < float("inf"):
         raise ValueError(
             f"{op}: eps must be positive and finite, at least {SMALLEST_EPS} (below, the gradient of a zero vector "
-            f"overflows in float32), got {eps}"
+            f"overflows in float32), got {eps}; eps={SMALLEST_EPS} reproduces layers without an eps"
         )
 
 

@@ -31,7 +31,7 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     Args:
         s: any shape; float32, float64, bfloat16 or float16.
         dim: the axis that holds a capsule's components.
-        eps: positive; keeps the gradient of a zero vector finite.
+        eps: positive; keeps the gradient of a zero vector finite. 1e-20, the least, stands for none.
         kind: one of the names above.
 
     Returns:
@@ -102,7 +102,7 @@ def dynamic_routing(
         gradient: ``"full"``, or ``"last"``: the agreement added to the logits counts as constant.
         leaky: one more entry of logit 0 in every softmax, whose coupling is thrown away.
         squash: the kind, see :func:`capsfast.squash`.
-        eps: of the squash.
+        eps: of the squash, at least 1e-20, which reproduces layers without an eps.
         squash_last: False leaves out the squash of the last iteration, whose weighted sum with the bias is then the
             result. The iterations before squash as they do otherwise.
         share_batch_logits: routing logits averaged over the batch. A defect of some older code, under
@@ -188,7 +188,7 @@ def route_votes(
             every position.
 
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
-    (Sabour, Frosst, Hinton 2017, procedure 1).
+    (Sabour, Frosst, Hinton 2017, procedure 1). The reference alone serves ``share_batch_logits``.
     """
     tensors = (votes, logits, bias, mask, out_mask)
     if has_torch_function(tensors):

@@ -3,6 +3,7 @@
 The source folder is the repository, so that a relative link means the same here and on the repository's page.
 """
 
+import pkgutil
 import posixpath
 import re
 from pathlib import Path
@@ -49,7 +50,7 @@ toc_object_entries_show_parents = "hide"
 
 nitpicky = True
 # Their pages are not here, and their inventories would need a network.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|pathlib)(\..*)?")]
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|os|pathlib)(\..*)?")]
 
 html_theme = "furo"
 html_title = f"capsfast {version}"
@@ -99,15 +100,26 @@ def skip(app: Sphinx, what: str, name: str, thing: object, skipped: bool, option
 
 
 def link_pages(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Docstrings name the pages by their files."""
+    """Docstrings name the pages by their files, and call the tensors that a module owns its parameters."""
     lines[:] = [re.sub(r"(?<![\w/`])docs/([\w-]+)\.md", r":doc:`/docs/\1`", line) for line in lines]
+    lines[:] = [re.sub(r"^:Parameters:", ":Arguments:", line) for line in lines]
+
+
+def thing_of(name: str) -> object:
+    try:
+        return pkgutil.resolve_name(name)
+    except (AttributeError, ImportError, ValueError):  # such as an attribute of instances
+        return None
 
 
 def find_by_last_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: TextElement) -> Element | None:
-    """Docstrings name what is public without its module, as the code around them does."""
+    """What is documented under another of its names, or named without its module, as the code around it does."""
     if node.get("refdomain") != "py":
         return None
-    found = env.get_domain("py").find_obj(env, None, None, node["reftarget"], None, searchmode=1)
+    target = node["reftarget"]
+    found = env.get_domain("py").find_obj(env, None, None, target.rpartition(".")[2], None, searchmode=1)
+    if "." in target:
+        found = [each for each in found if thing_of(each[0]) is not None and thing_of(each[0]) is thing_of(target)]
     # capsfast.compat has classes with the names of capsfast.nn: each means its own.
     near = [each for each in found if each[0].startswith(f"{node.get('py:module')}.")]
     places = {(entry.docname, entry.node_id) for _, entry in near or found}

@@ -103,6 +103,13 @@ def test_compiles_without_a_graph_break(row: Published) -> None:
     torch.testing.assert_close(compiled(*given), ours(*given))
 
 
+def test_is_one_node_for_torch_fx() -> None:
+    layer, u = compat.CapsLayer(I, K, J, D, compat.AgreementRouting(I, J, 2)), torch.randn(B, I, K)
+    traced = torch.fx.symbolic_trace(nn.Sequential(layer))
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
+    torch.testing.assert_close(traced(u), layer(u))
+
+
 @pytest.mark.parametrize("kind", kinds.KINDS, ids=lambda kind: f"{kind.name} of {len(kind.arguments)}")
 def test_signatures_are_those_of_the_published_layers(kind: kinds.Kind) -> None:
     """Names, order and defaults; keywords of our own come after them."""
@@ -169,6 +176,11 @@ def test_a_routing_module_with_hooks_or_of_another_class_gets_the_votes() -> Non
     layer.routing_module.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape))
     torch.testing.assert_close(layer(u), wanted)
     assert seen == [(B, I, J, D)]
+    other = copy.deepcopy(layer)
+    other.routing_module._forward_pre_hooks.clear()
+    other.routing_module.register_full_backward_hook(lambda module, into, out: seen.append(into[0].shape))
+    other(u.requires_grad_()).sum().backward()
+    assert seen == 2 * [(B, I, J, D)]
     layer = compat.CapsLayer(I, K, J, D, compat.DynamicRouting(2))
     assert layer(u).shape == (B, J, D)
 
@@ -201,6 +213,7 @@ def test_zeros_have_finite_gradients(row: Published) -> None:
             "DynamicRouting: takes .* missing a required argument: 'in_dim'",
         ),
         (lambda: compat.CapsuleLayer(8, -1, 3, 4), ValueError, "needs kernel_size and stride, got None and None"),
+        (lambda: compat.DynamicRoutingLayer(7, 4, 6, 5, 3, 1), TypeError, "share_weights must be True or False, got 1"),
         (lambda: compat.CapsuleLayer(4, 0, 6, 5), ValueError, "num_route_nodes must be at least 1, got 0"),
         (lambda: compat.AgreementRouting(7, 4, -1), ValueError, "n_iterations must be at least 0, got -1"),
         (lambda: compat.CapsLayer(7, 6, 4, 5, 3), TypeError, "routing_module must be a module, got int"),

@@ -28,7 +28,7 @@ CASES = (
     LOADED_OUT,
     Case(gradient="last", logits="BIJ"),
     Case(num_iterations=1, softmax="in", coupling=False),
-    Case(num_iterations=5, mask=True, logits="IJ", squash="unit", eps=1e-3),
+    Case(num_iterations=5, mask=True, logits="IJ", squash="unit", eps=1e-3, squash_last=False),
 )
 # Softmaxes within a warp: a row of it or many, some lanes or one a vote, lanes and threads without any.
 IN_WARPS = (

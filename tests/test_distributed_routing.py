@@ -27,6 +27,7 @@ ROUTINGS = (
     LOADED,
     LOADED_OUT,
     Case(num_iterations=1, coupling=False, bias=True),
+    Case(squash_last=False, bias=True, out_mask=True),
     Case(gradient="last", logits="IJ", bias=True, squash="exp"),
     Case(gradient="last", softmax="in", leaky=True, logits="BIJ", mask=True, out_mask=True),
     Case(shared=True, squash="half", mask=True),

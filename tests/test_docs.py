@@ -126,6 +126,18 @@ def test_routings_side_by_side_are_those_of_the_record() -> None:
         assert (accuracy, seconds) == (f"{100 * found['results']['test_accuracy']:.2f} %", f"{found['seconds']:.1f}")
 
 
+def test_speeds_of_accelerate_are_those_of_the_record() -> None:
+    record = json.loads((ROOT / "docs" / "records" / "accelerate-capsnet.json").read_text(encoding="utf-8"))
+    rows = iter(table_rows(ROOT / "docs" / "adoption.md", "| softmax | call | own, ms |"))
+    for found in record["measured"]:
+        assert found["batch"] == 128 and max(found["differences"].values()) < 1e-5
+        for call in ("routing forward", "routing forward+backward", "network forward+backward"):
+            own, fused = (1e3 * found[call][which]["median"] for which in ("own", "fused"))
+            assert next(rows) == [f"`{found['softmax']}`", call, f"{own:.0f}", f"{fused:.0f}", f"{own / fused:.1f}x"]
+            assert own / fused > (10 if call.startswith("routing") else 1)
+    assert next(rows, None) is None
+
+
 def test_readme_names_every_routing() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = text.partition("any of these routings: ")[2].partition(". Their votes")[0]

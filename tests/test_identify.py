@@ -1,9 +1,11 @@
 """capsfast.identify: what a layer computes is found by what it does."""
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +142,50 @@ def test_axes_of_length_one(sizes: tuple[int, ...]) -> None:
     reproduced(found, layer, u)
 
 
+class Reshaping(Plain):
+    """Takes capsules or votes, and gives its result, with other axes."""
+
+    def __init__(self, given: Callable[[Tensor], Tensor], returned: Callable[[Tensor], Tensor], votes: bool) -> None:
+        super().__init__()
+        self.given, self.returned, self.of_votes = given, returned, votes
+        if votes:
+            del self.W
+
+    def votes(self, u: Tensor) -> Tensor:
+        return u if self.of_votes else super().votes(u)
+
+    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
+        return self.returned(super().forward(self.given(u), num_iterations))
+
+
+# Order of the input, its shape, how the layer reads it; the same of the output.
+RESHAPED: list[tuple[str, tuple[int, ...], Callable[[Tensor], Tensor], str, Callable[[Tensor], Tensor]]] = [
+    ("BIK1", (4, I, K, 1), lambda u: u.squeeze(3), "BJD1", lambda v: v[..., None]),
+    ("B1IK", (4, 1, I, K), lambda u: u.squeeze(1), "JBD", lambda v: v.transpose(0, 1)),
+    ("BI1K1", (4, I, 1, K, 1), lambda u: u[:, :, 0, :, 0], "B1JD1", lambda v: v[:, None, ..., None]),
+    ("B(IK)", (4, I * K), lambda u: u.unflatten(1, (I, K)), "B(JD)", lambda v: v.flatten(1)),
+    ("B(KI)", (4, I * K), lambda u: u.unflatten(1, (K, I)).transpose(1, 2), "DJB", lambda v: v.permute(2, 1, 0)),
+    ("BIJD1", (4, I, J, D, 1), lambda u: u.squeeze(4), "B1JD", lambda v: v[:, None]),
+    ("B1JID", (4, 1, J, I, D), lambda u: u.squeeze(1).transpose(1, 2), "BDJ", lambda v: v.transpose(1, 2)),
+    ("BI(JD)", (4, I, J * D), lambda u: u.unflatten(2, (J, D)), "BJD", lambda v: v),
+]
+
+
+@pytest.mark.parametrize("row", RESHAPED, ids=lambda row: f"{row[0]} to {row[3]}")
+def test_inputs_and_outputs_in_other_shapes(row: tuple[Any, ...]) -> None:
+    order, shape, given, out, returned = row
+    layer, u = Reshaping(given, returned, votes="J" in order), torch.randn(shape)
+    found = capsfast.identify(layer, u)
+    assert (found.input_order, found.output_order, found.options) == (order, out, {})
+    reproduced(found, layer, u)
+
+
+def test_what_makes_no_difference_is_as_in_the_paper() -> None:
+    """One iteration of two inputs and two outputs: either softmax gives 1/2; and no agreement has a gradient."""
+    found = capsfast.identify(Plain(2, 2, D, K), torch.randn(3, 2, K), call=lambda layer, u: layer(u, 1))
+    assert found.options == {"num_iterations": 1}
+
+
 class WithMask(Plain):
     """A mask of the votes, as an argument, in a buffer, or of the coupling of a softmax over the inputs."""
 
@@ -220,7 +266,7 @@ class HalfDetached(Plain):
 
 class LongInputs(Plain):
     def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
-        return super().forward(u, 2 if u.norm() > 1000 else num_iterations)
+        return super().forward(u, 2 if u.norm() > 30 else num_iterations)
 
 
 class OverBatch(Plain):
@@ -245,7 +291,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "a state": (Remembering, example(), "it keeps a state"),
     "no gradient": (NoGradient, example(), "its output has no gradient"),
     "half detached": (HalfDetached, example(), "its gradient goes neither through all iterations nor through the last"),
-    "control flow": (LongInputs, 1000 * example(), "on u it computes something else than on random numbers"),
+    "control flow": (LongInputs, 4 * example(), "on u it computes something else than on random numbers"),
     "over the batch": (OverBatch, example(), "its coupling is a softmax over the batch"),
     "offset": (OffsetVotes, example(), r"depends on `offset` \[4, 5\], which is neither logits, nor a bias"),
     "linear": (lambda: nn.Linear(K, J), example(), "does not point along the sum of the votes"),
@@ -444,6 +490,56 @@ class Recording(Plain):
         return self.last
 
 
+@pytest.mark.parametrize("make", [Plain, DrawnLogits])
+def test_random_numbers_of_torch_stay_as_they_are(make: Callable[[], nn.Module]) -> None:
+    layer, u = make(), example()
+    before = torch.get_rng_state()
+    with nullcontext() if make is Plain else pytest.raises(NotReproduced):
+        capsfast.identify(layer, u)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class NoEps(Plain):
+    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
+        votes = self.votes(u)
+        b = self.start(votes)
+        for _ in range(num_iterations):
+            s = (b.softmax(2)[..., None] * votes).sum(1)
+            n = s.square().sum(-1, keepdim=True)
+            v = n / (1 + n) * s / n.sqrt()
+            b = b + (votes * v[:, None]).sum(-1)
+        return v
+
+
+def test_an_input_of_zeros() -> None:
+    """A layer without eps gives NaN for it, which can't be compared."""
+    layer = NoEps()
+    found = capsfast.identify(layer, torch.zeros(5, I, K))
+    assert found.options == {"eps": 1e-20}
+    assert found.notes == ("on u the layer gives numbers that are not finite, so only random ones were compared",)
+    assert not capsfast.identify(Plain(), torch.zeros(5, I, K)).options
+
+
+def test_numbers_that_saturate_the_squash() -> None:
+    layer, u = Plain(200, 10, 16, 8), 5 * torch.randn(3, 200, 8)
+    layer.W.data.normal_()
+    assert (layer(u).norm(dim=-1) > 0.999).all()
+    found = capsfast.identify(layer, u)
+    assert not found.options and found.gradient_difference < 1e-8
+
+
+class Picky(Plain):
+    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
+        if (u < 0).any():
+            raise ValueError("no negative numbers")
+        return super().forward(u, num_iterations)
+
+
+def test_a_layer_that_does_not_take_random_numbers() -> None:
+    with pytest.raises(NotReproduced, match="it fails on random numbers, with ValueError: no negative numbers"):
+        capsfast.identify(Picky(), example().abs())
+
+
 def test_the_layer_stays_as_it_is() -> None:
     layer, u = Recording().eval(), example()
     layer(u).sum().backward()
@@ -489,6 +585,23 @@ def test_inside_no_grad_and_on_an_input_that_requires_a_gradient() -> None:
     with torch.no_grad():
         assert not capsfast.identify(Plain(), 1 * u).options
     assert not capsfast.identify(Plain(), u).options and u.grad is None
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "adoption.md").read_text(encoding="utf-8")
+    code, shown = (
+        text.partition("```python\n")[2].partition("```")[0],
+        text.partition("```text\n")[2].partition("```")[0],
+    )
+    exec(code, {"__name__": "__main__"})
+    printed = [re.sub(r"\d\.\de-\d\d", "…", each) for each in (capsys.readouterr().out, shown)]
+    assert printed[0] == printed[1] and len(shown.splitlines()) == 7
+
+
+def test_eps_shortens_short_capsules() -> None:
+    """By what the page says."""
+    s = torch.tensor([1e-3], dtype=torch.float64)
+    assert f"{1 - float(capsfast.squash(s) / capsfast.squash(s, eps=1e-20)):.1%}" == "0.5%"
 
 
 def test_bad_arguments() -> None:

@@ -9,7 +9,7 @@ import torch
 import capsfast
 
 HEAVY = ("lightning", "lightning_fabric", "pytorch_lightning", "matplotlib", "sklearn", "rich", "typer", "tensorboard")
-OWN = ("capsfast.adopt", "capsfast.bench", "capsfast.cli", "capsfast.data", "capsfast.models", "capsfast.train")
+OWN = tuple(f"capsfast.{name}" for name in ("adopt", "bench", "cli", "compat", "data", "export", "models", "train"))
 SECONDS = 0.1
 
 
@@ -29,6 +29,8 @@ def test_nothing_heavy_is_imported() -> None:
 def test_networks_are_imported_when_they_are_asked_for() -> None:
     code = "import capsfast; assert 'models' in dir(capsfast); print(capsfast.models.CapsNet.__name__)"
     assert python(code).strip() == "CapsNet"
+    code = "import capsfast; assert 'compat' in dir(capsfast); print(capsfast.compat.Router.__name__)"
+    assert python(code).strip() == "Router"
     with pytest.raises(AttributeError, match="module 'capsfast' has no attribute 'magic'"):
         capsfast.magic  # noqa: B018
 

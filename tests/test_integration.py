@@ -22,7 +22,7 @@ from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, call, make, run
 
 OPS = ("dynamic_routing", "route_votes")
 # Between them all tensors, both gradients and both softmaxes; a compilation costs seconds.
-COMPILED = (LOADED, Case(gradient="last", leaky=True, logits="IJ", coupling=False))
+COMPILED = (LOADED, Case(gradient="last", leaky=True, logits="IJ", squash_last=False, coupling=False))
 CASES = (PLAIN, LOADED, LOADED_OUT, Case(gradient="last", coupling=False))
 
 
@@ -102,14 +102,6 @@ def test_compiled_by_inductor_within_a_network(backend: Backend) -> None:
             results.append([v.detach(), leaf.grad, layer.W.grad, network[0].weight.grad])
         for got, wanted in zip(*results, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_share_batch_logits_compiles_too() -> None:
-    u, weight = torch.randn(3, 7, 6), torch.randn(7, 4, 5, 6)
-    compiled = torch.compile(capsfast.dynamic_routing, fullgraph=True, backend="eager")
-    v = compiled(u, weight, share_batch_logits=True)
-    with pytest.warns(UserWarning, match="share_batch_logits"):
-        torch.testing.assert_close(v, capsfast.dynamic_routing(u, weight, share_batch_logits=True))
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -21,7 +21,7 @@ CASES = (
     PLAIN,
     LOADED,
     Case(gradient="last", logits="IJ", coupling=False),
-    Case(shared=True, mask=True),
+    Case(shared=True, mask=True, squash_last=False),
     LINEAR,
     QUADRATIC,
     EVERYTHING,

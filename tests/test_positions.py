@@ -29,7 +29,7 @@ CASES = (
     LOADED_OUT,
     Case(num_iterations=1),
     Case(gradient="last", logits="IJ", coupling=False),
-    Case(softmax="in"),
+    Case(softmax="in", squash_last=False),
     LINEAR,
     QUADRATIC,
     PassCase(),

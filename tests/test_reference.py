@@ -150,3 +150,23 @@ def test_three_of_these_iterations_are_not_two() -> None:
     results = [run(make(SHAPE, Case(num_iterations=r)), "reference", need=())["v"] for r in (1, 2, 3, 4)]
     for one, next_one in pairwise(results):
         assert (one - next_one).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("leaky", [False, True])
+@pytest.mark.parametrize("softmax", ["out", "in"])
+@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
+def test_a_mask_after_the_softmax_differs_over_the_input_capsules_alone(op: str, softmax: str, leaky: bool) -> None:
+    problem = make(SHAPE, Case(softmax=softmax, leaky=leaky, mask=True, num_iterations=2), op)
+    assert not problem.masks["mask"].all()
+    before = run(problem, "reference", need=())["v"]
+    activation = problem.masks["mask"].double()
+    one_pass = capsfast.votes_pass if op == "route_votes" else capsfast.routing_pass
+    v = None
+    for _ in range(2):
+        found = one_pass(*problem.inputs.values(), query=v, normalize=softmax, leaky=leaky, activation=activation)
+        v = capsfast.squash(found.first)
+    assert v is not None
+    if softmax == "out":
+        torch.testing.assert_close(v, before)
+    else:
+        assert (v - before).abs().max() > 1e-3

@@ -2,8 +2,8 @@
 
 import importlib
 import json
-import operator
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -36,44 +36,37 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "docs"
 
 
-def public_names() -> list[tuple[str, str]]:
-    """Modules that say what is public, and what it is."""
+def public_things() -> dict[str, object]:
+    """What the modules of the package say is public, by its full name."""
     files = [file for pattern in ("*.py", "*/__init__.py") for file in sorted(PACKAGE.glob(pattern))]
-    modules = [
+    names = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for file in files
         if "\n__all__ = " in file.read_text(encoding="utf-8")
     ]
-    return [(module, name) for module in modules for name in importlib.import_module(module).__all__]
+    modules = [importlib.import_module(name) for name in names]
+    return {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
 
 
 def named(name: str) -> object:
-    """The object of a dotted name, None if there is none; attributes of instances have no object."""
-    module, rest = name, ""
-    while module:
-        if module in sys.modules:
-            try:
-                return operator.attrgetter(rest)(sys.modules[module]) if rest else sys.modules[module]
-            except AttributeError:
-                return None
-        module, _, last = module.rpartition(".")
-        rest = f"{last}.{rest}".rstrip(".")
-    return None
+    """The object of a dotted name, None if there is none: attributes of instances have no object."""
+    try:
+        return pkgutil.resolve_name(name)
+    except AttributeError:
+        return None
 
 
 def test_every_public_name_is_in_the_api(site: Path) -> None:
-    names = public_names()
-    assert ("capsfast.nn", "RoutedCaps") in names
+    public = public_things()
+    assert "capsfast.nn.RoutedCaps" in public
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
     entries = {name for kind, things in inventory.items() if kind.startswith("py:") for name in things}
     # A thing that has several names is there under one of them.
-    things = {id(named(name)) for name in entries}
+    things = {id(thing) for thing in map(named, entries) if thing is not None}
     missing = [
-        f"{module}.{name}"
-        for module, name in names
-        if not isinstance(named(f"{module}.{name}"), (ModuleType, str))
-        and f"{module}.{name}" not in entries
-        and id(named(f"{module}.{name}")) not in things
+        name
+        for name, thing in public.items()
+        if name not in entries and id(thing) not in things and not isinstance(thing, (ModuleType, str))
     ]
     assert not missing, f"on no page of docs/api: {', '.join(missing)}"
 

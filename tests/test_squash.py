@@ -13,6 +13,15 @@ from .support.backends import ALL_DTYPES
 from .support.problems import relayout
 
 
+@pytest.mark.parametrize(("length", "share"), [(1e-2, 5e-5), (1e-3, 5e-3), (1e-4, 0.29)])
+def test_the_least_eps_is_that_of_layers_without_one(length: float, share: float) -> None:
+    s = torch.tensor([0.6, -0.8], dtype=torch.float64) * length
+    without = length / (1 + length**2) * s
+    torch.testing.assert_close(capsfast.squash(s, eps=1e-20), without, rtol=1e-10, atol=0)
+    torch.testing.assert_close(capsfast.squash(s.float(), eps=1e-20), without.float(), rtol=1e-6, atol=0)
+    assert 1 - (capsfast.squash(s) / without).mean().item() == pytest.approx(share, rel=0.02)
+
+
 @pytest.mark.parametrize("eps", [1e-8, 0.1])
 @pytest.mark.parametrize("kind", SQUASH)
 def test_values_are_those_of_the_definition(kind: str, eps: float) -> None:

@@ -1,5 +1,6 @@
 """torch.fx and torch.jit.trace: functions are one node, layers are leaves, and traces hold for every batch."""
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,6 +75,22 @@ def test_functions_are_nodes() -> None:
     assert_same(torch.fx.Interpreter(traced).run(*inputs), model(*inputs))
 
 
+FUNCTIONS = ("dynamic_routing", "route_votes", "routing_pass", "votes_pass", "squash")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nodes_have_every_argument(name: str) -> None:
+    function = getattr(capsfast, name)
+    parameters = inspect.signature(function).parameters
+    graph = torch.fx.Graph()
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    given = {each: torch.fx.Proxy(graph.placeholder(each), tracer) for each in parameters}
+    node = function(**given).node
+    assert node.target is function
+    bound = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
+    assert {each: str(value) for each, value in bound.items()} == {each: each for each in parameters}
+
+
 # A layer, and the axes of its first input behind the batch.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, learned_logits=True, bias=True), (6, 5)),
@@ -81,6 +98,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "groups": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, groups=2, rank=2, gradient="last"), (6, 5)),
     "best": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, top_k=2, factors="UV", rank=2), (6, 5)),
     "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), (6, 5)),
+    "sums": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, squash_last=False), (6, 5)),
+    "compat": (lambda: capsfast.compat.DigitCaps(6, 4, 5, 3), (6, 5)),
     "votes": (lambda: capsfast.nn.RoutingByAgreement(), (6, 4, 3)),
     "conv": (lambda: capsfast.nn.ConvCaps2d(2, 3, 4, 5, padding=1), (2, 4, 5, 5)),
     "conv child": (lambda: capsfast.nn.ConvCaps2d(2, 3, 4, 5, stride=2, competition="child"), (2, 4, 5, 5)),
@@ -112,6 +131,34 @@ def test_layers_are_leaves(name: str) -> None:
     assert_same(traced(x), model(x))
     assert len(runs) == 2
     assert_same(gradients(traced, x), gradients(model, x))
+
+
+class Masked(nn.Module):
+    """Calls a layer by names alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = capsfast.DynamicRouting(6, 4, 5, 3)
+
+    def forward(self, u: Tensor, mask: Tensor) -> Any:
+        v, coupling = self.layer(u=u, mask=mask, return_coupling=True)[:2]
+        return v, coupling
+
+
+def test_leaves_take_arguments_by_name() -> None:
+    model = Masked()
+
+    class Pairs(torch.fx.Tracer):
+        """Lets a result be unpacked into two."""
+
+        def iter(self, proxy: torch.fx.Proxy) -> Any:
+            return iter((proxy[0], proxy[1]))
+
+    graph = Pairs().trace(model)
+    traced = torch.fx.GraphModule(model, graph)
+    assert targets(traced, "call_module") == ["layer"]
+    u, mask = torch.randn(2, 6, 5), torch.rand(2, 6) > 0.3
+    assert_same(traced(u, mask), model(u, mask))
 
 
 def test_a_layer_alone_and_a_network_are_traced_through() -> None:
@@ -194,6 +241,7 @@ def test_tracing_does_not_warn() -> None:
 import warnings, torch
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+warnings.filterwarnings("ignore", "capsfast: running on the slow reference backend", RuntimeWarning)
 import capsfast
 torch.jit.trace(capsfast.nn.RoutedCaps(6, 4, 5, 3, routing="em"), torch.rand(3, 6, 5))
 """

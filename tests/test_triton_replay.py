@@ -33,7 +33,7 @@ if not toolchain.why_no_triton():
     from capsfast.triton.recorder import Memory, arrange
     from capsfast.triton.recording import Recording
 
-SHAPE = (3, 4, 5, 6, 2)
+SHAPE = (3, 2, 5, 6, 2)
 QUIET = Case(coupling=False)
 
 
@@ -78,7 +78,7 @@ def assert_replays(problem: Problem) -> None:
 
 @pytest.mark.parametrize("case", support_problems.CASES, ids=str)
 @pytest.mark.usual(
-    case=[*support_problems.SINGLE[:4], *support_problems.COMBINED[-7:], Case(gradient="last"), Case(shared=True)]
+    case=[*support_problems.SINGLE[:3], *support_problems.COMBINED[-5:], Case(gradient="last"), Case(shared=True)]
 )
 def test_a_replay_is_the_ordinary_call(case: Case) -> None:
     assert_replays(make(SHAPE, case, dtype=torch.float32))
@@ -90,7 +90,7 @@ def test_a_replay_of_votes_is_the_ordinary_call(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", support_passes.CASES, ids=str)
-@pytest.mark.usual(case=[*support_passes.CASES[:3], *support_passes.CASES[-7:], support_passes.QUADRATIC])
+@pytest.mark.usual(case=[*support_passes.CASES[:3], *support_passes.CASES[-4:], support_passes.QUADRATIC])
 def test_a_replay_of_a_pass_is_the_ordinary_call(case: PassCase) -> None:
     assert_replays(support_passes.make(SHAPE, case, dtype=torch.float32))
 
@@ -129,6 +129,7 @@ def test_what_torch_made_is_freed_after_its_last_use() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.usual(layout=["transposed"])
 def test_other_dtypes_and_strides(case: Case | PassCase, dtype: torch.dtype, layout: str) -> None:
     assert_replays(make_either((18, 3, 4, 6, 3), case, dtype).laid_out(layout))
 
@@ -281,7 +282,7 @@ def test_threads(u_and_weight: tuple[Tensor, Tensor], monkeypatch: pytest.Monkey
     found: dict[int, list[Tensor]] = {thread: [] for thread in range(4)}
 
     def work(thread: int, B: int) -> None:
-        for _ in range(5):
+        for _ in range(3):
             found[thread].append(routed(u[:B], weight))
 
     # Triton's interpreter has one grid for all threads: launches take turns.
@@ -298,7 +299,7 @@ def test_threads(u_and_weight: tuple[Tensor, Tensor], monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join()
     for outputs in found.values():
-        assert len(outputs) == 5
+        assert len(outputs) == 3
         assert all(torch.equal(v, wanted[len(v)]) for v in outputs)
 
 

@@ -3,5 +3,16 @@
 from .entry import identify
 from .identification import Identification, Sizes
 from .refusal import NotReproduced
+from .replacement import accelerate
+from .report import Acceleration, LayerReport, undo
 
-__all__ = ["Identification", "NotReproduced", "Sizes", "identify"]
+__all__ = [
+    "Acceleration",
+    "Identification",
+    "LayerReport",
+    "NotReproduced",
+    "Sizes",
+    "accelerate",
+    "identify",
+    "undo",
+]

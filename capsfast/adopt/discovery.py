@@ -14,6 +14,8 @@ from .signature import Signature, UnclearCallError
 
 # Of one module: more kinds of calls than a layer is given in practice.
 MOST_CALLS = 4
+# From this size on two equal axes at the end are rather those of capsules than of a window.
+LARGE_KERNEL = 12
 
 
 @dataclass
@@ -74,8 +76,10 @@ def run(model: nn.Module, example: object) -> Any:
 def candidates(model: nn.Module, example: object) -> list[Candidate]:
     """Modules whose calls look like routing, the outer ones before those in them. Runs the model in evaluation mode."""
     found: dict[nn.Module, Candidate] = {}
+    called: set[nn.Module] = set()
 
     def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        called.add(layer)
         u = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if u is None or not isinstance(first, Tensor) or not looks_like_routing(u, first):
@@ -107,11 +111,15 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
             handle.remove()
     ordered = []
     for name, module in model.named_modules():
-        if module in found and not type(module).__module__.startswith("torch."):
-            found[module].name = name
-            if owns_what_routing_needs(found[module]):
-                ordered.append(found[module])
-    return [each for each in ordered if not _passes_through(each, ordered)]
+        if type(module).__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule):
+            continue
+        candidate = found.get(module)
+        if candidate is None or not owns_what_routing_needs(candidate):
+            candidate = Candidate("", module, why_not=_holds_a_weight(module, module in called))
+        candidate.name = name
+        if candidate.calls or candidate.why_not:
+            ordered.append(candidate)
+    return [each for each in ordered if not _passes_through(each, ordered) and not _is_around(each, ordered)]
 
 
 def axes_of(shape: tuple[int, ...]) -> list[int]:
@@ -178,6 +186,31 @@ def _passes_through(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
     return bool(ends) and any(
         other.layer in inside and ends == {(call.source, call.result) for call in other.calls} for other in all_of_them
     )
+
+
+def _holds_a_weight(module: nn.Module, called: bool) -> str:
+    """What to say of a module that holds what may be a weight of capsules, and does not route as far as was seen."""
+    if type(module).__module__.startswith("capsfast."):
+        return ""
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    for name, p in module.named_parameters(recurse=False):
+        lengths = axes_of(tuple(p.shape))
+        convolution = p.dim() == 4 and p.shape[2] == p.shape[3] and p.shape[3] < LARGE_KERNEL
+        if len(lengths) < 4 or convolution:
+            continue
+        weight = f"it holds `{name}` {list(p.shape)}, which may be a weight of capsules"
+        if scripted:
+            return f"{weight}, and it was scripted; accelerate the module that this was made of"
+        if not called:
+            return f"{weight}, and the example did not call it, or called its forward past it"
+        return f"{weight}, and its forward does something else than route; give the routing a module of its own"
+    return ""
+
+
+def _is_around(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
+    """Whether all that is known of it is a weight, and a module in it may route."""
+    inside = set(candidate.layer.modules()) - {candidate.layer}
+    return not candidate.calls and any(other.calls and other.layer in inside for other in all_of_them)
 
 
 def inner_hooks(layer: nn.Module) -> list[str]:

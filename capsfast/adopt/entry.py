@@ -57,9 +57,7 @@ def identify(
     if u.dim() < 2 or u.numel() == 0:
         raise ValueError(f"{OP}: u must be input capsules [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)}")
     layer = unwrapped(layer)
-    devices = [u.device] if u.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
-        torch.default_generator.manual_seed(0)
+    with torch.inference_mode(False), torch.enable_grad():
         inputs = Inputs(u.detach(), others)
         if not isinstance(layer, torch.jit.ScriptModule):
             try:

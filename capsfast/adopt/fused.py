@@ -135,7 +135,7 @@ def original_class(made: type) -> type[nn.Module]:
 
 
 def fuse(layer: nn.Module, fused: Fused) -> None:
-    setattr(layer, RECORD, fused)
+    vars(layer)[RECORD] = fused
     layer.__class__ = fused_class(type(layer))
 
 
@@ -151,4 +151,4 @@ def restore(layer: nn.Module) -> None:
             f"{type(layer).__name__}, made of it since; take that off first, such as a parametrization"
         )
     layer.__class__ = original_class(type(layer))
-    delattr(layer, RECORD)
+    del vars(layer)[RECORD]

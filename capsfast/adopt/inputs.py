@@ -13,6 +13,18 @@ from .structures import orders
 SAMPLES = (3, 4)
 
 
+class Draw:
+    """Normal random numbers of its own, so that those of torch stay as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, like: Tensor, scale: float = 1.0) -> Tensor:
+        dtype = like.dtype if like.is_floating_point() else torch.float32
+        drawn = torch.randn(like.shape, dtype=dtype, device=self._generator.device, generator=self._generator)
+        return scale * drawn.to(like.device)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """u and the further arguments of a forward, with B first. sized: an int that equals B is the batch size."""
@@ -41,9 +53,20 @@ class Inputs:
 
         return replace(self, u=converted(self.u), others=tuple(converted(each) for each in self.others))
 
-    def random(self) -> "Inputs":
+    def random(self, draw: Draw) -> "Inputs":
         """Random numbers in place of all floats, a random choice in place of what is 0 and 1."""
-        return replace(self, u=torch.randn_like(self.u), others=tuple(_drawn(each) for each in self.others))
+
+        def drawn(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if binary(value):
+                chosen = draw(value) < 0.3
+                # No sample without anything.
+                chosen.view(-1)[:: max(1, chosen.shape[-1] if chosen.dim() else 1)] = True
+                return chosen.to(value.dtype)
+            return draw(value) if value.is_floating_point() else value
+
+        return replace(self, u=draw(self.u), others=tuple(drawn(each) for each in self.others))
 
     def neutral(self, but: tuple[int, ...] = ()) -> "Inputs":
         """Every mask all ones, other tensors 0, but for some arguments."""
@@ -87,14 +110,3 @@ class Inputs:
 def binary(value: Tensor) -> bool:
     """Whether it holds 0 and 1 alone."""
     return value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all())
-
-
-def _drawn(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if binary(value):
-        drawn = torch.rand(value.shape, device=value.device) < 0.6
-        # No sample without anything.
-        drawn.view(-1)[:: max(1, drawn.shape[-1] if drawn.dim() else 1)] = True
-        return drawn.to(value.dtype)
-    return torch.randn_like(value) if value.is_floating_point() else value

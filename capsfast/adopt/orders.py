@@ -4,22 +4,43 @@ A letter is an axis: B, I, J, D or K. ``1`` is an axis of length 1, letters in b
 all, the last one fastest: the weight ``[I, K, J*D]`` has the order ``"IK(JD)"``.
 """
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from .. import checks
+from ..toolchain import constant_while_tracing
 
 # Methods of a tensor with their arguments, one after the other.
 Steps = tuple[tuple[str, tuple[object, ...]], ...]
 
-
-def axes(order: str) -> list[str]:
-    """The letters of each axis: ``"1IK(JD)"`` to ``["1", "I", "K", "JD"]``."""
-    return [found.strip("()") for found in re.findall(r"\(\w+\)|\w", order)]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
+def kept(function: F) -> F:
+    """Works each answer out once: a layer asks the same at every call, and reading an order takes longer than a kernel
+    of a small batch. torch.compile takes the answer as it is; of functools.cache it would warn.
+    """
+    memory = functools.cache(function)
+
+    @constant_while_tracing
+    @functools.wraps(function)
+    def answer(*args: Any) -> Any:
+        return memory(*args)
+
+    return cast(F, answer)
+
+
+@kept
+def axes(order: str) -> tuple[str, ...]:
+    """The letters of each axis: ``"1IK(JD)"`` to ``("1", "I", "K", "JD")``."""
+    return tuple(found.strip("()") for found in re.findall(r"\(\w+\)|\w", order))
+
+
+@kept
 def letters(order: str) -> str:
     """Its axes one by one, without those of length 1: ``"1IK(JD)"`` to ``"IKJD"``."""
     return "".join(axes(order)).replace("1", "")
@@ -35,6 +56,12 @@ def steps_from(order: str, wanted: str, sizes: Mapping[str, int]) -> Steps:
 
     sizes: of the letters; for I and B none is needed.
     """
+    return _steps_from(order, wanted, tuple(sizes.items()))
+
+
+@kept
+def _steps_from(order: str, wanted: str, of_letters: tuple[tuple[str, int], ...]) -> Steps:
+    sizes = dict(of_letters)
     found: list[tuple[str, tuple[object, ...]]] = []
     place = 0
     for axis in axes(order):
@@ -54,6 +81,7 @@ def steps_from(order: str, wanted: str, sizes: Mapping[str, int]) -> Steps:
     return tuple(found)
 
 
+@kept
 def steps_to(order: str, given: str) -> Steps:
     """Views that turn the axes ``given`` into ``order``."""
     found: list[tuple[str, tuple[object, ...]]] = []

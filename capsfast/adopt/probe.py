@@ -111,9 +111,13 @@ class Probe:
             return self._run(self.layer, u, others)
 
     def _run(self, layer: nn.Module, u: Tensor, others: tuple[Any, ...]) -> Tensor:
-        before = _random_states(u)
-        found = self._call(layer, u, *others)
-        self.draws |= any(not torch.equal(*states) for states in zip(before, _random_states(u), strict=True))
+        before = random_states(u.device)
+        try:
+            found = self._call(layer, u, *others)
+        finally:
+            if not all(torch.equal(*states) for states in zip(before, random_states(u.device), strict=True)):
+                self.draws = True
+                _restore(before, u.device)
         if self._output is not None:
             found = self._output(found)
         elif isinstance(found, (tuple, list)):
@@ -125,9 +129,28 @@ class Probe:
         return found
 
 
-def _random_states(u: Tensor) -> list[Tensor]:
+def random_states(device: torch.device) -> list[Tensor]:
+    """Of the generators that a forward may draw from."""
     states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(u.device)] if u.device.type == "cuda" else states
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _restore(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+@contextmanager
+def other_random_numbers(device: torch.device) -> Iterator[None]:
+    """Torch's generators in another state, and back again."""
+    before = random_states(device)
+    torch.rand(1)
+    torch.rand(1, device=device)
+    try:
+        yield
+    finally:
+        _restore(before, device)
 
 
 @contextmanager

@@ -38,7 +38,9 @@ class LayerReport:
     @property
     def words(self) -> str:
         """What it computes and what there is to say, a line each."""
-        lines = [] if self.identification is None else self.identification.describe().split("\nThe call:")[0].split("\n")
+        lines = (
+            [] if self.identification is None else self.identification.describe().split("\nThe call:")[0].split("\n")
+        )
         lines = [line for line in lines if "largest relative difference" not in line]
         return "\n".join([*lines, *([self.reason] if self.reason else [])])
 
@@ -115,6 +117,6 @@ def undo(model: nn.Module) -> tuple[str, ...]:
     Raises:
         RuntimeError: something was put in front of the class of one of them, such as a parametrization; none is undone.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, FusedLayer)}
-    restore_all(list(found.values()))
-    return tuple(found)
+    names = tuple(name for name, module in model.named_modules() if isinstance(module, FusedLayer))
+    restore_all([model.get_submodule(name) for name in names])
+    return names

@@ -1,6 +1,6 @@
 """The options under which capsfast computes what a layer computes, found by trying."""
 
-import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from .. import checks
 from . import candidates, structures
 from .identification import Identification
-from .inputs import Inputs
+from .inputs import Draw, Inputs
 from .misses import SAME_DIRECTION, Miss, no_options, off_direction, other_direction
 from .orders import follow, steps_from
-from .probe import Call, Probe, modes_swapped
+from .probe import Call, Probe, modes_swapped, other_random_numbers
 from .refusal import NotReproduced
 from .squashes import Fit, fits
 
@@ -39,6 +39,7 @@ class Search:
         self.nearest: tuple[float, Identification] | None = None
         self.miss: Miss | None = None
         self.notes: list[str] = []
+        self.draw = Draw(real.u.device)
         self.same, self.same_on_real = SAME[dtype]
         self.real, self.probe = self._copied(layer, real, call, output, dtype)
         self.given = replace(real, sized=self.real.sized)
@@ -88,18 +89,23 @@ class Search:
     # What a layer is run on.
 
     def _run(self, inputs: Inputs) -> Tensor:
-        return self.probe(inputs.u, *inputs.others)
+        try:
+            return self.probe(inputs.u, *inputs.others)
+        except Exception as error:
+            raise self._refused(f"it fails on random numbers, with {type(error).__name__}: {error}") from error
 
     def _random(self) -> None:
         """Numbers of which no two are alike, for what can be set."""
-        values = {name: _randn(value, 0.3) for name, value in self.probe.true.items()}
+        values = {name: self.draw(value, 0.3) for name, value in self.probe.true.items()}
         self.probe.set(values)
-        self.inputs = self.inputs.random()
+        self.inputs = self.inputs.random(self.draw)
 
     def _steady(self) -> None:
         """Whether a result depends on the parameters and the input alone."""
         try:
-            first, again = self._run(self.inputs), self._run(self.inputs)
+            first = self.probe(self.inputs.u, *self.inputs.others)
+            with other_random_numbers(self.inputs.u.device) if self.probe.draws else nullcontext():
+                again = self.probe(self.inputs.u, *self.inputs.others)
         except Exception as error:
             if self.probe.dtype == torch.float64:
                 raise Float64Error from error
@@ -114,7 +120,7 @@ class Search:
             raise self._refused("two calls on one input differ: it keeps a state")
         with modes_swapped(self.probe.layer):
             try:
-                other = self._run(self.inputs)
+                other = self.probe(self.inputs.u, *self.inputs.others)
             except Exception as error:
                 mode = "training" if not self.probe.layer.training else "evaluation"
                 raise self._refused(f"it fails in {mode} mode, with {type(error).__name__}: {error}") from error
@@ -132,7 +138,7 @@ class Search:
         value = self.probe.tensor(name).detach().clone()
         # A forward may keep its output, and this may be the tensor that is set.
         before = self._run(self.inputs).detach().clone()
-        self.probe.set({name: _randn(value, 0.3)})
+        self.probe.set({name: self.draw(value, 0.3)})
         after = self._run(self.inputs)
         self.probe.set({name: value})
         return not _equal(before, after)
@@ -140,11 +146,10 @@ class Search:
     # Candidates.
 
     def _evaluate(self, candidate: Identification, inputs: Inputs) -> Tensor:
+        if candidate.share_batch_logits:
+            return candidates.averaged(candidate, self.probe.tensors(), inputs.u, *inputs.others)
         backend = None if inputs.u.device.type == "cpu" else "reference"
-        with warnings.catch_warnings():
-            if candidate.share_batch_logits:
-                warnings.simplefilter("ignore", UserWarning)
-            return candidate(self.probe.tensors(), inputs.u, *inputs.others, backend=backend)
+        return candidate(self.probe.tensors(), inputs.u, *inputs.others, backend=backend)
 
     def _difference(self, candidate: Identification, inputs: Inputs, output: Tensor) -> float:
         difference = relative(self._evaluate(candidate, inputs).detach(), output.detach())
@@ -188,7 +193,7 @@ class Search:
             self.miss = Miss(*why, candidate)
 
     def _random_again(self, names: list[str]) -> None:
-        self.probe.set({name: _randn(self.probe.true[name], 0.3) for name in names})
+        self.probe.set({name: self.draw(self.probe.true[name], 0.3) for name in names})
 
     def _product(self, candidate: Identification, u: Tensor) -> tuple[Tensor, Tensor | None]:
         tensors, _ = candidate.arguments_of_call(
@@ -312,7 +317,7 @@ class Search:
         inputs = replace(inputs, u=inputs.u.detach().requires_grad_())
         leaves = [inputs.u, *self.probe.leaves()]
         theirs = self._run(inputs)
-        direction = torch.randn_like(theirs)
+        direction = self.draw(theirs)
         wanted = _gradients(theirs, leaves, direction)
         got = _gradients(self._evaluate(candidate, inputs), leaves, direction)
         return max(relative(mine, right) for mine, right in zip(got, wanted, strict=True))
@@ -363,7 +368,7 @@ class Search:
             return
         one = real.batch(1)
         try:
-            output = self._run(one)
+            output = self.probe(one.u, *one.others)
         except Exception as error:
             self.notes.append(f"the layer fails on a single sample, with {type(error).__name__}")
             return
@@ -391,10 +396,6 @@ def relative(found: Tensor, right: Tensor) -> float:
 def _gradients(output: Tensor, leaves: list[Tensor], direction: Tensor) -> list[Tensor]:
     found = torch.autograd.grad((output * direction).sum(), leaves, allow_unused=True)
     return [torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)]
-
-
-def _randn(like: Tensor, scale: float) -> Tensor:
-    return scale * torch.randn(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -72,19 +72,17 @@ class Signature:
         if not tensors or not tensors[0].is_floating_point() or tensors[0].dim() < 3 or not tensors[0].numel():
             raise UnclearCallError("no tensor that holds capsules in front")
         u, *others = tensors
-        for each in others:
-            if each.shape[:1] != u.shape[:1]:
-                raise UnclearCallError(f"a second tensor {list(each.shape)} without the batch in front")
+        for other in others:
+            if other.shape[:1] != u.shape[:1]:
+                raise UnclearCallError(f"a second tensor {list(other.shape)} without the batch in front")
         for each in given:
             if not isinstance(each, Tensor) and not is_simple(each):
                 raise UnclearCallError(f"a {type(each).__name__}, which cannot be compared between calls")
 
         def slot(each: Any) -> Slot:
-            if each is u:
-                return Slot("u")
-            return (
-                Slot("other", (tuple(each.shape[1:]), each.dtype)) if isinstance(each, Tensor) else Slot("value", each)
-            )
+            if not isinstance(each, Tensor):
+                return Slot("value", each)
+            return Slot("u") if each is u else Slot("other", (tuple(each.shape[1:]), each.dtype))
 
         slots = tuple(map(slot, given))
         if sum(each.kind == "u" for each in slots) > 1:

@@ -19,7 +19,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, tor
 # Of two runs of one layer: sums whose order changes from run to run are no random numbers.
 STEADY = 1e-5
 TINY = 1e-30
-LEAST_ROUNDS = 3
+LEAST_ROUNDS = 2
 
 # The tensors of a call, the capsules or votes first.
 Given = tuple[Tensor, ...]

@@ -60,6 +60,6 @@ def gain(
     before, after = timings["apart"].median, timings["together"].median
     return (
         f"its votes are in memory, where `{name}` has the size of the weight that makes them: one "
-        f"capsfast.DynamicRouting({I}, {J}, {K}, {D}) for both would take {1e3 * after:.3g} ms where votes by einsum and "
-        f"this layer's own forward take {1e3 * before:.3g} ms, forward and backward ({before / after:.1f}x)"
+        f"capsfast.DynamicRouting({I}, {J}, {K}, {D}) for both would take {1e3 * after:.3g} ms where votes by einsum "
+        f"and this layer's own forward take {1e3 * before:.3g} ms, forward and backward ({before / after:.1f}x)"
     )

@@ -45,6 +45,11 @@ class AgreementRouting(CompatLayer):
         return f"{super().extra_repr()}, n_iterations={self.n_iterations}"
 
 
+def _hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
 class CapsLayer(CompatLayer):
     """Makes votes and has them routed by another module.
 
@@ -98,7 +103,7 @@ class CapsLayer(CompatLayer):
         self._check_capsules("caps_output", caps_output, "input_caps", "input_dim")
         weight = self.weights.unflatten(2, (self.output_caps, self.output_dim)).permute(0, 2, 3, 1)
         routing = self.routing_module
-        if type(routing) is AgreementRouting and not (routing._forward_hooks or routing._forward_pre_hooks):
+        if type(routing) is AgreementRouting and not _hooked(routing):
             return dynamic_routing(  # type: ignore[no-any-return]
                 caps_output, weight, routing.n_iterations + 1, logits=routing.b, eps=routing.eps
             )

@@ -1,5 +1,7 @@
 """The layer called CapsuleLinear."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,21 +95,14 @@ class CapsuleLinear(CompatLayer):
         else:
             self._check_capsules("input", input, "in_capsules", "in_length")
         weight = self.weight[None] if self.share_weight else self.weight.transpose(0, 1)
-        route = self._dynamic if self.routing_type == "dynamic" else self._k_means
-        found, coupling = route(input, weight)
-        return (found, coupling.transpose(1, 2)) if self.return_prob else found
-
-    def _dynamic(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        found, coupling = dynamic_routing(
-            u,
-            weight,
-            self.num_iterations,
-            bias=self.bias,
-            squash_last=self.squash,
-            eps=self.eps,
-            return_coupling=True,
-        )
-        return found, coupling
+        if self.routing_type == "k_means":
+            found, coupling = self._k_means(input, weight)
+            return (found, coupling.transpose(1, 2)) if self.return_prob else found
+        options: dict[str, Any] = {"bias": self.bias, "squash_last": self.squash, "eps": self.eps}
+        if not self.return_prob:
+            return dynamic_routing(input, weight, self.num_iterations, **options)  # type: ignore[no-any-return]
+        found, coupling = dynamic_routing(input, weight, self.num_iterations, return_coupling=True, **options)
+        return found, coupling.transpose(1, 2)
 
     def _k_means(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         moments = routing_pass(u, weight)
@@ -116,7 +111,7 @@ class CapsuleLinear(CompatLayer):
             moments = routing_pass(u, weight, query=F.normalize(center, dim=-1), return_weights=True)
             center = moments.first if self.bias is None else moments.first + self.bias
         assert moments.weights is not None
-        return (squashed(center, eps=self.eps) if self.squash else center), moments.weights
+        return (squashed(center, eps=self.eps) if self.squash else center).to(u.dtype), moments.weights
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, in_capsules={self.in_capsules}, share_weight={self.share_weight}"

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..functional import dynamic_routing, route_votes
 from ._layer import CompatLayer
 
@@ -128,6 +129,7 @@ class DynamicRoutingLayer(CompatLayer):
             out_dim=out_dim,
             num_iterations=num_iterations,
         )
+        checks.boolean(self._op, "share_weights", share_weights)
         self.share_weights = share_weights
         self.W = nn.Parameter(0.1 * torch.randn(1 if share_weights else in_capsules, out_capsules, out_dim, in_dim))
 

@@ -1,7 +1,6 @@
 """Exported programs, and what is made of them: a package for C++, an ONNX file."""
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def program(model: nn.Module, example: Tensor | Sequence[Any], *, dynamic_batch:
 def to_package(
     model: nn.Module | ExportedProgram,
     example: Tensor | Sequence[Any] | None,
-    file: str | os.PathLike[str],
+    file: str | Path,
     *,
     dynamic_batch: bool = True,
     options: dict[str, Any] | None = None,
@@ -63,7 +62,7 @@ def to_package(
 def to_onnx(
     model: nn.Module | ExportedProgram,
     example: Tensor | Sequence[Any] | None,
-    file: str | os.PathLike[str],
+    file: str | Path,
     *,
     dynamic_batch: bool = True,
     **options: Any,
@@ -103,7 +102,7 @@ def library() -> Path:
     return Path(native.extension.__file__)
 
 
-def _file(op: str, file: str | os.PathLike[str], suffix: str) -> Path:
+def _file(op: str, file: str | Path, suffix: str) -> Path:
     path = Path(file)
     if path.suffix != suffix:
         raise ValueError(f"{op}: file must end in {suffix}, got {path.name!r}")

@@ -1,9 +1,9 @@
-"""Checks of what layers and models are made from, worded as in capsfast/checks.py."""
+"""Checks of what layers and models are made from, worded as in capsfast/checks.py, and how they show it."""
 
 import math
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import checks
 from ..backend import ORDER
@@ -116,3 +116,9 @@ def window_places(
 def floats(op: str, name: str, value: Tensor, shape: str) -> None:
     checks.tensor(op, name, value, shape)
     checks.floating(op, name, value)
+
+
+def changed(module: nn.Module, **defaults: object) -> str:
+    """For extra_repr: what of these attributes is not its default, each behind a comma."""
+    found = ((name, getattr(module, name)) for name, default in defaults.items() if getattr(module, name) != default)
+    return "".join(f", {name}={value!r}" for name, value in found)

@@ -21,7 +21,7 @@ class Called(Layer):
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         # Else __new__ hides the arguments from inspect in Python 3.10.
-        signature = inspect.signature(cls.__init__)
+        signature = inspect.signature(cls.__new__ if "__new__" in vars(cls) else cls.__init__)
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

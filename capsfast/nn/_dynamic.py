@@ -81,19 +81,15 @@ class RoutingLayer(Called):
         return route(num_iterations=self.num_iterations, logits=logits, return_coupling=return_coupling)
 
     def extra_repr(self) -> str:
-        text = f"num_iterations={self.num_iterations}"
-        defaults = {
-            "softmax": "out",
-            "gradient": "full",
-            "leaky": False,
-            "squash": "paper",
-            "eps": 1e-8,
-            "squash_last": True,
-            "share_batch_logits": False,
-            "top_k": None,
-            "backend": None,
-        }
-        for name, default in defaults.items():
-            if getattr(self, name) != default:
-                text += f", {name}={getattr(self, name)!r}"
-        return text
+        return f"num_iterations={self.num_iterations}" + _arguments.changed(
+            self,
+            softmax="out",
+            gradient="full",
+            leaky=False,
+            squash="paper",
+            eps=1e-8,
+            squash_last=True,
+            share_batch_logits=False,
+            top_k=None,
+            backend=None,
+        )

@@ -15,7 +15,7 @@ class Layer(nn.Module):
 
     # Not in forward: hooks are to run when the node does.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_function((*args, *kwargs.values())):
+        if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.fx.Proxy):
                     tracer: Any = value.tracer

@@ -320,12 +320,12 @@ class DynamicRouting(RoutingLayer):
 
 
 class DigitCaps(DynamicRouting):
-    """:class:`DynamicRouting` under the name of the digit capsules of Sabour, Frosst, Hinton (2017)."""
+    """:class:`capsfast.DynamicRouting` under the name of the digit capsules of Sabour, Frosst, Hinton (2017)."""
 
     _op = "capsfast.nn.DigitCaps"
 
 
 class ClassCaps(DynamicRouting):
-    """:class:`DynamicRouting` under the name of class capsules: one output capsule for each class."""
+    """:class:`capsfast.DynamicRouting` under the name of class capsules: one output capsule for each class."""
 
     _op = "capsfast.nn.ClassCaps"

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ... import checks
 from ...options import Options
+from .. import _arguments
 from .base import Capsules, IterativeRouting, lengths
 from .votes import Votes
 
@@ -67,3 +68,7 @@ class AgreementRouting(IterativeRouting):
             squash_last=self.squash_last,
         )
         return Capsules(v, lengths(v))
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr() + (", learned_logits=True" if self.logits is not None else "")
+        return text + _arguments.changed(self, gradient="full", squash="paper", eps=1e-8, squash_last=True)

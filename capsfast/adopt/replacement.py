@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from .. import checks
 from . import discovery, report, verification
 from .discovery import Call, Candidate
-from .fused import Fused, FusedLayer, fuse, settings
+from .entry import identify
+from .fused import Fused, FusedLayer, fuse, fused_class, settings
 from .identification import Identification
 from .refusal import NotReproduced
-from .search import identify
 from .report import Acceleration, LayerReport
 from .signature import Signature
 from .verification import LeftAloneError, first_line, fused_way, own_way
@@ -45,9 +45,9 @@ def accelerate(
 
     The model runs once on the example. Modules that take and give capsules, or votes, as routing does, and own a weight
     of the size that this needs, are held against capsfast: :func:`capsfast.identify` finds the options by outputs and
-    gradients in float64, on random numbers and on those that reached the layer; then both run in the dtype of the model,
-    and outputs and gradients must agree. Names of classes do not count. Of nested layers the outermost one that is
-    reproduced is fused. Everything else stays as it is, and the report says why.
+    gradients in float64, on random numbers and on those that reached the layer; then both run in the dtype of the
+    model, and outputs and gradients must agree. Names of classes do not count. Of nested layers the outermost one that
+    is reproduced is fused. Everything else stays as it is, and the report says why.
 
     A fused layer is the same object with the same parameters, buffers, attributes, hooks and names: optimizers,
     checkpoints, ``copy.deepcopy``, ``pickle``, ``torch.compile`` and DDP go on as before. Only its class is another, a
@@ -74,6 +74,18 @@ def accelerate(
         Exception: what the model raises on the example.
     """
     _check(model, dry_run, only_faster, tolerance, seconds)
+    with torch.inference_mode(False), torch.enable_grad():
+        reports, chosen = _looked_at(model, example, dry_run, only_faster, tolerance, seconds)
+    if not dry_run:
+        for layer, fused in chosen.items():
+            fuse(layer, fused)
+    return Acceleration(tuple(reports), () if dry_run else tuple(chosen))
+
+
+def _looked_at(
+    model: nn.Module, example: object, dry_run: bool, only_faster: bool, tolerance: float | None, seconds: float
+) -> tuple[list[LayerReport], dict[nn.Module, Fused]]:
+    """A report of every layer that may route, and those to be fused."""
     reports: list[LayerReport] = []
     chosen: dict[nn.Module, Fused] = {}
     done: set[nn.Module] = set()
@@ -101,10 +113,7 @@ def accelerate(
             chosen[layer] = found.fused
             reports.append(replace(found.report, status=report.TO_BE_FUSED if dry_run else report.FUSED))
         done.update(layer.modules())
-    if not dry_run:
-        for layer, fused in chosen.items():
-            fuse(layer, fused)
-    return Acceleration(tuple(reports), () if dry_run else tuple(chosen))
+    return reports, chosen
 
 
 def _check(model: object, dry_run: object, only_faster: object, tolerance: object, seconds: object) -> None:
@@ -168,6 +177,10 @@ def _check_layer(candidate: Candidate) -> None:
         raise LeftAloneError(candidate.why_not)
     if "forward" in vars(layer):
         raise LeftAloneError("its forward was replaced by somebody else's; take that off first")
+    try:
+        fused_class(type(layer))
+    except Exception as error:  # a metaclass or __init_subclass__ of anybody
+        raise LeftAloneError(f"no class can be derived from its own: {first_line(error)}") from error
     watched = discovery.inner_hooks(layer)
     if watched:
         raise LeftAloneError(f"hooks of {', '.join(watched)} in it would not run any more")
