@@ -173,6 +173,17 @@ def test_it_exports(both: tuple[Net, Net], images: Tensor) -> None:
     torch.testing.assert_close(program.module()(images), both[1](images), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # sizes are looked at, here and in the ops
+def test_torch_fx_and_torchscript(both: tuple[Net, Net], images: Tensor) -> None:
+    graph = torch.fx.symbolic_trace(both[0])
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"][-2:] == ["first", "second"]
+    torch.testing.assert_close(graph(images), both[0](images))
+    traced = torch.jit.trace(both[0], (images,))
+    torch.testing.assert_close(traced(images[:2]), both[0](images[:2]))
+    with pytest.raises(TypeError, match=r"FusedDigitCapsules; call capsfast\.adopt\.undo"):
+        torch.jit.script(both[0])
+
+
 def test_a_compiled_model_is_accelerated_inside(images: Tensor) -> None:
     model = nn.Sequential(layers.Router(16, 4, 6, 5, 2)).eval()
     u = images.new_ones(3, 16, 6)

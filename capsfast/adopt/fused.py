@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..nn._layer import Layer
 from .identification import Identification
 from .signature import Signature, is_simple
 
@@ -80,7 +81,7 @@ class Fused:
         return v.contiguous() if self.contiguous else v
 
 
-class FusedLayer:
+class FusedLayer(Layer):
     """In front of the class of a layer: its forward is capsfast's for verified calls, and for others its own.
 
     A class, not an attribute ``forward`` of the object: a replica or shallow copy of the layer that is given other
@@ -91,10 +92,16 @@ class FusedLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         fused = self._capsfast_fused
-        given = fused.tensors_of(self, args, kwargs)  # type: ignore[arg-type]
+        given = fused.tensors_of(self, args, kwargs)
         if given is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return fused.output(self, given)  # type: ignore[arg-type]
+            return super().forward(*args, **kwargs)
+        return fused.output(self, given)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise TypeError(
+            f"capsfast: torch.jit.script cannot compile {type(self).__name__}; call capsfast.adopt.undo(model) first, "
+            f"or use torch.jit.trace"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled is the class that this one was made of, which is made anew where it is read."""
