@@ -65,7 +65,7 @@ gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, tests, sanitizer
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays
-	rm -rf build dist out *.egg-info capsfast/_C*.so* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist out *.egg-info examples/serve/serve capsfast/_C*.so* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find capsfast tests benchmarks examples -name __pycache__ -prune -exec rm -r {} +
 
 ready-%: force

@@ -1,7 +1,7 @@
 """Kinds of routing layers in use, by what their constructors and their checkpoints look like.
 
 Axes are written as letters of ``IJDK``; ``1`` is an axis of length 1, letters in brackets are one axis that holds them
-all. ``"IK(JD)"`` is ``[I, K, J*D]``.
+all, the last one fastest. ``"IK(JD)"`` is ``[I, K, J*D]``.
 """
 
 import math
@@ -106,9 +106,9 @@ CONVERSIONS = {
 }
 
 
-def axes(order: str) -> list[str]:
-    """The letters of each axis: ``"1IK(JD)"`` to ``["1", "I", "K", "JD"]``."""
-    return [found.strip("()") for found in re.findall(r"\(\w+\)|\w", order)]
+def axes(order: str) -> tuple[str, ...]:
+    """The letters of each axis: ``"1IK(JD)"`` to ``("1", "I", "K", "JD")``."""
+    return tuple(found.strip("()") for found in re.findall(r"\(\w+\)|\w", order))
 
 
 def spelled(order: str) -> str:

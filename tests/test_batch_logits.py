@@ -141,7 +141,7 @@ def test_a_compiled_call_serves_all_batches() -> None:
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(capsfast.dynamic_routing, fullgraph=True, dynamic=True, backend=graphs)
     counts = []
-    for B in (3, 18, 5):
+    for B in (3, 18):
         u, weight = torch.randn(B, 7, 6).requires_grad_(), torch.randn(7, 4, 5, 6).requires_grad_()
         results = [route(u, weight, share_batch_logits=True) for route in (compiled, capsfast.dynamic_routing)]
         torch.testing.assert_close(*results)

@@ -103,6 +103,13 @@ def test_compiles_without_a_graph_break(row: Published) -> None:
     torch.testing.assert_close(compiled(*given), ours(*given))
 
 
+def test_is_one_node_for_torch_fx() -> None:
+    layer, u = compat.CapsLayer(I, K, J, D, compat.AgreementRouting(I, J, 2)), torch.randn(B, I, K)
+    traced = torch.fx.symbolic_trace(nn.Sequential(layer))
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
+    torch.testing.assert_close(traced(u), layer(u))
+
+
 @pytest.mark.parametrize("kind", kinds.KINDS, ids=lambda kind: f"{kind.name} of {len(kind.arguments)}")
 def test_signatures_are_those_of_the_published_layers(kind: kinds.Kind) -> None:
     """Names, order and defaults; keywords of our own come after them."""

@@ -74,6 +74,12 @@ def test_digits_says_which_backends_there_are() -> None:
     assert "reference" in done.stderr
 
 
+def test_interest_capsules_hit_more_often_than_the_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    found = imported("interests").compare(users=3000, epochs=15, dim=8, seed=0)
+    assert found["interest capsules"][0] > 1.25 * found["mean pooling"][0] > 0.1
+    assert "interest capsules: hit rate@10" in capsys.readouterr().out
+
+
 def test_demo_ends_with_what_was_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,50 @@ def test_axes_of_length_one(sizes: tuple[int, ...]) -> None:
     reproduced(found, layer, u)
 
 
+class Reshaping(Plain):
+    """Takes capsules or votes, and gives its result, with other axes."""
+
+    def __init__(self, given: Callable[[Tensor], Tensor], returned: Callable[[Tensor], Tensor], votes: bool) -> None:
+        super().__init__()
+        self.given, self.returned, self.of_votes = given, returned, votes
+        if votes:
+            del self.W
+
+    def votes(self, u: Tensor) -> Tensor:
+        return u if self.of_votes else super().votes(u)
+
+    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
+        return self.returned(super().forward(self.given(u), num_iterations))
+
+
+# Order of the input, its shape, how the layer reads it; the same of the output.
+RESHAPED: list[tuple[str, tuple[int, ...], Callable[[Tensor], Tensor], str, Callable[[Tensor], Tensor]]] = [
+    ("BIK1", (4, I, K, 1), lambda u: u.squeeze(3), "BJD1", lambda v: v[..., None]),
+    ("B1IK", (4, 1, I, K), lambda u: u.squeeze(1), "JBD", lambda v: v.transpose(0, 1)),
+    ("BI1K1", (4, I, 1, K, 1), lambda u: u[:, :, 0, :, 0], "B1JD1", lambda v: v[:, None, ..., None]),
+    ("B(IK)", (4, I * K), lambda u: u.unflatten(1, (I, K)), "B(JD)", lambda v: v.flatten(1)),
+    ("B(KI)", (4, I * K), lambda u: u.unflatten(1, (K, I)).transpose(1, 2), "DJB", lambda v: v.permute(2, 1, 0)),
+    ("BIJD1", (4, I, J, D, 1), lambda u: u.squeeze(4), "B1JD", lambda v: v[:, None]),
+    ("B1JID", (4, 1, J, I, D), lambda u: u.squeeze(1).transpose(1, 2), "BDJ", lambda v: v.transpose(1, 2)),
+    ("BI(JD)", (4, I, J * D), lambda u: u.unflatten(2, (J, D)), "BJD", lambda v: v),
+]
+
+
+@pytest.mark.parametrize("row", RESHAPED, ids=lambda row: f"{row[0]} to {row[3]}")
+def test_inputs_and_outputs_in_other_shapes(row: tuple[Any, ...]) -> None:
+    order, shape, given, out, returned = row
+    layer, u = Reshaping(given, returned, votes="J" in order), torch.randn(shape)
+    found = capsfast.identify(layer, u)
+    assert (found.input_order, found.output_order, found.options) == (order, out, {})
+    reproduced(found, layer, u)
+
+
+def test_what_makes_no_difference_is_as_in_the_paper() -> None:
+    """One iteration of two inputs and two outputs: either softmax gives 1/2; and no agreement has a gradient."""
+    found = capsfast.identify(Plain(2, 2, D, K), torch.randn(3, 2, K), call=lambda layer, u: layer(u, 1))
+    assert found.options == {"num_iterations": 1}
+
+
 class WithMask(Plain):
     """A mask of the votes, as an argument, in a buffer, or of the coupling of a softmax over the inputs."""
 

@@ -104,14 +104,6 @@ def test_compiled_by_inductor_within_a_network(backend: Backend) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_share_batch_logits_compiles_too() -> None:
-    u, weight = torch.randn(3, 7, 6), torch.randn(7, 4, 5, 6)
-    compiled = torch.compile(capsfast.dynamic_routing, fullgraph=True, backend="eager")
-    v = compiled(u, weight, share_batch_logits=True)
-    with pytest.warns(UserWarning, match="share_batch_logits"):
-        torch.testing.assert_close(v, capsfast.dynamic_routing(u, weight, share_batch_logits=True))
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_any_batch_size(backend: Backend, strict: bool) -> None:
     layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, bias=True, backend=backend.name)

@@ -13,12 +13,13 @@ from .support.published import PUBLISHED, SIZES, Published, arranged, float64, n
 
 pytestmark = pytest.mark.filterwarnings("ignore:capsfast. share_batch_logits:UserWarning")
 
+OPTIONS = ("num_iterations", "softmax", "gradient", "leaky", "squash", "eps", "squash_last")
 REPRODUCIBLE = [row for row in PUBLISHED if row.reproducible]
 
 
 def fused(row: Published, layer: nn.Module, given: tuple[Any, ...]) -> Tensor:
     """``[B, J, D]`` from the options that the row names."""
-    options = {name: getattr(row, name) for name in ("num_iterations", "softmax", "gradient", "leaky", "squash", "eps")}
+    options = {name: getattr(row, name) for name in OPTIONS}
     if row.logits is not None:
         options["logits"] = arranged(named(layer, row.logits), row.logits_order, "IJ", SIZES)
     if row.bias is not None:
@@ -30,11 +31,7 @@ def fused(row: Published, layer: nn.Module, given: tuple[Any, ...]) -> Tensor:
     if row.weight is None:
         return capsfast.route_votes(given[0], **options)
     u = given[0].transpose(1, 2) if row.transposed else given[0]
-    weight = row.weight_of(layer)
-    v, c = capsfast.dynamic_routing(u, weight, return_coupling=True, **options)
-    if row.squash_last:
-        return v
-    return torch.einsum("bij,bijd->bjd", c, plain.votes(u, weight))
+    return capsfast.dynamic_routing(u, row.weight_of(layer), **options)
 
 
 def grown(row: Published) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -40,16 +40,18 @@ class Served(nn.Module):
         options: dict[str, Any] = {"learned_logits": True, "bias": True, "leaky": True, "squash": "exp", "eps": 1e-7}
         self.caps = capsfast.DynamicRouting(18, 3, 4, 5, backend="cpp", **options)
         self.low = capsfast.DynamicRouting(18, 3, 4, 5, num_iterations=2, softmax="in", backend="cpp").bfloat16()
-        self.em = capsfast.nn.RoutedCaps(3, 2, 5, 4, routing="em", num_iterations=2, backend="cpp")
+        self.weight = nn.Parameter(torch.randn(3, 2, 4, 5))
         nn.init.normal_(self.caps.logits)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         poses = self.conv(images).unflatten(1, (2, 4))
         u = capsfast.squash(poses.movedim(2, -1).flatten(1, 3))  # [B, 18, 4]
         v, coupling = self.caps(u, mask=u[..., 0] > 0, return_coupling=True)
+        passed = capsfast.routing_pass(v, self.weight, normalize="in", second=True, return_lse=True, backend="cpp")
         moments = capsfast.votes_pass(poses[:, :, None], prior=v[..., 0], backend="cpp")
         routed = capsfast.route_votes(poses.flatten(3).movedim(-1, 1), 2, backend="cpp")
-        return v, coupling, self.low(u.bfloat16()), *self.em(v), moments.first, routed
+        assert passed.second is not None and passed.lse is not None
+        return v, coupling, self.low(u.bfloat16()), passed.second, passed.lse, moments.first, routed
 
 
 OPS = ("dynamic_routing", "route_votes", "routing_pass", "votes_pass")
@@ -248,7 +250,7 @@ def test_onnx_runs_without_an_op_of_capsfast(served: Served, tmp_path: Path) -> 
 def test_scripted_models_are_the_models(tmp_path: Path) -> None:
     options: dict[str, Any] = {"learned_logits": True, "bias": True, "leaky": True, "softmax": "in"}
     layer = capsfast.DynamicRouting(6, 4, 6, 5, positions=3, **options)
-    shared = capsfast.DynamicRouting(4, 2, 5, 3, shared_weight=True, gradient="last", num_iterations=2)
+    shared = capsfast.DynamicRouting(4, 2, 5, 3, shared_weight=True, gradient="last", squash_last=False)
     model = nn.Sequential(nn.Linear(6, 6), layer, shared)
     assert layer.logits is not None
     nn.init.normal_(layer.logits)

@@ -1,5 +1,6 @@
 """torch.fx and torch.jit.trace: functions are one node, layers are leaves, and traces hold for every batch."""
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,6 +75,22 @@ def test_functions_are_nodes() -> None:
     assert_same(torch.fx.Interpreter(traced).run(*inputs), model(*inputs))
 
 
+FUNCTIONS = ("dynamic_routing", "route_votes", "routing_pass", "votes_pass", "squash")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nodes_have_every_argument(name: str) -> None:
+    function = getattr(capsfast, name)
+    parameters = inspect.signature(function).parameters
+    graph = torch.fx.Graph()
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    given = {each: torch.fx.Proxy(graph.placeholder(each), tracer) for each in parameters}
+    node = function(**given).node
+    assert node.target is function
+    bound = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
+    assert {each: str(value) for each, value in bound.items()} == {each: each for each in parameters}
+
+
 # A layer, and the axes of its first input behind the batch.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, learned_logits=True, bias=True), (6, 5)),
@@ -81,6 +98,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "groups": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, groups=2, rank=2, gradient="last"), (6, 5)),
     "best": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, top_k=2, factors="UV", rank=2), (6, 5)),
     "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), (6, 5)),
+    "sums": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, squash_last=False), (6, 5)),
+    "compat": (lambda: capsfast.compat.DigitCaps(6, 4, 5, 3), (6, 5)),
     "votes": (lambda: capsfast.nn.RoutingByAgreement(), (6, 4, 3)),
     "conv": (lambda: capsfast.nn.ConvCaps2d(2, 3, 4, 5, padding=1), (2, 4, 5, 5)),
     "conv child": (lambda: capsfast.nn.ConvCaps2d(2, 3, 4, 5, stride=2, competition="child"), (2, 4, 5, 5)),

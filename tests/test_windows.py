@@ -74,6 +74,20 @@ class PlainWindowVotes(Votes):
         r, x = r.flatten(0, 1), x.flatten(0, 1)
         return Moments(r.sum(1), (r[..., None] * x).sum(1), (r[..., None] * x.square()).sum(1) if second else None, r)
 
+    def agree(
+        self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float, squash_last: bool
+    ) -> Tensor:
+        assert squash_last
+        x, v = self.votes, None
+        b = x.new_zeros(()) if logits is None else logits
+        for _ in range(num_iterations):
+            v = capsfast.squash(self.moments(logits=b).first, kind=squash, eps=eps)
+            output = v.unflatten(0, self.places)[:, :, None]
+            agreement = (x * output).sum(-1)  # [B, windows, I, J]
+            b = b + (agreement.detach() if gradient == "last" else agreement)
+        assert v is not None
+        return v
+
 
 def children(layer: ConvCaps2d) -> Tensor:
     """Which input capsule the entries of every window are, ``[windows, I]``; -1 for padding."""
@@ -145,6 +159,22 @@ def test_children_choose_among_all_their_parents(by: Backend, windows: str, name
     else:
         plain.assert_same(found, of_image)
         plain.assert_same(gradients((found,), leaves), gradients((of_image,), leaves))
+
+
+@pytest.mark.parametrize("gradient", ["full", "last"])
+@pytest.mark.parametrize("learned_logits", [False, True])
+def test_windows_that_do_not_overlap_do_not_compete(gradient: str, learned_logits: bool) -> None:
+    options: dict[str, Any] = {"gradient": gradient, "learned_logits": learned_logits, "init_std": 1.0, "dtype": f64}
+    alone, together = (ConvCaps2d(C, J, K, D, 2, 2, competition=how, **options) for how in ("window", "child"))
+    by_name = {name.rpartition(".")[2]: value for name, value in together.named_parameters()}
+    with torch.no_grad():
+        for name, value in alone.named_parameters():
+            by_name[name.rpartition(".")[2]].copy_(value)
+    poses = torch.randn(B, C, K, 4, 4, dtype=f64).requires_grad_()
+    wanted, found = alone(poses), together(poses)
+    leaves = [by_name[name.rpartition(".")[2]] for name, _ in alone.named_parameters()]
+    plain.assert_same(found, wanted)
+    plain.assert_same(gradients((found,), [poses, *leaves]), gradients((wanted,), [poses, *alone.parameters()]))
 
 
 def test_shares_of_a_child_sum_to_1() -> None:

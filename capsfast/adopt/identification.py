@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..functional import dynamic_routing, route_votes
-from .orders import Steps, as_code, check, follow, letters, spelled, steps_from, steps_to
+from ..kinds import spelled
+from .orders import Steps, as_code, check, follow, letters, steps_from, steps_to
 
 # Roles of the arguments of a forward besides u, which the call does not read.
 UNREAD = ("unused", "constant")

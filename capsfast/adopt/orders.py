@@ -5,13 +5,13 @@ all, the last one fastest: the weight ``[I, K, J*D]`` has the order ``"IK(JD)"``
 """
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from .. import checks
+from .. import checks, kinds
+from ..kinds import spelled
 from ..toolchain import constant_while_tracing
 
 # Methods of a tensor with their arguments, one after the other.
@@ -34,21 +34,13 @@ def kept(function: F) -> F:
     return cast(F, answer)
 
 
-@kept
-def axes(order: str) -> tuple[str, ...]:
-    """The letters of each axis: ``"1IK(JD)"`` to ``("1", "I", "K", "JD")``."""
-    return tuple(found.strip("()") for found in re.findall(r"\(\w+\)|\w", order))
+axes = kept(kinds.axes)
 
 
 @kept
 def letters(order: str) -> str:
     """Its axes one by one, without those of length 1: ``"1IK(JD)"`` to ``"IKJD"``."""
     return "".join(axes(order)).replace("1", "")
-
-
-def spelled(order: str) -> str:
-    """``"IK(JD)"`` to ``[I, K, J*D]``."""
-    return "[" + ", ".join("*".join(axis) for axis in axes(order)) + "]"
 
 
 def steps_from(order: str, wanted: str, sizes: Mapping[str, int]) -> Steps:

@@ -42,7 +42,8 @@ def fits(sums: list[Tensor], results: list[Tensor], I: int, J: int) -> list[Fit]
             # Without eps it is "paper".
             if off < CLOSE and (kind, eps) != ("eps_outside", SMALLEST_EPS):
                 found.append((off, Fit(softmax, leaky, kind, eps)))
-    return [fit for _, fit in sorted(found)]
+    # What fits equally well stays in order: the paper first.
+    return [fit for _, fit in sorted(found, key=lambda each: round(each[0], 6))]
 
 
 def _eps(kind: str, n: Tensor, factor: Tensor) -> float:

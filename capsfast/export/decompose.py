@@ -60,16 +60,18 @@ def _wide(value: Tensor | None, anchor: Tensor) -> Tensor | None:
     return value.to(wide_dtype(anchor.dtype)) if value is not None and value.is_floating_point() else value
 
 
+def _options(given: tuple[Any, ...]) -> Options:
+    return Options.from_op(*given)._replace(gradient="full")  # a detach() is no op of other runtimes
+
+
 def _dynamic_routing(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *parameters, iterations, softmax, _, leaky, squash, eps, _, return_coupling = rest
-    options = Options(iterations, softmax, "full", leaky, squash, eps)
+    parameters, options, return_coupling = rest[:4], _options(rest[4:10]), rest[-1]
     arguments: list[Any] = [*(_wide(value, u) for value in (u, weight, *parameters)), options]
     return _routed(reference_dynamic_routing(*arguments), u, return_coupling)
 
 
 def _route_votes(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *parameters, J, iterations, softmax, _, leaky, squash, eps, return_coupling = rest
-    options = Options(iterations, softmax, "full", leaky, squash, eps)
+    parameters, J, options, return_coupling = rest[:4], rest[4], _options(rest[5:11]), rest[-1]
     arguments: list[Any] = [*(_wide(value, votes) for value in (votes, *parameters)), options, False, J]
     return _routed(reference_route_votes(*arguments), votes, return_coupling)
 

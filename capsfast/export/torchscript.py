@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.dynamic_routing import DynamicRouting
+from ..options import Options
 from ..precision import tf32_allowed
 
 
@@ -46,12 +47,8 @@ class ScriptableRouting(nn.Module):
         for name in ("W", "logits", "bias"):
             self.register_parameter(name, getattr(layer, name))
         self.positions = layer.positions if layer.W is not None and layer.W.shape[0] > 1 else 1
-        self.num_iterations = layer.num_iterations
-        self.softmax = layer.softmax
-        self.gradient = layer.gradient
-        self.leaky = layer.leaky
-        self.squash = layer.squash
-        self.eps = layer.eps
+        options = Options(**{name: getattr(layer, name) for name in Options._fields}).of_op()
+        self.num_iterations, self.softmax, self.gradient, self.leaky, self.squash, self.eps = options
         self.tf32 = tf32_allowed()
         self.train(layer.training)
 

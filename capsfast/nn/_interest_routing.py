@@ -1,6 +1,6 @@
 """The routing of interest capsules, as passes: what no fused routing has as an option."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from ..passes import Moments, routing_pass, votes_pass
 RATIO = {"paper": 1.0, "half": 0.5, "eps_outside": 1.0}
 
 
-@dataclass(frozen=True)
-class InterestOptions:
+class InterestOptions(NamedTuple):
     """num_iterations, softmax, gradient, squash, eps: as in :class:`capsfast.options.Options`. The others are those of
     :class:`capsfast.nn.InterestCapsules`."""
 

@@ -29,8 +29,7 @@ class InterestCapsules(nn.Module):
 
     Behaviours are the embeddings of clicked items. The defaults are the paper's B2I routing (MIND, algorithm 1) but for
     its number of interests, which ``count="floor"`` gives: one matrix for all pairs, logits that start as one normal
-    draw, softmax over the interests, agreement that adds up. docs/recommenders.md says what published code does
-    otherwise.
+    draw, softmax over the interests, agreement that adds up. docs/passes.md writes such a routing with passes.
 
     With one matrix for all pairs no votes are formed: each iteration multiplies J vectors by it, not I. So rounding
     differs from code that forms votes.

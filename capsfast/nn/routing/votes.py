@@ -84,11 +84,19 @@ class Votes(ABC):
         squash_last: bool,
     ) -> Tensor:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; softmax over the outputs."""
-        sum_of_v, v = None, None
+        sum_of_v: Tensor | None = None
+        v: Tensor | None = None
         for t in range(num_iterations):
             last = t + 1 == num_iterations
+            query, prior = sum_of_v, logits
+            if gradient == "last" and last and query is not None and torch.is_grad_enabled():
+                # A query would be differentiated with respect to the votes as well.
+                with torch.no_grad():
+                    agreement = self.moments(query=query, normalize="none", return_weights=True).weights
+                assert agreement is not None
+                query, prior = None, agreement if logits is None else logits + agreement
             with torch.set_grad_enabled(torch.is_grad_enabled() and (last or gradient == "full")):
-                v = self.moments(query=sum_of_v, logits=logits).first
+                v = self.moments(query=query, logits=prior).first
                 v = _squash(v, kind=squash, eps=eps) if squash_last or not last else v
             sum_of_v = v if sum_of_v is None else sum_of_v + v
         assert v is not None
