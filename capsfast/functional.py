@@ -122,28 +122,9 @@ def dynamic_routing(
         RuntimeError: the demanded backend cannot serve the call; a second or a forward-mode derivative of a fused
             backend.
     """
-    tensors = (u, weight, logits, bias, mask, out_mask)
-    if has_torch_function(tensors):
-        return handle_torch_function(
-            dynamic_routing,
-            tensors,
-            u,
-            weight,
-            num_iterations,
-            logits=logits,
-            bias=bias,
-            mask=mask,
-            out_mask=out_mask,
-            softmax=softmax,
-            gradient=gradient,
-            leaky=leaky,
-            squash=squash,
-            eps=eps,
-            squash_last=squash_last,
-            share_batch_logits=share_batch_logits,
-            return_coupling=return_coupling,
-            backend=backend,
-        )
+    if has_torch_function((u, weight, logits, bias, mask, out_mask)):
+        given = locals()
+        return handle_torch_function(dynamic_routing, tuple(given.values()), **given)
     op = "capsfast.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
@@ -190,27 +171,9 @@ def route_votes(
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1). The reference alone serves ``share_batch_logits``.
     """
-    tensors = (votes, logits, bias, mask, out_mask)
-    if has_torch_function(tensors):
-        return handle_torch_function(
-            route_votes,
-            tensors,
-            votes,
-            num_iterations,
-            logits=logits,
-            bias=bias,
-            mask=mask,
-            out_mask=out_mask,
-            softmax=softmax,
-            gradient=gradient,
-            leaky=leaky,
-            squash=squash,
-            eps=eps,
-            squash_last=squash_last,
-            share_batch_logits=share_batch_logits,
-            return_coupling=return_coupling,
-            backend=backend,
-        )
+    if has_torch_function((votes, logits, bias, mask, out_mask)):
+        given = locals()
+        return handle_torch_function(route_votes, tuple(given.values()), **given)
     op = "capsfast.route_votes"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)

@@ -98,29 +98,9 @@ def routing_pass(
         TypeError: not a dense floating-point tensor, or dtypes that differ.
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
     """
-    tensors = (u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)
-    if has_torch_function(tensors):
-        return handle_torch_function(  # type: ignore[no-any-return]
-            routing_pass,
-            tensors,
-            u,
-            weight,
-            query=query,
-            precision=precision,
-            center=center,
-            prior=prior,
-            logits=logits,
-            activation=activation,
-            mask=mask,
-            out_mask=out_mask,
-            lse=lse,
-            normalize=normalize,
-            leaky=leaky,
-            second=second,
-            return_weights=return_weights,
-            return_lse=return_lse,
-            backend=backend,
-        )
+    if has_torch_function((u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
+        given = locals()
+        return handle_torch_function(routing_pass, tuple(given.values()), **given)
     op = "capsfast.routing_pass"
     u, weight = checks.product(op, u, weight)
     options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)
@@ -161,28 +141,9 @@ def votes_pass(
 
     All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
     """
-    tensors = (votes, query, precision, center, prior, logits, activation, mask, out_mask, lse)
-    if has_torch_function(tensors):
-        return handle_torch_function(  # type: ignore[no-any-return]
-            votes_pass,
-            tensors,
-            votes,
-            query=query,
-            precision=precision,
-            center=center,
-            prior=prior,
-            logits=logits,
-            activation=activation,
-            mask=mask,
-            out_mask=out_mask,
-            lse=lse,
-            normalize=normalize,
-            leaky=leaky,
-            second=second,
-            return_weights=return_weights,
-            return_lse=return_lse,
-            backend=backend,
-        )
+    if has_torch_function((votes, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
+        given = locals()
+        return handle_torch_function(votes_pass, tuple(given.values()), **given)
     op = "capsfast.votes_pass"
     votes, spatial = checks.votes(op, votes)
     options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)
