@@ -236,7 +236,7 @@ def test_a_trace_holds_the_fused_op() -> None:
     assert "prim::PythonOp" not in kinds
 
 
-def test_tracing_does_not_warn() -> None:
+def test_tracing_warns_of_numbers_that_become_constants_alone() -> None:
     code = """
 import warnings, torch
 warnings.simplefilter("error")
@@ -244,6 +244,14 @@ warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
 warnings.filterwarnings("ignore", "capsfast: running on the slow reference backend", RuntimeWarning)
 import capsfast
 torch.jit.trace(capsfast.nn.RoutedCaps(6, 4, 5, 3, routing="em"), torch.rand(3, 6, 5))
+module = {"__name__": "capsfast.reading"}
+exec("def read(x): return x * int(x.max())", module)
+try:
+    torch.jit.trace(module["read"], torch.ones(3))
+except Exception as error:  # what becomes of a warning that is an error, in torch's code
+    assert "Python integer" in f"{error} {error.__cause__}", error
+else:
+    raise SystemExit("a number that became a constant was not warned of")
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -43,7 +43,7 @@ class InterestCapsules(nn.Module):
         in_dim, out_dim: sizes K of a behaviour and D of an interest.
         num_iterations: weighted sums, at least 1.
         max_length: I, the most behaviours of a user. Needed by ``initial_logits="fixed"`` and ``weight="position"``;
-            jagged histories are padded to it, or without it to the longest.
+            jagged histories are padded to it, or without it to the longest, which no trace of ``torch.jit.trace`` can.
         weight: ``"shared"``, one matrix for all pairs; ``"output"``, one for each interest; ``"position"``, one for
             each position and interest.
         initial_logits: ``"fixed"``, one normal draw, made with the layer; ``"random"``, a draw at each call for all
@@ -178,8 +178,9 @@ class InterestCapsules(nn.Module):
     ) -> Interests:
         """Interests of the users.
 
-        At most one of lengths, mask and offsets is given; with none all behaviours count. A user without behaviours has
-        one interest, which is 0. Numbers that are out of range are seen on the CPU, where a look at them is cheap.
+        At most one of lengths, mask and offsets is given; with none all behaviours count. The interests of a user
+        without behaviours are 0; with ``count`` there is one of them, else there are as many as other users have.
+        Numbers that are out of range are seen on the CPU, where a look at them is cheap, and while nothing is traced.
 
         Args:
             behaviours: ``[B, I, K]``, with offsets ``[N, K]``.
