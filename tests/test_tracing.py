@@ -87,6 +87,8 @@ def test_nodes_have_every_argument(name: str) -> None:
     given = {each: torch.fx.Proxy(graph.placeholder(each), tracer) for each in parameters}
     node = function(**given).node
     assert node.target is function
+    by_position = [each for each in parameters if parameters[each].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [str(each) for each in node.args] == by_position
     bound = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
     assert {each: str(value) for each, value in bound.items()} == {each: each for each in parameters}
 
