@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
+from torch.overrides import has_torch_function, has_torch_function_unary
 
 from . import checks, positions
+from ._overrides import instead
 from .ops import dynamic_routing as _dynamic_routing
 from .ops import route_votes as _route_votes
 from .ops._product import width
@@ -43,7 +44,7 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
         IndexError: ``dim`` out of range.
     """
     if has_torch_function_unary(s):
-        return handle_torch_function(squash, (s,), s, dim, eps, kind)  # type: ignore[no-any-return]
+        return instead(squash, locals(), 4)  # type: ignore[no-any-return]
     op = "capsfast.squash"
     if not isinstance(s, Tensor):
         raise TypeError(f"{op}: s must be a torch.Tensor, got {type(s).__name__}")
@@ -123,8 +124,7 @@ def dynamic_routing(
             backend.
     """
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
-        given = locals()
-        return handle_torch_function(dynamic_routing, tuple(given.values()), **given)
+        return instead(dynamic_routing, locals(), 3)
     op = "capsfast.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
@@ -172,8 +172,7 @@ def route_votes(
     (Sabour, Frosst, Hinton 2017, procedure 1). The reference alone serves ``share_batch_logits``.
     """
     if has_torch_function((votes, logits, bias, mask, out_mask)):
-        given = locals()
-        return handle_torch_function(route_votes, tuple(given.values()), **given)
+        return instead(route_votes, locals(), 2)
     op = "capsfast.route_votes"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)

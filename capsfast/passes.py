@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import has_torch_function
 
 from . import checks, positions
+from ._overrides import instead
 from .ops import routing_pass as _routing_pass
 from .ops import votes_pass as _votes_pass
 from .ops._product import width
@@ -99,8 +100,7 @@ def routing_pass(
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
     """
     if has_torch_function((u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
-        given = locals()
-        return handle_torch_function(routing_pass, tuple(given.values()), **given)
+        return instead(routing_pass, locals(), 2)  # type: ignore[no-any-return]
     op = "capsfast.routing_pass"
     u, weight = checks.product(op, u, weight)
     options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)
@@ -142,8 +142,7 @@ def votes_pass(
     All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
     """
     if has_torch_function((votes, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
-        given = locals()
-        return handle_torch_function(votes_pass, tuple(given.values()), **given)
+        return instead(votes_pass, locals(), 1)  # type: ignore[no-any-return]
     op = "capsfast.votes_pass"
     votes, spatial = checks.votes(op, votes)
     options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)

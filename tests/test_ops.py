@@ -185,7 +185,7 @@ def test_all_ops_are_checked_here() -> None:
     }
     stems = (*OPS, *(op.name for op in PASS_OPS))  # test_passes.py checks the latter
     wanted = {prefix + name for prefix in PREFIX.values() for stem in stems for name in (stem, f"{stem}_backward")}
-    assert names == wanted
+    assert names == wanted | {"shared_routing", "shared_routing_backward"}  # test_shared_routing.py
     assert {backend.prefix for backend in TABLE if backend.fused} <= set(PREFIX.values())
 
 

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import capsfast
 from capsfast.nn import ROUTINGS
+from capsfast.nn._layer import Layer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -87,6 +89,8 @@ def test_nodes_have_every_argument(name: str) -> None:
     given = {each: torch.fx.Proxy(graph.placeholder(each), tracer) for each in parameters}
     node = function(**given).node
     assert node.target is function
+    by_position = [each for each in parameters if parameters[each].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [str(each) for each in node.args] == by_position
     bound = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
     assert {each: str(value) for each, value in bound.items()} == {each: each for each in parameters}
 
@@ -255,3 +259,19 @@ else:
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_each_class_has_compiled_code_of_its_own() -> None:
+    """torch.compile gives up on code that it has compiled for many modules, and their sizes become its guesses."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return x.relu()
+
+    def made(n: int) -> type[Layer]:
+        code = forward.__code__.replace(co_name=f"forward{n}")
+        return type(f"Layer{n}", (Layer,), {"forward": types.FunctionType(code, globals())})
+
+    limit = torch._dynamo.config.recompile_limit
+    for n in range(limit + 1):
+        shape = torch.compile(made(n)(), fullgraph=True, backend="eager")(torch.zeros(2, n + 2)).shape
+        assert shape == (2, n + 2)

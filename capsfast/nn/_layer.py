@@ -1,5 +1,6 @@
 """What all layers, losses and networks derive from."""
 
+import types
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ class Layer(nn.Module):
     Of a module that is itself traced the forward runs on proxies, as far as it can.
     """
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        call = Layer.__call__
+        if getattr(cls.__call__, "__globals__", None) is call.__globals__:
+            # torch.compile counts what it compiles by code, and learns sizes by its name: each class has its own.
+            code = call.__code__.replace(co_name=f"{cls.__module__}.{cls.__qualname__}.__call__")
+            cls.__call__ = types.FunctionType(code, call.__globals__, "__call__")  # type: ignore[assignment]
+
     # Not in forward: hooks are to run when the node does.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
@@ -20,7 +29,7 @@ class Layer(nn.Module):
                 if isinstance(value, torch.fx.Proxy):
                     tracer: Any = value.tracer
                     return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
-        return super().__call__(*args, **kwargs)
+        return nn.Module.__call__(self, *args, **kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What torch.jit.script asks for before it compiles."""

@@ -67,12 +67,12 @@ def of_dynamic_routing(u: Tensor, weight: Tensor, options: Options) -> Workload:
         return Call(u, weight, None, None, None, None, options)
 
     given = (u, weight, None, None, None, None)
-    v, *saved = dynamic_routing.forward(*given, *options, False, False)
+    v, *saved = dynamic_routing.forward(*given, *options.of_op(), False, False)
     dv = torch.randn_like(v)
 
     def run() -> None:
-        dynamic_routing.forward(*given, *options, False, False)
-        dynamic_routing.backward(dv, None, *given, *saved, *options, False, True, True, False, False)
+        dynamic_routing.forward(*given, *options.of_op(), False, False)
+        dynamic_routing.backward(dv, None, *given, *saved, *options.of_op(), False, True, True, False, False)
 
     return Workload(call, run)
 
