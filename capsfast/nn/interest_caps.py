@@ -10,6 +10,7 @@ from ..options import GRADIENT, SOFTMAX, SQUASH
 from . import _arguments
 from ._histories import COUNTS, interests_of, of_lengths, padded, sized, within
 from ._interest_routing import RATIO, InterestOptions, route
+from ._layer import Layer
 
 WEIGHTS = ("shared", "output", "position")
 UPDATES = ("accumulate", "overwrite")
@@ -24,7 +25,7 @@ class Interests(NamedTuple):
     mask: Tensor
 
 
-class InterestCapsules(nn.Module):
+class InterestCapsules(Layer):
     """Routes the behaviours of a user to interests (MIND, Li et al. 2019; ComiRec, Cen et al. 2020).
 
     Behaviours are the embeddings of clicked items. The defaults are the paper's B2I routing (MIND, algorithm 1) but for

@@ -3,10 +3,13 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import has_torch_function
 
 from .. import checks
+from .._overrides import instead
 from . import _arguments
+from ._layer import Layer
 
 # No power of a score is larger: softmax, and the derivatives of powers, stay finite in float32.
 LARGEST = 1e30
@@ -44,7 +47,7 @@ def _signed_power(scores: Tensor, power: float) -> Tensor:
     return (safe * safe.abs() ** (power - 1)).masked_fill(none, 0.0)
 
 
-class LabelAwareAttention(nn.Module):
+class LabelAwareAttention(Layer):
     """The interests of a user as one vector, weighted by a target item (MIND, Li et al. 2019, equation 9).
 
     ``softmax_j((item . v_j)^power) v_j``. With ``power=math.inf`` the interest of the largest score is taken as it is,
@@ -130,6 +133,8 @@ def interest_scores(interests: Tensor, items: Tensor, mask: Tensor | None = None
     Raises:
         ValueError, TypeError: a shape, a dtype or a device that does not fit.
     """
+    if has_torch_function((interests, items, mask)):
+        return instead(interest_scores, locals(), 3)  # type: ignore[no-any-return]
     op = "capsfast.nn.interest_scores"
     vectors, targets = _operands(op, interests, items, mask)
     if targets.dim() not in (2, 3) or (targets.dim() == 3 and targets.shape[0] != vectors.shape[0]):
