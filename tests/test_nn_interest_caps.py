@@ -333,6 +333,42 @@ def test_sixteen_bits(options: dict[str, Any]) -> None:
     torch.testing.assert_close(half.float(), wanted, rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weight", ["shared", "output"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"update": "overwrite"},
+        {"squash_power": 0.5},
+        {"softmax": "in", "mask_after": True},
+        {"gradient": "last", "temperature": 0.5},
+        {"projection": "relu"},
+        {"initial_logits": "zero", "backend": "reference"},
+    ],
+    ids=str,
+)
+def test_autocast_is_one_dtype(options: dict[str, Any], weight: str, dtype: torch.dtype) -> None:
+    layer = made(dtype=torch.float32, weight=weight, **options)
+    rounded = copy.deepcopy(layer)
+    rounded.W.data = layer.W.detach().to(dtype).float()
+    u = torch.randn(B, I, K)
+    with torch.autocast("cpu", dtype=dtype):
+        for logits in (None, torch.randn(I, J, dtype=torch.float64), torch.randn(B, I, J, dtype=dtype)):
+            found = layer(u, LENGTHS, logits=logits).vectors
+            assert found.dtype == dtype
+            if logits is None:
+                v = found
+        wide = copy.deepcopy(layer).double()(u.double(), LENGTHS).vectors
+        mixed = layer(u.to(dtype), LENGTHS).vectors
+    assert wide.dtype == torch.float64 and mixed.dtype == dtype
+    torch.testing.assert_close(mixed, v)
+    wanted = rounded(u.to(dtype).float(), LENGTHS).vectors
+    torch.testing.assert_close(v.float(), wanted, rtol=0.01, atol=0.01 if "projection" in options else 0.004)
+    v.sum().backward()
+    assert layer.W.grad is not None and layer.W.grad.dtype == torch.float32
+
+
 def ranks(rank: int) -> None:
     torch.manual_seed(rank)
     layer = InterestCapsules(J, K, D, max_length=I)

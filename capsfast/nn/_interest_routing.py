@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import checks
 from ..functional import dynamic_routing
 from ..functional import squash as _squash
 from ..ops import shared_routing
+from ..ops._glue import as_under_autocast
 from ..options import Options
 from ..passes import Moments, routing_pass, votes_pass
+from ..precision import wide_dtype
 
 # c of the squash kinds whose length is n / (c + n), n = |s|^2.
 RATIO = {"paper": 1.0, "half": 0.5, "eps_outside": 1.0}
@@ -59,7 +62,27 @@ def route(
     options: InterestOptions,
     backend: str | None,
 ) -> Tensor:
-    """``u [B, I, K]`` and ``weight [1 or I, 1 or J, D, K]`` to interests ``[B, J, D]``."""
+    """``u [B, I, K]`` and ``weight [1 or I, 1 or J, D, K]`` to interests ``[B, J, D]`` in the dtype of u.
+
+    Under autocast that is autocast's, as of the ops, and what is done between passes is not cast.
+    """
+    if logits is not None and checks.autocast_dtype(u.device) is not None:
+        logits = logits.to(wide_dtype(u.dtype))
+    (u, weight), no_autocast = as_under_autocast((u, weight))
+    with no_autocast:
+        return _route(u, weight, J, logits, mask, out_mask, options, backend)
+
+
+def _route(
+    u: Tensor,
+    weight: Tensor,
+    J: int,
+    logits: Tensor | None,
+    mask: Tensor | None,
+    out_mask: Tensor | None,
+    options: InterestOptions,
+    backend: str | None,
+) -> Tensor:
     o = options
     fused = Options(o.num_iterations, o.softmax, o.gradient, False, o.squash, o.eps)
     shared = weight.shape[0] == 1 and weight.shape[1] == 1

@@ -66,7 +66,8 @@ class InterestCapsules(Layer):
         backend: see :func:`capsfast.dynamic_routing`.
         device, dtype: of the parameters.
 
-    Shapes: behaviours ``[B, I, K]`` to :class:`Interests`.
+    Shapes: behaviours ``[B, I, K]`` to :class:`Interests`, whose vectors have the dtype of the behaviours, under
+    autocast that of autocast; sums are formed in float32 for 16 bits.
 
     Raises:
         ValueError, TypeError: a size or an option that does not fit.
