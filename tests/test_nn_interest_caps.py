@@ -392,6 +392,23 @@ def test_ranks_share_fixed_logits_and_gradients(tmp_path: Path) -> None:
     on_two_ranks(ranks, tmp_path)
 
 
+@pytest.mark.skipif(not capsfast.backends()["cpp"].available, reason="the reference has all derivatives")
+@pytest.mark.parametrize("weight", ["shared", "output"])
+def test_errors_name_a_function_that_was_called(weight: str) -> None:
+    layer, u = made(weight=weight), rand(B, I, K)
+    (gradient,) = torch.autograd.grad(layer(u).vectors.square().sum(), u, create_graph=True)
+    message = r'capsfast\.dynamic_routing: the fused backends .*backend="reference"'
+    with pytest.raises(RuntimeError, match=message):
+        gradient.sum().backward()
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda each: layer(each).vectors, (u,), (u,))
+    with pytest.raises(NotImplementedError, match=message), torch.autograd.forward_ad.dual_level():
+        capsfast.dynamic_routing(torch.autograd.forward_ad.make_dual(u, u), layer.W, logits=layer.logits)
+    layer.backend = "reference"
+    (gradient,) = torch.autograd.grad(layer(u).vectors.square().sum(), u, create_graph=True)
+    gradient.sum().backward()
+
+
 def test_arguments_that_do_not_fit() -> None:
     layer, u = made(), torch.randn(B, I, K, dtype=torch.float64)
     short = LENGTHS.clone()
@@ -536,5 +553,8 @@ def test_scores_when_serving() -> None:
 def test_the_layer_says_what_it_is() -> None:
     text = str(made(update="overwrite", count="floor"))
     assert "3, 6, 4, num_iterations=3, max_length=24, update='overwrite', count='floor'" in text
+    assert "projection='relu', init_std=0.5" in made(projection="relu", init_std=0.5).extra_repr()
+    assert "projection='linear'" in made(projection="linear").extra_repr()
+    assert "projection" not in made().extra_repr() and "init_std" not in made().extra_repr()
     assert "cpp" in str(InterestCapsules(J, K, D, initial_logits="zero", backend="cpp"))
     assert capsfast.nn.InterestCapsules is InterestCapsules

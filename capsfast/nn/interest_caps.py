@@ -263,6 +263,8 @@ class InterestCapsules(Layer):
             "eps": (o.eps, 1e-8),
             "gradient": (o.gradient, "full"),
             "count": (self.count, None),
+            "projection": ("relu" if self.relu else None if self.projection is None else "linear", None),
+            "init_std": (self.init_std, self.in_dim**-0.5),
             "backend": (self.backend, None),
         }
         return text + "".join(f", {name}={value!r}" for name, (value, default) in defaults.items() if value != default)

@@ -34,7 +34,8 @@ class Contract(NamedTuple):
     that ask for an output, at the end. outputs: names of the results, the first ``differentiable`` of which have
     gradients. saved: those that the backward gets. fake, fake_backward: functions that give the shapes and dtypes of
     the results. received(gradients of outputs, tensors, saved outputs): the gradients as the backward takes them.
-    optional: which gradients of outputs the backward takes as None.
+    optional: which gradients of outputs the backward takes as None. called: the public function that errors name,
+    where it has another name.
     """
 
     name: str
@@ -49,6 +50,12 @@ class Contract(NamedTuple):
     fake: Callable[..., Any]
     fake_backward: Callable[..., Any]
     received: Received
+    called: str = ""
+
+    @property
+    def public(self) -> str:
+        """What the user called."""
+        return f"capsfast.{self.called or self.name}"
 
     @property
     def tensors(self) -> int:
@@ -107,8 +114,8 @@ def _define(contract: Contract, backend: str, sharded: bool = True) -> Callable[
             _library.define(schema)
     if backend == "triton":
         _bind_triton(contract.name)
-    second = _second_derivative(contract.name)
-    fused_backward = _transformable(f"{name}_backward", _keep_nothing, second, 0, contract.differentiable)
+    second, jvp = _second_derivative(contract.public), _forward_mode(contract.public)
+    fused_backward = _transformable(f"{name}_backward", _keep_nothing, second, jvp, 0, contract.differentiable)
     backward = backward_by(contract, fused_backward)
     save = saving(contract)
     torch.library.register_fake(op, contract.fake)
@@ -121,7 +128,7 @@ def _define(contract: Contract, backend: str, sharded: bool = True) -> Callable[
         _register_autocast(name, device, len(contract.inputs))
     if sharded:
         _sharding.announce(contract, _overload(op), _overload(f"{op}_backward"))
-    return _transformable(name, save, backward, len(contract.inputs))
+    return _transformable(name, save, backward, jvp, len(contract.inputs))
 
 
 def _bind_triton(name: str) -> None:
@@ -141,7 +148,12 @@ def _bind_triton(name: str) -> None:
 
 
 def _transformable(
-    name: str, save: Callable[..., None], backward: Callable[..., Any], cast: int, first: int = 0
+    name: str,
+    save: Callable[..., None],
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any],
+    cast: int,
+    first: int = 0,
 ) -> Callable[..., Any]:
     """A function that calls ``capsfast::name`` in the way that suits its caller.
 
@@ -173,7 +185,7 @@ def _transformable(
 
     for function in (Transformed, Eager):
         function.backward = staticmethod(backward)  # type: ignore[assignment]
-        function.jvp = staticmethod(_forward_mode(name))  # type: ignore[assignment]
+        function.jvp = staticmethod(jvp)  # type: ignore[assignment]
 
     def call(*inputs: Any) -> Any:
         if type(inputs[0]) is not Tensor:
@@ -216,22 +228,19 @@ def _overload(qualified: str) -> OpOverload:
     return getattr(getattr(torch.ops, namespace), name).default  # type: ignore[no-any-return]
 
 
-def _second_derivative(name: str) -> Callable[..., Any]:
+def _second_derivative(public: str) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(
-            f"capsfast.{name}: the fused backends have no second derivative; "
-            f'for create_graph=True use backend="reference"'
+            f'{public}: the fused backends have no second derivative; for create_graph=True use backend="reference"'
         )
 
     return backward
 
 
-def _forward_mode(name: str) -> Callable[..., Any]:
-    op = name.removeprefix(PREFIX["triton"]).removesuffix("_backward")
-
+def _forward_mode(public: str) -> Callable[..., Any]:
     def jvp(ctx: Any, *tangents: Tensor | None) -> None:
         raise NotImplementedError(
-            f"capsfast.{op}: the fused backends have no forward-mode derivative (jvp), got an argument with a tangent; "
+            f"{public}: the fused backends have no forward-mode derivative (jvp), got an argument with a tangent; "
             f'use backend="reference"'
         )
 

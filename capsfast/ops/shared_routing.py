@@ -99,5 +99,6 @@ CONTRACT = Contract(
     fake=_fake,
     fake_backward=_fake_backward,
     received=_received,
+    called="dynamic_routing",
 )
 _op = define_cpp(CONTRACT)
