@@ -15,8 +15,13 @@ SMALLEST_EPS = 1e-20
 OTHER_ORDERS = "; docs/migration.md turns weights of other layers into this order"
 
 # torch.jit.trace warns of every comparison of sizes. Those of this package lead to errors, or to the same for any
-# batch. torch does so for its own modules.
-warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning, module=r"capsfast\.")
+# batch. torch does so for its own modules. Numbers that become constants, as in int(tensor), are warned of.
+warnings.filterwarnings(
+    "ignore",
+    "Converting a tensor to a Python boolean",
+    category=torch.jit._trace.TracerWarning,
+    module=r"capsfast\.",
+)
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -263,7 +268,12 @@ def not_negative(op: str, name: str, value: Tensor | None, meaning: str = "") ->
         )
 
 
+def traced() -> bool:
+    """Whether torch.jit.trace records what happens."""
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+
+
 def can_be_looked_at(value: Tensor) -> bool:
     """Whether its numbers are there: a look would make a GPU wait, and is none while tracing or inside torch.func."""
-    known = value.device.type == "cpu" and not torch.compiler.is_compiling()
+    known = value.device.type == "cpu" and not torch.compiler.is_compiling() and not traced()
     return known and type(value) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,8 @@ def test_lengths_mask_and_jagged_histories_are_one() -> None:
     assert not gradients[0][~VALID].any()
     free = made(max_length=None, initial_logits="zero", weight="output")
     torch.testing.assert_close(free(u[VALID], offsets=offsets).vectors, free(u, LENGTHS).vectors)
+    for dtype in (torch.uint8, torch.int8):
+        assert torch.equal(layer(u[VALID], offsets=offsets.to(dtype)).vectors, found[2].vectors)
     shorter = LENGTHS.clamp(max=9)
     valid = torch.arange(9) < shorter[:, None]
     jagged = free(u[:, :9][valid], offsets=F.pad(shorter.cumsum(0), (1, 0)).int())
@@ -214,6 +217,52 @@ def test_the_number_of_interests(rule: str, function: Any) -> None:
     wanted = [max(1, min(5, function(math.log2(n)))) if n else 1 for n in lengths.tolist()]
     assert found.mask.sum(1).tolist() == wanted
     assert not found.vectors[~found.mask].any()
+
+
+@pytest.mark.parametrize("rule", ["floor", "ceil"])
+def test_more_interests_than_an_integer_has_bits(rule: str) -> None:
+    layer = InterestCapsules(70, 2, 2, initial_logits="zero", weight="output", count=rule)
+    found = layer(torch.randn(3, 33, 2), torch.tensor([3, 0, 33]))
+    assert found.mask.sum(1).tolist() == ([1, 1, 5] if rule == "floor" else [2, 1, 6])
+    assert bool((found.mask.int().diff(dim=1) <= 0).all())
+
+
+@pytest.mark.parametrize("history", ["lengths", "offsets", "offsets to the longest"])
+def test_traced_histories(history: str) -> None:
+    name, longest = history.split()[0], history.endswith("longest")
+    layer = made(max_length=None if longest else I, initial_logits="zero", weight="output", count="floor")
+
+    class Of(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, u: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+            found = self.layer(u, **{name: numbers})
+            return found.vectors, found.mask
+
+    def drawn_histories(lengths: Tensor) -> tuple[Tensor, Tensor]:
+        u = torch.randn(lengths.shape[0], I, K, dtype=torch.float64)
+        if name == "lengths":
+            return u, lengths
+        return u[torch.arange(I) < lengths[:, None]], F.pad(lengths.cumsum(0), (1, 0))
+
+    def trace() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+            warnings.filterwarnings("ignore", "Converting a tensor to a Python boolean")
+            return torch.jit.trace(Of(), drawn_histories(torch.tensor([3, 4, 2])))
+
+    if longest:
+        with pytest.raises(ValueError, match=r"offsets need max_length under torch.jit.trace"):
+            trace()
+        return
+    traced = trace()
+    for lengths in (torch.tensor([9, 1]), LENGTHS):
+        given = drawn_histories(lengths)
+        for got, wanted in zip(traced(*given), Of()(*given), strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +361,11 @@ def test_arguments_that_do_not_fit() -> None:
     short = LENGTHS.clone()
     offsets = torch.tensor([0, 4, 3, 9])
     values = u.flatten(0, 1)[:9]
+    free = made(max_length=None, initial_logits="zero", weight="output")
+    long = torch.randn(1, 300, K, dtype=torch.float64)
+    assert torch.equal(
+        free(long, torch.tensor([50], dtype=torch.uint8)).vectors, free(long, torch.tensor([50])).vectors
+    )
     for message, call in {
         "num_interests must be at least 1, got 0": lambda: InterestCapsules(0, K, D, max_length=I),
         "initial_logits='fixed' needs max_length": lambda: InterestCapsules(J, K, D),
@@ -327,6 +381,7 @@ def test_arguments_that_do_not_fit() -> None:
         r"lengths must be \[5\]": lambda: layer(u, LENGTHS[:3]),
         "at most one of lengths, mask and offsets": lambda: layer(u, LENGTHS, mask=VALID),
         "offsets must begin with 0, not decrease and end with N=9": lambda: layer(values, offsets=offsets),
+        "offsets must begin with 0, not decrease and": lambda: layer(values, offsets=offsets.to(torch.uint8)),
         "offsets must begin with 0": lambda: layer(values, offsets=torch.tensor([1, 9])),
         "end with N=9": lambda: layer(values, offsets=torch.tensor([0, 8])),
         "at least one number, got none": lambda: layer(values, offsets=torch.zeros(0, dtype=torch.int64)),
@@ -373,6 +428,48 @@ def test_label_aware_attention(power: float, signed: bool) -> None:
         torch.testing.assert_close(found[n, k], weights[0] * v[n, 0] + weights[1] * v[n, 2])
     one = LabelAwareAttention(power, signed=signed)
     torch.testing.assert_close(one(v, items[:, 0]), one(v, items)[:, 0])
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 1.001, 1.5, 2.0, 2.5, 151.0])
+@pytest.mark.parametrize("signed", [False, True])
+def test_gradients_where_users_lack_interests(power: float, signed: bool) -> None:
+    power = power if signed else round(power)
+    layer = made(count="floor", dtype=torch.float32)
+    u, items = torch.randn(B, I, K), torch.randn(B, D)
+    items[0] = 0.0
+    found = layer(u, LENGTHS)
+    assert not found.vectors[~found.mask].any() and not found.vectors[3].any()
+    read = LabelAwareAttention(power, signed=signed)
+    v = found.vectors.detach().requires_grad_()
+    e = items.clone().requires_grad_()
+    found_gradients = torch.autograd.grad(read(v, e, found.mask).sum(), (v, e))
+    assert all(bool(each.isfinite().all()) for each in found_gradients)
+    assert not found_gradients[0][~found.mask].any()
+    read(found.vectors, items, found.mask).sum().backward()
+    assert layer.W.grad is not None and bool(layer.W.grad.isfinite().all())
+
+
+def test_the_derivative_of_a_signed_power_is_0_at_0() -> None:
+    scores = torch.tensor([[[-2.0, -1e-42, 0.0, 1e-45, 0.5]]], requires_grad=True)
+    weights = LabelAwareAttention(1.5, signed=True)._weights(scores, None)
+    (gradient,) = torch.autograd.grad((weights * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).sum(), scores)
+    assert gradient[0, 0, 1:4].tolist() == [0.0, 0.0, 0.0]
+    assert gradient[0, 0, [0, 4]].abs().min() > 0.01
+
+
+def test_users_without_interests() -> None:
+    v, items = rand(B, J, D), rand(B, 2, D)
+    mask = torch.tensor([True, False, True, True, True])[:, None].expand(B, J)
+    for power in (0.0, 1.0, 3.0, math.inf):
+        found = LabelAwareAttention(power)(v, items, mask)
+        assert not found[1].any() and bool(found[mask[:, 0]].abs().amin() > 0)
+        (gradient,) = torch.autograd.grad(found.sum(), v)
+        assert bool(gradient.isfinite().all()) and not gradient[1].any()
+    scores = interest_scores(v, items[:, 0], mask)
+    assert bool((scores[1] == -math.inf).all()) and bool(scores[mask[:, 0]].isfinite().all())
+    lacking = made(count="floor")(torch.randn(2, I, K, dtype=torch.float64), torch.tensor([0, 24]))
+    whole = made()(torch.randn(2, I, K, dtype=torch.float64), torch.tensor([0, 24]))
+    assert lacking.mask.sum(1).tolist() == [1, 3] and whole.mask.sum(1).tolist() == [3, 3]
 
 
 def test_a_large_power_is_a_choice() -> None:

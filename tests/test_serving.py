@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import capsfast
 from capsfast import native
@@ -282,6 +283,103 @@ def test_what_cannot_be_scripted_says_so() -> None:
             scriptable(capsfast.DynamicRouting(6, 4, 6, 5, **options))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="backend must be None, 'cpp' or 'cuda', got 'reference'"):
         scriptable(capsfast.DynamicRouting(6, 4, 6, 5, backend="reference"))
+
+
+class Own(capsfast.DynamicRouting):
+    """Routes in a way of its own."""
+
+    def _route(self, *args: Any, **given: Any) -> Any:
+        return 2 * super()._route(*args, **given)
+
+
+class Forwarding(capsfast.DynamicRouting):
+    def forward(self, u: Tensor, **given: Any) -> Any:
+        return super().forward(u, **given).neg()
+
+
+class Halved(nn.Module):
+    def forward(self, W: Tensor) -> Tensor:
+        return W / 2
+
+
+def _doubling(layer: nn.Module) -> None:
+    layer.forward = lambda u: 2 * u  # type: ignore[method-assign]
+
+
+# What a call does beside the op, and what is said of it.
+NOT_THE_OP: dict[str, tuple[type[capsfast.DynamicRouting], Callable[[Any], Any], str]] = {
+    "forward hook": (
+        capsfast.DynamicRouting,
+        lambda layer: layer.register_forward_hook(lambda module, given, v: 2 * v),
+        "without hooks, .* got DynamicRouting with forward hooks",
+    ),
+    "forward pre-hook": (
+        capsfast.nn.DigitCaps,
+        lambda layer: layer.register_forward_pre_hook(lambda module, given: (2 * given[0],)),
+        "got DigitCaps with forward pre hooks",
+    ),
+    "backward hook": (
+        capsfast.DynamicRouting,
+        lambda layer: layer.register_full_backward_hook(lambda module, given, dv: None),
+        "with backward hooks",
+    ),
+    "pruning": (
+        capsfast.DynamicRouting,
+        lambda layer: prune.l1_unstructured(layer, "W", 0.5),
+        "with forward pre hooks",
+    ),
+    "parametrization": (
+        capsfast.DynamicRouting,
+        lambda layer: parametrize.register_parametrization(layer, "W", Halved()),
+        "without parametrizations, got .*DynamicRouting with one of W; call .*remove_parametrizations",
+    ),
+    "routing": (Own, lambda layer: None, "must have the _route of capsfast.DynamicRouting, got Own"),
+    "forward": (Forwarding, lambda layer: None, "must have the forward of .*, got Forwarding"),
+    "forward of an object": (capsfast.DynamicRouting, _doubling, "must have the forward of .*, got DynamicRouting"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_THE_OP)
+def test_what_a_layer_does_beside_the_op_is_not_dropped(name: str) -> None:
+    kind, changing, message = NOT_THE_OP[name]
+    layer = kind(6, 4, 6, 5)
+    changing(layer)
+    for make in (ScriptableRouting, lambda each: scriptable(nn.Sequential(nn.Tanh(), each))):
+        with pytest.raises((TypeError, ValueError), match=message):
+            make(layer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: capsfast.nn.RoutedCaps(6, 4, 6, 5),
+        lambda: capsfast.nn.ConvCaps2d(2, 3, 4, 5),
+        lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2),
+        capsfast.nn.Length,
+    ],
+)
+def test_other_layers_are_not_copied_for_scripts(make: Callable[[], nn.Module]) -> None:
+    layer = make()
+    for model in (layer, nn.Sequential(nn.Tanh(), layer)):
+        with pytest.raises(TypeError, match=rf"scriptable: {type(layer).__name__} cannot be scripted.*torch.jit.trace"):
+            scriptable(model)
+
+
+@needs_extension
+def test_a_traced_layer_is_part_of_a_scripted_model() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            other = capsfast.nn.RoutedCaps(6, 6, 5, 5, routing="em")
+            self.other = torch.jit.trace(other, torch.rand(3, 6, 5))
+            self.caps = capsfast.DynamicRouting(6, 4, 5, 3)
+
+        def forward(self, u: Tensor) -> Tensor:
+            return self.caps(self.other(u)[0])  # type: ignore[no-any-return]
+
+    model = Chain()
+    copied = scriptable(model)
+    assert_same(torch.jit.script(copied)(u := torch.rand(4, 6, 5)), model, u)
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

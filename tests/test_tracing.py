@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import capsfast
 from capsfast.nn import ROUTINGS
 from capsfast.nn._layer import Layer
+from capsfast.train.normalize import Normalize
+from capsfast.train.objective import ClassLoss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -113,12 +115,121 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "primary": (lambda: capsfast.nn.PrimaryCaps(3, 2, 4, 3), (3, 5, 5)),
     "matrices": (lambda: capsfast.nn.PrimaryMatrixCaps(3, 2, 4), (3, 5, 5)),
     "decoder": (lambda: capsfast.nn.Decoder(4, 3, (1, 4, 4), (5,)), (4, 3)),
+    "digits": (lambda: capsfast.nn.DigitCaps(6, 4, 5, 3), (6, 5)),
+    "classes": (lambda: capsfast.nn.ClassCaps(6, 4, 5, 3), (6, 5)),
+    "slim 3d": (lambda: capsfast.nn.SlimConvCaps3d(2, 3, 4, 5), (2, 4, 4, 3, 3)),
+    "slim up 3d": (lambda: capsfast.nn.SlimConvTransposeCaps3d(2, 3, 4, 5, 2), (2, 4, 2, 2, 2)),
+    "depthwise": (lambda: capsfast.nn.DepthwisePrimaryCaps(2, 4, 3), (8, 5, 5)),
+    "flatten": (capsfast.nn.FlattenCaps, (2, 4, 3, 3)),
+    "conv decoder": (lambda: capsfast.nn.ConvDecoder(4, 3, (1, 8, 8), (4, 4)), (4, 3)),
+    "length": (capsfast.nn.Length, (4, 3)),
+    "longest": (capsfast.nn.Mask, (4, 3)),
+    "entropy": (capsfast.nn.CouplingEntropy, (6, 4)),
+    "interests": (lambda: capsfast.nn.InterestCapsules(3, 5, 4, max_length=6), (6, 5)),
+    "interests by passes": (
+        lambda: capsfast.nn.InterestCapsules(3, 5, 4, max_length=6, squash_power=0.5, count="ceil"),
+        (6, 5),
+    ),
+    "images": (lambda: Normalize("image", 2), (2, 4, 4)),
     "network": (lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2), (1, 14, 14)),
     **{
         f"routed {name}": (lambda name=name: capsfast.nn.RoutedCaps(6, 4, 5, 3, routing=name), (6, 5))
         for name in ROUTINGS
     },
+    **{
+        f"routing {name}": (lambda kind=kind: kind(6, 4, 5, 3), (6, 4, 3))
+        for name, kind in ROUTINGS.items()
+        if name != "self"  # looks at the input capsules
+    },
 }
+
+LABELS, IMAGES, WEIGHT = torch.tensor([0, 2]), torch.rand(2, 1, 4, 4), torch.randn(6, 4, 3, 5)
+ITEMS, LENGTHS = torch.rand(2, 5), torch.tensor([6, 2])
+# A layer of several inputs, the axes of that which is traced behind a batch of 2, and a call.
+OF_SEVERAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Any, Any], Any]]] = {
+    "histories": (
+        lambda: capsfast.nn.InterestCapsules(3, 5, 4, max_length=6, count="floor"),
+        (6, 5),
+        lambda layer, u: layer(u, lengths=LENGTHS),
+    ),
+    "items": (lambda: capsfast.nn.LabelAwareAttention(2), (3, 5), lambda layer, v: layer(v, ITEMS)),
+    "self-routing": (lambda: capsfast.nn.SelfRouting(6, 4, 5, 3), (6, 5), lambda layer, u: layer((u, WEIGHT))),
+    "mask": (capsfast.nn.Mask, (3, 4), lambda layer, v: layer(v, LABELS)),
+    "margin": (capsfast.nn.MarginLoss, (3,), lambda layer, a: layer(a, LABELS)),
+    "spread": (capsfast.nn.SpreadLoss, (3,), lambda layer, a: layer(a, LABELS, step=7)),
+    "image": (capsfast.nn.ReconstructionLoss, (1, 4, 4), lambda layer, x: layer(x, IMAGES)),
+    "parts": (capsfast.nn.CapsNetLoss, (3,), lambda layer, a: layer((a, a, IMAGES), IMAGES, LABELS)),
+    "training": (lambda: ClassLoss("cross-entropy"), (3,), lambda layer, a: layer(a, LABELS, 0)),
+}
+
+
+def test_every_layer_is_traced_here() -> None:
+    public = [getattr(capsfast.nn, name) for name in capsfast.nn.__all__]
+    layers = {kind for kind in public if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    # What routings of one's own derive from routes nothing itself.
+    layers -= {capsfast.nn.Routing, capsfast.nn.IterativeRouting}
+    assert layers <= {type(make()) for make, *_ in (*LAYERS.values(), *OF_SEVERAL.values())}
+
+
+class Calling(nn.Module):
+    def __init__(self, layer: nn.Module, call: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.call = call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.layer, x.sigmoid())
+
+
+@pytest.mark.parametrize("name", OF_SEVERAL)
+def test_layers_of_several_inputs_are_leaves(name: str) -> None:
+    make, axes, call = OF_SEVERAL[name]
+    model = Calling(make(), call)
+    traced = torch.fx.symbolic_trace(model)
+    assert targets(traced, "call_module") == ["layer"]
+    x = torch.rand(2, *axes)
+    assert_same(traced(x), model(x))
+    assert_same(gradients(traced, x), gradients(model, x))
+
+
+def test_scores_of_items_are_a_node() -> None:
+    class Scoring(nn.Module):
+        def forward(self, v: Tensor, items: Tensor) -> Tensor:
+            return capsfast.nn.interest_scores(v, items=items)
+
+    traced = torch.fx.symbolic_trace(Scoring())
+    assert targets(traced, "call_function") == [capsfast.nn.interest_scores]
+    for B in (2, 5):
+        v = torch.randn(B, 3, 4)
+        assert_same(traced(v, items := torch.randn(7, 4)), Scoring()(v, items))
+
+
+class Noting(torch.fx.Tracer):
+    """Asks about leaves, and notes what it is called for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.called: list[str] = []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        self.asked.append(module_qualified_name)
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.called.append(self.path_of_module(m))
+        return super().call_module(m, forward, args, kwargs)
+
+
+def test_tracers_are_asked_and_note_where_a_node_is() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Tanh(), capsfast.DynamicRouting(6, 4, 5, 3)))
+    tracer = Noting()
+    nodes = {node.target: node for node in tracer.trace(model).nodes if node.op == "call_module"}
+    assert list(nodes) == ["0.0", "0.1"]
+    assert tracer.asked == tracer.called == ["0", "0.0", "0.1"]
+    stacks = {target: node.meta["nn_module_stack"] for target, node in nodes.items()}
+    assert [path for path, _ in stacks["0.1"].values()] == ["0", "0.1"]
+    assert list(stacks["0.1"].values())[-1][1] is capsfast.DynamicRouting
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -240,7 +351,7 @@ def test_a_trace_holds_the_fused_op() -> None:
     assert "prim::PythonOp" not in kinds
 
 
-def test_tracing_does_not_warn() -> None:
+def test_tracing_warns_of_numbers_that_become_constants_alone() -> None:
     code = """
 import warnings, torch
 warnings.simplefilter("error")
@@ -248,6 +359,14 @@ warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
 warnings.filterwarnings("ignore", "capsfast: running on the slow reference backend", RuntimeWarning)
 import capsfast
 torch.jit.trace(capsfast.nn.RoutedCaps(6, 4, 5, 3, routing="em"), torch.rand(3, 6, 5))
+module = {"__name__": "capsfast.reading"}
+exec("def read(x): return x * int(x.max())", module)
+try:
+    torch.jit.trace(module["read"], torch.ones(3))
+except Exception as error:  # what becomes of a warning that is an error, in torch's code
+    assert "Python integer" in f"{error} {error.__cause__}", error
+else:
+    raise SystemExit("a number that became a constant was not warned of")
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

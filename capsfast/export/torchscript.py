@@ -5,10 +5,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from ..nn._layer import Layer
 from ..nn.dynamic_routing import DynamicRouting
 from ..options import Options
 from ..precision import tf32_allowed
+
+# What a call of the layer runs, and the op stands for.
+REPLACED = ("__call__", "forward", "_route", "_weights")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _check_plain(op: str, layer: object) -> None:
+    """That a call of the layer does no more than the op."""
+    if not isinstance(layer, DynamicRouting):
+        raise TypeError(f"{op}: layer must be a capsfast.DynamicRouting, got {type(layer).__name__}")
+    kind = type(layer).__name__
+    if parametrize.is_parametrized(layer):
+        names = ", ".join(layer.parametrizations)  # type: ignore[union-attr, arg-type]
+        raise ValueError(
+            f"{op}: layer must be without parametrizations, got {kind} with one of {names}; call "
+            f"torch.nn.utils.parametrize.remove_parametrizations first, or use torch.jit.trace"
+        )
+    for name in HOOKS:
+        if getattr(layer, name):
+            raise ValueError(
+                f"{op}: layer must be without hooks, which the copy would not run, got {kind} with "
+                f"{name.strip('_').replace('_', ' ')}; remove them, or use torch.jit.trace"
+            )
+    for name in REPLACED:
+        if name in vars(layer) or getattr(type(layer), name) is not getattr(DynamicRouting, name):
+            raise TypeError(
+                f"{op}: layer must have the {name} of capsfast.DynamicRouting, got {kind} with one of its own; "
+                f"torch.jit.trace serves the layer"
+            )
 
 
 class ScriptableRouting(nn.Module):
@@ -23,8 +54,8 @@ class ScriptableRouting(nn.Module):
     :func:`capsfast.dynamic_routing`.
 
     Raises:
-        TypeError: another layer, or one with a forward of its own.
-        ValueError: an option that the op alone does not serve.
+        TypeError: another layer, or one with a forward or a routing of its own.
+        ValueError: an option that the op alone does not serve; hooks or parametrizations.
     """
 
     W: nn.Parameter
@@ -34,8 +65,7 @@ class ScriptableRouting(nn.Module):
     def __init__(self, layer: DynamicRouting) -> None:
         super().__init__()
         op = "capsfast.export.ScriptableRouting"
-        if not isinstance(layer, DynamicRouting) or type(layer).forward is not DynamicRouting.forward:
-            raise TypeError(f"{op}: layer must be a capsfast.DynamicRouting, got {type(layer).__name__}")
+        _check_plain(op, layer)
         unserved = {"rank": None, "groups": 1, "top_k": None, "share_batch_logits": False}
         for name, wanted in unserved.items():
             if getattr(layer, name) != wanted:
@@ -84,9 +114,10 @@ def scriptable(model: nn.Module) -> nn.Module:
     """A copy of the model for ``torch.jit.script``, in which every DynamicRouting is a :class:`ScriptableRouting`.
 
     The copy has the parameters of the model, not copies of them; the model stays as it is. Other layers of capsfast are
-    for ``torch.jit.trace``, whose result may be part of a scripted model.
+    for ``torch.jit.trace``, whose result may be part of the model.
 
     Raises:
+        TypeError: the model holds another layer, loss or network of capsfast.
         TypeError, ValueError: as ScriptableRouting.
     """
     return _copy(model, {})
@@ -97,6 +128,11 @@ def _copy(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     if id(module) not in made:
         if isinstance(module, DynamicRouting):
             made[id(module)] = ScriptableRouting(module)
+        elif isinstance(module, Layer):
+            raise TypeError(
+                f"capsfast.export.scriptable: {type(module).__name__} cannot be scripted, with all that it holds; put "
+                f"torch.jit.trace of it in its place, or trace the whole model"
+            )
         else:
             made[id(module)] = copied = copy.copy(module)
             children: dict[str, Any] = {

@@ -7,13 +7,16 @@ from .. import checks
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 COUNTS = ("floor", "ceil")
+# Of the powers of two in an int64. No history is longer.
+LARGEST_POWER = 62
 
 
 def whole(op: str, name: str, value: object, shape: str) -> Tensor:
     tensor = checks.tensor(op, name, value, shape)
     if tensor.dtype not in INTEGERS:
         raise TypeError(f"{op}: {name} must hold integers, got {checks.dtype_of(tensor)}")
-    return tensor
+    # Differences of unsigned numbers are never negative, and a limit may be no number of a short type.
+    return tensor.to(torch.int64)
 
 
 def sized(op: str, name: str, value: object, size: int, anchor: Tensor) -> Tensor:
@@ -45,6 +48,11 @@ def padded(op: str, values: Tensor, offsets: object, width: int | None) -> tuple
 
     width: I; None for the longest history, which the host then has to know.
     """
+    if width is None and checks.traced():
+        raise ValueError(
+            f"{op}: offsets need max_length under torch.jit.trace, where the longest history of the example would be "
+            f"that of every call, got None; give the layer a max_length"
+        )
     N, K = values.shape
     found = whole(op, "offsets", offsets, "[B + 1]")
     if found.shape[0] == 0:
@@ -75,5 +83,7 @@ def interests_of(lengths: Tensor, J: int, rule: str) -> Tensor:
     The powers of two are compared as integers: a logarithm that is a little off would change the number.
     """
     number = torch.arange(J, device=lengths.device)
-    enough = lengths[:, None] >= 2 ** (number + 1) if rule == "floor" else lengths[:, None] > 2**number
-    return enough | (number == 0)
+    power = number + 1 if rule == "floor" else number
+    least = 2 ** power.clamp(max=LARGEST_POWER)
+    enough = lengths[:, None] >= least if rule == "floor" else lengths[:, None] > least
+    return (enough & (power <= LARGEST_POWER)) | (number == 0)

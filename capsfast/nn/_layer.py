@@ -8,10 +8,28 @@ from torch import nn
 from torch.overrides import has_torch_function
 
 
+def _proxy_in(values: tuple[Any, ...]) -> torch.fx.Proxy | None:
+    for value in values:
+        found = _proxy_in(value) if isinstance(value, tuple) else value
+        if isinstance(found, torch.fx.Proxy):
+            return found
+    return None
+
+
+def _as_node(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def node(*args: Any, **kwargs: Any) -> Any:
+        return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
+
+    # There a Tracer notes in which module a node is, and may have code of its own.
+    return tracer.call_module(layer, node, args, kwargs)
+
+
 class Layer(nn.Module):
     """A module that torch.fx keeps as one node where another module calls it, whatever its forward looks at.
 
-    Of a module that is itself traced the forward runs on proxies, as far as it can.
+    So it is whether or not ``is_leaf_module`` of a Tracer says so, which torch's says of torch's own modules alone: the
+    forward compares sizes, and proxies have none. Of a module that is itself traced the forward runs on proxies, as far
+    as it can.
     """
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -24,11 +42,11 @@ class Layer(nn.Module):
 
     # Not in forward: hooks are to run when the node does.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.fx.Proxy):
-                    tracer: Any = value.tracer
-                    return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        pair = bool(args) and isinstance(args[0], tuple)
+        if pair or has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
+            proxy = _proxy_in((*args, *kwargs.values()))
+            if proxy is not None:
+                return _as_node(self, proxy.tracer, args, kwargs)
         return nn.Module.__call__(self, *args, **kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:

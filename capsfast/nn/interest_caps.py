@@ -10,6 +10,7 @@ from ..options import GRADIENT, SOFTMAX, SQUASH
 from . import _arguments
 from ._histories import COUNTS, interests_of, of_lengths, padded, sized, within
 from ._interest_routing import RATIO, InterestOptions, route
+from ._layer import Layer
 
 WEIGHTS = ("shared", "output", "position")
 UPDATES = ("accumulate", "overwrite")
@@ -24,7 +25,7 @@ class Interests(NamedTuple):
     mask: Tensor
 
 
-class InterestCapsules(nn.Module):
+class InterestCapsules(Layer):
     """Routes the behaviours of a user to interests (MIND, Li et al. 2019; ComiRec, Cen et al. 2020).
 
     Behaviours are the embeddings of clicked items. The defaults are the paper's B2I routing (MIND, algorithm 1) but for
@@ -43,7 +44,7 @@ class InterestCapsules(nn.Module):
         in_dim, out_dim: sizes K of a behaviour and D of an interest.
         num_iterations: weighted sums, at least 1.
         max_length: I, the most behaviours of a user. Needed by ``initial_logits="fixed"`` and ``weight="position"``;
-            jagged histories are padded to it, or without it to the longest.
+            jagged histories are padded to it, or without it to the longest, which no trace of ``torch.jit.trace`` can.
         weight: ``"shared"``, one matrix for all pairs; ``"output"``, one for each interest; ``"position"``, one for
             each position and interest.
         initial_logits: ``"fixed"``, one normal draw, made with the layer; ``"random"``, a draw at each call for all
@@ -178,8 +179,9 @@ class InterestCapsules(nn.Module):
     ) -> Interests:
         """Interests of the users.
 
-        At most one of lengths, mask and offsets is given; with none all behaviours count. A user without behaviours has
-        one interest, which is 0. Numbers that are out of range are seen on the CPU, where a look at them is cheap.
+        At most one of lengths, mask and offsets is given; with none all behaviours count. The interests of a user
+        without behaviours are 0; with ``count`` there is one of them, else there are as many as other users have.
+        Numbers that are out of range are seen on the CPU, where a look at them is cheap, and while nothing is traced.
 
         Args:
             behaviours: ``[B, I, K]``, with offsets ``[N, K]``.

@@ -3,10 +3,13 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import has_torch_function
 
 from .. import checks
+from .._overrides import instead
 from . import _arguments
+from ._layer import Layer
 
 # No power of a score is larger: softmax, and the derivatives of powers, stay finite in float32.
 LARGEST = 1e30
@@ -36,7 +39,15 @@ def _operands(op: str, interests: object, items: object, mask: Tensor | None) ->
     return vectors, items
 
 
-class LabelAwareAttention(nn.Module):
+def _signed_power(scores: Tensor, power: float) -> Tensor:
+    """``sign(x) |x|^power`` for a power above 1, whose derivative at 0 is 0."""
+    # Powers of 0 below 1 have no derivative, and products with it are NaN.
+    none = scores.abs() < torch.finfo(scores.dtype).tiny
+    safe = scores.masked_fill(none, 1.0)
+    return (safe * safe.abs() ** (power - 1)).masked_fill(none, 0.0)
+
+
+class LabelAwareAttention(Layer):
     """The interests of a user as one vector, weighted by a target item (MIND, Li et al. 2019, equation 9).
 
     ``softmax_j((item . v_j)^power) v_j``. With ``power=math.inf`` the interest of the largest score is taken as it is,
@@ -48,7 +59,7 @@ class LabelAwareAttention(nn.Module):
             the formula has it, and a power that is no integer does not exist.
 
     Shapes: interests ``[B, J, D]``, items ``[B, D]`` or ``[B, N, D]``, mask ``[B, J]`` (bool, False for an interest
-    that the user does not have) to ``[B, D]`` or ``[B, N, D]``.
+    that the user does not have) to ``[B, D]`` or ``[B, N, D]``, 0 for a user who has no interest.
 
     Raises:
         ValueError, TypeError: a power that does not fit; a shape, a dtype or a device.
@@ -89,6 +100,8 @@ class LabelAwareAttention(nn.Module):
             found = vectors.gather(1, best)
         else:
             found = self._weights(scores, absent).to(vectors.dtype) @ vectors
+        if mask is not None:
+            found = found.masked_fill(~mask.any(1)[:, None, None], 0.0)
         return found if targets.dim() == 3 else found[:, 0]
 
     def _weights(self, scores: Tensor, absent: Tensor | None) -> Tensor:
@@ -96,8 +109,7 @@ class LabelAwareAttention(nn.Module):
             scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
             limit = LARGEST ** (1 / self.power) if self.power else math.inf
             scores = scores.clamp(-limit, limit)
-            signed = self.signed and self.power
-            scores = scores * scores.abs() ** (self.power - 1) if signed else scores**self.power
+            scores = _signed_power(scores, self.power) if self.signed and self.power else scores**self.power
         if absent is not None:
             scores = scores.masked_fill(absent, torch.finfo(scores.dtype).min)
         return scores.softmax(2)
@@ -115,11 +127,14 @@ def interest_scores(interests: Tensor, items: Tensor, mask: Tensor | None = None
         mask: bool ``[B, J]``, False for an interest that the user does not have.
 
     Returns:
-        ``[B, N]``. Scores of one interest at a time are in memory, not ``[B, J, N]``.
+        ``[B, N]``, -inf for a user who has no interest. Scores of one interest at a time are in memory, not
+        ``[B, J, N]``.
 
     Raises:
         ValueError, TypeError: a shape, a dtype or a device that does not fit.
     """
+    if has_torch_function((interests, items, mask)):
+        return instead(interest_scores, locals(), 3)  # type: ignore[no-any-return]
     op = "capsfast.nn.interest_scores"
     vectors, targets = _operands(op, interests, items, mask)
     if targets.dim() not in (2, 3) or (targets.dim() == 3 and targets.shape[0] != vectors.shape[0]):

@@ -18,9 +18,7 @@ def class_indices(op: str, given: Tensor, anchor: Tensor, name: str = "labels") 
         raise ValueError(f"{op}: {name} must be [B] = [{B}], got {checks.shape_of(given)}")
     if given.device != anchor.device:
         raise ValueError(f"{op}: {name} must be on {anchor.device}, got {given.device}; move with {name}.to()")
-    # Nor can a fake tensor or one inside of vmap be looked into.
-    plain = type(given) is Tensor and not torch._C._are_functorch_transforms_active()
-    if plain and given.device.type == "cpu" and not torch.compiler.is_compiling() and given.numel():
+    if checks.can_be_looked_at(given) and given.numel():
         low, high = int(given.min()), int(given.max())
         if low < 0 or high >= J:
             raise ValueError(f"{op}: {name} must be in [0, {J - 1}], got {low if low < 0 else high}")

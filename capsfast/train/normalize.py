@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from ..nn._layer import Layer
 
 # Of a variance; images of one shade have 0, whose root has no derivative.
 EPS = 1e-8
 
 
-class Normalize(nn.Module):
+class Normalize(Layer):
     """Images of mean 0 and deviation 1.
 
     Args:

@@ -1,9 +1,10 @@
 """The losses on the activations of the class capsules, by the names of the command line."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..nn import MarginLoss, SpreadLoss
+from ..nn._layer import Layer
 
 LOSSES = ("margin", "mse", "spread", "cross-entropy")
 # Added to activations before their logarithm. Its inverse squared, which Adam keeps, must be a float32.
@@ -16,7 +17,7 @@ def multi_hot(labels: Tensor, num_classes: int) -> Tensor:
     return there.scatter_(1, labels.view(len(labels), -1), 1.0)
 
 
-class ClassLoss(nn.Module):
+class ClassLoss(Layer):
     """A loss on activations ``[B, J]``, a number for each sample.
 
     * ``margin``: :class:`capsfast.nn.MarginLoss`.

@@ -109,7 +109,7 @@ class WindowVotes(Votes):
         places = self.windows.grid[0] * self.windows.grid[1]
         wide = wide_dtype(self.dtype)
         if self.out_mask is None:
-            each = torch.full((places, self.I), math.log(self.J), dtype=wide, device=self.device)
+            each = torch.full((places, self.I), self.J, dtype=wide, device=self.device).log()
             return self.windows.log_sum(each).repeat(self.B // places, 1)
         each = self.out_mask.sum(1, keepdim=True).to(wide).log().expand(-1, self.I)
         return self.windows.log_sum(each)
