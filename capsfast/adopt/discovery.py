@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fused import FusedLayer, hooked
+from .fused import FusedLayer, autocast_of
 from .signature import Signature, UnclearCallError
+from .snapshot import hooked
 
 # Of one module: more kinds of calls than a layer is given in practice.
 MOST_CALLS = 4
@@ -36,6 +37,10 @@ class Call:
     result: int
     shape: tuple[int, ...]
     autocast: torch.dtype | None
+
+    @property
+    def kind(self) -> tuple[Signature, torch.dtype | None, torch.dtype]:
+        return self.signature, self.autocast, self.given[0].dtype
 
 
 @dataclass
@@ -92,9 +97,8 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
         except UnclearCallError as error:
             candidate.why_not = f"it is called with {error}"
             return
-        autocast = torch.get_autocast_dtype(u.device.type) if torch.is_autocast_enabled(u.device.type) else None
-        call = Call(signature, given, u.data_ptr(), first.data_ptr(), tuple(first.shape), autocast)
-        if all((call.signature, call.autocast) != (other.signature, other.autocast) for other in candidate.calls):
+        call = Call(signature, given, u.data_ptr(), first.data_ptr(), tuple(first.shape), autocast_of(u))
+        if all(call.kind != other.kind for other in candidate.calls):
             call.given = tuple(each.detach().clone() for each in given)
             candidate.calls.append(call)
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..bench.timing import interleave
-from .fused import attributes
 from .identification import Identification
 from .signature import Signature, is_simple
+from .snapshot import attributes
 
 # The largest relative difference of a tensor that is taken for rounding, in a model of this dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
