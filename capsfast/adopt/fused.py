@@ -127,6 +127,13 @@ def _set_class(layer: nn.Module, kind: type[nn.Module]) -> None:
     object.__setattr__(layer, "__class__", kind)
 
 
+def takes_class(layer: nn.Module, kind: type[nn.Module]) -> None:
+    """Tries whether the class of the layer can be replaced, and puts it back; raises what that raises."""
+    own = type(layer)
+    _set_class(layer, kind)
+    _set_class(layer, own)
+
+
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 

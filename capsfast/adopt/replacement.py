@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .. import checks
 from . import discovery, report, verification
 from .discovery import Call, Candidate
 from .entry import identify
-from .fused import Fused, FusedLayer, Verified, fuse, fused_class, is_fused, restore
+from .fused import Fused, FusedLayer, Verified, fuse, fused_class, is_fused, restore, takes_class
 from .identification import Identification
 from .refusal import NotReproduced
 from .report import Acceleration, LayerReport
@@ -118,7 +119,9 @@ def _looked_at(
             done.update(layer.modules())
             continue
         try:
-            with discovery.undisturbed(layer):
+            device = candidate.calls[0].given[0].device.type if candidate.calls else "cpu"
+            # Autocast of the caller is for the model: each call is compared under that which was around it.
+            with discovery.undisturbed(layer), verification.unchanged(layer), torch.autocast(device, enabled=False):
                 found = _look(model, candidate, tolerance, seconds)
         except LeftAloneError as error:
             reports.append(LayerReport(candidate.name, kind, report.LEFT_ALONE, str(error)))
@@ -198,12 +201,18 @@ def _check_layer(candidate: Candidate) -> Snapshot:
     layer = candidate.layer
     if candidate.why_not:
         raise LeftAloneError(candidate.why_not)
+    if parametrize.is_parametrized(layer):
+        raise LeftAloneError("its parameters are parametrized; accelerate the model before that is done")
     if "forward" in vars(layer):
         raise LeftAloneError("its forward was replaced by somebody else's; take that off first")
     try:
-        fused_class(type(layer))
+        made = fused_class(type(layer))
     except Exception as error:  # a metaclass or __init_subclass__ of anybody
         raise LeftAloneError(f"no class can be derived from its own: {first_line(error)}") from error
+    try:
+        takes_class(layer, made)
+    except Exception as error:  # a __class__ of anybody
+        raise LeftAloneError(f"its class cannot be replaced: {first_line(error)}") from error
     watched = discovery.inner_hooks(layer)
     if watched:
         raise LeftAloneError(f"hooks of {', '.join(watched)} in it would not run any more")

@@ -54,22 +54,26 @@ def _frozen(value: Any, left: list[int]) -> tuple[Any, ...]:
         raise UnclearError(f"more than {MOST_VALUES} values")
     kind = type(value)
     if isinstance(value, ATOMS):
-        return kind, value
+        # 1 equals 1.0 and True. No kinds of functions: pickle does not know these.
+        return (kind if isinstance(value, (numbers.Number, str, bytes)) else None), value
     if kind in SEQUENCES or (issubclass(kind, tuple) and not hasattr(value, "__dict__")):
         return kind, tuple([_frozen(each, left) for each in value])
     if kind in MAPPINGS:
         return kind, tuple([(_frozen(key, left), _frozen(each, left)) for key, each in value.items()])
     if kind in SETS:
-        for each in value:
-            _frozen(each, left)
-        return kind, frozenset([(type(each), each) for each in value])
-    if kind in NAMESPACES or dataclasses.is_dataclass(value):
-        if not hasattr(value, "__dict__"):
-            raise UnclearError(f"a {kind.__name__} with slots")
+        return kind, frozenset([_frozen(each, left) for each in value])
+    if has_fields(value):
         return kind, _frozen(vars(value), left)
     if kind is functools.partial:
         return kind, _frozen((value.func, value.args, value.keywords, vars(value)), left)
     raise UnclearError(f"a {kind.__name__}")
+
+
+def has_fields(value: object) -> bool:
+    """Whether all that it holds is in its ``vars``, as in a namespace or most dataclasses."""
+    return type(value) in NAMESPACES or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type) and "__dict__" in dir(value)
+    )
 
 
 def attributes(layer: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -96,7 +100,7 @@ class Held:
         own: names of its attributes, torch's with them.
         parameters, buffers, children: names of these.
         names: all of them, without torch's.
-        plain: attributes, also of the class, that nothing changes in place: name, class and value.
+        plain: attributes, also of the class, that nothing changes in place: name and value.
         deep: attributes that hold plain values: name, and what :func:`frozen` makes of them.
         bound: attributes that are methods: name, function, and the place of their module among those of the layer.
         tensors: names of parameters, buffers and attributes that are tensors; their numbers are not kept.
@@ -111,7 +115,7 @@ class Held:
     buffers: frozenset[str]
     children: frozenset[str]
     names: frozenset[str]
-    plain: tuple[tuple[str, type, Any], ...]
+    plain: tuple[tuple[str, Any], ...]
     deep: tuple[tuple[str, Any], ...]
     bound: tuple[tuple[str, Any, int], ...]
     tensors: tuple[str, ...]
@@ -171,7 +175,7 @@ def _held(module: nn.Module, path: str, modules: list[nn.Module]) -> Held:
         if isinstance(value, Tensor):
             continue
         if isinstance(value, ATOMS):
-            plain.append((name, type(value), value))
+            plain.append((name, value))
         elif isinstance(value, types.MethodType) and id(value.__self__) in places:
             bound.append((name, value.__func__, places[id(value.__self__)]))
         else:
@@ -234,9 +238,9 @@ def _same(held: Held, module: nn.Module, found: list[nn.Module]) -> bool:
         names = [name for part in (own, parameters, buffers, children) for name in part if name not in OWN]
         if frozenset(names) != held.names:
             return False
-    for name, kind, value in held.plain:
+    for name, value in held.plain:
         now = getattr(module, name, _Missing)
-        if now is not value and (type(now) is not kind or now != value):
+        if now is not value and (type(now) is not type(value) or now != value):
             return False
     if held.deep:
         try:

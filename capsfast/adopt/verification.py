@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..bench.timing import interleave
+from .contents import Contents
 from .identification import Identification
 from .signature import Signature, is_simple
 from .snapshot import attributes
@@ -154,6 +155,7 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
     held |= dict(layer.named_buffers(remove_duplicate=False))
     copies = {name: (value._version, value.clone()) for name, value in held.items()}
     modules = dict(layer.named_modules())
+    contents = {path: Contents(module) for path, module in modules.items()}
 
     def now() -> dict[str, Any]:
         return dict(attributes(layer)) | dict(layer.named_buffers(remove_duplicate=False))
@@ -162,6 +164,7 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
         after, before = now(), plain | held
         names = [name for name in after if name not in before or not _same(before[name], after[name])]
         names += [name for name, (version, _) in copies.items() if held[name]._version != version]
+        names += [f"{path}.{name}" if path else name for path, each in contents.items() for name in each.changed()]
         return sorted({*names, *(name for name in before if name not in after)})
 
     try:
@@ -177,6 +180,8 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
                     setattr(module, attribute, (plain | held)[name])
                 else:
                     delattr(module, attribute)
+            for each in contents.values():
+                each.put_back()
 
 
 def _same(before: object, after: object) -> bool:
