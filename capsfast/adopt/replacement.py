@@ -121,8 +121,13 @@ def _looked_at(
         try:
             device = candidate.calls[0].given[0].device.type if candidate.calls else "cpu"
             # Autocast of the caller is for the model: each call is compared under that which was around it.
-            with discovery.undisturbed(layer), verification.unchanged(layer), torch.autocast(device, enabled=False):
+            with (
+                torch.autocast(device, enabled=False),
+                discovery.undisturbed(layer),
+                verification.unchanged(layer) as changed,
+            ):
                 found = _look(model, candidate, tolerance, seconds)
+                verification.check_kept(changed())
         except LeftAloneError as error:
             reports.append(LayerReport(candidate.name, kind, report.LEFT_ALONE, str(error)))
             continue

@@ -135,8 +135,7 @@ def steady(own: Way, given: Given) -> Tensor:
             with mode(own.layer, training), unchanged(own.layer) as changed:
                 outputs.append(one_tensor(own, copies).clone())
                 kept = changed()
-            if kept:
-                raise LeftAloneError(f"its forward keeps {', '.join(kept)} in the layer, which a fused one would not")
+            check_kept(kept)
             if not all(torch.equal(copy, each) for copy, each in zip(copies, given, strict=True)):
                 raise LeftAloneError("its forward changes its input in place")
     first, again, trained = outputs
@@ -145,6 +144,11 @@ def steady(own: Way, given: Given) -> Tensor:
     if first.shape != trained.shape or relative(trained, first) > STEADY:
         raise LeftAloneError("its output differs between training and evaluation, as with dropout")
     return first
+
+
+def check_kept(names: list[str]) -> None:
+    if names:
+        raise LeftAloneError(f"its forward keeps {', '.join(names)} in the layer, which a fused one would not")
 
 
 @contextlib.contextmanager
