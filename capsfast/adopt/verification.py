@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..bench.timing import interleave
-from .fused import attributes
+from .contents import Contents
 from .identification import Identification
 from .signature import Signature, is_simple
+from .snapshot import attributes
 
 # The largest relative difference of a tensor that is taken for rounding, in a model of this dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -134,8 +135,7 @@ def steady(own: Way, given: Given) -> Tensor:
             with mode(own.layer, training), unchanged(own.layer) as changed:
                 outputs.append(one_tensor(own, copies).clone())
                 kept = changed()
-            if kept:
-                raise LeftAloneError(f"its forward keeps {', '.join(kept)} in the layer, which a fused one would not")
+            check_kept(kept)
             if not all(torch.equal(copy, each) for copy, each in zip(copies, given, strict=True)):
                 raise LeftAloneError("its forward changes its input in place")
     first, again, trained = outputs
@@ -146,6 +146,11 @@ def steady(own: Way, given: Given) -> Tensor:
     return first
 
 
+def check_kept(names: list[str]) -> None:
+    if names:
+        raise LeftAloneError(f"its forward keeps {', '.join(names)} in the layer, which a fused one would not")
+
+
 @contextlib.contextmanager
 def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Gives a function that names what was changed in the layer; puts that back at the end."""
@@ -154,6 +159,7 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
     held |= dict(layer.named_buffers(remove_duplicate=False))
     copies = {name: (value._version, value.clone()) for name, value in held.items()}
     modules = dict(layer.named_modules())
+    contents = {path: Contents(module) for path, module in modules.items()}
 
     def now() -> dict[str, Any]:
         return dict(attributes(layer)) | dict(layer.named_buffers(remove_duplicate=False))
@@ -162,6 +168,7 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
         after, before = now(), plain | held
         names = [name for name in after if name not in before or not _same(before[name], after[name])]
         names += [name for name, (version, _) in copies.items() if held[name]._version != version]
+        names += [f"{path}.{name}" if path else name for path, each in contents.items() for name in each.changed()]
         return sorted({*names, *(name for name in before if name not in after)})
 
     try:
@@ -177,6 +184,8 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
                     setattr(module, attribute, (plain | held)[name])
                 else:
                     delattr(module, attribute)
+            for each in contents.values():
+                each.put_back()
 
 
 def _same(before: object, after: object) -> bool:
