@@ -29,6 +29,9 @@ help: ## this list
 demo: ready-examples $(EXTENSION) ## train a small CapsNet on handwritten digits, then compare speeds (three minutes)
 	$(PY) examples/demo.py
 
+# Threads that wait would else spin on the cores of the tests beside theirs.
+test test-all: export OMP_WAIT_POLICY = passive
+
 test: lint $(EXTENSION) ## ruff, clang-format, mypy, pytest (twelve minutes on two cores)
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL))
 

@@ -1,15 +1,18 @@
 """capsfast.accelerate: what it replaces, what it leaves alone, and what it says of both."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import capsfast
-from capsfast.adopt import undo
+from capsfast.adopt import replacement, undo
+from capsfast.adopt.snapshot import RECORD
 from capsfast.adopt.verification import Speed
 
 from .support import published_layers as layers
@@ -240,6 +243,119 @@ def test_layers_that_do_more_than_compute_are_left_alone() -> None:
     assert "a tuple of 2" in left_alone(Pairs(*sizes), u)
 
 
+class Logs(layers.Router):
+    """Keeps something in containers: a list, a dict, an object in one."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 4, 6, 5, 2)
+        self.log: list[float] = [1.0]
+        self.cache: dict[str, Any] = {}
+        self.state = SimpleNamespace(deep=[{"calls": set()}])
+
+    def forward(self, u: Tensor) -> Tensor:
+        self.keep(len(u))
+        return super().forward(u)
+
+
+class LogsAll(Logs):
+    def keep(self, count: int) -> None:
+        self.log.append(float(count))
+        self.cache["last"] = torch.zeros(count)
+
+
+class Remembers(Logs):
+    """Seen over all calls only: the second one on as many samples adds nothing."""
+
+    def keep(self, count: int) -> None:
+        self.state.deep[0]["calls"].add(count)
+
+
+class Fills(Logs):
+    """What it keeps has another identity at each call, and the same length."""
+
+    def keep(self, count: int) -> None:
+        self.log[0] = torch.zeros(count)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(LogsAll, "keeps cache, log in"), (Fills, "keeps log in"), (Remembers, "keeps state in")]
+)
+def test_what_a_layer_keeps_in_containers_is_seen_and_put_back(kind: type[Logs], words: str) -> None:
+    layer = kind()
+    assert words in left_alone(layer, torch.randn(3, 7, 6))
+    assert layer.log == [1.0] and layer.cache == {} and layer.state.deep == [{"calls": set()}]
+    layer(torch.randn(3, 7, 6))
+    assert len(layer.log) == (2 if kind is LogsAll else 1) and len(layer.cache) == (kind is LogsAll)
+
+
+def test_buffers_that_a_forward_replaces_are_put_back() -> None:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("run", torch.ones(6))
+            self.caps = layers.Router(7, 4, 6, 5, 2)
+
+        def forward(self, u: Tensor) -> Tensor:
+            self.run = 0.9 * self.run + 0.1 * u.mean((0, 1))
+            return self.caps(u)
+
+    model = Running()
+    run = model.run
+    assert accelerate(model, torch.randn(3, 7, 6)).fused == ("caps",)
+    assert model.run is run and torch.equal(run, torch.ones(6))
+
+
+def test_a_parametrized_layer_is_named() -> None:
+    class Half(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w / 2
+
+    model, u = nn.Sequential(layers.Router(7, 4, 6, 5, 2)), torch.randn(3, 7, 6)
+    parametrize.register_parametrization(model[0], "weight", Half())
+    report = accelerate(model, u)
+    assert report.fused == () and "are parametrized" in report.left_alone["0"]
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert accelerate(model, u).fused == ("0",)
+
+
+class Stubborn(layers.Router):
+    """Minds what is assigned."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise AttributeError("no other class")
+        super().__setattr__(name, value)
+
+
+class Pretends(layers.Router):
+    @property
+    def __class__(self) -> Any:
+        return nn.Module
+
+
+def test_classes_that_are_hard_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    u = torch.randn(3, 7, 6)
+    stubborn = Stubborn(7, 4, 6, 5, 2)
+    report = accelerate(stubborn, u)
+    assert report.fused == ("",)
+    report.undo()
+    assert type(stubborn) is Stubborn
+    assert "its class cannot be replaced" in left_alone(Pretends(7, 4, 6, 5, 2), u)
+
+    model = nn.Sequential(layers.Router(7, 4, 6, 5, 2), layers.Router(4, 3, 5, 5, 2))
+    true = replacement.fuse
+
+    def fails(layer: nn.Module, fused: Any) -> None:
+        if layer is model[1]:
+            raise MemoryError
+        true(layer, fused)
+
+    monkeypatch.setattr(replacement, "fuse", fails)
+    with pytest.raises(MemoryError):
+        accelerate(model, u)
+    assert all(type(each) is layers.Router and RECORD not in vars(each) for each in model)
+
+
 class Named(layers.Router):
     """Its subclasses need a keyword."""
 
@@ -288,6 +404,34 @@ def test_what_making_the_votes_in_the_kernels_would_gain() -> None:
     assert report.fused == ("routing",)
     assert "`W` has the size of the weight" in report["routing"].reason
     assert "capsfast.DynamicRouting(7, 4, 6, 5)" in str(report)
+
+
+class Masked(nn.Module):
+    """Votes made outside of the routing, which is given a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(7, 4, 5, 6))
+        self.routing = Masking()
+
+    def forward(self, u: Tensor, mask: Tensor) -> Tensor:
+        return self.routing(torch.einsum("ijdk,bik->bijd", self.W, u), mask).square().sum(2)
+
+
+class Masking(nn.Module):
+    def forward(self, votes: Tensor, mask: Tensor) -> Tensor:
+        b = votes.new_zeros(votes.shape[:3])
+        for _ in range(3):
+            v = layers.squash(((b.softmax(2) * mask[:, :, None]).unsqueeze(3) * votes).sum(1), 1e-8)
+            b = b + (votes * v.unsqueeze(1)).sum(3)
+        return v
+
+
+def test_routing_of_votes_with_a_mask_is_measured_with_it() -> None:
+    mask = torch.ones(3, 7, dtype=torch.bool)
+    mask[1, 4:] = False
+    report = accelerate(Masked(), (torch.randn(3, 7, 6), mask))
+    assert report.fused == ("routing",) and "`W` has the size of the weight" in report["routing"].reason
 
 
 def test_a_scripted_model_and_other_wrong_arguments() -> None:

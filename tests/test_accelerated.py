@@ -173,6 +173,24 @@ def test_it_exports(both: tuple[Net, Net], images: Tensor) -> None:
     torch.testing.assert_close(program.module()(images), both[1](images), rtol=1e-4, atol=1e-5)
 
 
+def test_it_exports_for_any_batch_where_that_is_an_argument() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.routing = layers.VotesRouting(3)
+
+        def forward(self, votes: Tensor) -> Tensor:
+            return self.routing(votes, votes.size(0))
+
+    model, votes = Model().eval(), torch.randn(3, 7, 4, 5)
+    plain = copy.deepcopy(model)
+    accelerate(model, votes)
+    program = torch.export.export(model, (votes,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
+    assert len([node for node in program.graph.nodes if "capsfast" in str(node.target)]) == 1
+    more = torch.randn(5, 7, 4, 5)
+    torch.testing.assert_close(program.module()(more), plain(more), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # sizes are looked at, here and in the ops
 def test_torch_fx_and_torchscript(both: tuple[Net, Net], images: Tensor) -> None:
     graph = torch.fx.symbolic_trace(both[0])

@@ -145,17 +145,62 @@ def test_kinds_are_the_published_ones() -> None:
 
 @pytest.mark.parametrize("make", [lambda: compat.DynamicRouting(I, J, K, D), lambda: compat.DigitCaps(I, J, K, D)])
 def test_an_axis_of_length_1_in_front_of_the_weight(make: Callable[[], Any]) -> None:
-    """A checkpoint has it or not, and is saved as it came."""
+    """A checkpoint has it or not, and is saved as it came. The parameter and its optimizer stay as they are."""
     layer, u = make(), torch.randn(B, I, K)
+    parameter, own = layer.W, layer.W.shape
+    optimizer = torch.optim.Adam(layer.parameters())
     for shape in ((I, J, D, K), (1, I, J, D, K), (I, J, D, K)):
-        W = torch.randn(shape)
-        layer.load_state_dict({"W": W})
-        assert torch.equal(layer.state_dict()["W"], W)
+        state = {"W": torch.randn(shape)}
+        W = state["W"]
+        layer.load_state_dict(state)
+        saved = layer.state_dict()["W"]
+        assert torch.equal(saved, W) and state["W"] is W and saved.data_ptr() == parameter.data_ptr()
+        assert torch.equal(pickle.loads(pickle.dumps(layer)).state_dict()["W"], W)
         torch.testing.assert_close(layer(u), capsfast.dynamic_routing(u, W.view(I, J, D, K)))
         layer(u).sum().backward()
-        assert layer.W.grad.shape == shape
+        optimizer.step()
+        assert layer.W is parameter and parameter.shape == own == parameter.grad.shape
+        assert layer.state_dict(keep_vars=True)["W"] is parameter
+    layer.load_state_dict({"W": torch.zeros(1, I, J, D, K)}, assign=True)
+    assert layer.W.shape == own and layer.state_dict()["W"].shape == (1, I, J, D, K) and not layer(u).any()
     with pytest.raises(RuntimeError, match="size mismatch for W"):
         layer.load_state_dict({"W": torch.randn(J, I, D, K)})
+
+
+class Derived(compat.DynamicRouting):
+    """Of either form, as it is called."""
+
+
+class DerivedOfCapsules(compat.DynamicRouting):
+    def __init__(self, size: int) -> None:
+        super().__init__(I, J, K, size, 2, eps=1e-6)
+        self.more = nn.Linear(size, 2)
+
+    def forward(self, u: Tensor) -> Tensor:
+        return self.more(super().forward(u))  # type: ignore[no-any-return]
+
+
+class DerivedOfVotes(compat.DynamicRouting):
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
+def test_classes_derived_from_dynamic_routing() -> None:
+    u, votes = torch.randn(B, I, K), torch.randn(B, I, J, D)
+    layer = Derived(I, J, K, D)
+    assert torch.equal(layer(x=u), capsfast.dynamic_routing(u, layer.W[0]))
+    assert torch.equal(Derived(2)(votes, B), capsfast.route_votes(votes, 2))
+    assert torch.equal(Derived(num_iterations=2)(u_hat=votes, batch_size=B), capsfast.route_votes(votes, 2))
+    assert torch.equal(DerivedOfVotes()(votes), capsfast.route_votes(votes, 2))
+    other = DerivedOfCapsules(D)
+    assert other(u).shape == (B, J, 2) and other.eps == 1e-6 and repr(other).startswith("DerivedOfCapsules(")
+    for made in (layer, other):
+        for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert type(copied) is type(made) and torch.equal(copied(u), made(u))
+    with pytest.raises(TypeError, match=r"DynamicRouting: takes .* missing a required argument: 'in_dim'"):
+        Derived(I, J)
+    with pytest.raises(ValueError, match=r"x must be \[B, in_capsules=7"):
+        layer(votes[..., 0])
 
 
 @pytest.mark.parametrize("make", [lambda: compat.DynamicRouting(2), lambda: compat.DynamicRouting(I, J, K, D, 2)])
@@ -183,6 +228,9 @@ def test_a_routing_module_with_hooks_or_of_another_class_gets_the_votes() -> Non
     assert seen == 2 * [(B, I, J, D)]
     layer = compat.CapsLayer(I, K, J, D, compat.DynamicRouting(2))
     assert layer(u).shape == (B, J, D)
+    layer = compat.CapsLayer(I, K, J, D, compat.AgreementRouting(I, J, 2))
+    layer.routing_module.forward = lambda votes: votes.sum(1)  # type: ignore[method-assign]
+    assert torch.equal(layer(u), torch.einsum("bik,ikn->bin", u, layer.weights).view(B, I, J, D).sum(1))
 
 
 @by_row

@@ -138,3 +138,26 @@ def test_the_error_of_the_loss_with_other_keywords_names_the_one_that_fits() -> 
     for keywords in ({"lambda_": 0.5}, {"n_labels": 10, "m_positive": 0.9, "m_negative": 0.1}):
         with pytest.raises(TypeError, match=r"^capsfast.nn.MarginLoss: takes .*capsfast.compat.MarginLoss"):
             capsfast.nn.MarginLoss(**keywords)
+
+
+class Derived(compat.MarginLoss):
+    pass
+
+
+class DerivedOfLengths(compat.MarginLoss):
+    def __init__(self) -> None:
+        super().__init__(*MARGINS)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return 2 * super().forward(x, y, size_average=False)
+
+
+def test_classes_derived_from_margin_loss() -> None:
+    x, y = lengths(), labels()
+    capsules = torch.randn(B, J, D, dtype=torch.float64)
+    for made, given in ((MARGINS, x), ((J, *MARGINS), capsules), ((), x)):
+        loss = Derived(*made)
+        assert torch.equal(loss(given, y), compat.MarginLoss(*made)(given, y)) and repr(loss).startswith("Derived(")
+    plain.assert_same(DerivedOfLengths()(x, y), 2 * squares(x, present(), *MARGINS).sum())
+    with pytest.raises(TypeError, match=r"compat.MarginLoss: takes .* missing .*'lambda_'"):
+        Derived(0.9, 0.1)

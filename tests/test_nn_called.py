@@ -1,5 +1,7 @@
 """A layer that is taken for another one of its name says which one was called, and which one fits."""
 
+import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import capsfast
+import capsfast.compat
 from capsfast import kinds
 
 from .support import plain
@@ -80,6 +83,72 @@ def test_signatures_stay_visible() -> None:
     assert list(inspect.signature(Mine).parameters) == ["size"]
 
 
+def configured(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def made(self: nn.Module, config: dict[str, int]) -> None:
+        init(self, *config.values())
+
+    return made
+
+
+class Configured(capsfast.DynamicRouting):
+    __init__ = configured(capsfast.DynamicRouting.__init__)
+
+
+@dataclasses.dataclass(eq=False)
+class OfFields(capsfast.DynamicRouting):
+    size: int
+
+    def __post_init__(self) -> None:
+        super().__init__(I, J, K, self.size)
+
+
+class Replaced(capsfast.DynamicRouting):
+    def __init__(self, size: int, more: int) -> None:
+        raise AssertionError
+
+
+def replacement(self: Replaced, size: int) -> None:
+    capsfast.DynamicRouting.__init__(self, I, J, K, size)
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "parameters"),
+    [
+        (Configured, {"in": I, "out": J, "in_dim": K, "out_dim": D}, ["config"]),
+        (Replaced, D, ["size"]),
+    ],
+)
+def test_what_the_constructor_of_a_subclass_takes_is_its_own(
+    cls: Any, given: Any, parameters: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replaced, "__init__", replacement)
+    assert cls(given)(torch.randn(2, I, K)).shape == (2, J, D)
+    assert list(inspect.signature(cls).parameters) == parameters
+    with pytest.raises(TypeError):
+        cls()
+
+
+def test_a_constructor_that_is_made_after_the_class() -> None:
+    assert list(inspect.signature(OfFields).parameters) == ["size"]
+    assert OfFields(D)(torch.randn(2, I, K)).shape == (2, J, D)
+
+
+def test_a_layer_has_not_the_signature_of_its_class() -> None:
+    assert "in_caps" not in inspect.signature(capsfast.DynamicRouting(I, J, K, D)).parameters
+
+
+@pytest.mark.parametrize(
+    "layer", [capsfast.nn.RoutingByAgreement(), capsfast.compat.DynamicRouting(3)], ids=lambda layer: type(layer)
+)
+def test_a_tensor_in_the_place_of_the_batch_size(layer: nn.Module) -> None:
+    votes = torch.randn(2, I, J, D)
+    for wrong, got in ((torch.zeros(2, I, J), r"a tensor \[2, 7, 4\]"), (2.0, "2.0"), (True, "True")):
+        with pytest.raises(TypeError, match=f"batch_size must be an int, got {got}; logits"):
+            layer(votes, wrong)
+    assert torch.equal(layer(votes, 2), layer(votes)) and torch.equal(layer(votes, torch.tensor(2)), layer(votes))
+
+
 def test_a_weight_with_one_more_axis_of_length_1_loads() -> None:
     W = torch.randn(1, I, J, D, K)
     for shared, rows in ((False, I), (True, 1)):
@@ -121,11 +190,25 @@ def test_a_weight_of_other_axes_is_an_error_whose_remedy_loads_it(order: str) ->
     torch.testing.assert_close(plain.votes(u, layer.W), wanted)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds.KINDS if not kind.of_votes], ids=lambda kind: kind.name)
+def other_orders(kind: kinds.Kind) -> list[str]:
+    """Of its weight, those that do not load as they are."""
+    return [order for order in next(iter(kind.parameters.values()), ()) if order in SHAPES and order != "IJDK"]
+
+
+WITH_OTHER_ORDERS = [kind for kind in kinds.KINDS if other_orders(kind)]
+
+
+def test_kinds_whose_weight_does_not_load_as_it_is() -> None:
+    assert {kind.name for kind in WITH_OTHER_ORDERS} == {
+        *("Router", "CapsuleLayer", "DenseCapsule", "CapsLayer", "CapsuleLinear"),
+    }
+
+
+@pytest.mark.parametrize("kind", WITH_OTHER_ORDERS, ids=lambda kind: kind.name)
 def test_the_weight_of_each_kind_is_recognised(kind: kinds.Kind) -> None:
-    name, orders = next(iter(kind.parameters.items()))
+    name = next(iter(kind.parameters))
     layer = capsfast.DynamicRouting(I, J, K, D)
-    for order in set(orders) & set(SHAPES) - {"IJDK"}:
+    for order in other_orders(kind):
         with pytest.raises(RuntimeError, match=rf"capsfast.compat.{kind.name}\b"):
             layer.load_state_dict({name: torch.randn(SHAPES[order])})
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from .fused import FusedLayer, hooked
+from .contents import Contents
+from .fused import FusedLayer, autocast_of
 from .signature import Signature, UnclearCallError
+from .snapshot import hooked
 
 # Of one module: more kinds of calls than a layer is given in practice.
 MOST_CALLS = 4
@@ -37,6 +40,10 @@ class Call:
     shape: tuple[int, ...]
     autocast: torch.dtype | None
 
+    @property
+    def kind(self) -> tuple[Signature, torch.dtype | None, torch.dtype]:
+        return self.signature, self.autocast, self.given[0].dtype
+
 
 @dataclass
 class Candidate:
@@ -50,9 +57,18 @@ class Candidate:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts back each module's mode, the buffers, and the state of the random generators."""
+    """Puts back each module's mode, the buffers, what lists and the like hold, and the state of the random generators.
+
+    What a lazy module made for its parameters stays.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not nn.parameter.is_lazy(buffer)]
+    contents = [Contents(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not nn.parameter.is_lazy(buffer)
+    ]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
     try:
         with torch.random.fork_rng(sorted(device.index for device in devices)):
@@ -60,8 +76,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        for each in contents:
+            if not each.built:
+                each.put_back()
         with torch.no_grad():
-            for buffer, kept in buffers:
+            for module, name, buffer, kept in buffers:
+                # A scripted module gives another tensor object at each question.
+                if not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
                 if not torch.equal(buffer, kept):
                     buffer.copy_(kept)
 
@@ -92,9 +114,8 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
         except UnclearCallError as error:
             candidate.why_not = f"it is called with {error}"
             return
-        autocast = torch.get_autocast_dtype(u.device.type) if torch.is_autocast_enabled(u.device.type) else None
-        call = Call(signature, given, u.data_ptr(), first.data_ptr(), tuple(first.shape), autocast)
-        if all((call.signature, call.autocast) != (other.signature, other.autocast) for other in candidate.calls):
+        call = Call(signature, given, u.data_ptr(), first.data_ptr(), tuple(first.shape), autocast_of(u))
+        if all(call.kind != other.kind for other in candidate.calls):
             call.given = tuple(each.detach().clone() for each in given)
             candidate.calls.append(call)
 
@@ -111,7 +132,7 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
             handle.remove()
     ordered = []
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule):
+        if written_by(module).__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule):
             continue
         candidate = found.get(module)
         if candidate is None or not owns_what_routing_needs(candidate):
@@ -120,6 +141,12 @@ def candidates(model: nn.Module, example: object) -> list[Candidate]:
         if candidate.calls or candidate.why_not:
             ordered.append(candidate)
     return [each for each in ordered if not _passes_through(each, ordered) and not _is_around(each, ordered)]
+
+
+def written_by(module: nn.Module) -> type:
+    """Its class, without the one that a parametrization puts in front."""
+    kind = type(module)
+    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
 def axes_of(shape: tuple[int, ...]) -> list[int]:

@@ -1,50 +1,47 @@
 """A layer whose forward is one call of capsfast, in place: the same object, parameters, names and hooks."""
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..nn._layer import Layer
 from .identification import Identification
-from .signature import Signature, is_simple
-
-RECORD = "_capsfast_fused"
-# What every module has; the switch between training and evaluation is no option of the layer.
-OWN = frozenset({*vars(nn.Module()), RECORD})
+from .signature import Signature
+from .snapshot import RECORD, Snapshot
 
 
-def attributes(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that the layer and the modules in it hold beside parameters, buffers and modules: dotted names and values."""
-    for path, module in layer.named_modules():
-        for name, value in vars(module).items():
-            if name not in OWN and not isinstance(value, nn.Module):
-                yield f"{path}.{name}" if path else name, value
+@dataclass(frozen=True)
+class Verified:
+    """A kind of call for which layer and capsfast were compared.
+
+    Attributes:
+        signature: its arguments.
+        autocast: the dtype of autocast around it, None where it was off.
+        given: the dtype of the capsules or votes.
+        result: the dtype of what the layer's own forward gives.
+    """
+
+    signature: Signature
+    autocast: torch.dtype | None
+    given: torch.dtype
+    result: torch.dtype
+
+    def match(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Tensor, ...] | None:
+        """The tensors of a call of this kind, the capsules or votes first; None for any other call."""
+        found = self.signature.match(args, kwargs)
+        if found is None or found[0].dtype != self.given or autocast_of(found[0]) != self.autocast:
+            return None
+        return found
 
 
-def settings(layer: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Its attributes that are plain values, such as the number of iterations; lists as they are now."""
-    return tuple((name, _frozen(value)) for name, value in attributes(layer) if is_simple(value))
-
-
-def _frozen(value: Any) -> Any:
-    return type(value)(map(_frozen, value)) if type(value) in (list, tuple) else value
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether something runs at each call of the module beside its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def _at(layer: nn.Module, path: str) -> Any:
-    found: Any = layer
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+def autocast_of(u: Tensor) -> torch.dtype | None:
+    """The dtype of autocast for the device of the tensor, None where it is off."""
+    kind = u.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 @dataclass(frozen=True)
@@ -53,31 +50,35 @@ class Fused:
 
     Attributes:
         identification: the call of capsfast.
-        signatures: calls for which it was verified.
-        settings: of the layer at that time.
-        inner: names of the modules in the layer, whose forward does not run any more.
+        calls: for which it was verified.
+        snapshot: of the layer at that time.
+        tensors: shape and dtype of each tensor that the call reads.
         contiguous: whether the layer's own output is; a ``view`` of it may follow.
     """
 
     identification: Identification
-    signatures: tuple[Signature, ...]
-    settings: tuple[tuple[str, Any], ...]
-    inner: tuple[str, ...]
+    calls: tuple[Verified, ...]
+    snapshot: Snapshot
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     contiguous: bool
 
-    def tensors_of(
-        self, layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[Tensor, ...] | None:
-        """The tensors of the call, if it is one that was verified, of a layer as it was then; None if it is not."""
-        for signature in self.signatures:
-            given = signature.match(args, kwargs)
+    def output(self, layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor | None:
+        """Of a call that was verified, of a layer as it was then; None of any other."""
+        for call in self.calls:
+            given = call.match(args, kwargs)
             if given is not None:
-                same = all(_at(layer, name) == value for name, value in self.settings)
-                return given if same and not any(hooked(_at(layer, name)) for name in self.inner) else None
-        return None
-
-    def output(self, layer: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
-        v = self.identification(self.identification.tensors(layer), *given)
+                break
+        else:
+            return None
+        if not self.snapshot.holds(layer):
+            return None
+        tensors = self.identification.tensors(layer)
+        for (shape, dtype), tensor in zip(self.tensors, tensors.values(), strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                return None
+        v = self.identification(tensors, *given)
+        if v.dtype != call.result:
+            v = v.to(call.result)
         return v.contiguous() if self.contiguous else v
 
 
@@ -88,14 +89,13 @@ class FusedLayer(Layer):
     parameters, as several libraries make them, computes with these.
     """
 
-    _capsfast_fused: Fused
+    # None: an object that was made of the class, as a layer that clones itself makes it.
+    _capsfast_fused: Fused | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         fused = self._capsfast_fused
-        given = fused.tensors_of(self, args, kwargs)
-        if given is None:
-            return super().forward(*args, **kwargs)
-        return fused.output(self, given)
+        v = None if fused is None else fused.output(self, args, kwargs)
+        return super().forward(*args, **kwargs) if v is None else v
 
     def __prepare_scriptable__(self) -> nn.Module:
         raise TypeError(
@@ -107,17 +107,31 @@ class FusedLayer(Layer):
         """Pickled is the class that this one was made of, which is made anew where it is read."""
         reduced: Any = super().__reduce_ex__(protocol)
         made = type(self)
-        if not is_fused(self) or not any(each is made for each in reduced[1]):
+        if not is_fused(self) or not isinstance(reduced, tuple):
             return reduced
         function, arguments, *state = reduced
+        if all(each is not made for each in (function, *arguments)):
+            return reduced
         own = original_class(made)
-        return (_restored, (own, function, *(own if each is made else each for each in arguments)), *state)
+        return (_restored, (own, *(own if each is made else each for each in (function, *arguments))), *state)
 
 
 def _restored(own: type[nn.Module], function: Any, *arguments: Any) -> nn.Module:
     layer: nn.Module = function(*arguments)
-    layer.__class__ = fused_class(own)
+    _set_class(layer, fused_class(own))
     return layer
+
+
+def _set_class(layer: nn.Module, kind: type[nn.Module]) -> None:
+    # Not by assignment: a __setattr__ of the layer may do something else.
+    object.__setattr__(layer, "__class__", kind)
+
+
+def takes_class(layer: nn.Module, kind: type[nn.Module]) -> None:
+    """Tries whether the class of the layer can be replaced, and puts it back; raises what that raises."""
+    own = type(layer)
+    _set_class(layer, kind)
+    _set_class(layer, own)
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -142,8 +156,8 @@ def original_class(made: type) -> type[nn.Module]:
 
 
 def fuse(layer: nn.Module, fused: Fused) -> None:
+    _set_class(layer, fused_class(type(layer)))
     vars(layer)[RECORD] = fused
-    layer.__class__ = fused_class(type(layer))
 
 
 def restore(layer: nn.Module) -> None:
@@ -157,5 +171,5 @@ def restore(layer: nn.Module) -> None:
             f"capsfast.adopt.undo: the class of the layer must be the one that accelerate gave it, got "
             f"{type(layer).__name__}, made of it since; take that off first, such as a parametrization"
         )
-    layer.__class__ = original_class(type(layer))
-    del vars(layer)[RECORD]
+    _set_class(layer, original_class(type(layer)))
+    vars(layer).pop(RECORD, None)

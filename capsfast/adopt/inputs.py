@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .orders import follow, steps_from, steps_to
 from .structures import orders
 
 # Few, and another number than the layer was called with.
@@ -69,17 +70,35 @@ class Inputs:
         return replace(self, u=draw(self.u), others=tuple(drawn(each) for each in self.others))
 
     def neutral(self, but: tuple[int, ...] = ()) -> "Inputs":
-        """Every mask all ones, other tensors 0, but for some arguments."""
+        """Every mask all ones, other floats 0, but for some arguments."""
 
         def still(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return torch.ones_like(value) if binary(value) else torch.zeros_like(value)
+            if binary(value):
+                return torch.ones_like(value)
+            # Integers may be indices, and 0 may mean something.
+            return torch.zeros_like(value) if value.is_floating_point() else value
 
         return replace(self, others=tuple(each if n in but else still(each) for n, each in enumerate(self.others)))
 
     def _is_size(self, value: Any) -> bool:
         return self.sized and isinstance(value, int) and not isinstance(value, bool) and value == self.u.shape[0]
+
+    def with_other(self, n: int, value: Tensor) -> "Inputs":
+        return replace(self, others=(*self.others[:n], value, *self.others[n + 1 :]))
+
+    def with_zeros(self, order: str, wanted: str, sizes: dict[str, int]) -> "Inputs":
+        """Some input capsules, or all votes of some, 0, as where samples are padded; in each sample others.
+
+        order, wanted: axes of u, and B and I in front of the rest.
+        """
+        u = follow(self.u, steps_from(order, wanted, sizes))
+        B, I = u.shape[:2]
+        places = torch.arange(B * I, device=u.device).view(B, I)
+        kept = (places % 3 != 0) if I > 1 else torch.ones_like(places, dtype=torch.bool)
+        u = u * kept.view(B, I, *[1] * (u.dim() - 2))
+        return replace(self, u=follow(u, steps_to(order, wanted)))
 
     def scaled(self, factor: float) -> "Inputs":
         return replace(self, u=factor * self.u)
@@ -108,5 +127,5 @@ class Inputs:
 
 
 def binary(value: Tensor) -> bool:
-    """Whether it holds 0 and 1 alone."""
-    return value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all())
+    """Whether it holds 0 and 1 alone, and is not all 0, as logits and numbers are, too."""
+    return value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all() and value.any())

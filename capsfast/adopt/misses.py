@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .candidates import MOST_ITERATIONS
 from .identification import Identification
 from .squashes import fits
 
@@ -20,7 +21,7 @@ OTHER_DIRECTION = (
 )
 OTHER_AGREEMENT = (
     "for votes near 0 it is a routing with a squash that capsfast has, for others not: the agreement or what it is "
-    "added to differs"
+    f"added to differs, or there are more than {MOST_ITERATIONS} iterations"
 )
 OTHER_SQUASH = (
     "its output points along the sum of the votes, but has the length of no squash that capsfast has: {:.3g} where "

@@ -1,8 +1,11 @@
 """A layer that can be run on any numbers, while the one it is a copy of stays as it is."""
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +17,11 @@ from .identification import tensor_of
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+# What every module has.
+OF_TORCH = frozenset(vars(nn.Module()))
+# How deep in containers tensors are looked for, and dtypes of arrays that torch can read.
+DEEPEST = 4
+ARRAYS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 Call = Callable[..., Any]
 
@@ -51,6 +59,9 @@ class Probe:
         part: which entry of a tuple the output is, None where the layer gives a tensor.
         hooked: whether the layer has hooks, which the copy has not.
         built: names of the parameters that the first forward makes.
+        names: of the floating-point tensors: parameters, buffers, plain attributes. settable: those that are no
+            parametrization's.
+        others: all other tensors that it holds, by name.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class Probe:
         self.dtype = dtype
         self.part: int | None = None
         self.layer = private_copy(layer)
+        _untie(self.layer)
         self.hooked = _take_hooks_off(self.layer)
         before = {name for name, _ in self.layer.named_parameters()}
         with torch.no_grad():
@@ -78,6 +90,8 @@ class Probe:
         self.true = {name: self.tensor(name).detach().clone() for name in self.names}
         # A parametrized weight is what its own parameters make of it. It keeps its numbers.
         self.settable = tuple(_held(self.layer))
+        self.others = other_tensors(self.layer)
+        self.other_true = {name: value.detach().clone() for name, value in self.others.items()}
 
     def _widen(self) -> None:
         """All numbers to one dtype; parameters get gradients, frozen or not."""
@@ -103,8 +117,10 @@ class Probe:
             if name in self.settable:
                 self.tensor(name).data = value.clone()
 
-    def leaves(self) -> list[Tensor]:
-        return [each for each in self.layer.parameters() if each.requires_grad]
+    def leaves(self, names: tuple[str, ...]) -> list[Tensor]:
+        """Parameters, and of ``names`` what a hook of torch computes of some, as torch.nn.utils.weight_norm does."""
+        computed = [self.tensor(name).requires_grad_() for name in names if _is_computed(self.layer, name)]
+        return [each for each in (*self.layer.parameters(), *computed) if each.requires_grad]
 
     def __call__(self, u: Tensor, *others: Any) -> Tensor:
         with torch.enable_grad(), InFloat64() if self.dtype == torch.float64 else nullcontext():
@@ -200,6 +216,69 @@ def _held(layer: nn.Module) -> Iterator[str]:
         for name, value in held.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 yield f"{prefix}.{name}" if prefix else name
+
+
+def _is_computed(layer: nn.Module, name: str) -> bool:
+    path, _, attribute = name.rpartition(".")
+    hooks = layer.get_submodule(path)._forward_pre_hooks.values()
+    return any(getattr(hook, "name", None) == attribute for hook in hooks)
+
+
+def _untie(layer: nn.Module) -> None:
+    """A tensor under several names becomes several, so that the name that the forward reads is found."""
+    seen: set[int] = set()
+
+    def once(held: dict[str, Any]) -> None:
+        for name, value in held.items():
+            if isinstance(value, Tensor) and id(value) in seen:
+                copied = value.detach().clone()
+                if isinstance(value, nn.Parameter):
+                    copied = nn.Parameter(copied, requires_grad=value.requires_grad)
+                held[name] = copied
+            if isinstance(value, Tensor):
+                seen.add(id(held[name]))
+
+    for module in layer.modules():
+        once(module._parameters)
+        once(module._buffers)
+        once(vars(module))
+
+
+def other_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    """Those that are not floating-point, and those in lists, mappings, data classes and arrays of the layer.
+
+    A tensor of an array shares its memory.
+    """
+    floats = {id(tensor_of(layer, name)) for name in _held(layer)}
+    found: dict[str, Tensor] = {}
+
+    def look(name: str, value: Any, depth: int) -> None:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.name in ARRAYS:
+            value = torch.from_numpy(value)
+        if isinstance(value, Tensor):
+            if id(value) not in floats and value.numel():
+                found[name] = value
+        elif depth == DEEPEST:
+            return
+        elif isinstance(value, (tuple, list)):
+            for n, each in enumerate(value):
+                look(f"{name}[{n}]", each, depth + 1)
+        elif isinstance(value, Mapping):
+            for key, each in value.items():
+                look(f"{name}[{key!r}]", each, depth + 1)
+        elif isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+            for key, each in vars(value).items():
+                look(f"{name}.{key}", each, depth + 1)
+
+    for prefix, module in layer.named_modules():
+        plain = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+        for name, value in {**module._buffers, **plain}.items():
+            look(f"{prefix}.{name}" if prefix else name, value, 0)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_floating_point():
+                look(f"{prefix}.{name}" if prefix else name, parameter, 0)
+    return found
 
 
 def _parametrized(layer: nn.Module) -> Iterator[str]:

@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .. import checks
 from . import discovery, report, verification
 from .discovery import Call, Candidate
 from .entry import identify
-from .fused import Fused, FusedLayer, fuse, fused_class, settings
+from .fused import Fused, FusedLayer, Verified, fuse, fused_class, is_fused, restore, takes_class
 from .identification import Identification
 from .refusal import NotReproduced
 from .report import Acceleration, LayerReport
 from .signature import Signature
+from .snapshot import RECORD, Snapshot, UnclearError
 from .verification import LeftAloneError, first_line, fused_way, own_way
 from .votes import gain
 
@@ -77,9 +79,21 @@ def accelerate(
     with torch.inference_mode(False), torch.enable_grad():
         reports, chosen = _looked_at(model, example, dry_run, only_faster, tolerance, seconds)
     if not dry_run:
+        _fuse_all(chosen)
+    return Acceleration(tuple(reports), () if dry_run else tuple(chosen))
+
+
+def _fuse_all(chosen: dict[nn.Module, Fused]) -> None:
+    """All of them or, where one fails, none."""
+    done: list[nn.Module] = []
+    try:
         for layer, fused in chosen.items():
             fuse(layer, fused)
-    return Acceleration(tuple(reports), () if dry_run else tuple(chosen))
+            done.append(layer)
+    except BaseException:
+        for layer in done:
+            restore(layer)
+        raise
 
 
 def _looked_at(
@@ -89,19 +103,31 @@ def _looked_at(
     reports: list[LayerReport] = []
     chosen: dict[nn.Module, Fused] = {}
     done: set[nn.Module] = set()
+    for module in model.modules():
+        # A layer that a fused one made of its class, as one that clones itself does, was never verified.
+        if is_fused(module) and RECORD not in vars(module):
+            restore(module)
     for candidate in discovery.candidates(model, example):
         if candidate.layer in done:
             continue
         layer, kind = candidate.layer, type(candidate.layer).__name__
         if isinstance(layer, FusedLayer) or type(layer).__module__.startswith("capsfast."):
-            words = layer._capsfast_fused.identification if isinstance(layer, FusedLayer) else None
+            fused = layer._capsfast_fused if isinstance(layer, FusedLayer) else None
+            words = None if fused is None else fused.identification
             reason = "" if words else "a layer of capsfast"
             reports.append(LayerReport(candidate.name, kind, report.ALREADY, reason, words))
             done.update(layer.modules())
             continue
         try:
-            with discovery.undisturbed(layer):
+            device = candidate.calls[0].given[0].device.type if candidate.calls else "cpu"
+            # Autocast of the caller is for the model: each call is compared under that which was around it.
+            with (
+                torch.autocast(device, enabled=False),
+                discovery.undisturbed(layer),
+                verification.unchanged(layer) as changed,
+            ):
                 found = _look(model, candidate, tolerance, seconds)
+                verification.check_kept(changed())
         except LeftAloneError as error:
             reports.append(LayerReport(candidate.name, kind, report.LEFT_ALONE, str(error)))
             continue
@@ -139,14 +165,14 @@ def _look(model: nn.Module, candidate: Candidate, tolerance: float | None, secon
         LeftAloneError: nothing that could be put in its place.
     """
     layer = candidate.layer
-    _check_layer(candidate)
+    snapshot = _check_layer(candidate)
     first = candidate.calls[0]
     signature, identification = _identified(layer, first)
-    signatures, largest = [], 0.0
+    calls, largest = [], 0.0
     for call in candidate.calls:
         readings = (signature,) if call is first else call.signature.readings(call.given[0].shape[0])
         verified, difference = _verified(layer, call, readings, identification, tolerance)
-        signatures.append(verified)
+        calls.append(verified)
         largest = max(largest, difference)
     own, fused = own_way(layer, signature, first.autocast), fused_way(layer, identification, first.autocast)
     unknown = verification.depends_on(own, _few(first), identification.names)
@@ -155,14 +181,14 @@ def _look(model: nn.Module, candidate: Candidate, tolerance: float | None, secon
     forward, both = verification.speeds(own, fused, first.given, seconds)
     with torch.no_grad():
         contiguous = verification.one_tensor(own, first.given).is_contiguous()
-    inner = tuple(name for name, _ in layer.named_modules() if name)
+    tensors = tuple((tuple(each.shape), each.dtype) for each in identification.tensors(layer).values())
     return Found(
-        Fused(identification, tuple(signatures), settings(layer), inner, contiguous),
+        Fused(identification, tuple(calls), snapshot, tensors, contiguous),
         LayerReport(
             candidate.name,
             type(layer).__name__,
             report.FUSED,
-            gain(model, layer, identification, first.given[0], own, seconds),
+            gain(model, layer, identification, first.given, own, seconds),
             identification,
             largest,
             forward,
@@ -171,21 +197,36 @@ def _look(model: nn.Module, candidate: Candidate, tolerance: float | None, secon
     )
 
 
-def _check_layer(candidate: Candidate) -> None:
+def _check_layer(candidate: Candidate) -> Snapshot:
+    """What the layer holds.
+
+    Raises:
+        LeftAloneError: it cannot be fused, whatever it computes.
+    """
     layer = candidate.layer
     if candidate.why_not:
         raise LeftAloneError(candidate.why_not)
+    if parametrize.is_parametrized(layer):
+        raise LeftAloneError("its parameters are parametrized; accelerate the model before that is done")
     if "forward" in vars(layer):
         raise LeftAloneError("its forward was replaced by somebody else's; take that off first")
     try:
-        fused_class(type(layer))
+        made = fused_class(type(layer))
     except Exception as error:  # a metaclass or __init_subclass__ of anybody
         raise LeftAloneError(f"no class can be derived from its own: {first_line(error)}") from error
+    try:
+        takes_class(layer, made)
+    except Exception as error:  # a __class__ of anybody
+        raise LeftAloneError(f"its class cannot be replaced: {first_line(error)}") from error
     watched = discovery.inner_hooks(layer)
     if watched:
         raise LeftAloneError(f"hooks of {', '.join(watched)} in it would not run any more")
     if candidate.calls[0].given[0].shape[0] == 1:
         raise LeftAloneError("the example holds one sample; two or more are needed to see what depends on the batch")
+    try:
+        return Snapshot.of(layer)
+    except UnclearError as error:
+        raise LeftAloneError(f"{error}, and a change of that later would not be seen") from error
 
 
 def _few(call: Call) -> tuple[Tensor, ...]:
@@ -227,13 +268,17 @@ def _verified(
     readings: tuple[Signature, ...],
     identification: Identification,
     tolerance: float | None,
-) -> tuple[Signature, float]:
+) -> tuple[Verified, float]:
     failures = []
     for signature in readings:
         own, fused = own_way(layer, signature, call.autocast), fused_way(layer, identification, call.autocast)
         try:
             verification.check_masks(own, call.given, identification)
-            return verification.verified(own, fused, signature, call.given, identification.arguments, tolerance)
+            roles = identification.arguments
+            known, difference = verification.verified(own, fused, signature, call.given, roles, tolerance)
+            with torch.no_grad():
+                result = verification.one_tensor(own, call.given).dtype
+            return Verified(known, call.autocast, call.given[0].dtype, result), difference
         except LeftAloneError as error:
             failures.append(error)
     raise failures[-1]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from . import candidates, structures
+from . import candidates, structures, values
 from .identification import Identification
+from .idle import argument_that_matters, same, tensor_that_matters
 from .inputs import Draw, Inputs
 from .misses import SAME_DIRECTION, Miss, no_options, off_direction, other_direction
 from .orders import follow, steps_from
@@ -23,6 +24,8 @@ SAME = {torch.float64: (1e-10, 1e-8), torch.float32: (1e-5, 1e-3)}
 NEAR_0 = 1e-5
 LENGTHS = (3e-5, 1e-2)
 VOTE_LENGTH = 1.5
+# Of inputs that are short and long, on which a layer that clamps or looks at them shows.
+FACTORS = (1e-2, 30.0)
 # Numbers in the votes of u that are compared.
 QUICK = 2**20
 
@@ -84,7 +87,9 @@ class Search:
         if routed is None:
             raise self._refused(self._why_none(mattering))
         found = self._with_arguments(self._with_parameters(routed, mattering))
-        return self._verified(self._with_gradient(found))
+        found = self._with_gradient(found)
+        self._check_idle(found)
+        return self._verified(found)
 
     # What a layer is run on.
 
@@ -112,7 +117,7 @@ class Search:
             raise self._refused(f"its forward fails, with {type(error).__name__}: {error}") from error
         if first.dim() < 2 or not first.is_floating_point():
             raise self._refused(f"its output {checks.shape_of(first)} holds no capsules [B, J, D]")
-        if not _equal(first, again):
+        if not same(first, again):
             if self.probe.draws:
                 raise self._refused(
                     "it draws random numbers (logits that start at random, or dropout): two calls on one input differ"
@@ -124,9 +129,10 @@ class Search:
             except Exception as error:
                 mode = "training" if not self.probe.layer.training else "evaluation"
                 raise self._refused(f"it fails in {mode} mode, with {type(error).__name__}: {error}") from error
-        if not _equal(first, other):
+        if not same(first, other):
             raise self._refused("it computes something else in training mode than in evaluation mode, as dropout does")
-        changed = [name for name, value in self.probe.true.items() if not _equal(self.probe.tensor(name), value)]
+        changed = [name for name, value in self.probe.true.items() if not same(self.probe.tensor(name), value)]
+        changed += [name for name, value in self.probe.others.items() if not same(value, self.probe.other_true[name])]
         if changed:
             self.probe.set(self.probe.true)
             self.notes.append(f"its forward changes {', '.join(changed)}, the call does not")
@@ -141,7 +147,7 @@ class Search:
         self.probe.set({name: self.draw(value, 0.3)})
         after = self._run(self.inputs)
         self.probe.set({name: value})
-        return not _equal(before, after)
+        return not same(before, after)
 
     # Candidates.
 
@@ -297,6 +303,30 @@ class Search:
                 )
         return found
 
+    def _check_idle(self, found: Identification) -> None:
+        """Whether it depends on nothing that the call does not read, for other numbers than those that are there."""
+        inputs = self._moderate(found)
+        name = tensor_that_matters(self.probe, inputs, found)
+        if name is not None:
+            raise self._refused(f"its output depends on `{name}`, which the call does not read")
+        n = argument_that_matters(self.probe, inputs, found)
+        if n is not None:
+            raise self._refused(
+                f"for other values of argument {n + 2} of the forward than those given its output is another one, and "
+                "the call does not read it"
+            )
+        for n, role in enumerate(found.arguments):
+            mask = inputs.others[n]
+            if role.endswith("mask") and mask.dtype != torch.bool:
+                for other in values.truths(mask):
+                    changed = inputs.with_other(n, other)
+                    if not relative(self._evaluate(found, changed).detach(), self._run(changed).detach()) < self.same:
+                        self.notes.append(
+                            f"argument {n + 2} is a mask of 0 and 1 alone: the layer computes something else for other "
+                            "numbers, the call takes them for 1"
+                        )
+                        break
+
     def _with_gradient(self, found: Identification) -> Identification:
         inputs = self._moderate(found)
         differences = {}
@@ -304,6 +334,7 @@ class Search:
             tried = replace(found, gradient=gradient)
             difference = self._gradient_difference(tried, inputs)
             if difference < self.same:
+                self._check_gradient_of_other_mode(tried, inputs)
                 return replace(tried, gradient_difference=difference)
             differences[difference] = tried
         nearest = min(differences)
@@ -313,9 +344,16 @@ class Search:
             "last one alone"
         )
 
+    def _check_gradient_of_other_mode(self, found: Identification, inputs: Inputs) -> None:
+        with modes_swapped(self.probe.layer):
+            difference = self._gradient_difference(found, inputs)
+        if not difference < self.same:
+            self.nearest = difference, found
+            raise self._refused("its gradient in training mode is another one than in evaluation mode")
+
     def _gradient_difference(self, candidate: Identification, inputs: Inputs) -> float:
         inputs = replace(inputs, u=inputs.u.detach().requires_grad_())
-        leaves = [inputs.u, *self.probe.leaves()]
+        leaves = [inputs.u, *self.probe.leaves(candidate.names)]
         theirs = self._run(inputs)
         direction = self.draw(theirs)
         wanted = _gradients(theirs, leaves, direction)
@@ -336,6 +374,11 @@ class Search:
         else:
             self.notes.append("on u the layer gives numbers that are not finite, so only random ones were compared")
         self._of_one_sample(found, real)
+        if self.probe.dtype == torch.float64:
+            # In float32 the rounding of saturated numbers is too large.
+            self._check_variations(found, real, "u")
+        self._random_again([*self.probe.names])
+        self._check_variations(found, self._moderate(found), "random numbers")
         if not gradient[-1] < self.same_on_real:
             self.nearest = gradient[-1], found
             raise self._refused("with its own parameters and on u its gradient is another one than on random numbers")
@@ -346,6 +389,23 @@ class Search:
             gradient_difference=max(gradient),
             notes=tuple(self.notes),
         )
+
+    def _check_variations(self, found: Identification, inputs: Inputs, source: str) -> None:
+        """Whether it also holds for short and long inputs, and where some input capsules are 0."""
+        axes = "BIJD" if found.weight is None else "BIK"
+        variations = [
+            ("some input capsules 0", inputs.with_zeros(found.input_order, axes, found.sizes._asdict())),
+            *((f"inputs {factor:g} times as long", inputs.scaled(factor)) for factor in FACTORS),
+        ]
+        for words, changed in variations:
+            output = self._run(changed).detach()
+            difference = relative(self._evaluate(found, changed).detach(), output)
+            if not bool(output.isfinite().all()):
+                if source != "u":
+                    self.notes.append(f"on {source} with {words} the layer gives numbers that are not finite")
+            elif not difference < self.same_on_real:
+                self.nearest = difference, found
+                raise self._refused(f"on {source} with {words} it computes something else")
 
     def _of_given(self, found: Identification) -> Inputs:
         """As many samples of u as are quick to run, and at least those that were."""
@@ -396,7 +456,3 @@ def relative(found: Tensor, right: Tensor) -> float:
 def _gradients(output: Tensor, leaves: list[Tensor], direction: Tensor) -> list[Tensor]:
     found = torch.autograd.grad((output * direction).sum(), leaves, allow_unused=True)
     return [torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())

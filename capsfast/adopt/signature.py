@@ -34,7 +34,8 @@ class Slot(NamedTuple):
 
     def holds(self, given: object, batch: int) -> bool:
         if self.kind == "batch":
-            return type(given) is int and given == batch
+            # torch.export gives a number that may differ between calls as one of its own.
+            return type(given) in (int, torch.SymInt) and given == batch
         if self.kind == "other":
             shape, dtype = self.value
             return isinstance(given, Tensor) and tuple(given.shape) == (batch, *shape) and given.dtype == dtype

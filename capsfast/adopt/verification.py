@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..bench.timing import interleave
-from .fused import attributes
+from . import values
+from .contents import Contents
 from .identification import Identification
 from .signature import Signature, is_simple
+from .snapshot import attributes
 
 # The largest relative difference of a tensor that is taken for rounding, in a model of this dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -56,7 +58,9 @@ class Way(nn.Module):
 
     def at(self, given: Given, parameters: Mapping[str, Tensor] | None = None) -> Any:
         """Of the tensors of a call, with other parameters or buffers than the layer's, by their names in it."""
-        return functional_call(self, {f"layer.{name}": each for name, each in (parameters or {}).items()}, given)
+        replaced = {f"layer.{name}": each for name, each in (parameters or {}).items()}
+        # A forward may read one of two names of a parameter: each has numbers of its own here.
+        return functional_call(self, replaced, given, tie_weights=False)
 
 
 def own_way(layer: nn.Module, signature: Signature, autocast: torch.dtype | None = None) -> Way:
@@ -134,8 +138,7 @@ def steady(own: Way, given: Given) -> Tensor:
             with mode(own.layer, training), unchanged(own.layer) as changed:
                 outputs.append(one_tensor(own, copies).clone())
                 kept = changed()
-            if kept:
-                raise LeftAloneError(f"its forward keeps {', '.join(kept)} in the layer, which a fused one would not")
+            check_kept(kept)
             if not all(torch.equal(copy, each) for copy, each in zip(copies, given, strict=True)):
                 raise LeftAloneError("its forward changes its input in place")
     first, again, trained = outputs
@@ -146,6 +149,11 @@ def steady(own: Way, given: Given) -> Tensor:
     return first
 
 
+def check_kept(names: list[str]) -> None:
+    if names:
+        raise LeftAloneError(f"its forward keeps {', '.join(names)} in the layer, which a fused one would not")
+
+
 @contextlib.contextmanager
 def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Gives a function that names what was changed in the layer; puts that back at the end."""
@@ -154,6 +162,7 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
     held |= dict(layer.named_buffers(remove_duplicate=False))
     copies = {name: (value._version, value.clone()) for name, value in held.items()}
     modules = dict(layer.named_modules())
+    contents = {path: Contents(module) for path, module in modules.items()}
 
     def now() -> dict[str, Any]:
         return dict(attributes(layer)) | dict(layer.named_buffers(remove_duplicate=False))
@@ -162,6 +171,7 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
         after, before = now(), plain | held
         names = [name for name in after if name not in before or not _same(before[name], after[name])]
         names += [name for name, (version, _) in copies.items() if held[name]._version != version]
+        names += [f"{path}.{name}" if path else name for path, each in contents.items() for name in each.changed()]
         return sorted({*names, *(name for name in before if name not in after)})
 
     try:
@@ -177,6 +187,8 @@ def unchanged(layer: nn.Module) -> Iterator[Callable[[], list[str]]]:
                     setattr(module, attribute, (plain | held)[name])
                 else:
                     delattr(module, attribute)
+            for each in contents.values():
+                each.put_back()
 
 
 def _same(before: object, after: object) -> bool:
@@ -187,32 +199,26 @@ def depends_on(own: Way, given: Given, names: tuple[str, ...]) -> list[str]:
     """Tensors of the layer, beside those of ``names``, whose numbers its output depends on."""
     layer = own.layer
     held = dict(layer.named_parameters(remove_duplicate=False)) | dict(layer.named_buffers(remove_duplicate=False))
+    found = []
     with torch.no_grad():
         before = one_tensor(own, given)
-        found = [
-            name
-            for name, value in held.items()
-            if name not in names and value.numel() and _moves(before, own, given, {name: _other(value)})
-        ]
+        for name, value in held.items():
+            others = values.others(value) if name not in names and value.numel() else ()
+            if any(_moves(before, own, given, {name: other}) for other in others):
+                found.append(name)
         for name, value in list(attributes(layer)):
-            if isinstance(value, Tensor) and value.numel():
+            if isinstance(value, Tensor) and value.numel() and name not in names:
                 path, _, attribute = name.rpartition(".")
                 module = layer.get_submodule(path)
-                setattr(module, attribute, _other(value))
                 try:
-                    if _moves(before, own, given):
-                        found.append(name)
+                    for other in values.others(value):
+                        setattr(module, attribute, other)
+                        if _moves(before, own, given):
+                            found.append(name)
+                            break
                 finally:
                     setattr(module, attribute, value)
     return found
-
-
-def _other(value: Tensor) -> Tensor:
-    if value.dtype == torch.bool:
-        return ~value
-    if not value.is_floating_point():
-        return value + 1
-    return value + torch.linspace(-1, 1, value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
 
 
 def _moves(before: Tensor, own: Way, given: Given, parameters: Mapping[str, Tensor] | None = None) -> bool:
@@ -233,12 +239,12 @@ def check_masks(own: Way, given: Given, identification: Identification) -> None:
         before = one_tensor(own, given)
         for n, role in enumerate(identification.arguments, 1):
             if role.endswith("mask") and given[n].dtype != torch.bool:
-                doubled = (*given[:n], given[n] * 2, *given[n + 1 :])
-                if _moves(before, own, doubled):
-                    raise LeftAloneError(
-                        f"its {role} of {given[n].dtype} is a factor, and capsfast's is either True or False; call it "
-                        f"with a bool".replace("torch.", "")
-                    )
+                for other in values.truths(given[n]):
+                    if _moves(before, own, (*given[:n], other, *given[n + 1 :])):
+                        raise LeftAloneError(
+                            f"its {role} of {given[n].dtype} is a factor, or compared with a number, and capsfast's is "
+                            f"either True or False; call it with a bool".replace("torch.", "")
+                        )
 
 
 def difference(own: Way, fused: Way, given: Given, roles: tuple[str, ...] = ()) -> float:

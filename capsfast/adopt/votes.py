@@ -1,14 +1,14 @@
 """What making the votes in the kernels would gain, where a layer is given votes that are in memory."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..bench.timing import interleave
 from ..functional import dynamic_routing
 from .discovery import axes_of
 from .identification import Identification
 from .orders import follow, steps_to
-from .verification import LEAST_ROUNDS, Way
+from .verification import LEAST_ROUNDS, Given, Way
 
 
 def maker(model: nn.Module, layer: nn.Module, sizes: tuple[int, int, int]) -> tuple[str, int] | None:
@@ -27,7 +27,7 @@ def maker(model: nn.Module, layer: nn.Module, sizes: tuple[int, int, int]) -> tu
 
 
 def gain(
-    model: nn.Module, layer: nn.Module, identification: Identification, votes: Tensor, own: Way, seconds: float
+    model: nn.Module, layer: nn.Module, identification: Identification, given: Given, own: Way, seconds: float
 ) -> str:
     """A sentence, or nothing where the layer makes the votes itself or no weight for them is seen.
 
@@ -40,19 +40,22 @@ def gain(
     if found is None:
         return ""
     name, K = found
+    votes, *others = given
     B = votes.shape[0]
     generator = torch.Generator().manual_seed(K)
     u = torch.randn(B, I, K, generator=generator).to(votes).requires_grad_()
     weight = (0.1 * torch.randn(I, J, D, K, generator=generator)).to(votes).requires_grad_()
     steps = steps_to(identification.input_order, "BIJD")
-    options = {each: value for each, value in identification.options.items() if each != "num_iterations"}
+    # Masks and logits too, as the layer is given them.
+    with torch.no_grad():
+        _, keywords = identification.arguments_of_call(identification.tensors(layer), *given)
 
     def apart(_: int) -> None:
         made = follow(torch.einsum("ijdk,bik->bijd", weight, u), steps)
-        torch.autograd.grad(own.at((made,)).sum(), (u, weight))
+        torch.autograd.grad(own.at((made, *others)).sum(), (u, weight))
 
     def together(_: int) -> None:
-        v = dynamic_routing(u, weight, identification.num_iterations, **options)
+        v = dynamic_routing(u, weight, **keywords)
         torch.autograd.grad(v.sum(), (u, weight))
 
     with torch.enable_grad():

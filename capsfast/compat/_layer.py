@@ -33,6 +33,8 @@ class CompatLayer(Called):
             setattr(self, name, value)
         self.eps = eps
         self._sizes = tuple(sizes)
+        # Shapes of parameters in the checkpoint that was loaded, where they are not those here.
+        self._saved_as: dict[str, tuple[int, ...]] = {}
 
     def _check_capsules(self, name: str, value: Tensor, caps: str, dim: str) -> None:
         """``[B, I, K]`` with the sizes that the attributes ``caps`` and ``dim`` say."""
@@ -45,13 +47,23 @@ class CompatLayer(Called):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in self._either:
-            given, own = state_dict.get(f"{prefix}{name}"), self._parameters.get(name)
+            key, own = f"{prefix}{name}", self._parameters.get(name)
+            given = state_dict.get(key)
             if isinstance(given, Tensor) and own is not None:
                 there, here = tuple(given.shape), tuple(own.shape)
                 if there == (1, *here) or (1, *there) == here:
-                    # The shape of the checkpoint stays, for it to be saved as it came.
-                    own.data, own.grad = own.data.view(there), None if own.grad is None else own.grad.view(there)
+                    # An optimizer and copies of the parameter go by its shape, which therefore stays.
+                    state_dict[key] = given.view(here)
+                    self._saved_as[name] = there
+                elif there == here:
+                    self._saved_as.pop(name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, shape in self._saved_as.items():
+            if not keep_vars and f"{prefix}{name}" in destination:
+                destination[f"{prefix}{name}"] = destination[f"{prefix}{name}"].view(shape)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)}" for name in self._sizes)

@@ -53,7 +53,8 @@ def _hooked(module: nn.Module) -> bool:
 class CapsLayer(CompatLayer):
     """Makes votes and has them routed by another module.
 
-    Where that is an :class:`AgreementRouting` of this package without hooks, the votes are not in memory.
+    Where that is an :class:`AgreementRouting` of this package, without hooks and with its own forward, the votes are
+    not in memory.
 
     Parameters: ``weights [I, K, J*D]``, which starts uniform between plus and minus ``1 / sqrt(I)``; those of
     ``routing_module``.
@@ -103,7 +104,7 @@ class CapsLayer(CompatLayer):
         self._check_capsules("caps_output", caps_output, "input_caps", "input_dim")
         weight = self.weights.unflatten(2, (self.output_caps, self.output_dim)).permute(0, 2, 3, 1)
         routing = self.routing_module
-        if type(routing) is AgreementRouting and not _hooked(routing):
+        if type(routing) is AgreementRouting and "forward" not in vars(routing) and not _hooked(routing):
             return dynamic_routing(  # type: ignore[no-any-return]
                 caps_output, weight, routing.n_iterations + 1, logits=routing.b, eps=routing.eps
             )

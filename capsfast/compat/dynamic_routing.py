@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..functional import dynamic_routing, route_votes
+from ..nn import _arguments
+from ..nn._called import check_call
 from ._layer import CompatLayer
 
 
@@ -17,6 +19,8 @@ class DynamicRouting(CompatLayer):
       [I, J, D, K]`` from a checkpoint that has it so, and takes ``x [B, I, K]``.
     * ``DynamicRouting(num_iterations=3)`` has no parameters and takes ``u_hat [B, I, J, D]`` and, if wanted, the batch
       size.
+
+    A subclass is of the form in which it calls this constructor.
 
     Args:
         in_capsules, out_capsules: numbers of capsules, I and J.
@@ -33,17 +37,35 @@ class DynamicRouting(CompatLayer):
     _op = "capsfast.compat.DynamicRouting"
     num_iterations: int
 
+    # In either form W may be there or not.
+    _either = ("W",)
+    _form: type["DynamicRouting"]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is DynamicRouting:
-            of_votes = len(args) < 2 and set(kwargs) <= {"num_iterations", "eps"}
-            return super().__new__(_OfVotes if of_votes else _OfCapsules, *args, **kwargs)
-        return super().__new__(cls, *args, **kwargs)
+        made = _form(args, kwargs) if cls is DynamicRouting else cls
+        return super().__new__(made, *args, **kwargs)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Of a subclass, in the form that its arguments say."""
+        form = _form(args, kwargs)
+        check_call(form, args, kwargs)
+        form.__init__(self, *args, **kwargs)
+        self._form = form
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        return self._form.forward(self, *inputs, **named)
+
+    def _get_name(self) -> str:
+        return "DynamicRouting" if type(self) in (_OfCapsules, _OfVotes) else type(self).__name__
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[DynamicRouting]:
+    of_votes = len(args) < 2 and set(kwargs) <= {"num_iterations", "eps"}
+    return _OfVotes if of_votes else _OfCapsules
 
 
 class _OfCapsules(DynamicRouting):
     """``DynamicRouting(in_capsules, out_capsules, in_dim, out_dim, num_iterations)``."""
-
-    _either = ("W",)
 
     def __init__(
         self,
@@ -55,7 +77,9 @@ class _OfCapsules(DynamicRouting):
         *,
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(
+        # By name: a subclass of DynamicRouting is none of this class, and its constructor chose this one.
+        CompatLayer.__init__(
+            self,
             eps,
             in_capsules=in_capsules,
             out_capsules=out_capsules,
@@ -69,23 +93,17 @@ class _OfCapsules(DynamicRouting):
         self._check_capsules("x", x, "in_capsules", "in_dim")
         return dynamic_routing(x, self.W.flatten(0, -4), self.num_iterations, eps=self.eps)  # type: ignore[no-any-return]
 
-    def _get_name(self) -> str:
-        return "DynamicRouting"
-
 
 class _OfVotes(DynamicRouting):
     """``DynamicRouting(num_iterations)(u_hat, batch_size)``."""
 
     def __init__(self, num_iterations: int = 3, *, eps: float = 1e-8) -> None:
-        super().__init__(eps, num_iterations=num_iterations)
+        CompatLayer.__init__(self, eps, num_iterations=num_iterations)
 
     def forward(self, u_hat: Tensor, batch_size: int | None = None) -> Tensor:
-        if batch_size is not None and isinstance(u_hat, Tensor) and batch_size != u_hat.shape[0]:
-            raise ValueError(f"{self._op}: batch_size must be B={u_hat.shape[0]}, got {batch_size}")
+        _arguments.floats(self._op, "u_hat", u_hat, "[B, I, J, D]")
+        _arguments.batch_size(self._op, batch_size, u_hat)
         return route_votes(u_hat, self.num_iterations, eps=self.eps)  # type: ignore[no-any-return]
-
-    def _get_name(self) -> str:
-        return "DynamicRouting"
 
 
 class DynamicRoutingLayer(CompatLayer):

@@ -7,7 +7,7 @@ from torch import Tensor
 from .. import nn as capsules
 from ..kinds import LOSSES
 from ..nn import _arguments
-from ..nn._called import Called
+from ..nn._called import Called, check_call
 
 
 class MarginLoss(Called):
@@ -20,6 +20,8 @@ class MarginLoss(Called):
     * ``MarginLoss(m_plus=0.9, m_minus=0.1, lambda_=0.5)(y_pred, y_true)``, by keyword or without arguments: sum over
       the classes, mean over the batch, as in the paper.
 
+    A subclass is of the form in which it calls this constructor.
+
     Shapes: lengths or capsules and targets as for :class:`capsfast.nn.MarginLoss`.
 
     Raises:
@@ -29,23 +31,35 @@ class MarginLoss(Called):
     _op = "capsfast.compat.MarginLoss"
     _kinds = LOSSES
 
+    _form: type["MarginLoss"]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not MarginLoss:
-            return super().__new__(cls, *args, **kwargs)
-        form: type[MarginLoss] = _OfLengths
-        if {"n_labels", "m_positive", "m_negative"} & set(kwargs) or (args and type(args[0]) is int and args[0] > 1):
-            form = _OfCapsules
-        elif not args and set(kwargs) <= {"m_plus", "m_minus", "lambda_"}:
-            form = _OfPaper
-        return super().__new__(form, *args, **kwargs)
+        made = _form(args, kwargs) if cls is MarginLoss else cls
+        return super().__new__(made, *args, **kwargs)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Of a subclass, in the form that its arguments say."""
+        form = _form(args, kwargs)
+        check_call(form, args, kwargs)
+        form.__init__(self, *args, **kwargs)
+        self._form = form
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        return self._form.forward(self, *inputs, **named)
 
     def _get_name(self) -> str:
-        return "MarginLoss"
+        return "MarginLoss" if type(self) in (_OfLengths, _OfCapsules, _OfPaper) else type(self).__name__
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[MarginLoss]:
+    if {"n_labels", "m_positive", "m_negative"} & set(kwargs) or (args and type(args[0]) is int and args[0] > 1):
+        return _OfCapsules
+    return _OfPaper if not args and set(kwargs) <= {"m_plus", "m_minus", "lambda_"} else _OfLengths
 
 
 class _OfLengths(MarginLoss):
     def __init__(self, m_pos: float, m_neg: float, lambda_: float) -> None:
-        super().__init__()
+        Called.__init__(self)
         self.m_pos, self.m_neg, self.lambda_ = m_pos, m_neg, lambda_
         self._loss = capsules.MarginLoss(m_pos, m_neg, lambda_, reduction="sum")
 
@@ -56,7 +70,7 @@ class _OfLengths(MarginLoss):
 
 class _OfCapsules(MarginLoss):
     def __init__(self, n_labels: int, m_positive: float, m_negative: float, lambda_: float = 0.5) -> None:
-        super().__init__()
+        Called.__init__(self)
         _arguments.integer(self._op, "n_labels", n_labels)
         self.n_labels, self.m_positive, self.m_negative, self.lambda_ = n_labels, m_positive, m_negative, lambda_
         self._loss = capsules.MarginLoss(m_positive, m_negative, lambda_, squared=False)
@@ -69,7 +83,7 @@ class _OfCapsules(MarginLoss):
 
 class _OfPaper(MarginLoss):
     def __init__(self, m_plus: float = 0.9, m_minus: float = 0.1, lambda_: float = 0.5) -> None:
-        super().__init__()
+        Called.__init__(self)
         self.m_plus, self.m_minus, self.lambda_ = m_plus, m_minus, lambda_
         self._loss = capsules.MarginLoss(m_plus, m_minus, lambda_)
 

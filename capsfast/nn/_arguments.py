@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from .. import checks
@@ -21,6 +22,18 @@ def integer(op: str, name: str, value: object, least: int = 1) -> None:
 def integers(op: str, **values: object) -> None:
     for name, value in values.items():
         integer(op, name, value)
+
+
+def batch_size(op: str, value: object, votes: Tensor) -> None:
+    """What some code passes besides the votes. torch.jit.trace makes sizes tensors without axes."""
+    if value is None:
+        return
+    whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not whole and not (isinstance(value, Tensor) and value.dim() == 0):
+        got = f"a tensor {checks.shape_of(value)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{op}: batch_size must be an int, got {got}; logits, bias and masks go by keyword")
+    if value != votes.shape[0]:
+        raise ValueError(f"{op}: batch_size must be B={votes.shape[0]}, got {value} (votes {checks.shape_of(votes)})")
 
 
 def positive(op: str, name: str, value: object, zero: bool = False) -> None:

@@ -1,12 +1,22 @@
 """Errors of layers that are taken for other layers of the same name: which one was called, and which one fits."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from .. import checks, kinds
 from ._layer import Layer
+
+
+class _Signature:
+    """Of the constructor that a class has when it is asked for, without which __new__ hides it in Python 3.10."""
+
+    def __get__(self, layer: object, cls: type) -> inspect.Signature:
+        if layer is not None:
+            raise AttributeError("__signature__")
+        return without_self(cls.__init__)  # type: ignore[misc]
 
 
 class Called(Layer):
@@ -17,22 +27,28 @@ class Called(Layer):
 
     _op: str
     _kinds: tuple[kinds.Kind, ...] = kinds.KINDS
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        # Else __new__ hides the arguments from inspect in Python 3.10.
-        signature = inspect.signature(cls.__new__ if "__new__" in vars(cls) else cls.__init__)
-        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    __signature__ = _Signature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Copies and pickles make an object without arguments.
-        if args or kwargs:
-            _check_call(cls, args, kwargs)
+        # Copies and pickles make an object without arguments. What somebody's own constructor takes is theirs to say.
+        if (args or kwargs) and getattr(cls.__init__, "__globals__", {}).get("__name__", "").startswith("capsfast."):
+            check_call(cls, args, kwargs)
         return super().__new__(cls)
 
 
-def _check_call(cls: type[Called], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    signature = inspect.signature(cls)
+def without_self(function: Callable[..., Any]) -> inspect.Signature:
+    """Of the function itself, not of one that it stands for."""
+    signature = inspect.signature(function, follow_wrapped=False)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def check_call(cls: type[Called], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Whether a class of capsfast can be made with these arguments.
+
+    Raises:
+        TypeError: no; the message names those that can.
+    """
+    signature = without_self(cls.__init__)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

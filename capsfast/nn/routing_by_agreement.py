@@ -63,10 +63,7 @@ class RoutingByAgreement(RoutingLayer):
         ``batch_size`` is what some code passes besides; if given, it must be B.
         """
         _arguments.floats(self._op, "votes", votes, "[B, I, J, D]")
-        if batch_size is not None and batch_size != votes.shape[0]:
-            raise ValueError(
-                f"{self._op}: batch_size must be B={votes.shape[0]}, got {batch_size} (votes {checks.shape_of(votes)})"
-            )
+        _arguments.batch_size(self._op, batch_size, votes)
         if self.top_k is not None and self.top_k > votes.shape[2]:
             raise ValueError(
                 f"{self._op}: top_k must be at most J={votes.shape[2]}, got {self.top_k} "
