@@ -53,14 +53,16 @@ def accelerate(
 
     A fused layer is the same object with the same parameters, buffers, attributes, hooks and names: optimizers,
     checkpoints, ``copy.deepcopy``, ``pickle``, ``torch.compile`` and DDP go on as before. Only its class is another, a
-    subclass of its own. Calls other than the verified ones (further arguments, other sizes than the batch) run the
-    layer's own forward, and so does every call after an attribute of the layer has changed, such as its number of
-    iterations. A second call of this function leaves fused layers as they are.
+    subclass of its own. Calls other than the verified ones (further arguments, other sizes than the batch, another
+    dtype or autocast) run the layer's own forward, and so does every call after an attribute of the layer, or of a
+    module in it, was changed, added or taken away, such as its number of iterations. A second call of this function
+    leaves fused layers as they are.
 
     Args:
         model: any module, or the layer itself. It must not have been scripted.
         example: what the model is called with: a tensor, a tuple of positional or a mapping of keyword arguments. At
-            least two samples, as real as possible: sizes of the batch decide what is faster.
+            least two samples, as real as possible: sizes of the batch decide what is faster. Under autocast, if the
+            model is used under it.
         dry_run: report only.
         only_faster: leave layers alone whose forward and backward would take longer.
         tolerance: the largest relative difference in the dtype of the model. Default: 1e-9 in float64, 1e-4 in float32,
