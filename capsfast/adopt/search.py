@@ -129,6 +129,9 @@ class Search:
             except Exception as error:
                 mode = "training" if not self.probe.layer.training else "evaluation"
                 raise self._refused(f"it fails in {mode} mode, with {type(error).__name__}: {error}") from error
+        without = self.probe(self.inputs.u, *self.inputs.others, gradient=False)
+        if not relative(without.nan_to_num(), first.detach().nan_to_num()) < self.same:
+            raise self._refused("it computes something else under torch.no_grad")
         if not same(first, other):
             raise self._refused("it computes something else in training mode than in evaluation mode, as dropout does")
         changed = [name for name, value in self.probe.true.items() if not same(self.probe.tensor(name), value)]
@@ -308,12 +311,14 @@ class Search:
         inputs = self._moderate(found)
         name = tensor_that_matters(self.probe, inputs, found)
         if name is not None:
-            raise self._refused(f"its output depends on `{name}`, which the call does not read")
+            raise self._refused(
+                f"with other numbers in `{name}`, which the call does not read, its output is another one"
+            )
         n = argument_that_matters(self.probe, inputs, found)
         if n is not None:
             raise self._refused(
-                f"for other values of argument {n + 2} of the forward than those given its output is another one, and "
-                "the call does not read it"
+                f"with other values of argument {n + 2} of the forward, which the call does not read, its output is "
+                "another one"
             )
         for n, role in enumerate(found.arguments):
             mask = inputs.others[n]
@@ -378,7 +383,12 @@ class Search:
             # In float32 the rounding of saturated numbers is too large.
             self._check_variations(found, real, "u")
         self._random_again([*self.probe.names])
-        self._check_variations(found, self._moderate(found), "random numbers")
+        moderate = self._moderate(found)
+        self._check_variations(found, moderate, "random numbers")
+        if found.weight in self.probe.settable:
+            self.probe.set({found.weight: FACTORS[-1] * self.probe.tensor(found.weight).detach()})
+            if not self._difference(found, moderate, self._run(moderate)) < self.same_on_real:
+                raise self._refused(f"with weights {FACTORS[-1]:g} times as large it computes something else")
         if not gradient[-1] < self.same_on_real:
             self.nearest = gradient[-1], found
             raise self._refused("with its own parameters and on u its gradient is another one than on random numbers")
@@ -454,5 +464,7 @@ def relative(found: Tensor, right: Tensor) -> float:
 
 
 def _gradients(output: Tensor, leaves: list[Tensor], direction: Tensor) -> list[Tensor]:
+    if not output.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
     found = torch.autograd.grad((output * direction).sum(), leaves, allow_unused=True)
     return [torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)]
