@@ -137,6 +137,34 @@ def test_a_mask_of_numbers_says_what_it_takes(read: Callable[[Tensor], Tensor], 
     assert [note.startswith("argument 2 is a mask of 0 and 1 alone") for note in found.notes] == [True] * noted
 
 
+class Filled(Plain):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.fill = fill
+
+    def forward(self, u: Tensor, mask: Any = None) -> Any:
+        votes = self.votes(u)
+        b = torch.zeros(votes.shape[:3])
+        for _ in range(3):
+            c = b.masked_fill(~mask[..., None], self.fill).softmax(1)
+            v = squash((c[..., None] * votes).sum(1))
+            b = b + (votes * v[:, None]).sum(-1)
+        return v
+
+
+@pytest.mark.parametrize("fill", [-1e9, float("-inf")])
+def test_a_sample_without_any_input(fill: float) -> None:
+    """A large number in the place of minus infinity makes the coupling equal there; with minus infinity it is NaN."""
+    layer, u, mask = Filled(fill), example(), torch.rand(B, I) < 0.5
+    mask[0] = False
+    found = capsfast.identify(layer, u, mask | (torch.arange(I) == 0))
+    assert [note.startswith("for a sample whose mask, argument 2, is 0 ever") for note in found.notes] == [True] * (
+        fill == -1e9
+    )
+    ours, theirs = found(found.tensors(layer), u, mask), layer(u, mask)
+    assert not torch.allclose(ours[0], theirs[0])
+
+
 class OtherGradient(Plain):
     """A part of its gradient alone in one of the modes; values do not tell."""
 

@@ -61,16 +61,29 @@ class Proof(Trial):
                 "another one"
             )
         for n, role in enumerate(found.arguments):
-            mask = inputs.others[n]
-            if role.endswith("mask") and mask.dtype != torch.bool:
-                for other in values.truths(mask):
-                    changed = inputs.with_other(n, other)
-                    if not relative(self._evaluate(found, changed).detach(), self._run(changed).detach()) < self.same:
-                        self.notes.append(
-                            f"argument {n + 2} is a mask of 0 and 1 alone: the layer computes something else for other "
-                            "numbers, the call takes them for 1"
-                        )
-                        break
+            if role.endswith("mask"):
+                self._note_mask(found, n, inputs)
+
+    def _note_mask(self, found: Identification, n: int, inputs: Inputs) -> None:
+        """What the call computes for a mask, and the layer perhaps does not."""
+
+        def differs(mask: Tensor) -> bool:
+            changed = inputs.with_other(n, mask)
+            output = self._run(changed).detach()
+            difference = relative(self._evaluate(found, changed).detach(), output)
+            return bool(output.isfinite().all()) and not difference < self.same
+
+        mask = inputs.others[n]
+        if mask.dtype != torch.bool and any(map(differs, values.truths(mask))):
+            self.notes.append(
+                f"argument {n + 2} is a mask of 0 and 1 alone: the layer computes something else for other numbers, "
+                "the call takes them for 1"
+            )
+        if differs(torch.zeros_like(mask)):
+            self.notes.append(
+                f"for a sample whose mask, argument {n + 2}, is 0 everywhere, the layer computes something else than "
+                "the call"
+            )
 
     def _verified(self, found: Identification) -> Identification:
         """With its own numbers, on u, and on a single sample."""
