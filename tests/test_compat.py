@@ -5,6 +5,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -165,6 +166,19 @@ def test_an_axis_of_length_1_in_front_of_the_weight(make: Callable[[], Any]) -> 
     assert layer.W.shape == own and layer.state_dict()["W"].shape == (1, I, J, D, K) and not layer(u).any()
     with pytest.raises(RuntimeError, match="size mismatch for W"):
         layer.load_state_dict({"W": torch.randn(J, I, D, K)})
+
+
+def test_the_checkpoint_of_an_optimizer_has_the_shape_of_the_parameter() -> None:
+    layer = compat.DynamicRouting(I, J, K, D)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.randn(B, I, K)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    for turned, fits in ((lambda value: value[0], False), (lambda value: value[0][None], True)):
+        of_W = {name: turned(value) if value.dim() else value for name, value in state["state"][0].items()}
+        optimizer.load_state_dict({**state, "state": {0: of_W}})
+        with nullcontext() if fits else pytest.raises(RuntimeError, match="shape"):
+            optimizer.step()
 
 
 class Derived(compat.DynamicRouting):

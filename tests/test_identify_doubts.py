@@ -58,7 +58,7 @@ def test_a_tensor_that_would_matter_with_other_numbers(name: str) -> None:
     layer = Held(hold, mask)
     with pytest.raises(NotReproduced) as caught:
         capsfast.identify(layer, example())
-    assert f"its output depends on `{said}`" in caught.value.reason
+    assert f"with other numbers in `{said}`" in caught.value.reason
     assert caught.value.nearest is not None
 
 
@@ -137,18 +137,53 @@ def test_a_mask_of_numbers_says_what_it_takes(read: Callable[[Tensor], Tensor], 
     assert [note.startswith("argument 2 is a mask of 0 and 1 alone") for note in found.notes] == [True] * noted
 
 
+class Filled(Plain):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.fill = fill
+
+    def forward(self, u: Tensor, mask: Any = None) -> Any:
+        votes = self.votes(u)
+        b = torch.zeros(votes.shape[:3])
+        for _ in range(3):
+            c = b.masked_fill(~mask[..., None], self.fill).softmax(1)
+            v = squash((c[..., None] * votes).sum(1))
+            b = b + (votes * v[:, None]).sum(-1)
+        return v
+
+
+@pytest.mark.parametrize("fill", [-1e9, float("-inf")])
+def test_a_sample_without_any_input(fill: float) -> None:
+    """A large number in the place of minus infinity makes the coupling equal there; with minus infinity it is NaN."""
+    layer, u, mask = Filled(fill), example(), torch.rand(B, I) < 0.5
+    mask[0] = False
+    found = capsfast.identify(layer, u, mask | (torch.arange(I) == 0))
+    assert [note.startswith("for a sample whose mask, argument 2, is 0 ever") for note in found.notes] == [True] * (
+        fill == -1e9
+    )
+    ours, theirs = found(found.tensors(layer), u, mask), layer(u, mask)
+    assert not torch.allclose(ours[0], theirs[0])
+
+
 class OtherGradient(Plain):
-    """Its gradient stops in one of the modes; values do not tell."""
+    """A part of its gradient alone in one of the modes; values do not tell."""
+
+    part = 0.5
 
     def votes(self, u: Tensor) -> Tensor:
         votes = super().votes(u)
-        return votes + 0 if not self.training else 0.5 * (votes + votes.detach())
+        return votes + 0 if not self.training else self.part * votes + (1 - self.part) * votes.detach()
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_gradient_that_depends_on_the_mode(training: bool) -> None:
+@pytest.mark.parametrize("part", [0.5, 0.0])
+def test_a_gradient_that_depends_on_the_mode(training: bool, part: float) -> None:
     layer = OtherGradient().train(training)
-    with pytest.raises(NotReproduced, match=r"its gradient (in training mode is another one than|goes neither)"):
+    layer.part = part
+    with pytest.raises(
+        NotReproduced,
+        match=r"its gradient (in training mode is another one than|goes neither)|its output has no gradient",
+    ):
         capsfast.identify(layer, example())
 
 
@@ -179,6 +214,24 @@ class LooksAt(Plain):
 def test_a_forward_that_looks_at_its_input(layer: nn.Module, said: str) -> None:
     with pytest.raises(NotReproduced, match=said):
         capsfast.identify(layer, 20 * example())
+
+
+class LooksAtGradient(Plain):
+    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
+        return super().forward(u, num_iterations if torch.is_grad_enabled() else 1)
+
+
+class Clamped(Plain):
+    def votes(self, u: Tensor) -> Tensor:
+        return torch.einsum("ijdk,bik->bijd", self.W.clamp(-2, 2), u)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [(LooksAtGradient, "under torch.no_grad"), (Clamped, "with weights 30 times as large")]
+)
+def test_a_forward_that_looks_at_something_else(make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(NotReproduced, match=said):
+        capsfast.identify(make(), example())
 
 
 class TwoNames(Plain):
@@ -228,7 +281,7 @@ def test_accelerate_leaves_alone_what_it_cannot_be_sure_of() -> None:
 
     for name in ("int buffer", "step of ints"):
         hold, mask, said = HELD[name]
-        assert f"depends on `{said}`" in reason(Held(hold, mask))
+        assert f"with other numbers in `{said}`" in reason(Held(hold, mask))
     assert "argument 2 of the forward" in reason(Given(GIVEN["ids"][0]), torch.zeros(B, I, dtype=torch.long))
     assert "a factor, or compared with a number" in reason(OfArguments(), torch.ones(B, I))
     assert "gradient" in reason(OtherGradient().eval())

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from .. import checks
 from .identification import Identification, unwrapped
 from .inputs import Inputs
-from .search import OP, Float64Error, Search
+from .search import Float64Error, Search
+from .trial import OP
 
 
 def identify(
@@ -25,8 +26,9 @@ def identify(
     ``u`` and with its own parameters, and its outputs and gradients are compared with those of
     :func:`capsfast.dynamic_routing` (with :func:`capsfast.route_votes` where it takes votes). Shapes say which axes of
     its parameters, input and output can be which; votes near 0, whose coupling is equal, which of these it is, and
-    which squash and eps. The layer itself, its mode, its gradients and the state of torch's random numbers stay as
-    they are.
+    which squash and eps. Whatever the call does not read, tensors of the layer and arguments, must have no effect with
+    other numbers either. The layer itself, its mode, its gradients and the state of torch's random numbers stay as they
+    are.
 
     Args:
         layer: any module that routes ``u [B, I, K]`` or votes ``[B, I, J, D]``, in any order of axes with B first. One
@@ -45,7 +47,8 @@ def identify(
 
     Raises:
         capsfast.adopt.NotReproduced: a ValueError. No options do it, the layer fails, or the result is random, depends
-            on the mode or on what came before; the message says which, and which call came nearest.
+            on the mode, on what came before, or on a tensor or argument that the call does not read; the message says
+            which, and which call came nearest.
         TypeError, ValueError: layer is no module, u no dense tensor of floats with at least two axes, or empty.
     """
     if not isinstance(layer, nn.Module):

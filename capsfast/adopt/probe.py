@@ -122,8 +122,8 @@ class Probe:
         computed = [self.tensor(name).requires_grad_() for name in names if _is_computed(self.layer, name)]
         return [each for each in (*self.layer.parameters(), *computed) if each.requires_grad]
 
-    def __call__(self, u: Tensor, *others: Any) -> Tensor:
-        with torch.enable_grad(), InFloat64() if self.dtype == torch.float64 else nullcontext():
+    def __call__(self, u: Tensor, *others: Any, gradient: bool = True) -> Tensor:
+        with torch.set_grad_enabled(gradient), InFloat64() if self.dtype == torch.float64 else nullcontext():
             return self._run(self.layer, u, others)
 
     def _run(self, layer: nn.Module, u: Tensor, others: tuple[Any, ...]) -> Tensor:

@@ -1,0 +1,123 @@
+"""A layer and calls of capsfast on the same numbers."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from . import candidates
+from .identification import Identification
+from .inputs import Draw, Inputs
+from .orders import follow, steps_from
+from .probe import Call, Probe
+from .refusal import NotReproduced
+
+OP = "capsfast.identify"
+# Relative differences of what is equal; second, with the layer's own numbers: a squash that is saturated loses digits.
+SAME = {torch.float64: (1e-10, 1e-8), torch.float32: (1e-5, 1e-3)}
+VOTE_LENGTH = 1.5
+
+
+class Trial:
+    """The probe of a layer, what it is run on, and the call that came nearest so far."""
+
+    def __init__(
+        self, layer: nn.Module, real: Inputs, call: Call | None, output: Call | None, dtype: torch.dtype
+    ) -> None:
+        self.name = type(layer).__name__
+        self.nearest: tuple[float, Identification] | None = None
+        self.notes: list[str] = []
+        self.draw = Draw(real.u.device)
+        self.same, self.same_on_real = SAME[dtype]
+        self.real, self.probe = self._copied(layer, real, call, output, dtype)
+        self.given = replace(real, sized=self.real.sized)
+        self.inputs = self.real.to(dtype)
+        self.B = self.inputs.u.shape[0]
+
+    def _copied(
+        self, layer: nn.Module, real: Inputs, call: Call | None, output: Call | None, dtype: torch.dtype
+    ) -> tuple[Inputs, Probe]:
+        """A few samples are enough, unless the layer takes no other number than that of u."""
+        failed: Exception | None = None
+        for inputs in (real.few(), replace(real, sized=True).few(), real):
+            try:
+                return inputs, Probe(layer, call, output, inputs.u, inputs.others, dtype)
+            except Exception as error:  # noqa: PERF203
+                failed = error
+        reason = f"a copy of it fails on u, with {type(failed).__name__}: {failed}"
+        raise self._refused(reason) from failed
+
+    def _refused(self, reason: str) -> NotReproduced:
+        difference, nearest = self.nearest or (None, None)
+        return NotReproduced(OP, self.name, reason, nearest, difference)
+
+    def _run(self, inputs: Inputs) -> Tensor:
+        try:
+            return self.probe(inputs.u, *inputs.others)
+        except Exception as error:
+            raise self._refused(f"it fails on random numbers, with {type(error).__name__}: {error}") from error
+
+    def _random(self) -> None:
+        """Numbers of which no two are alike, for what can be set."""
+        values = {name: self.draw(value, 0.3) for name, value in self.probe.true.items()}
+        self.probe.set(values)
+        self.inputs = self.inputs.random(self.draw)
+
+    def _random_again(self, names: list[str]) -> None:
+        self.probe.set({name: self.draw(self.probe.true[name], 0.3) for name in names})
+
+    def _product(self, candidate: Identification, u: Tensor) -> tuple[Tensor, Tensor | None]:
+        tensors, _ = candidate.arguments_of_call(
+            {name: value.detach() for name, value in self.probe.tensors().items()}, u
+        )
+        return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+    def _vote_length(self, candidate: Identification, u: Tensor) -> float:
+        u, weight = self._product(candidate, u[:1])
+        if weight is not None:
+            weight = weight.expand(u.shape[1], -1, -1, -1)
+            u = torch.einsum("ijdk,bik->bijd", weight, u)
+        return float(u.square().sum(-1).mean().sqrt())
+
+    def _moderate(self, candidate: Identification) -> Inputs:
+        return self.inputs.scaled(VOTE_LENGTH / self._vote_length(candidate, self.inputs.u))
+
+    def _evaluate(self, candidate: Identification, inputs: Inputs) -> Tensor:
+        if candidate.share_batch_logits:
+            return candidates.averaged(candidate, self.probe.tensors(), inputs.u, *inputs.others)
+        backend = None if inputs.u.device.type == "cpu" else "reference"
+        return candidate(self.probe.tensors(), inputs.u, *inputs.others, backend=backend)
+
+    def _difference(self, candidate: Identification, inputs: Inputs, output: Tensor) -> float:
+        difference = relative(self._evaluate(candidate, inputs).detach(), output.detach())
+        if self.nearest is None or difference < self.nearest[0]:
+            self.nearest = (difference, candidate)
+        return difference
+
+    def _gradient_difference(self, candidate: Identification, inputs: Inputs) -> float:
+        inputs = replace(inputs, u=inputs.u.detach().requires_grad_())
+        leaves = [inputs.u, *self.probe.leaves(candidate.names)]
+        theirs = self._run(inputs)
+        direction = self.draw(theirs)
+        wanted = _gradients(theirs, leaves, direction)
+        got = _gradients(self._evaluate(candidate, inputs), leaves, direction)
+        return max(relative(mine, right) for mine, right in zip(got, wanted, strict=True))
+
+
+def capsules(candidate: Identification, output: Tensor) -> Tensor:
+    """The output of a layer as ``[B, J, D]``."""
+    return follow(output, steps_from(candidate.output_order, "BJD", candidate.sizes._asdict()))
+
+
+def relative(found: Tensor, right: Tensor) -> float:
+    if found.shape != right.shape:
+        return float("inf")
+    difference = float((found - right).norm())
+    return difference / max(float(right.norm()), 1e-300) if difference else 0.0
+
+
+def _gradients(output: Tensor, leaves: list[Tensor], direction: Tensor) -> list[Tensor]:
+    if not output.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad((output * direction).sum(), leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)]
