@@ -1,6 +1,9 @@
 """Routing with one matrix for all pairs, which forms no votes, against the definition, which does."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 import capsfast
+from capsfast.bench import memory
 from capsfast.ops import shared_routing
 from capsfast.options import SQUASH, Options
 from capsfast.reference.dynamic_routing import dynamic_routing as reference
@@ -229,6 +233,31 @@ def test_any_number_of_threads_gives_the_same() -> None:
         torch.set_num_threads(before)
     for other in found[1:]:
         torch.testing.assert_close(found[0], other)
+
+
+FORWARD_MEMORY = """
+import torch, capsfast
+from capsfast.bench.memory import _reset_peak, _resident
+
+def forward(r):
+    u, weight = torch.ones(32, 4096, 1), torch.ones(1, 1, 1, 1)
+    torch.ops.capsfast.shared_routing(u, weight, None, None, None, 1, r, "full", True, 1.0, "paper", 1e-8)
+
+forward(1)
+_reset_peak()
+before = _resident()["VmRSS"]
+forward(100)
+print((_resident()["VmHWM"] - before) / 2**20)
+"""
+
+
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+def test_a_forward_has_no_memory_for_a_backward() -> None:
+    """A backward keeps the coupling of 100 iterations and the gradients of their logits: 104 MB."""
+    root = Path(capsfast.__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-c", FORWARD_MEMORY], capture_output=True, text=True, cwd=root)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 40
 
 
 def test_schema_and_opcheck() -> None:
