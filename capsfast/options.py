@@ -45,8 +45,10 @@ class Options(NamedTuple):
     def from_op(
         cls, num_iterations: int, softmax: str, gradient: str, leaky: bool, squash: str, eps: float
     ) -> "Options":
-        kind, _, last = squash.partition("/")
-        return cls(num_iterations, softmax, gradient, leaky, kind, eps, last != NO_SQUASH)
+        kind, slash, last = squash.partition("/")
+        if kind not in SQUASH or (slash and last != NO_SQUASH):
+            raise ValueError(f"capsfast: squash must be a kind, or one with '/{NO_SQUASH}', got '{squash}'")
+        return cls(num_iterations, softmax, gradient, leaky, kind, eps, not slash)
 
 
 class PassOptions(NamedTuple):

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize, prune
 import capsfast
 from capsfast import native
 from capsfast.export import ScriptableRouting, decompositions, program, scriptable, to_onnx, to_package
+from capsfast.ops import shared_routing
 
 from .support import passes, problems
 from .support.backends import EMULATED, Shape
@@ -211,14 +212,53 @@ def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
+# It has kernels on the CPU alone, so it is never taken for a program (see the next test).
+IN_NO_PROGRAM = {"capsfast::shared_routing", "capsfast::shared_routing_backward"}
+
+
 def test_every_op_has_a_decomposition() -> None:
     names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("capsfast::")}
     assert {str(op).replace(".default", "").replace(".", "::") for op in decompositions()} == {
-        name for name in names if not name.startswith(f"capsfast::{EMULATED.prefix}")
+        name for name in names - IN_NO_PROGRAM if not name.startswith(f"capsfast::{EMULATED.prefix}")
     }
     backward = decompositions()[torch.ops.capsfast.dynamic_routing_backward.default]
     with pytest.raises(RuntimeError, match="for inference, got a program with capsfast::dynamic_routing_backward"):
         backward(None)
+
+
+class Interests(nn.Module):
+    """Two routings with one matrix for all pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = capsfast.nn.InterestCapsules(2, 5, 5, max_length=24, initial_logits="zero")
+        self.weight = nn.Parameter(torch.randn(1, 1, 4, 5))
+
+    def forward(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        logits = u.new_zeros(u.shape[1], 2)
+        return self.layer(u).vectors, capsfast.dynamic_routing(u, self.weight, logits=logits)
+
+
+@needs_extension
+@pytest.mark.parametrize("way", ["strict", "not strict", "trace"])
+def test_programs_hold_no_op_of_the_cpu_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Interests().eval()
+    u, other = torch.randn(3, 24, 5), torch.randn(2, 24, 5)
+    with monkeypatch.context() as patch:
+        taken = []
+        patch.setattr(shared_routing, "_op", lambda *args: taken.append(1) or torch.ops.capsfast.shared_routing(*args))
+        model(u)
+        assert len(taken) == 2  # of eager calls
+    if way == "trace":
+        traced = torch.jit.trace(model, u)
+        assert "shared_routing" not in str(traced.inlined_graph)
+        assert_same(traced(other), model, other)
+        return
+    found = torch.export.export(model, (u,), dynamic_shapes=({0: torch.export.Dim("B")},), strict=way == "strict")
+    assert set(calls(found)) <= {"capsfast.dynamic_routing.default", "capsfast.route_votes.default"}
+    assert not calls(found.run_decompositions(decompositions()))
+    assert_same(found.module()(other), model, other)
 
 
 class Wide(nn.Module):

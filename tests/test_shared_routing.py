@@ -1,6 +1,9 @@
 """Routing with one matrix for all pairs, which forms no votes, against the definition, which does."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 import capsfast
+from capsfast.bench import memory
 from capsfast.ops import shared_routing
 from capsfast.options import SQUASH, Options
 from capsfast.reference.dynamic_routing import dynamic_routing as reference
@@ -113,6 +117,43 @@ def test_float32_is_as_exact_as_the_definition(size: tuple[int, ...]) -> None:
         assert_accurate(name, *(value.detach() for value in each), slack=2)
 
 
+@pytest.mark.parametrize("ratio", [0, 10, 100])
+@pytest.mark.parametrize("kind", ["paper", "unit"])
+def test_what_the_matrix_maps_to_nothing_is_not_squared(ratio: float, kind: str) -> None:
+    """An offset of u in the null space of S changes no vote, but a product with S^T S would round it off squared.
+
+    The error may grow with the offset times the sum of the coupling, which S z has and a mean of votes has not.
+    """
+    J, options = 4, Options(3, "out", "full", False, kind, 1e-8)
+    given = problem(6, 50, J, 8, 16)
+    null = torch.linalg.svd(given["weight"][0, 0]).Vh[8]
+    given["u"] = given["u"] + ratio * null
+    single = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
+    # What rounding makes of the offset itself is no error of the routing.
+    given |= {name: single[name].double() for name in ("u", "weight", "shared")}
+    truth = gradients(plain, given, "shared", False, J, options)
+    loose = gradients(plain, single, "shared", False, J, options)
+    got = gradients(shared_routing.call, single, "shared", False, J, options)
+    for name, *each in zip(("v", "du", "dweight", "dlogits"), got, truth, loose, strict=True):
+        assert_accurate(name, *(value.detach() for value in each), slack=20)
+
+
+@pytest.mark.parametrize(
+    ("B", "I", "J", "D", "K", "taken"),
+    [
+        (1, 50, 4, 64, 64, True),
+        (1, 20, 4, 64, 64, True),
+        (64, 19, 4, 64, 64, False),  # 20 vectors take the product with S, of 19
+        (64, 50, 4, 2, 256, False),  # the sums over u are 128 times as long as those over votes
+        (1, 64, 4, 1024, 1024, False),
+        (4, 64, 4, 1024, 1024, True),
+    ],
+)
+def test_where_it_serves(B: int, I: int, J: int, D: int, K: int, taken: bool) -> None:
+    options = Options(3, "out", "full", False, "paper", 1e-8)
+    assert shared_routing.serves(torch.empty(B, I, K), torch.empty(1, 1, D, K), None, J, options, None) == taken
+
+
 def test_dynamic_routing_takes_it_where_it_is_less_work(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(4, 30, 3, 6, 6)
     calls = []
@@ -138,7 +179,7 @@ def test_dynamic_routing_takes_it_where_it_is_less_work(monkeypatch: pytest.Monk
     assert not taken(leaky=True)
     assert not taken(bias=torch.ones(3, 6, dtype=torch.float64))
     assert not taken(return_coupling=True)
-    assert not taken(num_iterations=11)  # 33 vectors against 30 input capsules
+    assert not taken(num_iterations=11)  # 63 vectors against 30 input capsules
     assert not taken(u=given["u"].bfloat16(), logits=given["shared"].bfloat16())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         capsfast.dynamic_routing(given["u"].float(), given["weight"].float(), logits=given["shared"].float())
@@ -192,6 +233,31 @@ def test_any_number_of_threads_gives_the_same() -> None:
         torch.set_num_threads(before)
     for other in found[1:]:
         torch.testing.assert_close(found[0], other)
+
+
+FORWARD_MEMORY = """
+import torch, capsfast
+from capsfast.bench.memory import _reset_peak, _resident
+
+def forward(r):
+    u, weight = torch.ones(32, 4096, 1), torch.ones(1, 1, 1, 1)
+    torch.ops.capsfast.shared_routing(u, weight, None, None, None, 1, r, "full", True, 1.0, "paper", 1e-8)
+
+forward(1)
+_reset_peak()
+before = _resident()["VmRSS"]
+forward(100)
+print((_resident()["VmHWM"] - before) / 2**20)
+"""
+
+
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+def test_a_forward_has_no_memory_for_a_backward() -> None:
+    """A backward keeps the coupling of 100 iterations and the gradients of their logits: 104 MB."""
+    root = Path(capsfast.__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-c", FORWARD_MEMORY], capture_output=True, text=True, cwd=root)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 40
 
 
 def test_schema_and_opcheck() -> None:

@@ -25,8 +25,8 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     would read of a fused op (the sums of every iteration) is left empty, and a program with a backward is an error.
 
     Returns:
-        For each op of ``torch.ops.capsfast`` a function of the same arguments. Sums are formed in float32 for 16-bit
-        inputs, as by the ops.
+        For each op of ``torch.ops.capsfast`` that a program can hold a function of the same arguments. Sums are formed
+        in float32 for 16-bit inputs, as by the ops. ``shared_routing`` is in no program: it runs on the CPU alone.
     """
     forward: dict[Contract, Callable[..., Any]] = {
         dynamic_routing.CONTRACT: _dynamic_routing,

@@ -1,12 +1,12 @@
 """The op of dynamic routing with one matrix S for all pairs, which forms no votes. It has kernels on the CPU.
 
-All votes of an input capsule are S u_i. So a weighted sum of votes is ``S z_j`` with ``z_j = sum_i c_ij u_i``, and the
-agreement of a vote with ``v_j = f(|S z_j|^2) S z_j`` is ``u_i . q_j``, where ``q_j = f G z_j``, ``G = S^T S`` and
-``|S z_j|^2 = z_j . G z_j``. An iteration multiplies J vectors of a sample by G; votes multiply I by S.
+All votes of an input capsule are S u_i. So a weighted sum of votes is ``s_j = S z_j`` with ``z_j = sum_i c_ij u_i``,
+and the agreement of a vote with ``v_j = f(|s_j|^2) s_j`` is ``u_i . q_j``, where ``q_j = S^T v_j``. An iteration
+multiplies J vectors of a sample by S and by its transpose; votes multiply I by S.
 
-``capsfast::shared_routing`` returns ``(v [B, J, D], kept [2 r - 1, B, J, K])``: kept has z of all iterations, then
-``G z`` of all but the last. accumulate: the logits of an iteration are the given ones and all agreements so far; else
-the last agreement alone. scale: a factor of the agreement, an inverse temperature.
+``capsfast::shared_routing`` returns ``(v [B, J, D], kept [r, B, J, K])``: kept has z of all iterations. accumulate: the
+logits of an iteration are the given ones and all agreements so far; else the last agreement alone. scale: a factor of
+the agreement, an inverse temperature.
 
 ``capsfast::shared_routing_backward`` returns ``(du, dweight, dlogits)``, each empty if its need_ flag is false.
 """
@@ -23,12 +23,19 @@ from ..options import Options
 from ._glue import check_shapes, fake_gradients
 from ._register import Contract, define_cpp
 
+LARGE_MATRIX, FEW_ROWS = 2**16, 16
+
 
 def serves(u: Tensor, weight: Tensor, logits: Tensor | None, J: int, options: Options, backend: str | None) -> bool:
-    """Whether the op serves a call, and takes less work than votes ``[B, I, D]`` do.
+    """Whether the op serves a call, with no more multiply-adds than votes ``[B, I, D]`` take.
+
+    A program that is exported or traced never has the op: it has kernels on the CPU alone, and the program may run
+    elsewhere.
 
     weight ``[1 or I, 1, D, K]``, J output capsules. The arguments were checked by the caller.
     """
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        return False
     if u.device.type not in ("cpu", "meta") or u.dtype not in (torch.float32, torch.float64):
         return False
     if native.extension is None or type(u) not in (Tensor, torch.nn.Parameter):
@@ -43,8 +50,12 @@ def serves(u: Tensor, weight: Tensor, logits: Tensor | None, J: int, options: Op
     if u.dtype != weight.dtype or (logits is not None and logits.dtype != u.dtype):
         return False
     D, K = weight.shape[2:]
-    # Products with K x K and K x D, of J vectors in each iteration, against one with K x D of all I.
-    if not options.num_iterations * J * K <= u.shape[1] * D:
+    B, I, sums = *u.shape[:2], (2 * o.num_iterations - 1) * J
+    # Of a forward, for a sample: products with S, and sums over I of numbers [K] or [D]. With D = K: sums <= I.
+    if not sums * K * (D + I) <= I * D * (K + sums):
+        return False
+    # Every product reads the matrix again: one that is no longer in the cache wants more rows than a few.
+    if D * K > LARGE_MATRIX and not B * J >= FEW_ROWS:
         return False
     return select("capsfast.dynamic_routing", u.device, backend) == "cpp"
 
@@ -73,7 +84,7 @@ def _fake(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     D = weight.shape[2]
     torch._check(weight.shape[3] == K, lambda: "u and weight must agree in K")
     check_shapes({"logits": logits, "mask": mask, "out_mask": out_mask}, (B, I, J, D), ())
-    return u.new_empty(B, J, D), u.new_empty(2 * r - 1, B, J, K)
+    return u.new_empty(B, J, D), u.new_empty(r, B, J, K)
 
 
 def _fake_backward(dv: Tensor, u: Tensor, weight: Tensor, logits: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:

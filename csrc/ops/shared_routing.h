@@ -1,8 +1,9 @@
 // Dynamic routing with one matrix S for all pairs of an input and an output capsule.
 //
-// Then no vote S u_i has to be formed. A weighted sum of votes is S z_j with z_j = sum_i c_ij u_i, and the agreement of a
-// vote with v_j = f(|S z_j|^2) S z_j is u_i . q_j, where q_j = f G z_j with G = S^T S and |S z_j|^2 = z_j . G z_j. An
-// iteration takes the product of G with J vectors a sample; votes take that of S with I.
+// Then no vote S u_i has to be formed. A weighted sum of votes is s_j = S z_j with z_j = sum_i c_ij u_i, and the agreement
+// of a vote with v_j = f(|s_j|^2) s_j is u_i . q_j with q_j = S^T v_j. An iteration multiplies J vectors a sample by S and
+// by S^T; votes take the product of S with I. The matrix S^T S is not formed: it squares the condition of S, so that what
+// u has in directions that S maps to nothing would cost digits.
 #pragma once
 
 #include "routing.h"
@@ -23,15 +24,13 @@ struct SharedProblem {
   MaskView mask;      // [B, I]
   MaskView out_mask;  // [B, J]
 
-  // Of what is kept for the backward: z of all iterations and G z of all but the last, each [B, J, K].
-  int64_t kept() const { return 2 * iterations - 1; }
   bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
 };
 
 // Contiguous, of the type that sums are formed in, as all that follows.
 struct SharedOutputs {
   void* v = nullptr;     // [B, J, D]
-  void* kept = nullptr;  // [2 r - 1, B, J, K]
+  void* kept = nullptr;  // [r, B, J, K]: z of all iterations
 };
 
 // Null where a gradient is not wanted.

@@ -11,43 +11,45 @@ namespace {
 
 using namespace driver;
 
-// S, its transpose and S^T S, as the kernels read them.
+// S and its transpose, as the kernels read them.
 template <class T>
 class Matrices {
  public:
-  Matrices(const SharedProblem& p, SharedCall<T>* call) : S_(p.D * call->Kp), St_(p.K * call->Dp), G_(p.K * call->Kp) {
-    std::fill_n(S_.get(), p.D * call->Kp, T(0));
-    std::fill_n(St_.get(), p.K * call->Dp, T(0));
-    std::fill_n(G_.get(), p.K * call->Kp, T(0));
-    const T* weight = static_cast<const T*>(p.weight.data);
-    for (int64_t d = 0; d < p.D; ++d) {
-      for (int64_t k = 0; k < p.K; ++k) {
-        S_.get()[d * call->Kp + k] = St_.get()[k * call->Dp + d] = weight[d * p.K + k];
+  Matrices(const SharedProblem& p, SharedCall<T>* call)
+      : S_(p.K == call->Kp ? 0 : p.D * call->Kp), St_(p.K * call->Dp) {
+    const T* const weight = static_cast<const T*>(p.weight.data);
+    call->S = p.K == call->Kp ? weight : S_.get(), call->St = St_.get();
+    if (p.K != call->Kp) {
+      for (int64_t d = 0; d < p.D; ++d) {
+        T* const row = S_.get() + d * call->Kp;
+        std::fill(std::copy_n(weight + d * p.K, p.K, row), row + call->Kp, T(0));
       }
     }
-    parallel(p.K, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t d = 0; d < p.D; ++d) {
-        for (int64_t k = begin; k < end; ++k)
-          add_scaled(weight[d * p.K + k], S_.get() + d * call->Kp, p.K, k, call->Kp);
+    // Squares of a cache line: a column of a large matrix would take a line for every number.
+    constexpr int64_t kSide = 64 / sizeof(T);
+    parallel(p.K, std::max<int64_t>(kSide, (1 << 16) / call->Dp), [&](int64_t begin, int64_t end) {
+      for (int64_t k0 = begin; k0 < end; k0 += kSide) {
+        const int64_t k1 = std::min(k0 + kSide, end);
+        for (int64_t d0 = 0; d0 < p.D; d0 += kSide) {
+          const int64_t d1 = std::min(d0 + kSide, p.D);
+          for (int64_t k = k0; k < k1; ++k) {
+            for (int64_t d = d0; d < d1; ++d) St_.get()[k * call->Dp + d] = weight[d * p.K + k];
+          }
+        }
+        for (int64_t k = k0; k < k1; ++k) std::fill_n(St_.get() + k * call->Dp + p.D, call->Dp - p.D, T(0));
       }
     });
-    call->S = S_.get(), call->St = St_.get(), call->G = G_.get();
   }
 
  private:
-  void add_scaled(T factor, const T* row, int64_t size, int64_t k, int64_t Kp) {
-    T* const to = G_.get() + k * Kp;
-    for (int64_t n = 0; n < size; ++n) to[n] += factor * row[n];
-  }
-
-  Buffer<T> S_, St_, G_;
+  Buffer<T> S_, St_;
 };
 
 // Cuts the samples among tasks, at ends of blocks, and calls f(task, begin, end, memory, index).
 template <class T, class F>
-void for_samples(const SharedCall<T>& call, int64_t tasks, const F& f) {
+void for_samples(const SharedCall<T>& call, int64_t tasks, bool backward, const F& f) {
   const int64_t B = call.problem->B, blocks = (B + call.samples - 1) / call.samples;
-  const int64_t size = SharedScratch<T>(call, nullptr).size;
+  const int64_t size = SharedScratch<T>(call, nullptr, backward).size;
   for_tasks(tasks, [&](int64_t task, int64_t) {
     const Buffer<T> memory(size);
     const Buffer<int64_t> index(call.samples * (call.problem->I + 1));
@@ -71,7 +73,7 @@ void shared_forward(const SharedProblem& p, const SharedOutputs& out) {
   SharedCall<T> call(p, table.L);
   const Matrices<T> matrices(p, &call);
   call.v = static_cast<T*>(out.v), call.kept = static_cast<T*>(out.kept);
-  for_samples(call, tasks_of(call), [&](int64_t, int64_t begin, int64_t end, T* memory, int64_t* index) {
+  for_samples(call, tasks_of(call), false, [&](int64_t, int64_t begin, int64_t end, T* memory, int64_t* index) {
     table.shared_forward(call, begin, end, memory, index);
   });
 }
@@ -84,38 +86,26 @@ void shared_backward(const SharedProblem& p, const T* dv, const T* kept, const S
   call.dv = dv, call.saved = kept, call.du = static_cast<T*>(out.du);
   call.need_weight = out.dweight != nullptr, call.need_logits = out.dlogits.data != nullptr;
   if (call.need_logits && out.per_sample_logits) call.dlogits = static_cast<T*>(out.dlogits.data);
-  const int64_t tasks = tasks_of(call), S = p.D * call.Kp, G = p.K * call.Kp;
-  const int64_t matrix = call.need_weight ? S + G : 0;
+  const int64_t tasks = tasks_of(call), matrix = call.need_weight ? p.D * call.Kp : 0;
   const int64_t logits = call.need_logits && !out.per_sample_logits ? p.I * p.J : 0;
   const Buffer<T> sums(tasks * matrix);
   const Buffer<double> dlogits(tasks * logits);
   std::fill_n(sums.get(), tasks * matrix, T(0));
   std::fill_n(dlogits.get(), tasks * logits, 0.0);
-  for_samples(call, tasks, [&](int64_t task, int64_t begin, int64_t end, T* memory, int64_t* index) {
-    T* const dS = sums.get() + task * matrix;
-    table.shared_backward(call, begin, end, memory, index, {dS, dS + S, dlogits.get() + task * logits});
+  for_samples(call, tasks, true, [&](int64_t task, int64_t begin, int64_t end, T* memory, int64_t* index) {
+    table.shared_backward(call, begin, end, memory, index, {sums.get() + task * matrix, dlogits.get() + task * logits});
   });
   add_up<double>(dlogits.get(), logits == 0 ? 0 : tasks, logits, out.dlogits);
   if (!call.need_weight) return;
-  // dS + S (dG + dG^T)
-  const Buffer<double> total(matrix);
-  std::fill_n(total.get(), matrix, 0.0);
-  for (int64_t task = 0; task < tasks; ++task) {
-    for (int64_t n = 0; n < matrix; ++n) total.get()[n] += static_cast<double>(sums.get()[task * matrix + n]);
-  }
-  double* const dG = total.get() + S;
-  for (int64_t k = 0; k < p.K; ++k) {
-    for (int64_t n = 0; n <= k; ++n)
-      dG[k * call.Kp + n] = dG[n * call.Kp + k] = dG[k * call.Kp + n] + dG[n * call.Kp + k];
-  }
-  parallel(p.D, 16, [&](int64_t begin, int64_t end) {
+  parallel(p.D, std::max<int64_t>(1, (1 << 16) / call.Kp), [&](int64_t begin, int64_t end) {
     for (int64_t d = begin; d < end; ++d) {
-      double* const row = total.get() + d * call.Kp;
+      T* const row = static_cast<T*>(out.dweight) + d * p.K;
       for (int64_t k = 0; k < p.K; ++k) {
-        const double factor = static_cast<double>(call.S[d * call.Kp + k]);
-        for (int64_t n = 0; n < p.K; ++n) row[n] += factor * dG[k * call.Kp + n];
+        double total = 0;
+        for (int64_t task = 0; task < tasks; ++task)
+          total += static_cast<double>(sums.get()[task * matrix + d * call.Kp + k]);
+        row[k] = static_cast<T>(total);
       }
-      for (int64_t k = 0; k < p.K; ++k) static_cast<T*>(out.dweight)[d * p.K + k] = static_cast<T>(row[k]);
     }
   });
 }

@@ -22,7 +22,6 @@ struct SharedCall {
   int64_t samples = 1;              // routed side by side, so that the matrices are multiplied by many rows
   const T* S = nullptr;             // [D][Kp]
   const T* St = nullptr;            // [K][Dp]
-  const T* G = nullptr;             // [K][Kp]
   T *v = nullptr, *kept = nullptr;  // forward
   // Backward. The sums are added to.
   const T *dv = nullptr, *saved = nullptr;
@@ -38,46 +37,50 @@ struct SharedCall {
   int64_t rows() const { return samples * problem->J; }
 };
 
-// What a task adds up: dS of the last iteration [D][Kp], dG [K][Kp], dlogits [I][J].
+// What a task adds up: dS [D][Kp], dlogits [I][J].
 template <class T>
 struct SharedSums {
-  T *dS = nullptr, *dG = nullptr;
+  T* dS = nullptr;
   double* dlogits = nullptr;
 };
 
-// The arrays of a block of samples. size: their length in T, from `memory` on.
+// The arrays of a block of samples. size: their length in T, from `memory` on. A forward has those of one iteration and
+// none of a backward.
 template <class T>
 struct SharedScratch {
-  T *U, *Ut;     // [samples][Ip][Kp] and [samples][Kp][Ip]: the input capsules that are not masked, and their transpose
-  T* logits;     // [samples][J][Ip]
-  T *Z, *Y, *q;  // [iterations][rows][Kp]: sums z, G z, and what an iteration scored with
-  T *s, *ds;     // [rows][Dp]
-  // Backward.
-  T *dZ, *dY;       // [iterations][rows][Kp]
-  T* dq;            // [rows][Kp]
-  T *f, *slope;     // [iterations][rows]
+  T *U, *Ut;  // [samples][Ip][Kp] and [samples][Kp][Ip]: the input capsules that are not masked, and their transpose
+  T* logits;  // [samples][J][Ip]
+  T* c;       // [J][Ip]
+  // Forward.
+  T *Z, *q;  // [rows][Kp]: sums z, and what an iteration scores with
+  T* s;      // [rows][Dp]: S z, then the outputs
+  // Backward. What stands together is one factor of a product.
+  T *right, *left;  // [2 r - 1][rows][Kp] and [2 r - 1][rows][Dp], whose product is dS: z of all iterations and dq of
+                    // all but the last; ds of all iterations and the outputs of all but the last
+  T* sums;          // [r][rows][Dp]: S z
+  T* back;          // [2 r - 1][rows][Kp]: dz of all iterations, and q of all but the first
+  T *f, *slope;     // [r][rows]
   T* coefficients;  // [samples][2 r - 1][J][Ip]: of du, c of all iterations and then the gradients of the logits
   T* vectors;       // [2 r - 1][J][Kp]: what they multiply
-  T* dl;            // [J][Ip]
   T* dlogits;       // [samples][J][Ip]
   T* du;            // [Ip][Kp]
   int64_t size = 0;
 
-  SharedScratch(const SharedCall<T>& call, T* memory) {
+  SharedScratch(const SharedCall<T>& call, T* memory, bool backward) {
     const int64_t n = call.samples, M = call.rows(), r = call.problem->iterations, J = call.problem->J;
-    const int64_t Kp = call.Kp, Ip = call.Ip, L = call.L;
-    const auto take = [&](int64_t count) {
+    const int64_t Kp = call.Kp, Dp = call.Dp, Ip = call.Ip, L = call.L, sets = 2 * r - 1;
+    const auto take = [&](int64_t count, bool wanted) {
       T* const at = memory + size;
-      size += (count + L - 1) / L * L;
+      if (wanted) size += (count + L - 1) / L * L;
       return at;
     };
-    U = take(n * Ip * Kp), Ut = take(n * Kp * Ip), logits = take(n * J * Ip);
-    Z = take(r * M * Kp), Y = take(r * M * Kp), q = take(r * M * Kp);
-    s = take(M * call.Dp), ds = take(M * call.Dp);
-    dZ = take(r * M * Kp), dY = take(r * M * Kp), dq = take(M * Kp);
-    f = take(r * M), slope = take(r * M);
-    coefficients = take(n * call.problem->kept() * J * Ip), vectors = take(call.problem->kept() * J * Kp);
-    dl = take(J * Ip), dlogits = take(n * J * Ip), du = take(Ip * Kp);
+    U = take(n * Ip * Kp, true), Ut = take(n * Kp * Ip, true), logits = take(n * J * Ip, true), c = take(J * Ip, true);
+    Z = take(M * Kp, !backward), q = take(M * Kp, !backward), s = take(M * Dp, !backward);
+    right = take(sets * M * Kp, backward), left = take(sets * M * Dp, backward);
+    sums = take(r * M * Dp, backward), back = take(sets * M * Kp, backward);
+    f = take(r * M, backward), slope = take(r * M, backward);
+    coefficients = take(n * sets * J * Ip, backward), vectors = take(sets * J * Kp, backward);
+    dlogits = take(n * J * Ip, backward), du = take(Ip * Kp, backward);
   }
 };
 

@@ -54,6 +54,14 @@ struct SharedRouting {
     if (M == 1) rows<1>(a, am, ak, n, b, ldb, vectors, c, ldc, add);
   }
 
+  // Rows [D] times S, and rows [K] times its transpose; all rows padded.
+  static void by_S(const SharedCall<T>& call, int64_t M, const T* a, T* c, bool add = false) {
+    product(M, a, call.Dp, 1, call.problem->D, call.S, call.Kp, call.Kp / L, c, call.Kp, add);
+  }
+  static void by_transpose(const SharedCall<T>& call, int64_t M, const T* a, T* c) {
+    product(M, a, call.Kp, 1, call.problem->K, call.St, call.Dp, call.Dp / L, c, call.Dp);
+  }
+
   // A block of samples, packed.
   struct Block {
     const SharedCall<T>& call;
@@ -90,10 +98,21 @@ struct SharedRouting {
       }
     }
     T* Ut(int64_t n) const { return at.Ut + n * call.Ip * call.Kp; }
+    // [rows][Kp] and [rows][Dp] of an iteration.
     T* of(T* array, int64_t t) const { return array + t * rows() * call.Kp; }
+    T* wide(T* array, int64_t t) const { return array + t * rows() * call.Dp; }
+    // Of the backward.
+    T* Z(int64_t t) const { return of(at.right, t); }
+    T* dq(int64_t t) const { return of(at.right, p.iterations + t); }
+    T* ds(int64_t t) const { return wide(at.left, t); }
+    T* outputs(int64_t t) const { return wide(at.left, p.iterations + t); }
+    T* dZ(int64_t t) const { return of(at.back, t); }
+    // t > 0: what iteration t scored with.
+    T* q(int64_t t) const { return of(at.back, p.iterations + t - 1); }
+    int64_t sets() const { return 2 * p.iterations - 1; }
     // What multiplies vectors in du [J][Ip]: the coupling of iteration t, and for t > 0 the gradient of its logits.
-    T* coupling(int64_t n, int64_t t) const { return at.coefficients + (n * p.kept() + t) * p.J * call.Ip; }
-    T* dl(int64_t n, int64_t t) const { return t == 0 ? at.dl : coupling(n, p.iterations + t - 1); }
+    T* coupling(int64_t n, int64_t t) const { return at.coefficients + (n * sets() + t) * p.J * call.Ip; }
+    T* dl(int64_t n, int64_t t) const { return t == 0 ? at.c : coupling(n, p.iterations + t - 1); }
     T* dlogits(int64_t n) const { return at.dlogits + n * p.J * call.Ip; }
   };
 
@@ -204,17 +223,10 @@ struct SharedRouting {
     for (int64_t k = 0; k < size; k += L) store<L>(y + k, load<L>(y + k) + load<L>(x + k) * factor);
   }
 
-  // Adds the agreement with the outputs of iteration t to q of the next.
-  static void next_query(const Block& block, int64_t t, const T* factors) {
-    const int64_t Kp = block.call.Kp;
-    const T *const Y = block.of(block.at.Y, t), *const before = block.of(block.at.q, t);
-    T* const q = block.of(block.at.q, t + 1);
-    const bool add = block.p.accumulate && t > 0;
-    for (int64_t m = 0; m < block.rows(); ++m) {
-      for (int64_t k = m * Kp; k < (m + 1) * Kp; k += L) {
-        const V y = load<L>(Y + k) * factors[m];
-        store<L>(q + k, add ? load<L>(before + k) + y : y);
-      }
+  // Rows times factors.
+  static CAPSFAST_INLINE void scale_rows(const T* x, const T* factors, int64_t count, int64_t size, T* y) {
+    for (int64_t m = 0; m < count; ++m) {
+      for (int64_t k = m * size; k < (m + 1) * size; k += L) store<L>(y + k, load<L>(x + k) * factors[m]);
     }
   }
 
@@ -227,63 +239,58 @@ struct SharedRouting {
 
   static void forward(const SharedCall<T>& call, int64_t begin, int64_t end, T* memory, int64_t* index) {
     const SharedProblem& p = *call.problem;
-    const SharedScratch<T> at(call, memory);
-    const int64_t Kp = call.Kp, Dp = call.Dp, r = p.iterations, vectors = Kp / L;
-    const T eps = static_cast<T>(p.eps), scale = static_cast<T>(p.scale);
-    T* const c = at.dl;
+    const SharedScratch<T> at(call, memory, false);
+    const int64_t Kp = call.Kp, Dp = call.Dp, r = p.iterations;
+    const T eps = static_cast<T>(p.eps);
     for (int64_t b0 = begin; b0 < end; b0 += call.samples) {
       const Block block(call, at, b0, end, index);
       const int64_t M = block.rows();
       pack(block);
       for (int64_t t = 0; t < r; ++t) {
-        T *const Z = block.of(at.Z, t), *const Y = block.of(at.Y, t);
         for (int64_t n = 0; n < block.samples; ++n) {
-          couple(block, n, t, block.of(at.q, t) + n * p.J * Kp, c);
+          couple(block, n, t, at.q + n * p.J * Kp, at.c);
           block.prefetch(n, 2 * t, 2 * r);
-          product(p.J, c, call.Ip, 1, block.count[n], block.U(n), block.row(), vectors, Z + n * p.J * Kp, Kp);
+          product(p.J, at.c, call.Ip, 1, block.count[n], block.U(n), block.row(), Kp / L, at.Z + n * p.J * Kp, Kp);
           block.prefetch(n, 2 * t + 1, 2 * r);
         }
-        copy_rows(Z, Kp, M, p.K, call.kept + (t * p.B + b0) * p.J * p.K, p.K);
+        copy_rows(at.Z, Kp, M, p.K, call.kept + (t * p.B + b0) * p.J * p.K, p.K);
+        by_transpose(call, M, at.Z, at.s);
+        const T scale = t == r - 1 ? T(1) : static_cast<T>(p.scale);
+        for (int64_t m = 0; m < M; ++m) {
+          T *const s = at.s + m * Dp, factor = scale * radial(p.squash, dot(s, s, Dp), eps);
+          scale_rows(s, &factor, 1, Dp, s);
+        }
         if (t == r - 1) break;
-        product(M, Z, Kp, 1, p.K, call.G, Kp, vectors, Y, Kp);
-        copy_rows(Y, Kp, M, p.K, call.kept + ((r + t) * p.B + b0) * p.J * p.K, p.K);
-        for (int64_t m = 0; m < M; ++m) at.f[m] = scale * radial(p.squash, length(Z, Y, m, Kp), eps);
-        next_query(block, t, at.f);
-      }
-      product(M, block.of(at.Z, r - 1), Kp, 1, p.K, call.St, Dp, Dp / L, at.s, Dp);
-      for (int64_t m = 0; m < M; ++m) {
-        T *const s = at.s + m * Dp, factor = radial(p.squash, dot(s, s, Dp), eps);
-        for (int64_t d = 0; d < Dp; d += L) store<L>(s + d, load<L>(s + d) * factor);
+        // With logits that add up, the outputs of an iteration count in all that follow.
+        by_S(call, M, at.s, at.q, p.accumulate && t > 0);
       }
       copy_rows(at.s, Dp, M, p.D, call.v + b0 * p.J * p.D, p.D);
     }
   }
 
-  // |S z|^2 of row m. Rounding may take it below 0.
-  static CAPSFAST_INLINE T length(const T* Z, const T* Y, int64_t m, int64_t Kp) {
-    const T n = dot(Z + m * Kp, Y + m * Kp, Kp);
-    return n < 0 ? T(0) : n;
-  }
-
   static void backward(const SharedCall<T>& call, int64_t begin, int64_t end, T* memory, int64_t* index,
                        const SharedSums<T>& sums) {
     const SharedProblem& p = *call.problem;
-    const SharedScratch<T> at(call, memory);
-    const int64_t last = p.iterations - 1, first = p.gradient_last ? last : 0;
+    const SharedScratch<T> at(call, memory, true);
+    const int64_t last = p.iterations - 1, first = p.gradient_last ? last : 0, Kp = call.Kp, Dp = call.Dp;
     for (int64_t b0 = begin; b0 < end; b0 += call.samples) {
       const Block block(call, at, b0, end, index);
+      const int64_t M = block.rows();
       pack(block);
       restore(block);
-      output_gradients(block, sums);
       if (call.need_logits) {
         for (int64_t k = 0; k < call.samples * p.J * call.Ip; k += L) store<L>(at.dlogits + k, V{});
       }
+      copy_rows(call.dv + b0 * p.J * p.D, p.D, M, p.D, block.ds(last), Dp);
       for (int64_t t = last; t >= first; --t) {
+        if (t < last) by_transpose(call, M, block.dq(t), block.ds(t));
+        differentiate_squash(block, t);
+        by_S(call, M, block.ds(t), block.dZ(t));
         iteration_gradients(block, t, t > first);
-        if (t > first) query_gradients(block, t - 1);
       }
-      if (call.need_weight && first < last) {
-        product(p.K, at.dY, 1, call.Kp, last * block.rows(), at.Z, call.Kp, call.Kp / L, sums.dG, call.Kp, true);
+      if (call.need_weight) {
+        const int64_t sets = first == 0 ? block.sets() : 1;
+        product(p.D, block.ds(first), 1, Dp, sets * M, block.Z(first), Kp, Kp / L, sums.dS, Kp, true);
       }
       for (int64_t n = 0; n < block.samples; ++n) {
         if (call.du != nullptr) input_gradients(block, n, first);
@@ -292,41 +299,36 @@ struct SharedRouting {
     }
   }
 
-  // What the forward kept, and what follows from it: the factors of the squash and q.
+  // z, which the forward kept, and what follows from it: S z, the factors of the squash, the outputs and q.
   static CAPSFAST_ONCE void restore(const Block& block) {
     const SharedProblem& p = block.p;
-    const int64_t M = block.rows(), Kp = block.call.Kp, r = p.iterations;
-    const T eps = static_cast<T>(p.eps), scale = static_cast<T>(p.scale);
-    for (int64_t t = 0; t < r; ++t) {
-      T *const Z = block.of(block.at.Z, t), *const Y = block.of(block.at.Y, t), *const f = block.at.f + t * M;
-      copy_rows(block.call.saved + (t * p.B + block.b0) * p.J * p.K, p.K, M, p.K, Z, Kp);
-      if (t == r - 1) break;
-      copy_rows(block.call.saved + ((r + t) * p.B + block.b0) * p.J * p.K, p.K, M, p.K, Y, Kp);
-      for (int64_t m = 0; m < M; ++m) {
-        const T n = length(Z, Y, m, Kp);
-        f[m] = scale * radial(p.squash, n, eps);
-        block.at.slope[t * M + m] = scale * radial_derivative(p.squash, n, eps);
-      }
-      next_query(block, t, f);
+    const SharedScratch<T>& at = block.at;
+    const int64_t M = block.rows(), Kp = block.call.Kp, Dp = block.call.Dp, last = p.iterations - 1;
+    const T eps = static_cast<T>(p.eps);
+    for (int64_t t = 0; t <= last; ++t)
+      copy_rows(block.call.saved + (t * p.B + block.b0) * p.J * p.K, p.K, M, p.K, block.Z(t), Kp);
+    by_transpose(block.call, (last + 1) * M, block.Z(0), at.sums);
+    for (int64_t m = 0; m < (last + 1) * M; ++m) {
+      const T *const s = at.sums + m * Dp, n = dot(s, s, Dp), scale = m < last * M ? static_cast<T>(p.scale) : T(1);
+      at.f[m] = scale * radial(p.squash, n, eps);
+      at.slope[m] = scale * radial_derivative(p.squash, n, eps);
     }
+    if (last == 0) return;
+    scale_rows(at.sums, at.f, last * M, Dp, block.outputs(0));
+    by_S(block.call, last * M, block.outputs(0), block.q(1));
+    // With logits that add up, the outputs of an iteration count in all that follow.
+    for (int64_t t = 2; t <= last && p.accumulate; ++t) add_scaled(T(1), block.q(t - 1), M * Kp, block.q(t));
   }
 
-  // From dv to dz of the last iteration, and its part of dS.
-  static CAPSFAST_ONCE void output_gradients(const Block& block, const SharedSums<T>& sums) {
-    const SharedProblem& p = block.p;
-    const int64_t M = block.rows(), Kp = block.call.Kp, Dp = block.call.Dp;
-    const T eps = static_cast<T>(p.eps);
-    T *const Z = block.of(block.at.Z, p.iterations - 1), *const ds = block.at.ds;
-    product(M, Z, Kp, 1, p.K, block.call.St, Dp, Dp / L, block.at.s, Dp);
-    copy_rows(block.call.dv + block.b0 * p.J * p.D, p.D, M, p.D, ds, Dp);
+  // From the gradient of the outputs of an iteration to ds, in place.
+  static CAPSFAST_ONCE void differentiate_squash(const Block& block, int64_t t) {
+    const int64_t M = block.rows(), Dp = block.call.Dp;
     for (int64_t m = 0; m < M; ++m) {
-      const T *const s = block.at.s + m * Dp, n = dot(s, s, Dp);
-      T* const at = ds + m * Dp;
-      const T along = 2 * radial_derivative(p.squash, n, eps) * dot(s, at, Dp), factor = radial(p.squash, n, eps);
-      for (int64_t d = 0; d < Dp; d += L) store<L>(at + d, load<L>(at + d) * factor + load<L>(s + d) * along);
+      const T* const s = block.wide(block.at.sums, t) + m * Dp;
+      T* const ds = block.ds(t) + m * Dp;
+      const T along = 2 * block.at.slope[t * M + m] * dot(s, ds, Dp), factor = block.at.f[t * M + m];
+      for (int64_t d = 0; d < Dp; d += L) store<L>(ds + d, load<L>(ds + d) * factor + load<L>(s + d) * along);
     }
-    product(M, ds, Dp, 1, p.D, block.call.S, Kp, Kp / L, block.of(block.at.dZ, p.iterations - 1), Kp);
-    if (block.call.need_weight) product(p.D, ds, 1, Dp, M, Z, Kp, Kp / L, sums.dS, Kp, true);
   }
 
   // From dz of an iteration to the gradient of its logits and, with `query`, to dq.
@@ -336,47 +338,33 @@ struct SharedRouting {
     const bool prior = block.call.need_logits && (p.accumulate || t == 0);
     for (int64_t n = 0; n < block.samples; ++n) {
       T *const c = block.coupling(n, t), *const dl = block.dl(n, t);
-      couple(block, n, t, block.of(block.at.q, t) + n * p.J * Kp, c);
+      couple(block, n, t, t == 0 ? nullptr : block.q(t) + n * p.J * Kp, c);
       block.prefetch(n, t, p.iterations);
       if (!query && !prior) continue;
-      const T* const dz = block.of(block.at.dZ, t) + n * p.J * Kp;
+      const T* const dz = block.dZ(t) + n * p.J * Kp;
       product(p.J, dz, Kp, 1, p.K, block.Ut(n), Ip, block.vectors(n), dl, Ip);
       differentiate(block, n, c, dl);
       if (prior) {
         for (int64_t j = 0; j < p.J; ++j)
           add_scaled(T(1), dl + j * Ip, block.vectors(n) * L, block.dlogits(n) + j * Ip);
       }
-      // With logits that add up, the outputs of an iteration count in all that follow.
       if (query) {
-        product(p.J, dl, Ip, 1, block.count[n], block.U(n), block.row(), Kp / L, block.at.dq + n * p.J * Kp, Kp,
-                p.accumulate && t < p.iterations - 1);
+        T* const dq = block.dq(t - 1) + n * p.J * Kp;
+        const bool add = p.accumulate && t < p.iterations - 1;
+        if (add) copy_rows(block.dq(t) + n * p.J * Kp, Kp, p.J, Kp, dq, Kp);
+        product(p.J, dl, Ip, 1, block.count[n], block.U(n), block.row(), Kp / L, dq, Kp, add);
       }
     }
-  }
-
-  // From dq to dz of iteration t: q = f(n) y, n = z . y, y = G z.
-  static CAPSFAST_ONCE void query_gradients(const Block& block, int64_t t) {
-    const int64_t M = block.rows(), Kp = block.call.Kp;
-    const T *const Z = block.of(block.at.Z, t), *const Y = block.of(block.at.Y, t), *const dq = block.at.dq;
-    T *const dY = block.of(block.at.dY, t), *const dZ = block.of(block.at.dZ, t), *const dn = block.at.slope + t * M;
-    for (int64_t m = 0; m < M; ++m) {
-      dn[m] *= dot(dq + m * Kp, Y + m * Kp, Kp);
-      const T f = block.at.f[t * M + m];
-      for (int64_t k = m * Kp; k < (m + 1) * Kp; k += L) store<L>(dY + k, load<L>(dq + k) * f + load<L>(Z + k) * dn[m]);
-    }
-    product(M, dY, Kp, 1, block.p.K, block.call.G, Kp, Kp / L, dZ, Kp);
-    for (int64_t m = 0; m < M; ++m) add_scaled(dn[m], Y + m * Kp, Kp, dZ + m * Kp);
   }
 
   // du_i = sum_tj (c_ij dz_j + dl_ij q_j), of all iterations at once.
   static CAPSFAST_ONCE void input_gradients(const Block& block, int64_t n, int64_t first) {
     const SharedProblem& p = block.p;
-    const int64_t Kp = block.call.Kp, Ip = block.call.Ip, size = p.J * Kp, r = p.iterations;
-    const int64_t sets = first == 0 ? p.kept() : 1, bytes = size * static_cast<int64_t>(sizeof(T));
+    const int64_t Kp = block.call.Kp, Ip = block.call.Ip, size = p.J * Kp;
+    const int64_t sets = first == 0 ? block.sets() : 1, bytes = size * static_cast<int64_t>(sizeof(T));
     T* const vectors = block.at.vectors;
     for (int64_t set = 0; set < sets; ++set) {
-      const int64_t t = first + set;
-      const T* from = t < r ? block.of(block.at.dZ, t) : block.of(block.at.q, t - r + 1);
+      const T* const from = block.of(block.at.back, first + set);
       __builtin_memcpy(vectors + set * size, from + n * size, static_cast<size_t>(bytes));
     }
     T* const du = block.call.du + (block.b0 + n) * p.I * p.K;
