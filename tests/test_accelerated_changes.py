@@ -260,6 +260,12 @@ def test_a_layer_that_makes_another_of_its_class() -> None:
     torch.testing.assert_close(clone(u), plain(u), rtol=1e-4, atol=1e-5)
 
 
+def test_a_device_without_autocast() -> None:
+    layer = layers.CapsLayer(7, 6, 4, 5, layers.AgreementRouting(7, 4, 1))
+    assert accelerate(layer, torch.randn(3, 7, 6)).fused == ("",)
+    assert layer.to("meta")(torch.randn(2, 7, 6, device="meta")).shape == (2, 4, 5)
+
+
 class Floats(layers.DenseCapsule):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).float()

@@ -41,7 +41,9 @@ class Verified:
 def autocast_of(u: Tensor) -> torch.dtype | None:
     """The dtype of autocast for the device of the tensor, None where it is off."""
     kind = u.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # Of a device that has none, such as meta, torch does not say whether it is on.
+    on = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if on and torch.is_autocast_enabled(kind) else None
 
 
 @dataclass(frozen=True)
