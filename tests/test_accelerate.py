@@ -418,6 +418,18 @@ class Masked(nn.Module):
         return self.routing(torch.einsum("ijdk,bik->bijd", self.W, u), mask).square().sum(2)
 
 
+class Filling(nn.Module):
+    """Logits of a large negative number are equal again where all inputs of a sample have them."""
+
+    def forward(self, votes: Tensor, mask: Tensor) -> Tensor:
+        b = votes.new_zeros(votes.shape[:3])
+        for _ in range(3):
+            c = b.masked_fill(~mask[:, :, None], -1e9).softmax(1)
+            v = layers.squash((c.unsqueeze(3) * votes).sum(1), 1e-8)
+            b = b + (votes * v.unsqueeze(1)).sum(3)
+        return v
+
+
 class Masking(nn.Module):
     def forward(self, votes: Tensor, mask: Tensor) -> Tensor:
         b = votes.new_zeros(votes.shape[:3])
@@ -432,6 +444,13 @@ def test_routing_of_votes_with_a_mask_is_measured_with_it() -> None:
     mask[1, 4:] = False
     report = accelerate(Masked(), (torch.randn(3, 7, 6), mask))
     assert report.fused == ("routing",) and "`W` has the size of the weight" in report["routing"].reason
+
+
+def test_a_layer_that_gives_something_for_samples_without_inputs_is_left_alone() -> None:
+    mask = torch.ones(3, 7, dtype=torch.bool)
+    mask[1, 4:] = False
+    report = accelerate(Filling(), (torch.randn(3, 7, 4, 5), mask))
+    assert "where its mask is False for a whole sample it gives something else than 0" in report.left_alone[""]
 
 
 def test_a_scripted_model_and_other_wrong_arguments() -> None:

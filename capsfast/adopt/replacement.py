@@ -275,7 +275,7 @@ def _verified(
     for signature in readings:
         own, fused = own_way(layer, signature, call.autocast), fused_way(layer, identification, call.autocast)
         try:
-            verification.check_masks(own, call.given, identification)
+            verification.check_masks(own, fused, call.given, identification)
             roles = identification.arguments
             known, difference = verification.verified(own, fused, signature, call.given, roles, tolerance)
             with torch.no_grad():

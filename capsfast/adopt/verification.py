@@ -229,16 +229,24 @@ def _moves(before: Tensor, own: Way, given: Given, parameters: Mapping[str, Tens
     return after.shape != before.shape or relative(after, before) > STEADY
 
 
-def check_masks(own: Way, given: Given, identification: Identification) -> None:
-    """capsfast takes a number for True unless it is 0.
+def check_masks(own: Way, fused: Way, given: Given, identification: Identification) -> None:
+    """capsfast takes a number for True unless it is 0, and gives 0 where nothing is left.
 
     Raises:
-        LeftAloneError: the layer takes it for more than that.
+        LeftAloneError: the layer takes it for more than that, or gives something else.
     """
     with torch.no_grad():
         before = one_tensor(own, given)
         for n, role in enumerate(identification.arguments, 1):
-            if role.endswith("mask") and given[n].dtype != torch.bool:
+            if not role.endswith("mask"):
+                continue
+            empty = (*given[:n], torch.zeros_like(given[n]), *given[n + 1 :])
+            expected = one_tensor(own, empty)
+            if expected.isfinite().all() and relative(one_tensor(fused, empty), expected) > STEADY:
+                raise LeftAloneError(
+                    f"where its {role} is False for a whole sample it gives something else than 0, as capsfast does"
+                )
+            if given[n].dtype != torch.bool:
                 for other in values.truths(given[n]):
                     if _moves(before, own, (*given[:n], other, *given[n + 1 :])):
                         raise LeftAloneError(
