@@ -395,7 +395,8 @@ def test_ranks_share_fixed_logits_and_gradients(tmp_path: Path) -> None:
 @pytest.mark.skipif(not capsfast.backends()["cpp"].available, reason="the reference has all derivatives")
 @pytest.mark.parametrize("weight", ["shared", "output"])
 def test_errors_name_a_function_that_was_called(weight: str) -> None:
-    layer, u = made(weight=weight), rand(B, I, K)
+    # So many behaviours that with one matrix for all pairs no votes are formed.
+    layer, u = InterestCapsules(J, K, K, weight=weight, max_length=60, dtype=torch.float64), rand(B, 60, K)
     (gradient,) = torch.autograd.grad(layer(u).vectors.square().sum(), u, create_graph=True)
     message = r'capsfast\.dynamic_routing: the fused backends .*backend="reference"'
     with pytest.raises(RuntimeError, match=message):
