@@ -53,6 +53,7 @@ MORE_CALLS: dict[str, Row] = {
         "dtype": "float32",
         "op": "routing_pass",
         "case": {**EM, "poses": 4},
+        "need": [],
     },
     "positions": {
         "shape": [2, 64, 10, 16, 1],
@@ -69,6 +70,12 @@ MOST_CALLS: dict[str, Row] = {
     "r=5": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {"coupling": False, "num_iterations": 5}},
     "all options": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "case": {**ALL, "logits": "IJ"}},
     "J=1000, backward": {"shape": [16, 32, 1000, 16, 8], "dtype": "float32"},
+    "pose matrices, backward": {
+        "shape": [32, 64, 10, 16, 4],
+        "dtype": "float32",
+        "op": "routing_pass",
+        "case": {**EM, "poses": 4},
+    },
     "EM, J=1000": {"shape": [16, 32, 1000, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM},
     "EM, shared votes": {
         "shape": [32, 64, 10, 16, 1],
