@@ -131,11 +131,24 @@ def test_speeds_of_accelerate_are_those_of_the_record() -> None:
     rows = iter(table_rows(ROOT / "docs" / "adoption.md", "| softmax | call | own, ms |"))
     for found in record["measured"]:
         assert found["batch"] == 128 and max(found["differences"].values()) < 1e-5
+        assert found["moved_by_iterations"] > 0.1  # so that the differences say something of them
         for call in ("routing forward", "routing forward+backward", "network forward+backward"):
             own, fused = (1e3 * found[call][which]["median"] for which in ("own", "fused"))
             assert next(rows) == [f"`{found['softmax']}`", call, f"{own:.0f}", f"{fused:.0f}", f"{own / fused:.1f}x"]
             assert own / fused > (10 if call.startswith("routing") else 1)
     assert next(rows, None) is None
+
+
+def test_speeds_of_interest_capsules_are_those_of_the_record() -> None:
+    record = json.loads((ROOT / "docs" / "records" / "interest-capsules.json").read_text(encoding="utf-8"))
+    names = ("InterestCapsules", "torch.compile einsum", "eager einsum", "fused votes")
+    wanted = []
+    for found in record["measured"]:
+        for call, said in (("forward", "forward"), ("both", "forward+backward")):
+            ours, *others = (1e3 * found[call][name]["median"] for name in names)
+            times = [f"{each:.1f}" for each in (ours, *others)]
+            wanted.append([f"B={found['B']}, I={found['I']}, J={found['J']}", said, *times, f"{others[0] / ours:.2f}"])
+    assert table_rows(ROOT / "docs" / "recommenders.md", "| | | InterestCapsules |") == wanted
 
 
 def test_readme_names_every_routing() -> None:
