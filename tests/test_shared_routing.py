@@ -1,6 +1,8 @@
 """Routing with one matrix for all pairs, which forms no votes, against the definition, which does."""
 
 import math
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +222,67 @@ def test_empty_axes(empty: int) -> None:
     assert all(not gradient.any() for gradient in found)
 
 
+def test_arrays_larger_than_the_cache_are_the_same() -> None:
+    """From 16 MiB on, what the backward needs and the gradient of u are stored past the cache."""
+    B, options = 2048, Options(6, "out", "full", False, "paper", 1e-8)
+    large = {name: value.float() for name, value in problem(B, 32, 2, 64, 64).items()}
+    v, du, dweight, dlogits = gradients(shared_routing.call, large, "shared", False, 2, options)
+    kept = torch.ops.capsfast.shared_routing(
+        large["u"], large["weight"], large["shared"], None, None, 2, 6, "full", True, 1.0, "paper", 1e-8, True
+    )[1]
+    assert min(du.nbytes, kept.nbytes) >= 2**24
+    parts = []
+    for part in (slice(0, B // 2), slice(B // 2, B)):
+        half = large | {name: large[name][part] for name in ("u", "dv")}
+        parts.append(gradients(shared_routing.call, half, "shared", False, 2, options))
+    assert torch.equal(v, torch.cat([part[0] for part in parts]))
+    assert torch.equal(du, torch.cat([part[1] for part in parts]))
+    for whole, one, other in ((dweight, parts[0][2], parts[1][2]), (dlogits, parts[0][3], parts[1][3])):
+        assert (whole - one - other).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_shared_logits_are_those_of_every_sample(accumulate: bool) -> None:
+    given, options = problem(11, 21, 3, 5, 7), Options(3, "out", "full", False, "paper", 1e-8)
+    given["sample"] = given["shared"].repeat(11, 1, 1)
+    shared = gradients(shared_routing.call, given, "shared", False, 3, options, accumulate)
+    sample = gradients(shared_routing.call, given, "sample", False, 3, options, accumulate)
+    for one, other in zip(shared[:3], sample[:3], strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(shared[3], sample[3].sum(0))
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the instructions of x86")
+def test_the_next_block_is_asked_for_ahead() -> None:
+    """A compiler may drop calls of a function that has no effect but that: it waited for memory a third of its time."""
+    command = ["objdump", "-d", "--no-show-raw-insn", "-C", shared_routing.native.extension.__file__]
+    asking, within = set(), ""
+    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        if line.endswith(">:"):
+            within = line
+        elif "SharedRouting<float>::" in within and "prefetch" in line:
+            asking.add(within.partition("<capsfast::")[2].partition("::")[0])
+    assert asking == set(shared_routing.native.extension.build_info()["instruction_sets"])
+
+
+def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, options, kept = problem(3, 12, 2, 4, 5), Options(2, "out", "full", False, "paper", 1e-8), []
+    real = shared_routing._op
+
+    def watched(*args: Any) -> Any:
+        kept.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(shared_routing, "_op", watched)
+    wanted = shared_routing.call(given["u"], given["weight"], None, None, None, 2, options)
+    with torch.no_grad():
+        found = shared_routing.call(given["u"], given["weight"], None, None, None, 2, options)
+    with torch.inference_mode():
+        shared_routing.call(given["u"], given["weight"], None, None, None, 2, options)
+    assert kept == [True, False, False] and torch.equal(found, wanted)
+
+
 def test_any_number_of_threads_gives_the_same() -> None:
     given = problem(300, 20, 2, 8, 8)
     found = []
@@ -241,7 +304,7 @@ from capsfast.bench.memory import _reset_peak, _resident
 
 def forward(r):
     u, weight = torch.ones(32, 4096, 1), torch.ones(1, 1, 1, 1)
-    torch.ops.capsfast.shared_routing(u, weight, None, None, None, 1, r, "full", True, 1.0, "paper", 1e-8)
+    torch.ops.capsfast.shared_routing(u, weight, None, None, None, 1, r, "full", True, 1.0, "paper", 1e-8, False)
 
 forward(1)
 _reset_peak()
@@ -269,10 +332,11 @@ def test_schema_and_opcheck() -> None:
     given = problem(3, 12, 2, 4, 5)
     tensors = (given["u"], given["weight"], given["shared"], given["mask"], given["out_mask"])
     options = (2, 3, "full", True, 1.0, "paper", 1e-8)
-    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*tensors, *options))
+    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*tensors, *options, True))
     needing = tuple(each.clone().requires_grad_() for each in tensors[:3])
-    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*needing, *tensors[3:], *options))
-    v, kept = torch.ops.capsfast.shared_routing(*tensors, *options)
+    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*needing, *tensors[3:], *options, True))
+    assert not torch.ops.capsfast.shared_routing(*tensors, *options, False)[1].numel()
+    v, kept = torch.ops.capsfast.shared_routing(*tensors, *options, True)
     backward = (torch.ones_like(v), *tensors, kept, *options, True, True, True)
     torch.library.opcheck(torch.ops.capsfast.shared_routing_backward.default, backward)
 

@@ -4,9 +4,10 @@ All votes of an input capsule are S u_i. So a weighted sum of votes is ``s_j = S
 and the agreement of a vote with ``v_j = f(|s_j|^2) s_j`` is ``u_i . q_j``, where ``q_j = S^T v_j``. An iteration
 multiplies J vectors of a sample by S and by its transpose; votes multiply I by S.
 
-``capsfast::shared_routing`` returns ``(v [B, J, D], kept [r, B, J, K])``: kept has z of all iterations. accumulate: the
-logits of an iteration are the given ones and all agreements so far; else the last agreement alone. scale: a factor of
-the agreement, an inverse temperature.
+``capsfast::shared_routing`` returns ``(v [B, J, D], kept)``: for the backward, kept has z and S z of all iterations, q
+and the couplings of all but the first; it is empty without return_kept. accumulate: the logits of an
+iteration are the given ones and all agreements so far; else the last agreement alone. scale: a factor of the agreement,
+an inverse temperature.
 
 ``capsfast::shared_routing_backward`` returns ``(du, dweight, dlogits)``, each empty if its need_ flag is false.
 """
@@ -73,7 +74,8 @@ def call(
 ) -> Tensor:
     """v ``[B, J, D]``. Only where :func:`serves` says so."""
     o = options
-    v, _ = _op(u, weight, logits, mask, out_mask, J, o.num_iterations, o.gradient, accumulate, scale, o.squash, o.eps)
+    chosen = (J, o.num_iterations, o.gradient, accumulate, scale, o.squash, o.eps)
+    v, _ = _op(u, weight, logits, mask, out_mask, *chosen, torch.is_grad_enabled())
     return v  # type: ignore[no-any-return]
 
 
@@ -84,7 +86,9 @@ def _fake(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     D = weight.shape[2]
     torch._check(weight.shape[3] == K, lambda: "u and weight must agree in K")
     check_shapes({"logits": logits, "mask": mask, "out_mask": out_mask}, (B, I, J, D), ())
-    return u.new_empty(B, J, D), u.new_empty(r, B, J, K)
+    row = (I + 15) // 16 * 16
+    kept = J * (r * (K + D) + (r - 1) * (K + row))
+    return u.new_empty(B, J, D), u.new_empty(B, kept) if rest[-1] else u.new_empty(0)
 
 
 def _fake_backward(dv: Tensor, u: Tensor, weight: Tensor, logits: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -102,7 +106,7 @@ CONTRACT = Contract(
     inputs=("u", "weight"),
     parameters=("logits",),
     options="SymInt J, int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps",
-    requests=(),
+    requests=("kept",),
     outputs=("v", "kept"),
     differentiable=1,
     saved=("kept",),

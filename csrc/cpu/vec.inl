@@ -42,6 +42,33 @@ CAPSFAST_INLINE void store(T* p, Vec<T, L> v) {
   __builtin_memcpy(p, &v, sizeof(v));
 }
 
+// Stores past the cache to a p that is a multiple of a vector: the line is not read before it is written. Other threads
+// see it after fence().
+template <int L, class T>
+CAPSFAST_INLINE void store_past_cache(T* p, Vec<T, L> v) {
+#if CAPSFAST_X86
+  if constexpr (L * sizeof(T) == 64 && sizeof(T) == 4) {
+    _mm512_stream_ps(p, v);
+  } else if constexpr (L * sizeof(T) == 64) {
+    _mm512_stream_pd(p, v);
+  } else if constexpr (L * sizeof(T) == 32 && sizeof(T) == 4) {
+    _mm256_stream_ps(p, v);
+  } else if constexpr (L * sizeof(T) == 32) {
+    _mm256_stream_pd(p, v);
+  } else {
+    store<L>(p, v);
+  }
+#else
+  store<L>(p, v);
+#endif
+}
+
+CAPSFAST_INLINE void fence() {
+#if CAPSFAST_X86
+  __builtin_ia32_sfence();
+#endif
+}
+
 template <int L, class T>
 CAPSFAST_INLINE Vec<T, L> broadcast(T x) {
   return x - Vec<T, L>{};

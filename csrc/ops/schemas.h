@@ -30,7 +30,8 @@ constexpr const char* kSchemas[] = {
     "bool need_weight, bool need_query, bool need_precision, bool need_center, bool need_prior, bool need_logits, "
     "bool need_activation, bool need_lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "shared_routing(Tensor u, Tensor weight, Tensor? logits, Tensor? mask, Tensor? out_mask, SymInt J, "
-    "int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps) -> (Tensor, Tensor)",
+    "int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps, "
+    "bool return_kept) -> (Tensor, Tensor)",
     "shared_routing_backward(Tensor dv, Tensor u, Tensor weight, Tensor? logits, Tensor? mask, Tensor? out_mask, "
     "Tensor kept, SymInt J, int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps, "
     "bool need_u, bool need_weight, bool need_logits) -> (Tensor, Tensor, Tensor)",

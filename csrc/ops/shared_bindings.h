@@ -23,17 +23,18 @@ class SharedOps : Arguments<CpuEngine> {
       OptionalTensor mask,      // [B, I]
       OptionalTensor out_mask,  // [B, J]
       int64_t J, int64_t num_iterations, std::string gradient, bool accumulate, double scale, std::string squash,
-      double eps) {
+      double eps, bool return_kept) {
     const Call call(u, weight, logits, mask, out_mask, J, {num_iterations, gradient, accumulate, scale, squash, eps});
     const SharedProblem& p = call.p;
     const ScalarType type = u.scalar_type();
-    Tensor v = empty(u, {p.B, p.J, p.D}, type), kept = empty(u, {p.iterations, p.B, p.J, p.K}, type);
+    Tensor v = empty(u, {p.B, p.J, p.D}, type),
+           kept = return_kept ? empty(u, {p.B, p.kept()}, type) : empty(u, {0}, type);
     if (p.empty()) {
       torch::stable::zero_(v);
       torch::stable::zero_(kept);
       return {v, kept};
     }
-    const SharedOutputs out{v.data_ptr(), kept.data_ptr()};
+    const SharedOutputs out{v.data_ptr(), return_kept ? kept.data_ptr() : nullptr};
     with_team(worth_sharing(p),
               [&] { type == ScalarType::Double ? shared_forward<double>(p, out) : shared_forward<float>(p, out); });
     return {v, kept};
@@ -42,13 +43,13 @@ class SharedOps : Arguments<CpuEngine> {
   static std::tuple<Tensor, Tensor, Tensor> shared_routing_backward(
       Tensor dv,  // [B, J, D]
       Tensor u, Tensor weight, OptionalTensor logits, OptionalTensor mask, OptionalTensor out_mask,
-      Tensor kept,  // [r, B, J, K]
+      Tensor kept,  // [B, p.kept()]
       int64_t J, int64_t num_iterations, std::string gradient, bool accumulate, double scale, std::string squash,
       double eps, bool need_u, bool need_weight, bool need_logits) {
     const Call call(u, weight, logits, mask, out_mask, J, {num_iterations, gradient, accumulate, scale, squash, eps});
     const SharedProblem& p = call.p;
     expect("dv", dv, {p.B, p.J, p.D});
-    expect("kept", kept, {p.iterations, p.B, p.J, p.K});
+    expect("kept", kept, {p.B, p.kept()});
     STD_TORCH_CHECK(dv.scalar_type() == u.scalar_type() && kept.scalar_type() == u.scalar_type(),
                     "capsfast: dv and kept must have the dtype of u");
     SharedGradients out;

@@ -24,13 +24,17 @@ struct SharedProblem {
   MaskView mask;      // [B, I]
   MaskView out_mask;  // [B, J]
 
+  // What a forward keeps of a sample for its backward: z and S z of all iterations, q and the couplings of all but the
+  // first. A row of couplings is whole cache lines, whatever the kernels.
+  int64_t kept() const { return J * (iterations * (K + D) + (iterations - 1) * (K + kept_row())); }
+  int64_t kept_row() const { return (I + 15) / 16 * 16; }
   bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
 };
 
 // Contiguous, of the type that sums are formed in, as all that follows.
 struct SharedOutputs {
   void* v = nullptr;     // [B, J, D]
-  void* kept = nullptr;  // [r, B, J, K]: z of all iterations
+  void* kept = nullptr;  // [B, kept()]; null where no gradient is wanted
 };
 
 // Null where a gradient is not wanted.

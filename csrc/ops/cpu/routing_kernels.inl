@@ -19,6 +19,7 @@
 #include "small_batch_rows.inl"
 #include "small_batch_transposed.inl"
 #include "small_batch.inl"
+#include "shared_rows.inl"
 #include "shared_routing.inl"
 
 // Calls Pass<T, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of a quadratic pass

@@ -45,16 +45,26 @@ class Matrices {
   Buffer<T> S_, St_;
 };
 
+// Whether what is written to an array, by whole vectors, is not to be read from a cache.
+template <class T>
+bool past_cache(const SharedCall<T>& call, const void* array, int64_t size) {
+  constexpr int64_t kCaches = int64_t{1} << 24;
+  const auto vector = static_cast<uintptr_t>(call.L) * sizeof(T);
+  return size * static_cast<int64_t>(sizeof(T)) >= kCaches && reinterpret_cast<uintptr_t>(array) % vector == 0;
+}
+
 // Cuts the samples among tasks, at ends of blocks, and calls f(task, begin, end, memory, index).
 template <class T, class F>
 void for_samples(const SharedCall<T>& call, int64_t tasks, bool backward, const F& f) {
   const int64_t B = call.problem->B, blocks = (B + call.samples - 1) / call.samples;
   const int64_t size = SharedScratch<T>(call, nullptr, backward).size;
-  for_tasks(tasks, [&](int64_t task, int64_t) {
-    const Buffer<T> memory(size);
-    const Buffer<int64_t> index(call.samples * (call.problem->I + 1));
+  const int64_t indices = call.samples * (call.problem->I + 1);
+  // Of every thread, not of every task: the system hands out memory page by page.
+  const Buffer<T> memory(members() * size);
+  const Buffer<int64_t> index(members() * indices);
+  for_tasks(tasks, [&](int64_t task, int64_t member) {
     const int64_t begin = blocks * task / tasks * call.samples, end = blocks * (task + 1) / tasks * call.samples;
-    f(task, begin, std::min(end, B), memory.get(), index.get());
+    f(task, begin, std::min(end, B), memory.get() + member * size, index.get() + member * indices);
   });
 }
 
@@ -73,6 +83,7 @@ void shared_forward(const SharedProblem& p, const SharedOutputs& out) {
   SharedCall<T> call(p, table.L);
   const Matrices<T> matrices(p, &call);
   call.v = static_cast<T*>(out.v), call.kept = static_cast<T*>(out.kept);
+  call.past_cache = p.K == call.Kp && p.D == call.Dp && past_cache(call, out.kept, p.B * p.kept());
   for_samples(call, tasks_of(call), false, [&](int64_t, int64_t begin, int64_t end, T* memory, int64_t* index) {
     table.shared_forward(call, begin, end, memory, index);
   });
@@ -84,6 +95,7 @@ void shared_backward(const SharedProblem& p, const T* dv, const T* kept, const S
   SharedCall<T> call(p, table.L);
   const Matrices<T> matrices(p, &call);
   call.dv = dv, call.saved = kept, call.du = static_cast<T*>(out.du);
+  call.past_cache = call.in_place && past_cache(call, out.du, p.B * p.I * p.K);
   call.need_weight = out.dweight != nullptr, call.need_logits = out.dlogits.data != nullptr;
   if (call.need_logits && out.per_sample_logits) call.dlogits = static_cast<T*>(out.dlogits.data);
   const int64_t tasks = tasks_of(call), matrix = call.need_weight ? p.D * call.Kp : 0;

@@ -20,18 +20,24 @@ struct SharedCall {
   const SharedProblem* problem = nullptr;
   int64_t L = 1, Kp = 0, Dp = 0, Ip = 0;
   int64_t samples = 1;              // routed side by side, so that the matrices are multiplied by many rows
+  bool in_place = false;            // the rows of u are read where they are, and those of du written
+  bool same_start = false;          // all samples have the couplings of iteration 0
   const T* S = nullptr;             // [D][Kp]
   const T* St = nullptr;            // [K][Dp]
-  T *v = nullptr, *kept = nullptr;  // forward
+  T *v = nullptr, *kept = nullptr;  // forward; kept may be null
   // Backward. The sums are added to.
   const T *dv = nullptr, *saved = nullptr;
   T* du = nullptr;
+  bool past_cache = false;  // kept, or du, is more than the caches hold
   bool need_weight = false, need_logits = false;
   T* dlogits = nullptr;  // [B, I, J]; null for logits [I, J]
 
   SharedCall(const SharedProblem& p, int64_t lanes) : problem(&p), L(lanes) {
     Kp = rounded(p.K), Dp = rounded(p.D), Ip = rounded(p.I);
     samples = std::max<int64_t>(1, std::min<int64_t>(32 / p.J, p.B));
+    in_place = p.mask.data == nullptr && p.K == Kp;
+    same_start =
+        p.mask.data == nullptr && p.out_mask.data == nullptr && (p.logits.data == nullptr || p.logits.stride[0] == 0);
   }
   int64_t rounded(int64_t n) const { return (n + L - 1) / L * L; }
   int64_t rows() const { return samples * problem->J; }
@@ -49,8 +55,9 @@ struct SharedSums {
 template <class T>
 struct SharedScratch {
   T *U, *Ut;  // [samples][Ip][Kp] and [samples][Kp][Ip]: the input capsules that are not masked, and their transpose
-  T* logits;  // [samples][J][Ip]
+  T* logits;  // [samples][J][Ip], or [J][Ip] where all samples have the same
   T* c;       // [J][Ip]
+  T* start;   // [J][Ip]: the couplings of iteration 0, where all samples have the same
   // Forward.
   T *Z, *q;  // [rows][Kp]: sums z, and what an iteration scores with
   T* s;      // [rows][Dp]: S z, then the outputs
@@ -74,13 +81,15 @@ struct SharedScratch {
       if (wanted) size += (count + L - 1) / L * L;
       return at;
     };
-    U = take(n * Ip * Kp, true), Ut = take(n * Kp * Ip, true), logits = take(n * J * Ip, true), c = take(J * Ip, true);
+    U = take(n * Ip * Kp, !call.in_place), Ut = take(n * Kp * Ip, true),
+    logits = take((call.same_start ? 1 : n) * J * Ip, true);
+    c = take(J * Ip, true), start = take(J * Ip, call.same_start);
     Z = take(M * Kp, !backward), q = take(M * Kp, !backward), s = take(M * Dp, !backward);
     right = take(sets * M * Kp, backward), left = take(sets * M * Dp, backward);
     sums = take(r * M * Dp, backward), back = take(sets * M * Kp, backward);
     f = take(r * M, backward), slope = take(r * M, backward);
     coefficients = take(n * sets * J * Ip, backward), vectors = take(sets * J * Kp, backward);
-    dlogits = take(n * J * Ip, backward), du = take(Ip * Kp, backward);
+    dlogits = take(n * J * Ip, backward), du = take(Ip * Kp, backward && !call.in_place);
   }
 };
 

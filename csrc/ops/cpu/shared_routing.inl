@@ -2,57 +2,10 @@
 // iterations. All sums are products of matrices of a few rows: rows of coefficients times rows of vectors.
 
 template <class T>
-struct SharedRouting {
-  static constexpr int L = kLanes<T>;
-  static constexpr int kRows = 4;
-  static constexpr int kColumns = kRegisters / 8;  // with kRows they take half of the registers
-  using V = Vec<T, L>;
-
-  // Row m of c is the sum over k < n of a[m am + k ak] times row k of b; N vectors of each row.
-  template <int M, int N>
-  static CAPSFAST_INLINE void tile(const T* a, int64_t am, int64_t ak, int64_t n, const T* b, int64_t ldb, T* c,
-                                   int64_t ldc, bool add) {
-    V sum[M][N];
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-      for (int l = 0; l < N; ++l) sum[m][l] = add ? load<L>(c + m * ldc + l * L) : V{};
-    }
-    for (int64_t k = 0; k < n; ++k, a += ak, b += ldb) {
-      V x[N];
-#pragma GCC unroll 4
-      for (int l = 0; l < N; ++l) x[l] = load<L>(b + l * L);
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const T factor = a[m * am];
-#pragma GCC unroll 4
-        for (int l = 0; l < N; ++l) sum[m][l] += x[l] * factor;
-      }
-    }
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-      for (int l = 0; l < N; ++l) store<L>(c + m * ldc + l * L, sum[m][l]);
-    }
-  }
-
-  template <int M>
-  static CAPSFAST_ONCE void rows(const T* a, int64_t am, int64_t ak, int64_t n, const T* b, int64_t ldb,
-                                 int64_t vectors, T* c, int64_t ldc, bool add) {
-    for (; vectors >= kColumns; vectors -= kColumns, b += kColumns * L, c += kColumns * L)
-      tile<M, kColumns>(a, am, ak, n, b, ldb, c, ldc, add);
-    for (; vectors > 0; --vectors, b += L, c += L) tile<M, 1>(a, am, ak, n, b, ldb, c, ldc, add);
-  }
-
-  // c [M][vectors L] = (c if `add`) + a [M][n] b [n][vectors L]; element (m, k) of a is a[m am + k ak].
-  static void product(int64_t M, const T* a, int64_t am, int64_t ak, int64_t n, const T* b, int64_t ldb,
-                      int64_t vectors, T* c, int64_t ldc, bool add = false) {
-    for (; M >= kRows; M -= kRows, a += kRows * am, c += kRows * ldc)
-      rows<kRows>(a, am, ak, n, b, ldb, vectors, c, ldc, add);
-    if (M == 3) rows<3>(a, am, ak, n, b, ldb, vectors, c, ldc, add);
-    if (M == 2) rows<2>(a, am, ak, n, b, ldb, vectors, c, ldc, add);
-    if (M == 1) rows<1>(a, am, ak, n, b, ldb, vectors, c, ldc, add);
-  }
+struct SharedRouting : SharedRows<T> {
+  using SharedRows<T>::L, SharedRows<T>::product, SharedRows<T>::dot, SharedRows<T>::add_scaled,
+      SharedRows<T>::scale_rows, SharedRows<T>::copy_rows;
+  using typename SharedRows<T>::V;
 
   // Rows [D] times S, and rows [K] times its transpose; all rows padded.
   static void by_S(const SharedCall<T>& call, int64_t M, const T* a, T* c, bool add = false) {
@@ -70,7 +23,6 @@ struct SharedRouting {
     int64_t b0, samples;
     int64_t* index;  // [samples][I]: the input capsules that are not masked
     int64_t* count;  // [samples]: how many
-    bool in_place;   // the rows of u are read where they are
 
     Block(const SharedCall<T>& call, const SharedScratch<T>& at, int64_t b0, int64_t end, int64_t* index)
         : call(call),
@@ -79,28 +31,39 @@ struct SharedRouting {
           b0(b0),
           samples(b0 + call.samples < end ? call.samples : end - b0),
           index(index + call.samples),
-          count(index),
-          in_place(p.mask.data == nullptr && p.K == call.Kp) {}
+          count(index) {}
 
     int64_t rows() const { return samples * p.J; }
     int64_t vectors(int64_t n) const { return (count[n] + L - 1) / L; }
     const T* given(int64_t n) const { return static_cast<const T*>(p.u.data) + (b0 + n) * p.u.stride[0]; }
     // The input capsules of a sample that are not masked, and the length of a row.
-    const T* U(int64_t n) const { return in_place ? given(n) : at.U + n * call.Ip * call.Kp; }
-    int64_t row() const { return in_place ? p.u.stride[1] : call.Kp; }
-    // Asks for a part of the input of the next block, so that it comes from memory while this one is worked on.
-    void prefetch(int64_t n, int64_t part, int64_t parts) const {
+    const T* U(int64_t n) const { return call.in_place ? given(n) : at.U + n * call.Ip * call.Kp; }
+    int64_t row() const { return call.in_place ? p.u.stride[1] : call.Kp; }
+    // Asks for a part of the input of the next block, so that it comes from memory while this one is worked on. Inline:
+    // to GCC a function that prefetches and no more has no effect, and it drops the calls.
+    CAPSFAST_INLINE void prefetch(int64_t n, int64_t part, int64_t parts) const {
       if (b0 + samples + n >= p.B) return;
       const T* const next = given(samples + n);
       for (int64_t i = p.I * part / parts; i < p.I * (part + 1) / parts; ++i) {
         for (int64_t k = 0; k < p.K; k += 64 / static_cast<int64_t>(sizeof(T)))
           __builtin_prefetch(next + i * p.u.stride[1] + k, 0, 2);
       }
+      if (call.saved == nullptr) return;
+      const int64_t size = p.kept();
+      for (int64_t k = size * part / parts; k < size * (part + 1) / parts; k += 64 / static_cast<int64_t>(sizeof(T)))
+        __builtin_prefetch(call.saved + (b0 + samples + n) * size + k, 0, 2);
     }
+    T* logits(int64_t n) const { return at.logits + (call.same_start ? 0 : n * p.J * call.Ip); }
     T* Ut(int64_t n) const { return at.Ut + n * call.Ip * call.Kp; }
     // [rows][Kp] and [rows][Dp] of an iteration.
     T* of(T* array, int64_t t) const { return array + t * rows() * call.Kp; }
     T* wide(T* array, int64_t t) const { return array + t * rows() * call.Dp; }
+    // Where the forward keeps what sample n has of iteration t: z [J][K], S z [J][D], and for t > 0 what it scored with
+    // [J][K] and the coupling [J][p.kept_row()].
+    int64_t kept_z(int64_t n, int64_t t) const { return (b0 + n) * p.kept() + t * p.J * p.K; }
+    int64_t kept_s(int64_t n, int64_t t) const { return kept_z(n, p.iterations) + t * p.J * p.D; }
+    int64_t kept_q(int64_t n, int64_t t) const { return kept_s(n, p.iterations) + (t - 1) * p.J * p.K; }
+    int64_t kept_c(int64_t n, int64_t t) const { return kept_q(n, p.iterations) + (t - 1) * p.J * p.kept_row(); }
     // Of the backward.
     T* Z(int64_t t) const { return of(at.right, t); }
     T* dq(int64_t t) const { return of(at.right, p.iterations + t); }
@@ -128,7 +91,7 @@ struct SharedRouting {
       }
       block.count[n] = count;
       const int64_t padded = (count + L - 1) / L * L;
-      if (!block.in_place) copy_valid(block, n, index, count, at_own(block, n));
+      if (!block.call.in_place) copy_valid(block, n, index, count, at_own(block, n));
       const T* const U = block.U(n);
       T* const Ut = block.Ut(n);
       for (int64_t i = 0; i < padded; i += L) {
@@ -142,7 +105,7 @@ struct SharedRouting {
           for (int l = 0; l < L; ++l) store<L>(Ut + (k + l) * Ip + i, m[l]);
         }
       }
-      pack_logits(block, n, padded);
+      if (!block.call.same_start) pack_logits(block, n, padded);
     }
   }
 
@@ -164,19 +127,40 @@ struct SharedRouting {
     const T* from = static_cast<const T*>(p.logits.data) + (block.b0 + n) * p.logits.stride[0];
     const int64_t* index = block.index + n * p.I;
     for (int64_t j = 0; j < p.J; ++j) {
-      T* const to = block.at.logits + (n * p.J + j) * block.call.Ip;
+      T* const to = block.logits(n) + j * block.call.Ip;
       for (int64_t i = 0; i < block.count[n]; ++i) to[i] = from[index[i] * p.logits.stride[1] + j * p.logits.stride[2]];
       for (int64_t i = block.count[n]; i < padded; ++i) to[i] = 0;
     }
   }
 
+  // Where all samples have the same logits and couplings in iteration 0: makes both.
+  static CAPSFAST_ONCE void start(const SharedCall<T>& call, const SharedScratch<T>& at, int64_t* index) {
+    if (!call.same_start) return;
+    const Block block(call, at, 0, 1, index);
+    const int64_t I = call.problem->I;
+    block.count[0] = I;
+    for (int64_t i = 0; i < I; ++i) block.index[i] = i;
+    pack_logits(block, 0, block.vectors(0) * L);
+    normalize(block, 0, 0, at.start);
+  }
+
   // The coupling coefficients [J][Ip] of sample n in iteration t; q [J][Kp] is what it scores with.
-  static CAPSFAST_ONCE void couple(const Block& block, int64_t n, int64_t t, const T* q, T* c) {
+  static void couple(const Block& block, int64_t n, int64_t t, const T* q, T* c) {
+    const int64_t J = block.p.J, Ip = block.call.Ip;
+    if (t == 0 && block.call.same_start) {
+      __builtin_memcpy(c, block.at.start, static_cast<size_t>(J * Ip) * sizeof(T));
+      return;
+    }
+    if (t > 0) product(J, q, block.call.Kp, 1, block.p.K, block.Ut(n), Ip, block.vectors(n), c, Ip);
+    normalize(block, n, t, c);
+  }
+
+  // From scores, and none in iteration 0, to coupling coefficients.
+  static CAPSFAST_ONCE void normalize(const Block& block, int64_t n, int64_t t, T* c) {
     const SharedProblem& p = block.p;
     const int64_t Ip = block.call.Ip, vectors = block.vectors(n);
     const bool prior = p.logits.data != nullptr && (p.accumulate || t == 0);
-    if (t > 0) product(p.J, q, block.call.Kp, 1, p.K, block.Ut(n), Ip, vectors, c, Ip);
-    const T* logits = block.at.logits + n * p.J * Ip;
+    const T* logits = block.logits(n);
     for (int64_t v = 0; v < vectors; ++v) {
       T* const x = c + v * L;
       V largest = broadcast<L>(kLowest<T>), total{};
@@ -212,28 +196,13 @@ struct SharedRouting {
     }
   }
 
-  static CAPSFAST_INLINE T dot(const T* x, const T* y, int64_t size) {
-    V total{};
-    for (int64_t k = 0; k < size; k += L) total += load<L>(x + k) * load<L>(y + k);
-    return sum<T, L>(total);
-  }
-
-  // y += factor x
-  static CAPSFAST_INLINE void add_scaled(T factor, const T* x, int64_t size, T* y) {
-    for (int64_t k = 0; k < size; k += L) store<L>(y + k, load<L>(y + k) + load<L>(x + k) * factor);
-  }
-
-  // Rows times factors.
-  static CAPSFAST_INLINE void scale_rows(const T* x, const T* factors, int64_t count, int64_t size, T* y) {
-    for (int64_t m = 0; m < count; ++m) {
-      for (int64_t k = m * size; k < (m + 1) * size; k += L) store<L>(y + k, load<L>(x + k) * factors[m]);
-    }
-  }
-
-  static void copy_rows(const T* from, int64_t from_size, int64_t count, int64_t size, T* to, int64_t to_size) {
-    for (int64_t m = 0; m < count; ++m) {
-      __builtin_memcpy(to + m * to_size, from + m * from_size, static_cast<size_t>(size) * sizeof(T));
-      for (int64_t k = size; k < to_size; ++k) to[m * to_size + k] = 0;
+  // A copy for the backward.
+  static void keep(const Block& block, const T* from, int64_t from_row, int64_t size, int64_t to, int64_t to_row) {
+    const SharedCall<T>& call = block.call;
+    if (call.past_cache) {
+      SharedRows<T>::template copy_rows<true>(from, from_row, block.p.J, size, call.kept + to, to_row);
+    } else {
+      copy_rows(from, from_row, block.p.J, size, call.kept + to, to_row);
     }
   }
 
@@ -242,6 +211,7 @@ struct SharedRouting {
     const SharedScratch<T> at(call, memory, false);
     const int64_t Kp = call.Kp, Dp = call.Dp, r = p.iterations;
     const T eps = static_cast<T>(p.eps);
+    start(call, at, index);
     for (int64_t b0 = begin; b0 < end; b0 += call.samples) {
       const Block block(call, at, b0, end, index);
       const int64_t M = block.rows();
@@ -249,12 +219,17 @@ struct SharedRouting {
       for (int64_t t = 0; t < r; ++t) {
         for (int64_t n = 0; n < block.samples; ++n) {
           couple(block, n, t, at.q + n * p.J * Kp, at.c);
+          if (call.kept != nullptr && t > 0)
+            keep(block, at.c, call.Ip, block.vectors(n) * L, block.kept_c(n, t), p.kept_row());
           block.prefetch(n, 2 * t, 2 * r);
           product(p.J, at.c, call.Ip, 1, block.count[n], block.U(n), block.row(), Kp / L, at.Z + n * p.J * Kp, Kp);
           block.prefetch(n, 2 * t + 1, 2 * r);
         }
-        copy_rows(at.Z, Kp, M, p.K, call.kept + (t * p.B + b0) * p.J * p.K, p.K);
         by_transpose(call, M, at.Z, at.s);
+        for (int64_t n = 0; n < block.samples && call.kept != nullptr; ++n) {
+          keep(block, at.Z + n * p.J * Kp, Kp, p.K, block.kept_z(n, t), p.K);
+          keep(block, at.s + n * p.J * Dp, Dp, p.D, block.kept_s(n, t), p.D);
+        }
         const T scale = t == r - 1 ? T(1) : static_cast<T>(p.scale);
         for (int64_t m = 0; m < M; ++m) {
           T *const s = at.s + m * Dp, factor = scale * radial(p.squash, dot(s, s, Dp), eps);
@@ -263,9 +238,12 @@ struct SharedRouting {
         if (t == r - 1) break;
         // With logits that add up, the outputs of an iteration count in all that follow.
         by_S(call, M, at.s, at.q, p.accumulate && t > 0);
+        for (int64_t n = 0; n < block.samples && call.kept != nullptr; ++n)
+          keep(block, at.q + n * p.J * Kp, Kp, p.K, block.kept_q(n, t + 1), p.K);
       }
       copy_rows(at.s, Dp, M, p.D, call.v + b0 * p.J * p.D, p.D);
     }
+    fence();
   }
 
   static void backward(const SharedCall<T>& call, int64_t begin, int64_t end, T* memory, int64_t* index,
@@ -273,6 +251,7 @@ struct SharedRouting {
     const SharedProblem& p = *call.problem;
     const SharedScratch<T> at(call, memory, true);
     const int64_t last = p.iterations - 1, first = p.gradient_last ? last : 0, Kp = call.Kp, Dp = call.Dp;
+    start(call, at, index);
     for (int64_t b0 = begin; b0 < end; b0 += call.samples) {
       const Block block(call, at, b0, end, index);
       const int64_t M = block.rows();
@@ -297,27 +276,35 @@ struct SharedRouting {
         if (call.need_logits) logit_gradients(block, n, sums);
       }
     }
+    fence();
   }
 
-  // z, which the forward kept, and what follows from it: S z, the factors of the squash, the outputs and q.
+  // What the forward kept, the couplings of iteration 0, the factors of the squash, and the outputs.
   static CAPSFAST_ONCE void restore(const Block& block) {
     const SharedProblem& p = block.p;
     const SharedScratch<T>& at = block.at;
     const int64_t M = block.rows(), Kp = block.call.Kp, Dp = block.call.Dp, last = p.iterations - 1;
     const T eps = static_cast<T>(p.eps);
-    for (int64_t t = 0; t <= last; ++t)
-      copy_rows(block.call.saved + (t * p.B + block.b0) * p.J * p.K, p.K, M, p.K, block.Z(t), Kp);
-    by_transpose(block.call, (last + 1) * M, block.Z(0), at.sums);
+    const T* const kept = block.call.saved;
+    const int64_t J = p.J, row = p.kept_row();
+    for (int64_t n = 0; n < block.samples; ++n) {
+      // In the order of memory.
+      for (int64_t t = 0; t <= last; ++t)
+        copy_rows(kept + block.kept_z(n, t), p.K, J, p.K, block.Z(t) + n * J * Kp, Kp);
+      for (int64_t t = 0; t <= last; ++t)
+        copy_rows(kept + block.kept_s(n, t), p.D, J, p.D, block.wide(at.sums, t) + n * J * Dp, Dp);
+      for (int64_t t = 1; t <= last; ++t)
+        copy_rows(kept + block.kept_q(n, t), p.K, J, p.K, block.q(t) + n * J * Kp, Kp);
+      for (int64_t t = 1; t <= last; ++t)
+        copy_rows(kept + block.kept_c(n, t), row, J, block.vectors(n) * L, block.coupling(n, t), block.call.Ip);
+      couple(block, n, 0, nullptr, block.coupling(n, 0));
+    }
     for (int64_t m = 0; m < (last + 1) * M; ++m) {
       const T *const s = at.sums + m * Dp, n = dot(s, s, Dp), scale = m < last * M ? static_cast<T>(p.scale) : T(1);
       at.f[m] = scale * radial(p.squash, n, eps);
       at.slope[m] = scale * radial_derivative(p.squash, n, eps);
     }
-    if (last == 0) return;
-    scale_rows(at.sums, at.f, last * M, Dp, block.outputs(0));
-    by_S(block.call, last * M, block.outputs(0), block.q(1));
-    // With logits that add up, the outputs of an iteration count in all that follow.
-    for (int64_t t = 2; t <= last && p.accumulate; ++t) add_scaled(T(1), block.q(t - 1), M * Kp, block.q(t));
+    if (last > 0) scale_rows(at.sums, at.f, last * M, Dp, block.outputs(0));
   }
 
   // From the gradient of the outputs of an iteration to ds, in place.
@@ -338,8 +325,7 @@ struct SharedRouting {
     const bool prior = block.call.need_logits && (p.accumulate || t == 0);
     for (int64_t n = 0; n < block.samples; ++n) {
       T *const c = block.coupling(n, t), *const dl = block.dl(n, t);
-      couple(block, n, t, t == 0 ? nullptr : block.q(t) + n * p.J * Kp, c);
-      block.prefetch(n, t, p.iterations);
+      block.prefetch(n, p.gradient_last ? 0 : t, p.gradient_last ? 1 : p.iterations);
       if (!query && !prior) continue;
       const T* const dz = block.dZ(t) + n * p.J * Kp;
       product(p.J, dz, Kp, 1, p.K, block.Ut(n), Ip, block.vectors(n), dl, Ip);
@@ -369,9 +355,14 @@ struct SharedRouting {
     }
     T* const du = block.call.du + (block.b0 + n) * p.I * p.K;
     // Whether rows are read and written in place depends on the same.
-    T* const to = block.in_place ? du : block.at.du;
-    product(block.count[n], block.coupling(n, first), 1, Ip, sets * p.J, vectors, Kp, Kp / L, to, Kp);
-    if (block.in_place) return;
+    T* const to = block.call.in_place ? du : block.at.du;
+    const T* const factors = block.coupling(n, first);
+    if (block.call.past_cache) {
+      SharedRows<T>::template product<true>(block.count[n], factors, 1, Ip, sets * p.J, vectors, Kp, Kp / L, to, Kp);
+    } else {
+      product(block.count[n], factors, 1, Ip, sets * p.J, vectors, Kp, Kp / L, to, Kp);
+    }
+    if (block.call.in_place) return;
     const int64_t* const index = block.index + n * p.I;
     int64_t done = 0;
     for (int64_t i = 0; i < p.I; ++i) {
