@@ -83,7 +83,16 @@ def gradients(function: Any, given: dict[str, Tensor], logits: str | None, masks
 @pytest.mark.parametrize("logits", [None, "shared", "sample"])
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("gradient", ["full", "last"])
-def test_values_and_gradients(size: tuple[int, ...], logits: str | None, masks: bool, gradient: str) -> None:
+@pytest.mark.parametrize("most_kept", [0, shared_routing.MOST_KEPT])
+def test_values_and_gradients(
+    size: tuple[int, ...],
+    logits: str | None,
+    masks: bool,
+    gradient: str,
+    most_kept: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_routing, "MOST_KEPT", most_kept)
     *sizes, r = size
     given, J = problem(*sizes), sizes[2]
     kind = SQUASH[sum(size) % len(SQUASH)]
@@ -228,7 +237,7 @@ def test_arrays_larger_than_the_cache_are_the_same() -> None:
     large = {name: value.float() for name, value in problem(B, 32, 2, 64, 64).items()}
     v, du, dweight, dlogits = gradients(shared_routing.call, large, "shared", False, 2, options)
     kept = torch.ops.capsfast.shared_routing(
-        large["u"], large["weight"], large["shared"], None, None, 2, 6, "full", True, 1.0, "paper", 1e-8, True
+        large["u"], large["weight"], large["shared"], None, None, 2, 6, "full", True, 1.0, "paper", 1e-8, True, True
     )[1]
     assert min(du.nbytes, kept.nbytes) >= 2**24
     parts = []
@@ -271,7 +280,7 @@ def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> N
     real = shared_routing._op
 
     def watched(*args: Any) -> Any:
-        kept.append(args[-1])
+        kept.append(args[-2])
         return real(*args)
 
     monkeypatch.setattr(shared_routing, "_op", watched)
@@ -304,7 +313,7 @@ from capsfast.bench.memory import _reset_peak, _resident
 
 def forward(r):
     u, weight = torch.ones(32, 4096, 1), torch.ones(1, 1, 1, 1)
-    torch.ops.capsfast.shared_routing(u, weight, None, None, None, 1, r, "full", True, 1.0, "paper", 1e-8, False)
+    torch.ops.capsfast.shared_routing(u, weight, None, None, None, 1, r, "full", True, 1.0, "paper", 1e-8, False, True)
 
 forward(1)
 _reset_peak()
@@ -332,13 +341,14 @@ def test_schema_and_opcheck() -> None:
     given = problem(3, 12, 2, 4, 5)
     tensors = (given["u"], given["weight"], given["shared"], given["mask"], given["out_mask"])
     options = (2, 3, "full", True, 1.0, "paper", 1e-8)
-    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*tensors, *options, True))
+    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*tensors, *options, True, True))
     needing = tuple(each.clone().requires_grad_() for each in tensors[:3])
-    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*needing, *tensors[3:], *options, True))
-    assert not torch.ops.capsfast.shared_routing(*tensors, *options, False)[1].numel()
-    v, kept = torch.ops.capsfast.shared_routing(*tensors, *options, True)
-    backward = (torch.ones_like(v), *tensors, kept, *options, True, True, True)
-    torch.library.opcheck(torch.ops.capsfast.shared_routing_backward.default, backward)
+    torch.library.opcheck(torch.ops.capsfast.shared_routing.default, (*needing, *tensors[3:], *options, True, False))
+    assert not torch.ops.capsfast.shared_routing(*tensors, *options, False, True)[1].numel()
+    for whole in (False, True):
+        v, kept = torch.ops.capsfast.shared_routing(*tensors, *options, True, whole)
+        backward = (torch.ones_like(v), *tensors, kept, *options, True, True, True)
+        torch.library.opcheck(torch.ops.capsfast.shared_routing_backward.default, backward)
 
 
 def test_torch_func_and_compile() -> None:

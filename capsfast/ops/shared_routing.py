@@ -4,8 +4,9 @@ All votes of an input capsule are S u_i. So a weighted sum of votes is ``s_j = S
 and the agreement of a vote with ``v_j = f(|s_j|^2) s_j`` is ``u_i . q_j``, where ``q_j = S^T v_j``. An iteration
 multiplies J vectors of a sample by S and by its transpose; votes multiply I by S.
 
-``capsfast::shared_routing`` returns ``(v [B, J, D], kept)``: for the backward, kept has z and S z of all iterations, q
-and the couplings of all but the first; it is empty without return_kept. accumulate: the logits of an
+``capsfast::shared_routing`` returns ``(v [B, J, D], kept [B, ...])``: for the backward, kept has z of all iterations,
+and with return_all what the backward would compute again: S z of all iterations, q and the couplings of all but the
+first. It is empty without return_kept. accumulate: the logits of an
 iteration are the given ones and all agreements so far; else the last agreement alone. scale: a factor of the agreement,
 an inverse temperature.
 
@@ -25,6 +26,8 @@ from ._glue import check_shapes, fake_gradients
 from ._register import Contract, define_cpp
 
 LARGE_MATRIX, FEW_ROWS = 2**16, 16
+# Numbers of all samples. More are as dear to write and read, to memory that the system hands out afresh, as to compute.
+MOST_KEPT = 2**23
 
 
 def serves(u: Tensor, weight: Tensor, logits: Tensor | None, J: int, options: Options, backend: str | None) -> bool:
@@ -75,8 +78,16 @@ def call(
     """v ``[B, J, D]``. Only where :func:`serves` says so."""
     o = options
     chosen = (J, o.num_iterations, o.gradient, accumulate, scale, o.squash, o.eps)
-    v, _ = _op(u, weight, logits, mask, out_mask, *chosen, torch.is_grad_enabled())
+    B, I, K = u.shape
+    whole = B * _kept(I, K, J, weight.shape[2], o.num_iterations, True) <= MOST_KEPT
+    v, _ = _op(u, weight, logits, mask, out_mask, *chosen, torch.is_grad_enabled(), bool(whole))
     return v  # type: ignore[no-any-return]
+
+
+def _kept(I: int, K: int, J: int, D: int, r: int, whole: bool) -> int:
+    """The numbers of a sample in kept, as in csrc/ops/shared_routing.h."""
+    row = (I + 15) // 16 * 16
+    return J * (r * K + (r * D + (r - 1) * (K + row) if whole else 0))
 
 
 def _fake(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -86,9 +97,8 @@ def _fake(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     D = weight.shape[2]
     torch._check(weight.shape[3] == K, lambda: "u and weight must agree in K")
     check_shapes({"logits": logits, "mask": mask, "out_mask": out_mask}, (B, I, J, D), ())
-    row = (I + 15) // 16 * 16
-    kept = J * (r * (K + D) + (r - 1) * (K + row))
-    return u.new_empty(B, J, D), u.new_empty(B, kept) if rest[-1] else u.new_empty(0)
+    kept, whole = rest[-2:]
+    return u.new_empty(B, J, D), u.new_empty(B, _kept(I, K, J, D, r, whole)) if kept else u.new_empty(0)
 
 
 def _fake_backward(dv: Tensor, u: Tensor, weight: Tensor, logits: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -106,7 +116,7 @@ CONTRACT = Contract(
     inputs=("u", "weight"),
     parameters=("logits",),
     options="SymInt J, int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps",
-    requests=("kept",),
+    requests=("kept", "all"),
     outputs=("v", "kept"),
     differentiable=1,
     saved=("kept",),

@@ -31,7 +31,7 @@ constexpr const char* kSchemas[] = {
     "bool need_activation, bool need_lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "shared_routing(Tensor u, Tensor weight, Tensor? logits, Tensor? mask, Tensor? out_mask, SymInt J, "
     "int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps, "
-    "bool return_kept) -> (Tensor, Tensor)",
+    "bool return_kept, bool return_all) -> (Tensor, Tensor)",
     "shared_routing_backward(Tensor dv, Tensor u, Tensor weight, Tensor? logits, Tensor? mask, Tensor? out_mask, "
     "Tensor kept, SymInt J, int num_iterations, str gradient, bool accumulate, float scale, str squash, float eps, "
     "bool need_u, bool need_weight, bool need_logits) -> (Tensor, Tensor, Tensor)",

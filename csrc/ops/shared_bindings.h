@@ -23,9 +23,10 @@ class SharedOps : Arguments<CpuEngine> {
       OptionalTensor mask,      // [B, I]
       OptionalTensor out_mask,  // [B, J]
       int64_t J, int64_t num_iterations, std::string gradient, bool accumulate, double scale, std::string squash,
-      double eps, bool return_kept) {
-    const Call call(u, weight, logits, mask, out_mask, J, {num_iterations, gradient, accumulate, scale, squash, eps});
-    const SharedProblem& p = call.p;
+      double eps, bool return_kept, bool return_all) {
+    Call call(u, weight, logits, mask, out_mask, J, {num_iterations, gradient, accumulate, scale, squash, eps});
+    SharedProblem& p = call.p;
+    p.keep_all = return_all;
     const ScalarType type = u.scalar_type();
     Tensor v = empty(u, {p.B, p.J, p.D}, type),
            kept = return_kept ? empty(u, {p.B, p.kept()}, type) : empty(u, {0}, type);
@@ -46,9 +47,10 @@ class SharedOps : Arguments<CpuEngine> {
       Tensor kept,  // [B, p.kept()]
       int64_t J, int64_t num_iterations, std::string gradient, bool accumulate, double scale, std::string squash,
       double eps, bool need_u, bool need_weight, bool need_logits) {
-    const Call call(u, weight, logits, mask, out_mask, J, {num_iterations, gradient, accumulate, scale, squash, eps});
-    const SharedProblem& p = call.p;
+    Call call(u, weight, logits, mask, out_mask, J, {num_iterations, gradient, accumulate, scale, squash, eps});
+    SharedProblem& p = call.p;
     expect("dv", dv, {p.B, p.J, p.D});
+    p.keep_all = kept.dim() == 2 && kept.size(1) > p.kept();
     expect("kept", kept, {p.B, p.kept()});
     STD_TORCH_CHECK(dv.scalar_type() == u.scalar_type() && kept.scalar_type() == u.scalar_type(),
                     "capsfast: dv and kept must have the dtype of u");

@@ -15,6 +15,7 @@ struct SharedProblem {
   int64_t iterations = 1;
   bool gradient_last = false;  // the agreement is a constant
   bool accumulate = true;      // logits are the given ones and all agreements; else the last agreement alone
+  bool keep_all = false;       // see kept()
   double scale = 1;            // factor of the agreement
   Squash squash = Squash::paper;
   double eps = 1e-8;
@@ -24,9 +25,12 @@ struct SharedProblem {
   MaskView mask;      // [B, I]
   MaskView out_mask;  // [B, J]
 
-  // What a forward keeps of a sample for its backward: z and S z of all iterations, q and the couplings of all but the
-  // first. A row of couplings is whole cache lines, whatever the kernels.
-  int64_t kept() const { return J * (iterations * (K + D) + (iterations - 1) * (K + kept_row())); }
+  // What a forward keeps of a sample for its backward: z of all iterations, and with `keep_all` what the backward would
+  // compute again: S z of all iterations, q and the couplings of all but the first. A row of couplings is whole cache
+  // lines, whatever the kernels.
+  int64_t kept() const {
+    return J * (iterations * K + (keep_all ? iterations * D + (iterations - 1) * (K + kept_row()) : 0));
+  }
   int64_t kept_row() const { return (I + 15) / 16 * 16; }
   bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
 };

@@ -219,7 +219,7 @@ struct SharedRouting : SharedRows<T> {
       for (int64_t t = 0; t < r; ++t) {
         for (int64_t n = 0; n < block.samples; ++n) {
           couple(block, n, t, at.q + n * p.J * Kp, at.c);
-          if (call.kept != nullptr && t > 0)
+          if (call.kept != nullptr && p.keep_all && t > 0)
             keep(block, at.c, call.Ip, block.vectors(n) * L, block.kept_c(n, t), p.kept_row());
           block.prefetch(n, 2 * t, 2 * r);
           product(p.J, at.c, call.Ip, 1, block.count[n], block.U(n), block.row(), Kp / L, at.Z + n * p.J * Kp, Kp);
@@ -228,7 +228,7 @@ struct SharedRouting : SharedRows<T> {
         by_transpose(call, M, at.Z, at.s);
         for (int64_t n = 0; n < block.samples && call.kept != nullptr; ++n) {
           keep(block, at.Z + n * p.J * Kp, Kp, p.K, block.kept_z(n, t), p.K);
-          keep(block, at.s + n * p.J * Dp, Dp, p.D, block.kept_s(n, t), p.D);
+          if (p.keep_all) keep(block, at.s + n * p.J * Dp, Dp, p.D, block.kept_s(n, t), p.D);
         }
         const T scale = t == r - 1 ? T(1) : static_cast<T>(p.scale);
         for (int64_t m = 0; m < M; ++m) {
@@ -238,7 +238,7 @@ struct SharedRouting : SharedRows<T> {
         if (t == r - 1) break;
         // With logits that add up, the outputs of an iteration count in all that follow.
         by_S(call, M, at.s, at.q, p.accumulate && t > 0);
-        for (int64_t n = 0; n < block.samples && call.kept != nullptr; ++n)
+        for (int64_t n = 0; n < block.samples && call.kept != nullptr && p.keep_all; ++n)
           keep(block, at.q + n * p.J * Kp, Kp, p.K, block.kept_q(n, t + 1), p.K);
       }
       copy_rows(at.s, Dp, M, p.D, call.v + b0 * p.J * p.D, p.D);
@@ -279,32 +279,42 @@ struct SharedRouting : SharedRows<T> {
     fence();
   }
 
-  // What the forward kept, the couplings of iteration 0, the factors of the squash, and the outputs.
+  // What the forward kept, or what follows from z: S z, the factors of the squash, the outputs, q and the couplings.
   static CAPSFAST_ONCE void restore(const Block& block) {
     const SharedProblem& p = block.p;
     const SharedScratch<T>& at = block.at;
     const int64_t M = block.rows(), Kp = block.call.Kp, Dp = block.call.Dp, last = p.iterations - 1;
     const T eps = static_cast<T>(p.eps);
-    const T* const kept = block.call.saved;
-    const int64_t J = p.J, row = p.kept_row();
-    for (int64_t n = 0; n < block.samples; ++n) {
-      // In the order of memory.
-      for (int64_t t = 0; t <= last; ++t)
-        copy_rows(kept + block.kept_z(n, t), p.K, J, p.K, block.Z(t) + n * J * Kp, Kp);
-      for (int64_t t = 0; t <= last; ++t)
-        copy_rows(kept + block.kept_s(n, t), p.D, J, p.D, block.wide(at.sums, t) + n * J * Dp, Dp);
-      for (int64_t t = 1; t <= last; ++t)
-        copy_rows(kept + block.kept_q(n, t), p.K, J, p.K, block.q(t) + n * J * Kp, Kp);
-      for (int64_t t = 1; t <= last; ++t)
-        copy_rows(kept + block.kept_c(n, t), row, J, block.vectors(n) * L, block.coupling(n, t), block.call.Ip);
-      couple(block, n, 0, nullptr, block.coupling(n, 0));
-    }
+    for (int64_t n = 0; n < block.samples; ++n) restore_kept(block, n);
+    if (!p.keep_all) by_transpose(block.call, (last + 1) * M, block.Z(0), at.sums);
     for (int64_t m = 0; m < (last + 1) * M; ++m) {
       const T *const s = at.sums + m * Dp, n = dot(s, s, Dp), scale = m < last * M ? static_cast<T>(p.scale) : T(1);
       at.f[m] = scale * radial(p.squash, n, eps);
       at.slope[m] = scale * radial_derivative(p.squash, n, eps);
     }
     if (last > 0) scale_rows(at.sums, at.f, last * M, Dp, block.outputs(0));
+    if (p.keep_all) return;
+    if (last > 0) by_S(block.call, last * M, block.outputs(0), block.q(1));
+    // With logits that add up, the outputs of an iteration count in all that follow.
+    for (int64_t t = 2; t <= last && p.accumulate; ++t) add_scaled(T(1), block.q(t - 1), M * Kp, block.q(t));
+    for (int64_t n = 0; n < block.samples; ++n) {
+      for (int64_t t = 1; t <= last; ++t) couple(block, n, t, block.q(t) + n * p.J * Kp, block.coupling(n, t));
+    }
+  }
+
+  // In the order of memory; and the couplings of iteration 0.
+  static CAPSFAST_ONCE void restore_kept(const Block& block, int64_t n) {
+    const SharedProblem& p = block.p;
+    const T* const kept = block.call.saved;
+    const int64_t J = p.J, Kp = block.call.Kp, Dp = block.call.Dp, Ip = block.call.Ip, r = p.iterations;
+    couple(block, n, 0, nullptr, block.coupling(n, 0));
+    for (int64_t t = 0; t < r; ++t) copy_rows(kept + block.kept_z(n, t), p.K, J, p.K, block.Z(t) + n * J * Kp, Kp);
+    if (!p.keep_all) return;
+    for (int64_t t = 0; t < r; ++t)
+      copy_rows(kept + block.kept_s(n, t), p.D, J, p.D, block.wide(block.at.sums, t) + n * J * Dp, Dp);
+    for (int64_t t = 1; t < r; ++t) copy_rows(kept + block.kept_q(n, t), p.K, J, p.K, block.q(t) + n * J * Kp, Kp);
+    for (int64_t t = 1; t < r; ++t)
+      copy_rows(kept + block.kept_c(n, t), p.kept_row(), J, block.vectors(n) * L, block.coupling(n, t), Ip);
   }
 
   // From the gradient of the outputs of an iteration to ds, in place.
