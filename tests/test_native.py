@@ -132,7 +132,7 @@ def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) ->
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     chosen_tests = "reach_every_part or every_shape or sixteen_bits or strides"
     chosen_tests = f"({chosen_tests}) and not test_passes and not 100000 or every_case or permuted or every_length"
-    chosen_tests += " or test_values_and_gradients or larger_than_the_cache"
+    chosen_tests += " or test_values_and_gradients or larger_than_the_cache or less_is_kept"
     if request.config.getoption("--exhaustive"):
         chosen_tests += " or every_option"
     command = [sys.executable, "-m", "pytest", *files, "--backends", "cpp", "-q", "-x", "-p", "no:cacheprovider"]

@@ -83,16 +83,7 @@ def gradients(function: Any, given: dict[str, Tensor], logits: str | None, masks
 @pytest.mark.parametrize("logits", [None, "shared", "sample"])
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("gradient", ["full", "last"])
-@pytest.mark.parametrize("most_kept", [0, shared_routing.MOST_KEPT])
-def test_values_and_gradients(
-    size: tuple[int, ...],
-    logits: str | None,
-    masks: bool,
-    gradient: str,
-    most_kept: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shared_routing, "MOST_KEPT", most_kept)
+def test_values_and_gradients(size: tuple[int, ...], logits: str | None, masks: bool, gradient: str) -> None:
     *sizes, r = size
     given, J = problem(*sizes), sizes[2]
     kind = SQUASH[sum(size) % len(SQUASH)]
@@ -109,6 +100,20 @@ def test_values_and_gradients(
             torch.testing.assert_close(
                 got, wanted, rtol=1e-9, atol=1e-9 * float(wanted.detach().abs().max()), msg=f"{n}"
             )
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("gradient", ["full", "last"])
+def test_where_less_is_kept(size: tuple[int, ...], gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    *sizes, r = size
+    given, J = problem(*sizes), sizes[2]
+    for accumulate in (True, False):
+        rest = ("sample", True, J, Options(r, "out", gradient, False, "paper", 1e-8), accumulate)
+        wanted = gradients(shared_routing.call, given, *rest)
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_routing, "MOST_KEPT", 0)
+            found = gradients(shared_routing.call, given, *rest)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [(9, 50, 4, 16, 16, 3), (6, 40, 3, 10, 20, 3)], ids=str)
@@ -362,6 +367,26 @@ def test_torch_func_and_compile() -> None:
     weight = given["weight"].clone().requires_grad_()
     torch.compile(loss, fullgraph=True, backend="aot_eager")(weight, given["u"]).backward()
     torch.testing.assert_close(weight.grad, wanted)
+
+
+@pytest.mark.parametrize("batch", ["dynamic", "unknown"])
+def test_compiled_for_batches_of_any_size(batch: str) -> None:
+    given, options = problem(6, 20, 2, 4, 5), Options(3, "out", "full", False, "paper", 1e-8)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(u: Tensor) -> Tensor:
+        return capsfast.dynamic_routing(u, given["weight"], logits=given["shared"])
+
+    for B in (6, 4):
+        u = given["u"][:B].clone().requires_grad_()
+        if batch == "dynamic":
+            torch._dynamo.mark_dynamic(u, 0)
+        else:
+            torch._dynamo.decorators.mark_unbacked(u, 0)
+        v = compiled(u)
+        wanted = plain(u, given["weight"], given["shared"], None, None, 2, options)
+        torch.testing.assert_close(v, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(each, u, given["dv"][:B])[0] for each in (v, wanted)))
 
 
 def plain_loss(weight: Tensor, given: dict[str, Tensor]) -> Tensor:

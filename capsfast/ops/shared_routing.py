@@ -79,9 +79,18 @@ def call(
     o = options
     chosen = (J, o.num_iterations, o.gradient, accumulate, scale, o.squash, o.eps)
     B, I, K = u.shape
-    whole = B * _kept(I, K, J, weight.shape[2], o.num_iterations, True) <= MOST_KEPT
-    v, _ = _op(u, weight, logits, mask, out_mask, *chosen, torch.is_grad_enabled(), bool(whole))
+    whole = _surely(B * _kept(I, K, J, weight.shape[2], o.num_iterations, True) <= MOST_KEPT)
+    v, _ = _op(u, weight, logits, mask, out_mask, *chosen, torch.is_grad_enabled(), whole)
     return v  # type: ignore[no-any-return]
+
+
+def _surely(known: bool) -> bool:
+    """known; False where torch.compile cannot tell, as a size is not known before the program runs."""
+    if not torch.compiler.is_compiling():
+        return known
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
+
+    return True if guard_or_false(known) else False  # noqa: SIM210 - a symbol is no bool
 
 
 def _kept(I: int, K: int, J: int, D: int, r: int, whole: bool) -> int:
