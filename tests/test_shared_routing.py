@@ -2,6 +2,7 @@
 
 import math
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -236,19 +237,28 @@ def test_empty_axes(empty: int) -> None:
     assert all(not gradient.any() for gradient in found)
 
 
-def test_arrays_larger_than_the_cache_are_the_same() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "I", "r", "masks", "less"),
+    [("float32", 32, 6, False, False), ("float64", 21, 3, True, False), ("float32", 32, 16, False, True)],
+)
+def test_arrays_larger_than_the_cache_are_the_same(
+    dtype: str, I: int, r: int, masks: bool, less: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From 16 MiB on, what the backward needs and the gradient of u are stored past the cache."""
-    B, options = 2048, Options(6, "out", "full", False, "paper", 1e-8)
-    large = {name: value.float() for name, value in problem(B, 32, 2, 64, 64).items()}
-    v, du, dweight, dlogits = gradients(shared_routing.call, large, "shared", False, 2, options)
-    kept = torch.ops.capsfast.shared_routing(
-        large["u"], large["weight"], large["shared"], None, None, 2, 6, "full", True, 1.0, "paper", 1e-8, True, True
-    )[1]
-    assert min(du.nbytes, kept.nbytes) >= 2**24
+    B = 2051
+    monkeypatch.setattr(shared_routing, "MOST_KEPT", 0 if less else 2**40)
+    options = Options(r, "out", "full", False, "paper", 1e-8)
+    large = {
+        name: value.to(getattr(torch, dtype)) if value.is_floating_point() else value
+        for name, value in problem(B, I, 2, 64, 64).items()
+    }
+    v, du, dweight, dlogits = gradients(shared_routing.call, large, "shared", masks, 2, options)
+    kept = shared_routing._kept(I, 64, 2, 64, r, not less) * B * du.element_size()
+    assert kept >= 2**24 > kept / 2 + 2**16 and (masks or du.nbytes >= 2**24)
     parts = []
     for part in (slice(0, B // 2), slice(B // 2, B)):
-        half = large | {name: large[name][part] for name in ("u", "dv")}
-        parts.append(gradients(shared_routing.call, half, "shared", False, 2, options))
+        half = large | {name: large[name][part] for name in ("u", "dv", "mask", "out_mask")}
+        parts.append(gradients(shared_routing.call, half, "shared", masks, 2, options))
     assert torch.equal(v, torch.cat([part[0] for part in parts]))
     assert torch.equal(du, torch.cat([part[1] for part in parts]))
     for whole, one, other in ((dweight, parts[0][2], parts[1][2]), (dlogits, parts[0][3], parts[1][3])):
@@ -271,13 +281,18 @@ def test_shared_logits_are_those_of_every_sample(accumulate: bool) -> None:
 def test_the_next_block_is_asked_for_ahead() -> None:
     """A compiler may drop calls of a function that has no effect but that: it waited for memory a third of its time."""
     command = ["objdump", "-d", "--no-show-raw-insn", "-C", shared_routing.native.extension.__file__]
-    asking, within = set(), ""
+    found = re.compile(r"<capsfast::(\w+)::SharedRouting<float>::(\w+)")
+    there, asking, within = set(), set(), None
     for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
         if line.endswith(">:"):
-            within = line
-        elif "SharedRouting<float>::" in within and "prefetch" in line:
-            asking.add(within.partition("<capsfast::")[2].partition("::")[0])
-    assert asking == set(shared_routing.native.extension.build_info()["instruction_sets"])
+            within = found.search(line)
+            there |= {within[1]} if within else set()
+        elif within is not None and "prefetch" in line:
+            asking.add((within[1], within[2]))
+    if not there:
+        pytest.skip("the library has no names")
+    sets = shared_routing.native.extension.build_info()["instruction_sets"]
+    assert asking >= {(name, part) for name in sets for part in ("forward", "iteration_gradients")}
 
 
 def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,12 +304,44 @@ def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> N
         return real(*args)
 
     monkeypatch.setattr(shared_routing, "_op", watched)
-    wanted = shared_routing.call(given["u"], given["weight"], None, None, None, 2, options)
-    with torch.no_grad():
-        found = shared_routing.call(given["u"], given["weight"], None, None, None, 2, options)
-    with torch.inference_mode():
-        shared_routing.call(given["u"], given["weight"], None, None, None, 2, options)
-    assert kept == [True, False, False] and torch.equal(found, wanted)
+    weight = given["weight"].requires_grad_()
+    wanted = shared_routing.call(given["u"], weight, None, None, None, 2, options)
+    found = [shared_routing.call(given["u"], weight.detach(), None, None, None, 2, options)]
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off:
+            found.append(shared_routing.call(given["u"], weight, None, None, None, 2, options))
+    assert kept == [True, False, False, False]
+    assert all(torch.equal(v, wanted) for v in found)
+
+
+def test_a_backward_without_what_was_kept_is_an_error() -> None:
+    given = problem(3, 12, 2, 4, 5)
+    tensors = (given["u"].requires_grad_(), given["weight"], None, None, None)
+    v, _ = torch.ops.capsfast.shared_routing(*tensors, 2, 3, "full", True, 1.0, "paper", 1e-8, False, False)
+    with pytest.raises(RuntimeError, match="return_kept=False, so that it has no backward"):
+        v.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["every second", "transposed", "not aligned", "expanded"])
+def test_poses_are_read_where_they_are(layout: str) -> None:
+    B, I, J, D, K = 9, 20, 2, 8, 16
+    given, options = problem(B, 2 * I, J, D, 2 * K), Options(3, "out", "full", False, "paper", 1e-8)
+    whole, weight = given["u"], given["weight"][..., :K].contiguous().requires_grad_()
+    if layout == "every second":
+        u = whole[:, ::2, :K]
+    elif layout == "transposed":
+        u = whole[:, :I, :K].transpose(0, 1).contiguous().transpose(0, 1)
+    elif layout == "not aligned":
+        u = whole[:, :I, 1 : K + 1]
+    else:
+        u = whole[:1, :I, :K].expand(B, -1, -1)
+    found = []
+    for each in (u, u.contiguous()):
+        needing = each.detach().requires_grad_()
+        v = shared_routing.call(needing, weight, given["shared"][:I], None, None, J, options)
+        found.append((v, *torch.autograd.grad(v, (needing, weight), given["dv"])))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_any_number_of_threads_gives_the_same() -> None:

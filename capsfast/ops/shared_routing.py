@@ -6,9 +6,8 @@ multiplies J vectors of a sample by S and by its transpose; votes multiply I by 
 
 ``capsfast::shared_routing`` returns ``(v [B, J, D], kept [B, ...])``: for the backward, kept has z of all iterations,
 and with return_all what the backward would compute again: S z of all iterations, q and the couplings of all but the
-first. It is empty without return_kept. accumulate: the logits of an
-iteration are the given ones and all agreements so far; else the last agreement alone. scale: a factor of the agreement,
-an inverse temperature.
+first. It is empty without return_kept. accumulate: the logits of an iteration are the given ones and all agreements so
+far; else the last agreement alone. scale: a factor of the agreement, an inverse temperature.
 
 ``capsfast::shared_routing_backward`` returns ``(du, dweight, dlogits)``, each empty if its need_ flag is false.
 """
@@ -80,8 +79,17 @@ def call(
     chosen = (J, o.num_iterations, o.gradient, accumulate, scale, o.squash, o.eps)
     B, I, K = u.shape
     whole = _surely(B * _kept(I, K, J, weight.shape[2], o.num_iterations, True) <= MOST_KEPT)
-    v, _ = _op(u, weight, logits, mask, out_mask, *chosen, torch.is_grad_enabled(), whole)
+    v, _ = _op(u, weight, logits, mask, out_mask, *chosen, _may_need_gradients(u, weight, logits), whole)
     return v  # type: ignore[no-any-return]
+
+
+def _may_need_gradients(*tensors: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    # A tensor of a transform does not say what the one within it needs.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _surely(known: bool) -> bool:

@@ -50,6 +50,9 @@ class SharedOps : Arguments<CpuEngine> {
     Call call(u, weight, logits, mask, out_mask, J, {num_iterations, gradient, accumulate, scale, squash, eps});
     SharedProblem& p = call.p;
     expect("dv", dv, {p.B, p.J, p.D});
+    STD_TORCH_CHECK(
+        kept.dim() == 2 || p.empty(),
+        "capsfast: shared_routing was called with return_kept=False, so that it has no backward; pass True");
     p.keep_all = kept.dim() == 2 && kept.size(1) > p.kept();
     expect("kept", kept, {p.B, p.kept()});
     STD_TORCH_CHECK(dv.scalar_type() == u.scalar_type() && kept.scalar_type() == u.scalar_type(),

@@ -26,8 +26,8 @@ struct SharedProblem {
   MaskView out_mask;  // [B, J]
 
   // What a forward keeps of a sample for its backward: z of all iterations, and with `keep_all` what the backward would
-  // compute again: S z of all iterations, q and the couplings of all but the first. A row of couplings is whole cache
-  // lines, whatever the kernels.
+  // compute again: S z of all iterations, q and the couplings of all but the first. The length of a row of couplings
+  // is a multiple of every vector, so that the layout is the same for all kernels.
   int64_t kept() const {
     return J * (iterations * K + (keep_all ? iterations * D + (iterations - 1) * (K + kept_row()) : 0));
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "context.h"
 
@@ -45,7 +46,8 @@ class Matrices {
   Buffer<T> S_, St_;
 };
 
-// Whether what is written to an array, by whole vectors, is not to be read from a cache.
+// Whether what is written to an array, by whole vectors, goes past the cache: where it is half of 32 MiB, what processors
+// with a few threads for this have as their last cache, what is read beside it takes the other half.
 template <class T>
 bool past_cache(const SharedCall<T>& call, const void* array, int64_t size) {
   constexpr int64_t kCaches = int64_t{1} << 24;
@@ -63,8 +65,10 @@ void for_samples(const SharedCall<T>& call, int64_t tasks, bool backward, const 
   const Buffer<T> memory(members() * size);
   const Buffer<int64_t> index(members() * indices);
   for_tasks(tasks, [&](int64_t task, int64_t member) {
+    T* const own = memory.get() + member * size;
+    if (poisoned()) std::fill_n(own, size, std::numeric_limits<T>::quiet_NaN());  // not what another task left
     const int64_t begin = blocks * task / tasks * call.samples, end = blocks * (task + 1) / tasks * call.samples;
-    f(task, begin, std::min(end, B), memory.get() + member * size, index.get() + member * indices);
+    f(task, begin, std::min(end, B), own, index.get() + member * indices);
   });
 }
 
@@ -83,7 +87,7 @@ void shared_forward(const SharedProblem& p, const SharedOutputs& out) {
   SharedCall<T> call(p, table.L);
   const Matrices<T> matrices(p, &call);
   call.v = static_cast<T*>(out.v), call.kept = static_cast<T*>(out.kept);
-  call.past_cache = p.K == call.Kp && p.D == call.Dp && past_cache(call, out.kept, p.B * p.kept());
+  call.past_cache = p.K == call.Kp && (!p.keep_all || p.D == call.Dp) && past_cache(call, out.kept, p.B * p.kept());
   for_samples(call, tasks_of(call), false, [&](int64_t, int64_t begin, int64_t end, T* memory, int64_t* index) {
     table.shared_forward(call, begin, end, memory, index);
   });

@@ -54,7 +54,8 @@ struct SharedSums {
 // none of a backward.
 template <class T>
 struct SharedScratch {
-  T *U, *Ut;  // [samples][Ip][Kp] and [samples][Kp][Ip]: the input capsules that are not masked, and their transpose
+  T *U, *Ut;  // [samples][Ip][Kp] and [samples][Kp][Ip]: the input capsules that are not masked, and their transpose.
+              // Those that are read in place have no U
   T* logits;  // [samples][J][Ip], or [J][Ip] where all samples have the same
   T* c;       // [J][Ip]
   T* start;   // [J][Ip]: the couplings of iteration 0, where all samples have the same

@@ -3,7 +3,7 @@
 
 template <class T>
 struct SharedRouting : SharedRows<T> {
-  using SharedRows<T>::L, SharedRows<T>::product, SharedRows<T>::dot, SharedRows<T>::add_scaled,
+  using SharedRows<T>::L, SharedRows<T>::product, SharedRows<T>::dot, SharedRows<T>::add_rows,
       SharedRows<T>::scale_rows, SharedRows<T>::copy_rows;
   using typename SharedRows<T>::V;
 
@@ -20,9 +20,9 @@ struct SharedRouting : SharedRows<T> {
     const SharedCall<T>& call;
     const SharedProblem& p;
     const SharedScratch<T>& at;
-    int64_t b0, samples;
-    int64_t* index;  // [samples][I]: the input capsules that are not masked
-    int64_t* count;  // [samples]: how many
+    int64_t b0, samples, end;  // end: of the samples of the task
+    int64_t* index;            // [samples][I]: the input capsules that are not masked
+    int64_t* count;            // [samples]: how many
 
     Block(const SharedCall<T>& call, const SharedScratch<T>& at, int64_t b0, int64_t end, int64_t* index)
         : call(call),
@@ -30,6 +30,7 @@ struct SharedRouting : SharedRows<T> {
           at(at),
           b0(b0),
           samples(b0 + call.samples < end ? call.samples : end - b0),
+          end(end),
           index(index + call.samples),
           count(index) {}
 
@@ -37,12 +38,13 @@ struct SharedRouting : SharedRows<T> {
     int64_t vectors(int64_t n) const { return (count[n] + L - 1) / L; }
     const T* given(int64_t n) const { return static_cast<const T*>(p.u.data) + (b0 + n) * p.u.stride[0]; }
     // The input capsules of a sample that are not masked, and the length of a row.
-    const T* U(int64_t n) const { return call.in_place ? given(n) : at.U + n * call.Ip * call.Kp; }
+    const T* U(int64_t n) const { return call.in_place ? given(n) : packed(n); }
+    T* packed(int64_t n) const { return at.U + n * call.Ip * call.Kp; }
     int64_t row() const { return call.in_place ? p.u.stride[1] : call.Kp; }
     // Asks for a part of the input of the next block, so that it comes from memory while this one is worked on. Inline:
     // to GCC a function that prefetches and no more has no effect, and it drops the calls.
     CAPSFAST_INLINE void prefetch(int64_t n, int64_t part, int64_t parts) const {
-      if (b0 + samples + n >= p.B) return;
+      if (b0 + samples + n >= end) return;
       const T* const next = given(samples + n);
       for (int64_t i = p.I * part / parts; i < p.I * (part + 1) / parts; ++i) {
         for (int64_t k = 0; k < p.K; k += 64 / static_cast<int64_t>(sizeof(T)))
@@ -91,15 +93,15 @@ struct SharedRouting : SharedRows<T> {
       }
       block.count[n] = count;
       const int64_t padded = (count + L - 1) / L * L;
-      if (!block.call.in_place) copy_valid(block, n, index, count, at_own(block, n));
+      if (!block.call.in_place) copy_valid(block, n, index, count, block.packed(n));
       const T* const U = block.U(n);
       T* const Ut = block.Ut(n);
       for (int64_t i = 0; i < padded; i += L) {
-        const int64_t there = count - i < L ? count - i : L;
+        const int64_t left = count - i < L ? count - i : L;
         for (int64_t k = 0; k < Kp; k += L) {
           V m[L];
 #pragma GCC unroll 16
-          for (int l = 0; l < L; ++l) m[l] = l < there ? load<L>(U + (i + l) * block.row() + k) : V{};
+          for (int l = 0; l < L; ++l) m[l] = l < left ? load<L>(U + (i + l) * block.row() + k) : V{};
           transpose<T, L>(m);
 #pragma GCC unroll 16
           for (int l = 0; l < L; ++l) store<L>(Ut + (k + l) * Ip + i, m[l]);
@@ -108,8 +110,6 @@ struct SharedRouting : SharedRows<T> {
       if (!block.call.same_start) pack_logits(block, n, padded);
     }
   }
-
-  static T* at_own(const Block& block, int64_t n) { return block.at.U + n * block.call.Ip * block.call.Kp; }
 
   static void copy_valid(const Block& block, int64_t n, const int64_t* index, int64_t count, T* to) {
     const SharedProblem& p = block.p;
@@ -287,16 +287,18 @@ struct SharedRouting : SharedRows<T> {
     const T eps = static_cast<T>(p.eps);
     for (int64_t n = 0; n < block.samples; ++n) restore_kept(block, n);
     if (!p.keep_all) by_transpose(block.call, (last + 1) * M, block.Z(0), at.sums);
-    for (int64_t m = 0; m < (last + 1) * M; ++m) {
+    // With all kept, a backward of the last iteration alone restores no other.
+    const int64_t first = p.keep_all && p.gradient_last ? last : 0;
+    for (int64_t m = first * M; m < (last + 1) * M; ++m) {
       const T *const s = at.sums + m * Dp, n = dot(s, s, Dp), scale = m < last * M ? static_cast<T>(p.scale) : T(1);
       at.f[m] = scale * radial(p.squash, n, eps);
       at.slope[m] = scale * radial_derivative(p.squash, n, eps);
     }
-    if (last > 0) scale_rows(at.sums, at.f, last * M, Dp, block.outputs(0));
+    if (first < last) scale_rows(at.sums, at.f, last * M, Dp, block.outputs(0));
     if (p.keep_all) return;
     if (last > 0) by_S(block.call, last * M, block.outputs(0), block.q(1));
     // With logits that add up, the outputs of an iteration count in all that follow.
-    for (int64_t t = 2; t <= last && p.accumulate; ++t) add_scaled(T(1), block.q(t - 1), M * Kp, block.q(t));
+    for (int64_t t = 2; t <= last && p.accumulate; ++t) add_rows(block.q(t - 1), M * Kp, block.q(t));
     for (int64_t n = 0; n < block.samples; ++n) {
       for (int64_t t = 1; t <= last; ++t) couple(block, n, t, block.q(t) + n * p.J * Kp, block.coupling(n, t));
     }
@@ -310,10 +312,11 @@ struct SharedRouting : SharedRows<T> {
     couple(block, n, 0, nullptr, block.coupling(n, 0));
     for (int64_t t = 0; t < r; ++t) copy_rows(kept + block.kept_z(n, t), p.K, J, p.K, block.Z(t) + n * J * Kp, Kp);
     if (!p.keep_all) return;
-    for (int64_t t = 0; t < r; ++t)
+    const int64_t first = p.gradient_last ? r - 1 : 0, scored = p.gradient_last && r > 1 ? r - 1 : 1;
+    for (int64_t t = first; t < r; ++t)
       copy_rows(kept + block.kept_s(n, t), p.D, J, p.D, block.wide(block.at.sums, t) + n * J * Dp, Dp);
-    for (int64_t t = 1; t < r; ++t) copy_rows(kept + block.kept_q(n, t), p.K, J, p.K, block.q(t) + n * J * Kp, Kp);
-    for (int64_t t = 1; t < r; ++t)
+    for (int64_t t = scored; t < r; ++t) copy_rows(kept + block.kept_q(n, t), p.K, J, p.K, block.q(t) + n * J * Kp, Kp);
+    for (int64_t t = scored; t < r; ++t)
       copy_rows(kept + block.kept_c(n, t), p.kept_row(), J, block.vectors(n) * L, block.coupling(n, t), Ip);
   }
 
@@ -341,8 +344,7 @@ struct SharedRouting : SharedRows<T> {
       product(p.J, dz, Kp, 1, p.K, block.Ut(n), Ip, block.vectors(n), dl, Ip);
       differentiate(block, n, c, dl);
       if (prior) {
-        for (int64_t j = 0; j < p.J; ++j)
-          add_scaled(T(1), dl + j * Ip, block.vectors(n) * L, block.dlogits(n) + j * Ip);
+        for (int64_t j = 0; j < p.J; ++j) add_rows(dl + j * Ip, block.vectors(n) * L, block.dlogits(n) + j * Ip);
       }
       if (query) {
         T* const dq = block.dq(t - 1) + n * p.J * Kp;

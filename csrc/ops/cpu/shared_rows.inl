@@ -68,9 +68,9 @@ struct SharedRows {
     return sum<T, L>(total);
   }
 
-  // y += factor x
-  static CAPSFAST_INLINE void add_scaled(T factor, const T* x, int64_t size, T* y) {
-    for (int64_t k = 0; k < size; k += L) store<L>(y + k, load<L>(y + k) + load<L>(x + k) * factor);
+  // y += x
+  static CAPSFAST_INLINE void add_rows(const T* x, int64_t size, T* y) {
+    for (int64_t k = 0; k < size; k += L) store<L>(y + k, load<L>(y + k) + load<L>(x + k));
   }
 
   // Rows times factors.
