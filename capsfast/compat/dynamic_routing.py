@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from .. import checks
 from ..functional import dynamic_routing, route_votes
 from ..nn import _arguments
-from ..nn._called import check_call
+from ._forms import Forms
 from ._layer import CompatLayer
 
 
-class DynamicRouting(CompatLayer):
+class DynamicRouting(Forms, CompatLayer):
     """Two layers of this name, told apart by their arguments (Sabour, Frosst, Hinton 2017, procedure 1).
 
     * ``DynamicRouting(in_capsules, out_capsules, in_dim, out_dim, num_iterations=3)`` has ``W [1, I, J, D, K]``, or ``W
@@ -39,29 +39,11 @@ class DynamicRouting(CompatLayer):
 
     # In either form W may be there or not.
     _either = ("W",)
-    _form: type["DynamicRouting"]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = _form(args, kwargs) if cls is DynamicRouting else cls
-        return super().__new__(made, *args, **kwargs)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Of a subclass, in the form that its arguments say."""
-        form = _form(args, kwargs)
-        check_call(form, args, kwargs)
-        form.__init__(self, *args, **kwargs)
-        self._form = form
-
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        return self._form.forward(self, *inputs, **named)
-
-    def _get_name(self) -> str:
-        return "DynamicRouting" if type(self) in (_OfCapsules, _OfVotes) else type(self).__name__
-
-
-def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[DynamicRouting]:
-    of_votes = len(args) < 2 and set(kwargs) <= {"num_iterations", "eps"}
-    return _OfVotes if of_votes else _OfCapsules
+    @staticmethod
+    def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[Forms]:
+        of_votes = len(args) < 2 and set(kwargs) <= {"num_iterations", "eps"}
+        return _OfVotes if of_votes else _OfCapsules
 
 
 class _OfCapsules(DynamicRouting):

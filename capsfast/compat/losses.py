@@ -7,10 +7,11 @@ from torch import Tensor
 from .. import nn as capsules
 from ..kinds import LOSSES
 from ..nn import _arguments
-from ..nn._called import Called, check_call
+from ..nn._called import Called
+from ._forms import Forms
 
 
-class MarginLoss(Called):
+class MarginLoss(Forms):
     """Three losses of this name, told apart by their arguments (Sabour, Frosst, Hinton 2017, eq. 4).
 
     * ``MarginLoss(m_pos, m_neg, lambda_)(lengths, targets, size_average=True)``: mean over batch and classes, else the
@@ -31,30 +32,11 @@ class MarginLoss(Called):
     _op = "capsfast.compat.MarginLoss"
     _kinds = LOSSES
 
-    _form: type["MarginLoss"]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = _form(args, kwargs) if cls is MarginLoss else cls
-        return super().__new__(made, *args, **kwargs)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Of a subclass, in the form that its arguments say."""
-        form = _form(args, kwargs)
-        check_call(form, args, kwargs)
-        form.__init__(self, *args, **kwargs)
-        self._form = form
-
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        return self._form.forward(self, *inputs, **named)
-
-    def _get_name(self) -> str:
-        return "MarginLoss" if type(self) in (_OfLengths, _OfCapsules, _OfPaper) else type(self).__name__
-
-
-def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[MarginLoss]:
-    if {"n_labels", "m_positive", "m_negative"} & set(kwargs) or (args and type(args[0]) is int and args[0] > 1):
-        return _OfCapsules
-    return _OfPaper if not args and set(kwargs) <= {"m_plus", "m_minus", "lambda_"} else _OfLengths
+    @staticmethod
+    def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[Forms]:
+        if {"n_labels", "m_positive", "m_negative"} & set(kwargs) or (args and type(args[0]) is int and args[0] > 1):
+            return _OfCapsules
+        return _OfPaper if not args and set(kwargs) <= {"m_plus", "m_minus", "lambda_"} else _OfLengths
 
 
 class _OfLengths(MarginLoss):

@@ -69,46 +69,33 @@ def route(
     if logits is not None and checks.autocast_dtype(u.device) is not None:
         logits = logits.to(wide_dtype(u.dtype))
     (u, weight), no_autocast = as_under_autocast((u, weight))
-    with no_autocast:
-        return _route(u, weight, J, logits, mask, out_mask, options, backend)
-
-
-def _route(
-    u: Tensor,
-    weight: Tensor,
-    J: int,
-    logits: Tensor | None,
-    mask: Tensor | None,
-    out_mask: Tensor | None,
-    options: InterestOptions,
-    backend: str | None,
-) -> Tensor:
     o = options
-    fused = Options(o.num_iterations, o.softmax, o.gradient, False, o.squash, o.eps)
-    shared = weight.shape[0] == 1 and weight.shape[1] == 1
-    if shared and o.plain and shared_routing.serves(u, weight, logits, J, fused, backend):
-        scaled = logits if logits is None or o.temperature == 1 else logits / o.temperature
-        return shared_routing.call(
-            u, weight, scaled, mask, out_mask, J, fused, o.update == "accumulate", 1 / o.temperature
-        )
-    if out_mask is None and logits is None and weight.shape[1] != J:
-        # Says how many output capsules there are.
-        logits = u.new_zeros(u.shape[1], J)
-    if o.plain and o.update == "accumulate" and o.temperature == 1:
-        return dynamic_routing(  # type: ignore[no-any-return]
-            u,
-            weight,
-            o.num_iterations,
-            logits=logits,
-            mask=mask,
-            out_mask=out_mask,
-            softmax=o.softmax,
-            gradient=o.gradient,
-            squash=o.squash,
-            eps=o.eps,
-            backend=backend,
-        )
-    return Passes(u, weight, J, logits, mask, out_mask, o, backend).run()
+    with no_autocast:
+        fused = Options(o.num_iterations, o.softmax, o.gradient, False, o.squash, o.eps)
+        shared = weight.shape[0] == 1 and weight.shape[1] == 1
+        if shared and o.plain and shared_routing.serves(u, weight, logits, J, fused, backend):
+            scaled = logits if logits is None or o.temperature == 1 else logits / o.temperature
+            return shared_routing.call(
+                u, weight, scaled, mask, out_mask, J, fused, o.update == "accumulate", 1 / o.temperature
+            )
+        if out_mask is None and logits is None and weight.shape[1] != J:
+            # Says how many output capsules there are.
+            logits = u.new_zeros(u.shape[1], J)
+        if o.plain and o.update == "accumulate" and o.temperature == 1:
+            return dynamic_routing(  # type: ignore[no-any-return]
+                u,
+                weight,
+                o.num_iterations,
+                logits=logits,
+                mask=mask,
+                out_mask=out_mask,
+                softmax=o.softmax,
+                gradient=o.gradient,
+                squash=o.squash,
+                eps=o.eps,
+                backend=backend,
+            )
+        return Passes(u, weight, J, logits, mask, out_mask, o, backend).run()
 
 
 class Passes:
