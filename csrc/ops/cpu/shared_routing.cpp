@@ -46,8 +46,8 @@ class Matrices {
   Buffer<T> S_, St_;
 };
 
-// Whether what is written to an array, by whole vectors, goes past the cache: where it is half of 32 MiB, what processors
-// with a few threads for this have as their last cache, what is read beside it takes the other half.
+// Whether what is written to an array, by whole vectors, goes past the cache. From half of a last cache of 32 MiB on, where
+// it was measured: what is read beside it takes the other half.
 template <class T>
 bool past_cache(const SharedCall<T>& call, const void* array, int64_t size) {
   constexpr int64_t kCaches = int64_t{1} << 24;
