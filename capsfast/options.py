@@ -64,3 +64,22 @@ class PassOptions(NamedTuple):
     normalize: str
     leaky: bool
     second: bool
+
+
+class EMOptions(NamedTuple):
+    """Static options of what EM routing does between two passes, in the order in which the op schema lists them.
+
+    floor, momentum, isotropic, cost, nonlinearity: see :class:`capsfast.nn.EMRouting`.
+    cost_scale: a number that the cost is multiplied by; 0 for 1 / mean of the mass.
+    inverse_temperature: of this iteration.
+    final: activations are wanted, and nothing for another pass.
+    """
+
+    floor: float
+    momentum: float
+    isotropic: bool
+    cost: str
+    cost_scale: float
+    nonlinearity: str
+    inverse_temperature: float
+    final: bool

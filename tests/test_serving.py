@@ -212,8 +212,8 @@ def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-# It has kernels on the CPU alone, so it is never taken for a program (see the next test).
-IN_NO_PROGRAM = {"capsfast::shared_routing", "capsfast::shared_routing_backward"}
+# They have kernels on the CPU alone, so they are never taken for a program (see the next test, test_em_update.py).
+IN_NO_PROGRAM = {f"capsfast::{stem}{end}" for stem in ("shared_routing", "em_update") for end in ("", "_backward")}
 
 
 def test_every_op_has_a_decomposition() -> None:

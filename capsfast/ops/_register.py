@@ -82,12 +82,15 @@ class Contract(NamedTuple):
         saved = ", ".join(f"Tensor {name}" for name in self.saved)
         requests = ", ".join(f"bool return_{name}" for name in self.requests)
         needed = ", ".join(f"bool need_{name}" for name in self.needed)
-        options = ", ".join(part for part in (self.options, requests) if part)
         return (
-            f"{prefix}{self.name}({tensors}, {options}) -> ({_tensors(self.outputs)})",
-            f"{prefix}{self.name}_backward({gradients}, {tensors}, {saved}, {self.options}, {needed}) "
+            f"{prefix}{self.name}({_joined(tensors, self.options, requests)}) -> ({_tensors(self.outputs)})",
+            f"{prefix}{self.name}_backward({_joined(gradients, tensors, saved, self.options, needed)}) "
             f"-> ({_tensors(self.needed)})",
         )
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
 
 
 def _tensors(names: tuple[str, ...]) -> str:

@@ -12,6 +12,14 @@ constexpr const char* kSchemas[] = {
     "Tensor? mask, Tensor? out_mask, Tensor coupling, Tensor s, Tensor norm, int num_iterations, str softmax, "
     "str gradient, bool leaky, str squash, float eps, bool tf32, bool need_u, bool need_weight, bool need_logits, "
     "bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    "em_update(Tensor mass, Tensor first, Tensor second, Tensor center, Tensor beta_a, Tensor beta_u, Tensor? last, "
+    "Tensor? mask, Tensor? out_mask, float floor, float momentum, bool isotropic, str cost, float cost_scale, str "
+    "nonlinearity, float inverse_temperature, bool final) -> (Tensor, Tensor, Tensor)",
+    "em_update_backward(Tensor? dposes, Tensor? dprecision, Tensor? dscore, Tensor mass, Tensor first, Tensor second, "
+    "Tensor center, Tensor beta_a, Tensor beta_u, Tensor? last, Tensor? mask, Tensor? out_mask, float floor, float "
+    "momentum, bool isotropic, str cost, float cost_scale, str nonlinearity, float inverse_temperature, bool final, "
+    "bool need_mass, bool need_first, bool need_second, bool need_center, bool need_beta_a, bool need_beta_u, bool "
+    "need_last) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "route_votes(Tensor votes, Tensor? logits, Tensor? bias, Tensor? mask, Tensor? out_mask, SymInt J, "
     "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps, "
     "bool return_coupling) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -1,17 +1,17 @@
 """EM routing: every output capsule is a Gaussian of votes."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ... import checks
+from ...ops import em_update
+from ...options import EMOptions
 from .. import _arguments
 from .base import Capsules, IterativeRouting
-from .votes import Votes, inverse
+from .votes import Votes
 
 NONLINEARITY = ("sigmoid", "softmax")
 COST = ("variance", "mass")
@@ -115,52 +115,42 @@ class EMRouting(IterativeRouting):
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         checks.not_negative(self.op, "activation", activation)
         center = votes.origin(activation)  # the result does not depend on it
-        last = torch.zeros_like(center)
+        last: Tensor | None = None
         score: dict[str, Any] = {}
-        for t, inverse_temperature in enumerate(self.inverse_temperatures):
+        for t in range(self.num_iterations):
             # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.
             moments = votes.moments(center=center, activation=activation, second=True, leaky=self.leaky, **score)
             assert moments.second is not None
-            per_mass = inverse(moments.mass)[..., None]
-            shift = moments.first * per_mass
-            poses, variance = center + shift, moments.second * per_mass - shift.square()
-            if self.momentum:
-                held = self.momentum * (last - poses)
-                poses, variance = poses + held, variance + held.square()
-            variance = variance.clamp_min(0) + self.floor
-            if self.isotropic:
-                variance = variance.mean(2, keepdim=True).expand_as(variance)
-            log_sigma = 0.5 * variance.log().sum(2)  # the sum over the components
-            logit = inverse_temperature * (self.beta_a.to(poses.dtype) - self._cost(votes, moments.mass, log_sigma))
-            if t + 1 < self.num_iterations:
-                prior = self._activated(votes, logit, log=True) - (log_sigma + 0.5 * votes.D * math.log(2 * math.pi))
-                score = {"precision": variance.reciprocal(), "prior": prior}
-                center = last = poses
-        return Capsules(poses, self._activated(votes, logit))
+            poses, precision, found = em_update.call(
+                *moments[:2],
+                moments.second,
+                center,
+                self.beta_a,
+                self.beta_u,
+                last,
+                votes.out_mask,
+                self._update(votes, t),
+                self.backend,
+            )
+            score = {"precision": precision, "prior": found}
+            center = last = poses
+        return Capsules(poses, found)
 
-    def _cost(self, votes: Votes, mass: Tensor, log_sigma: Tensor) -> Tensor:
-        """``[B, J]``."""
-        beta_u = self.beta_u.to(mass.dtype)
-        each = beta_u.sum(1) if beta_u.dim() == 2 else beta_u * votes.D
-        if self.cost == "variance":
-            each = each + log_sigma
-        if self.cost_scale == "inputs":
-            mass = mass * (votes.J / votes.I)
-        elif self.cost_scale == "mean":
-            there = votes.J if votes.out_mask is None else votes.out_mask.sum(1, keepdim=True)
-            mass = mass * (there * inverse(mass.sum(1, keepdim=True)))
-        elif not isinstance(self.cost_scale, str):
-            mass = mass * self.cost_scale
-        return mass * each
-
-    def _activated(self, votes: Votes, logit: Tensor, log: bool = False) -> Tensor:
-        """``[B, J]``: activations, or their logarithms."""
-        if self.nonlinearity == "sigmoid":
-            return F.logsigmoid(logit) if log else logit.sigmoid()
-        if votes.out_mask is not None:
-            # Not -inf, of which a row with no capsule left would become nan.
-            logit = logit.masked_fill(~votes.out_mask, torch.finfo(logit.dtype).min)
-        return logit.log_softmax(1) if log else logit.softmax(1)
+    def _update(self, votes: Votes, t: int) -> EMOptions:
+        """What follows the pass of iteration t."""
+        scale = self.cost_scale
+        if isinstance(scale, str):
+            scale = {"sum": 1.0, "inputs": votes.J / max(votes.I, 1), "mean": 0.0}[scale]
+        return EMOptions(
+            self.floor,
+            self.momentum,
+            self.isotropic,
+            self.cost,
+            scale,
+            self.nonlinearity,
+            self.inverse_temperatures[t],
+            t + 1 == self.num_iterations,
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, inverse_temperatures={self.inverse_temperatures}"

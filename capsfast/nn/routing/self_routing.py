@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
+from ...reference.em_update import inverse
 from .base import Capsules, Routing
-from .votes import Votes, inverse
+from .votes import Votes
 
 
 class SelfRouting(Routing):

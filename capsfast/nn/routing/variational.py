@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
+from ...reference.em_update import inverse
 from .. import _arguments
 from .base import Capsules, IterativeRouting
-from .votes import Votes, inverse
+from .votes import Votes
 
 
 class VariationalRouting(IterativeRouting):

@@ -12,6 +12,7 @@ from ...functional import dynamic_routing, route_votes
 from ...functional import squash as _squash
 from ...ops._product import width
 from ...passes import Moments, routing_pass, votes_pass
+from ...reference.em_update import LEAST_MASS
 
 # A shorter vote has no direction: its cosine goes to 0 with it.
 LEAST_LENGTH = 1e-8
@@ -20,12 +21,6 @@ LEAST_LENGTH = 1e-8
 # within f^-1/2 deviations of that of all, and float32 loses log2(1/f) bits: so f is to be at least LEAST_SHARE.
 STRIDE = 17
 LEAST_SHARE = 1e-2
-
-
-def inverse(mass: Tensor) -> Tensor:
-    """1 / mass, and 0 without a gradient where there is no mass to speak of."""
-    there = mass > 1e-12
-    return torch.where(there, torch.where(there, mass, 1.0).reciprocal(), 0.0)
 
 
 class Votes(ABC):
@@ -119,7 +114,7 @@ class Votes(ABC):
         with torch.no_grad():
             few = self.I >= STRIDE**2 and self._stand_for_all(activation)
             found = self._some(STRIDE if few else 1, activation)
-            return found.first * inverse(found.mass)[..., None]
+            return found.first / found.mass.clamp_min(LEAST_MASS)[..., None]
 
     def _stand_for_all(self, activation: Tensor | None) -> bool:
         """Whether each STRIDE-th input capsule has its share of the mass, where that can be seen without waiting."""

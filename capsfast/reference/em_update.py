@@ -1,0 +1,72 @@
+"""The definition of what EM routing does between two passes: the M-step, after its sums over the votes."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..options import EMOptions
+
+# Less is no mass to speak of.
+LEAST_MASS = 1e-12
+
+
+def inverse(mass: Tensor) -> Tensor:
+    """1 / mass, and 0 without a gradient where there is no mass to speak of."""
+    there = mass > LEAST_MASS
+    return torch.where(there, torch.where(there, mass, 1.0).reciprocal(), 0.0)
+
+
+def em_update(
+    mass: Tensor,
+    first: Tensor,
+    second: Tensor,
+    center: Tensor,
+    beta_a: Tensor,
+    beta_u: Tensor,
+    last: Tensor | None,
+    out_mask: Tensor | None,
+    options: EMOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(poses [B, J, D], precision [B, J, D], score [B, J])``; see capsfast/ops/em_update.py."""
+    o, D = options, first.shape[2]
+    per_mass = inverse(mass)[..., None]
+    # In float32, second / mass - shift^2 does not cancel about a center near to the mean.
+    shift = first * per_mass
+    poses, variance = center + shift, second * per_mass - shift.square()
+    if o.momentum:
+        held = o.momentum * ((0.0 if last is None else last) - poses)
+        poses, variance = poses + held, variance + held.square()
+    variance = variance.clamp_min(0) + o.floor
+    if o.isotropic:
+        variance = variance.mean(2, keepdim=True).expand_as(variance)
+    log_sigma = 0.5 * variance.log().sum(2)  # the sum over the components
+    logit = o.inverse_temperature * (beta_a - _cost(mass, beta_u, log_sigma, D, out_mask, o))
+    if o.final:
+        return poses, poses.new_empty(0), _activation(logit, out_mask, o.nonlinearity)
+    log_activation = _activation(logit, out_mask, o.nonlinearity, log=True)
+    return poses, variance.reciprocal(), log_activation - (log_sigma + 0.5 * D * math.log(2 * math.pi))
+
+
+def _cost(
+    mass: Tensor, beta_u: Tensor, log_sigma: Tensor, D: int, out_mask: Tensor | None, options: EMOptions
+) -> Tensor:
+    """``[B, J]``."""
+    each = beta_u.sum(1) if beta_u.dim() == 2 else beta_u * D
+    if options.cost == "variance":
+        each = each + log_sigma
+    if options.cost_scale:
+        return mass * options.cost_scale * each
+    there = mass.shape[1] if out_mask is None else out_mask.sum(1, keepdim=True)
+    return mass * (there * inverse(mass.sum(1, keepdim=True))) * each
+
+
+def _activation(logit: Tensor, out_mask: Tensor | None, nonlinearity: str, log: bool = False) -> Tensor:
+    """``[B, J]``: activations, or their logarithms."""
+    if nonlinearity == "sigmoid":
+        return F.logsigmoid(logit) if log else logit.sigmoid()
+    if out_mask is not None:
+        # Not -inf, of which a row with no capsule left would become nan.
+        logit = logit.masked_fill(~out_mask, torch.finfo(logit.dtype).min)
+    return logit.log_softmax(1) if log else logit.softmax(1)

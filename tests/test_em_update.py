@@ -1,0 +1,245 @@
+"""The op of what EM routing does between two passes, against its definition."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import capsfast
+from capsfast.nn import EMRouting
+from capsfast.ops import em_update
+from capsfast.options import EMOptions
+from capsfast.reference.em_update import em_update as definition
+
+pytestmark = pytest.mark.skipif(em_update.native.extension is None, reason=em_update.native.why_absent)
+f64 = torch.float64
+NAMES = ("mass", "first", "second", "center", "beta_a", "beta_u", "last")
+PLAIN = EMOptions(0.5, 0.0, False, "variance", 0.0, "sigmoid", 1.5, False)
+
+
+def problem(B: int, J: int, D: int, component: bool = False, dtype: torch.dtype = f64) -> dict[str, Tensor]:
+    """Moments as of votes: no second moment is below what the first one demands."""
+    torch.manual_seed(0)
+    mass, mean = torch.rand(B, J, dtype=dtype), torch.randn(B, J, D, dtype=dtype)
+    second = mass[..., None] * (mean.square() + torch.rand(B, J, D, dtype=dtype))
+    center, last = torch.randn(2, B, J, D, dtype=dtype).unbind()
+    betas = torch.randn(J, dtype=dtype), torch.randn(*((J, D) if component else (J,)), dtype=dtype)
+    return dict(zip(NAMES, (mass, mass[..., None] * mean, second, center, *betas, last), strict=True))
+
+
+def run(
+    by: Any, given: dict[str, Tensor | None], out_mask: Tensor | None, options: EMOptions
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Results, and the gradients of what was given, from random gradients of the results."""
+    needing = {name: None if value is None else value.clone().requires_grad_() for name, value in given.items()}
+    found = by(*(needing.get(name) for name in NAMES), out_mask, options)
+    torch.manual_seed(1)
+    upstream = [torch.randn(value.shape, dtype=f64).to(value.dtype) for value in found]
+    if out_mask is not None:  # as a pass has it
+        upstream = [each if each.dim() == 1 else each * _like(out_mask, each) for each in upstream]
+    inputs = {name: value for name, value in needing.items() if value is not None}
+    pairs = [(value, each) for value, each in zip(found, upstream, strict=True) if value.dim() > 1]
+    gradients = torch.autograd.grad(
+        [a for a, _ in pairs], list(inputs.values()), [b for _, b in pairs], materialize_grads=True
+    )
+    return list(found), dict(zip(inputs, gradients, strict=True))
+
+
+def _like(out_mask: Tensor, value: Tensor) -> Tensor:
+    return out_mask if value.dim() == 2 else out_mask[..., None]
+
+
+OPTIONS = [
+    PLAIN._replace(**dict(zip(("isotropic", "nonlinearity", "cost", "final"), each, strict=True)))
+    for each in itertools.product((False, True), ("sigmoid", "softmax"), ("variance", "mass"), (False, True))
+]
+
+
+@pytest.mark.parametrize("component", [False, True], ids=["beta", "component_beta"])
+@pytest.mark.parametrize("momentum", [0.0, 0.1])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_values_and_gradients_of_every_option(masked: bool, momentum: float, component: bool) -> None:
+    given = problem(5, 4, 9, component)
+    out_mask = torch.tensor([[1, 1, 0, 1]] * 4 + [[0, 0, 0, 0]], dtype=torch.bool) if masked else None
+    if out_mask is not None:
+        for name in ("mass", "first", "second"):
+            given[name] = given[name] * _like(out_mask, given[name])
+    given["mass"][1, 0] = given["first"][1, 0] = given["second"][1, 0] = 0  # a capsule without mass
+    for chosen, scale in itertools.product(OPTIONS, (0.0, 0.7)):
+        options = chosen._replace(momentum=momentum, cost_scale=scale)
+        for last in (given["last"], None) if momentum else (None,):
+            case = given | {"last": last}
+            found, wanted = run(em_update.call, case, out_mask, options), run(definition, case, out_mask, options)
+            assert (found[0][1].numel() == 0) == options.final
+            for got, want in zip(found[0], wanted[0], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            assert found[1].keys() == wanted[1].keys()
+            for name, gradient in found[1].items():
+                torch.testing.assert_close(gradient, wanted[1][name], rtol=1e-10, atol=1e-11, msg=f"{name} {options}")
+
+
+def test_a_variance_below_zero_is_cut() -> None:
+    """Rounding may leave one. It has no gradient, with the floor alone in its place."""
+    given = problem(2, 3, 4)
+    given["second"][0, 1, 2] = -0.1
+    for momentum in (0.0, 0.1):
+        options = PLAIN._replace(momentum=momentum)
+        case = given | ({} if momentum else {"last": None})
+        found, wanted = run(em_update.call, case, None, options), run(definition, case, None, options)
+        assert found[0][1].max() == 1 / options.floor
+        assert not found[1]["second"][0, 1, 2]
+        for name, gradient in found[1].items():
+            torch.testing.assert_close(gradient, wanted[1][name], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (1, 1, 1), (40, 11, 17)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, f64], ids=str)
+def test_sizes(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """The last is shared among threads."""
+    given = problem(*sizes, dtype=dtype)
+    options = PLAIN._replace(momentum=0.1)
+    (poses, precision, score), found = run(em_update.call, given, None, options)
+    exact = run(definition, {name: value.double() for name, value in given.items()}, None, options)
+    assert poses.dtype == precision.dtype == score.dtype == dtype
+    tolerance = 1e-10 if dtype == f64 else 2e-5
+    for got, want in zip((poses, precision, score), exact[0], strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    for name, gradient in found.items():
+        want = exact[1][name]
+        bound = tolerance * float(want.abs().max()) if want.numel() else 0.0
+        torch.testing.assert_close(gradient.double(), want, rtol=0, atol=10 * bound)
+
+
+def test_any_strides() -> None:
+    given = problem(6, 4, 5)
+    turned = {
+        name: value.transpose(0, value.dim() - 1).contiguous().transpose(0, value.dim() - 1)
+        for name, value in given.items()
+    }
+    assert not turned["first"].is_contiguous()
+    for got, want in zip(
+        run(em_update.call, turned, None, PLAIN)[0], run(em_update.call, given, None, PLAIN)[0], strict=True
+    ):
+        assert torch.equal(got, want)
+    assert run(em_update.call, turned, None, PLAIN)[1].keys() == set(NAMES[:-1]) | {"last"}
+
+
+@pytest.mark.parametrize("variance", [1e-37, 1e37])
+def test_logarithms_of_extreme_variances(variance: float) -> None:
+    """Of float32 several are multiplied before there is one logarithm."""
+    given = problem(3, 2, 21, dtype=torch.float32) | {"last": None}
+    given["mass"].fill_(1), given["first"].zero_(), given["second"].fill_(variance)  # type: ignore[func-returns-value]
+    options = PLAIN._replace(floor=1e-38)
+    for got, want in zip(
+        run(em_update.call, given, None, options)[0], definition(*given.values(), None, options), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("nonlinearity", ["sigmoid", "softmax"])
+def test_what_is_no_number_stays_none(nonlinearity: str) -> None:
+    for name in ("mass", "first", "second", "center"):
+        given = problem(3, 2, 4) | {"last": None}
+        given[name][1, 0].fill_(float("nan"))
+        options = PLAIN._replace(nonlinearity=nonlinearity)
+        with torch.no_grad():
+            found = em_update.call(*given.values(), None, options)
+            wanted = definition(*given.values(), None, options)
+        for got, want in zip(found, wanted, strict=True):
+            # Without mass that is a number there is none, and the capsule has its center.
+            assert torch.equal(got[[0, 2]].isnan(), want[[0, 2]].isnan()) and not got[[0, 2]].isnan().any()
+            assert torch.equal(got.isnan(), want.isnan())
+
+
+def test_who_has_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager calls of the CPU. Programs, transforms, second derivatives and other backends have the definition."""
+    calls: list[None] = []
+    real = em_update._op
+    monkeypatch.setattr(em_update, "_op", lambda *args: calls.append(None) or real(*args))
+    torch.manual_seed(0)
+    routing = EMRouting(6, 3, 4, 5, dtype=f64)
+    u, weight = torch.randn(2, 6, 4, dtype=f64), torch.randn(6, 3, 5, 4, dtype=f64)
+
+    def count(function: Any) -> int:
+        calls.clear()
+        function()
+        return len(calls)
+
+    assert count(lambda: routing((u, weight))) == 3
+    with torch.autocast("cpu"):
+        assert count(lambda: routing((u, weight))) == 3
+    with capsfast.use_backend("reference"):
+        assert count(lambda: routing((u, weight))) == 0
+    compiled = torch.compile(routing, fullgraph=True, backend="aot_eager")
+    assert count(lambda: compiled((u, weight))) == 0
+    torch.testing.assert_close(compiled((u, weight)), routing((u, weight)))
+    assert count(lambda: torch.func.vmap(lambda x: routing((x, weight)).poses)(u[None])) == 0
+    assert count(lambda: torch.func.grad(lambda x: routing((x, weight)).poses.sum())(u)) == 0
+    by_definition = EMRouting(6, 3, 4, 5, dtype=f64, backend="reference")
+    assert count(lambda: by_definition((u, weight))) == 0
+    assert torch.autograd.gradgradcheck(
+        lambda x: by_definition((x, weight)).poses, u[:1, :2].repeat(1, 3, 1).requires_grad_()
+    )
+
+
+def test_an_autocast_leaves_it_its_dtype() -> None:
+    given = problem(4, 3, 5, dtype=torch.float32) | {"last": None}
+    with torch.no_grad():
+        plain = em_update.call(*given.values(), None, PLAIN)
+        with torch.autocast("cpu"):
+            cast = em_update.call(*given.values(), None, PLAIN)
+    assert all(torch.equal(got, want) for got, want in zip(cast, plain, strict=True))
+
+
+def test_a_parameter_of_another_dtype() -> None:
+    """Under .half() of what is around it, moments are float32."""
+    given = problem(4, 3, 5, dtype=torch.float32) | {"last": None}
+    given["beta_a"], given["beta_u"] = given["beta_a"].bfloat16(), given["beta_u"].bfloat16()
+    found, gradients = run(em_update.call, given, None, PLAIN)
+    assert all(each.dtype == torch.float32 for each in found)
+    assert gradients["beta_a"].dtype == gradients["beta_u"].dtype == torch.bfloat16
+
+
+def test_schema_and_opcheck() -> None:
+    contract = em_update.CONTRACT
+    for name, schema in zip((contract.name, f"{contract.name}_backward"), contract.schemas(""), strict=True):
+        op = getattr(torch.ops.capsfast, name).default
+        assert str(op._schema) == str(torch._C.parse_schema(f"capsfast::{schema}"))
+        assert not op._defined_in_python
+    given = problem(3, 4, 5)
+    out_mask = torch.rand(3, 4) < 0.7
+    for options, last in itertools.product((PLAIN._replace(momentum=0.1), PLAIN._replace(final=True)), (True, False)):
+        tensors = [given[name] if name != "last" or last else None for name in NAMES]
+        rest = (None, out_mask, *options)
+        torch.library.opcheck(torch.ops.capsfast.em_update.default, (*tensors, *rest))
+        needing = [None if each is None else each.clone().requires_grad_() for each in tensors]
+        torch.library.opcheck(torch.ops.capsfast.em_update.default, (*needing, *rest))
+        upstream = (torch.randn(3, 4, 5, dtype=f64), None if options.final else torch.randn(3, 4, 5, dtype=f64), None)
+        for needed in (True, False):
+            torch.library.opcheck(
+                torch.ops.capsfast.em_update_backward.default, (*upstream, *tensors, *rest, *(needed,) * 7)
+            )
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    given = list(problem(3, 4, 5).values())
+    op = torch.ops.capsfast.em_update
+    for n, wrong in (
+        (0, given[0][:2]),
+        (1, given[1][:, :3]),
+        (4, given[4][:3]),
+        (5, given[5][:2]),
+        (2, given[2].float()),
+    ):
+        arguments = [*given[:n], wrong, *given[n + 1 :]]
+        with pytest.raises(RuntimeError, match="capsfast: "):
+            op(*arguments, None, None, *PLAIN)
+    with pytest.raises(RuntimeError, match="cost must be"):
+        op(*given, None, None, *PLAIN._replace(cost="none"))
+    x = given[0].clone().requires_grad_()
+    score = em_update.call(x, *given[1:], None, PLAIN)[2]
+    (first,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="EMRouting: the fused backends have no second derivative"):
+        first.sum().backward()
