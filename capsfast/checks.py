@@ -286,5 +286,11 @@ def traced() -> bool:
 
 def can_be_looked_at(value: Tensor) -> bool:
     """Whether its numbers are there: a look would make a GPU wait, and is none while tracing or inside torch.func."""
-    known = value.device.type == "cpu" and not torch.compiler.is_compiling() and not traced()
-    return known and type(value) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()
+    return value.device.type == "cpu" and is_eager(value)
+
+
+def is_eager(value: Tensor) -> bool:
+    """Whether the call is no part of a program that is made or transformed, and its tensor one with memory."""
+    if torch.compiler.is_compiling() or traced() or value.device.type == "meta":
+        return False
+    return type(value) in (Tensor, torch.nn.Parameter) and not torch._C._are_functorch_transforms_active()

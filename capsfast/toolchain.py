@@ -19,6 +19,8 @@ MINIMUM_CAPABILITY = (8, 0)
 LARGEST_D = 512
 # All rows of a pose matrix lie in one tile. One of 64 rows would be multiplied by four warps together (wgmma).
 LARGEST_P = 32
+# A program updates all output capsules of a sample, padded to powers of two.
+LARGEST_UPDATE = 4096
 
 
 F = TypeVar("F", bound=Callable[..., object])

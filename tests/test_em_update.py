@@ -1,5 +1,6 @@
 """The op of what EM routing does between two passes, against its definition."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 import capsfast
+from capsfast import toolchain
 from capsfast.nn import EMRouting
 from capsfast.ops import em_update
 from capsfast.options import EMOptions
@@ -36,7 +38,7 @@ def run(
     needing = {name: None if value is None else value.clone().requires_grad_() for name, value in given.items()}
     found = by(*(needing.get(name) for name in NAMES), out_mask, options)
     torch.manual_seed(1)
-    upstream = [torch.randn(value.shape, dtype=f64).to(value.dtype) for value in found]
+    upstream = [torch.randn(value.shape, dtype=f64).to(value) for value in found]
     if out_mask is not None:  # as a pass has it
         upstream = [each if each.dim() == 1 else each * _like(out_mask, each) for each in upstream]
     inputs = {name: value for name, value in needing.items() if value is not None}
@@ -57,16 +59,22 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("component", [False, True], ids=["beta", "component_beta"])
-@pytest.mark.parametrize("momentum", [0.0, 0.1])
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-def test_values_and_gradients_of_every_option(masked: bool, momentum: float, component: bool) -> None:
-    given = problem(5, 4, 9, component)
+def special(component: bool, masked: bool, dtype: torch.dtype = f64) -> tuple[dict[str, Tensor], Tensor | None]:
+    """A problem with a capsule without mass, and if masked with a sample without capsules."""
+    given = problem(5, 4, 9, component, dtype)
     out_mask = torch.tensor([[1, 1, 0, 1]] * 4 + [[0, 0, 0, 0]], dtype=torch.bool) if masked else None
     if out_mask is not None:
         for name in ("mass", "first", "second"):
             given[name] = given[name] * _like(out_mask, given[name])
-    given["mass"][1, 0] = given["first"][1, 0] = given["second"][1, 0] = 0  # a capsule without mass
+    given["mass"][1, 0] = given["first"][1, 0] = given["second"][1, 0] = 0
+    return given, out_mask
+
+
+@pytest.mark.parametrize("component", [False, True], ids=["beta", "component_beta"])
+@pytest.mark.parametrize("momentum", [0.0, 0.1])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_values_and_gradients_of_every_option(masked: bool, momentum: float, component: bool) -> None:
+    given, out_mask = special(component, masked)
     for chosen, scale in itertools.product(OPTIONS, (0.0, 0.7)):
         options = chosen._replace(momentum=momentum, cost_scale=scale)
         for last in (given["last"], None) if momentum else (None,):
@@ -78,6 +86,47 @@ def test_values_and_gradients_of_every_option(masked: bool, momentum: float, com
             assert found[1].keys() == wanted[1].keys()
             for name, gradient in found[1].items():
                 torch.testing.assert_close(gradient, wanted[1][name], rtol=1e-10, atol=1e-11, msg=f"{name} {options}")
+
+
+# Every option both ways, and beside each other where one has a part in the other.
+OF_TRITON = [
+    (PLAIN, False, False),
+    (PLAIN._replace(final=True), True, True),
+    (PLAIN._replace(nonlinearity="softmax"), False, True),
+    (PLAIN._replace(nonlinearity="softmax", final=True, momentum=0.1), True, True),
+    (PLAIN._replace(isotropic=True, momentum=0.1, cost_scale=0.7), False, False),
+    (PLAIN._replace(cost="mass", isotropic=True), True, True),
+    (PLAIN._replace(cost="mass", cost_scale=0.7, momentum=0.1, final=True), False, True),
+]
+
+
+@pytest.mark.skipif(bool(toolchain.why_no_triton()), reason=toolchain.why_no_triton())
+@pytest.mark.parametrize(("options", "component", "masked"), OF_TRITON)
+def test_values_and_gradients_by_triton(options: EMOptions, component: bool, masked: bool) -> None:
+    exact, out_mask = special(component, masked)
+    from capsfast.triton import em_update as kernels
+    from capsfast.triton import replay
+
+    device = "cpu" if toolchain.interpreting() else "cuda"
+    by_triton = functools.partial(em_update.call, backend="triton")
+    for last in (exact["last"], None) if options.momentum else (None,):
+        case = exact | {"last": last}
+        given = {name: None if value is None else value.float().to(device) for name, value in case.items()}
+        for _ in range(2):  # the second call repeats the launches of the first
+            found = run(by_triton, given, None if out_mask is None else out_mask.to(device), options)
+        wanted = run(definition, case, out_mask, options)
+        for got, want in zip(found[0], wanted[0], strict=True):
+            # The logits of masked capsules are the lowest number of their dtype.
+            told = want.abs() < 1e30
+            assert torch.equal(got.cpu().abs() < 1e30, told)
+            torch.testing.assert_close(got.cpu().double()[told], want[told], rtol=2e-5, atol=2e-5)
+        for name, gradient in found[1].items():
+            bound = 2e-5 * float(wanted[1][name].abs().max())
+            torch.testing.assert_close(gradient.cpu().double(), wanted[1][name], rtol=0, atol=bound, msg=name)
+    if not replay.why_not():
+        own = {function.__wrapped__ for function in (kernels.forward, kernels.backward)}
+        recordings = [recording for key, recording in replay._recordings.items() if key[0] in own]
+        assert len(recordings) >= 2 and not any(isinstance(recording, str) for recording in recordings)
 
 
 def test_a_variance_below_zero_is_cut() -> None:
@@ -156,8 +205,8 @@ def test_what_is_no_number_stays_none(nonlinearity: str) -> None:
 def test_who_has_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager calls of the CPU. Programs, transforms, second derivatives and other backends have the definition."""
     calls: list[None] = []
-    real = em_update._op
-    monkeypatch.setattr(em_update, "_op", lambda *args: calls.append(None) or real(*args))
+    real = em_update._ops["cpp"]
+    monkeypatch.setitem(em_update._ops, "cpp", lambda *args: calls.append(None) or real(*args))
     torch.manual_seed(0)
     routing = EMRouting(6, 3, 4, 5, dtype=f64)
     u, weight = torch.randn(2, 6, 4, dtype=f64), torch.randn(6, 3, 5, 4, dtype=f64)

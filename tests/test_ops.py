@@ -183,10 +183,9 @@ def test_all_ops_are_checked_here() -> None:
     names = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "capsfast::" in name
     }
-    stems = (*OPS, *(op.name for op in PASS_OPS))  # test_passes.py checks the latter
+    stems = (*OPS, *(op.name for op in PASS_OPS), "em_update")  # test_passes.py, test_em_update.py
     wanted = {prefix + name for prefix in PREFIX.values() for stem in stems for name in (stem, f"{stem}_backward")}
-    alone = ("shared_routing", "em_update")  # tests of their own
-    assert names == wanted | {name for stem in alone for name in (stem, f"{stem}_backward")}
+    assert names == wanted | {"shared_routing", "shared_routing_backward"}  # test_shared_routing.py
     assert {backend.prefix for backend in TABLE if backend.fused} <= set(PREFIX.values())
 
 

@@ -212,8 +212,9 @@ def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-# They have kernels on the CPU alone, so they are never taken for a program (see the next test, test_em_update.py).
-IN_NO_PROGRAM = {f"capsfast::{stem}{end}" for stem in ("shared_routing", "em_update") for end in ("", "_backward")}
+# Never taken for a program (see the next test, and test_em_update.py).
+STEMS = ("shared_routing", "em_update", "triton_em_update")
+IN_NO_PROGRAM = {f"capsfast::{stem}{end}" for stem in STEMS for end in ("", "_backward")}
 
 
 def test_every_op_has_a_decomposition() -> None:

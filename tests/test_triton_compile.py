@@ -32,6 +32,7 @@ CALLS: dict[str, Row] = {
     "float32": {"shape": triton_table.SHAPE, "dtype": "float32", "case": {"coupling": False}},
     "coupling": {"shape": triton_table.SHAPE, "dtype": "float32", "need": []},
     "moments": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM, "need": []},
+    "update": {"shape": [32, 10, 16], "dtype": "float32", "op": "em_update"},
     # Few input capsules: the batch is split.
     "partial dW": {
         "shape": [64, 2, 10, 16, 8],
@@ -60,6 +61,12 @@ MORE_CALLS: dict[str, Row] = {
         "dtype": "float32",
         "op": "votes_pass",
         "case": {"query": True, "spatial": [16, 16]},
+    },
+    "largest update": {
+        "shape": [32, 128, 32],
+        "dtype": "float32",
+        "op": "em_update",
+        "case": {"momentum": 0.1, "isotropic": True, "nonlinearity": "softmax"},
     },
 }
 # With --exhaustive: what differs little from the above.
@@ -158,7 +165,8 @@ def text(row: Row) -> str:
 
 
 def test_every_kernel_is_compiled_for_every_gpu(rows: list[Row]) -> None:
-    steps = ("update_kernel", "moments_kernel", "restore_kernel", "update_gradient_kernel", "add_up_kernel")
+    between = ("em_update_kernel", "em_update_gradient_kernel")
+    steps = ("update_kernel", "moments_kernel", "restore_kernel", "update_gradient_kernel", "add_up_kernel", *between)
     kernels = {*MAKES_VOTES, *steps}
     assert {row["kernel"] for row in rows} == kernels
     for capability in CAPABILITIES:

@@ -26,8 +26,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
 
     Returns:
         For each op of ``torch.ops.capsfast`` that a program can hold a function of the same arguments. Sums are formed
-        in float32 for 16-bit inputs, as by the ops. ``shared_routing`` and ``em_update`` are in no program: they run
-        on the CPU alone.
+        in float32 for 16-bit inputs, as by the ops. ``shared_routing`` and ``em_update`` are in no program.
     """
     forward: dict[Contract, Callable[..., Any]] = {
         dynamic_routing.CONTRACT: _dynamic_routing,

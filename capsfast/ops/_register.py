@@ -97,9 +97,12 @@ def _tensors(names: tuple[str, ...]) -> str:
     return ", ".join("Tensor" for _ in names)
 
 
-def define(contract: Contract) -> dict[str, Callable[..., Any]]:
-    """The op as a function for each backend. cpp and cuda are one op, which has a kernel for each device."""
-    ops = {backend: _define(contract, backend) for backend in PREFIX}
+def define(contract: Contract, sharded: bool = True) -> dict[str, Callable[..., Any]]:
+    """The op as a function for each backend. cpp and cuda are one op, which has a kernel for each device.
+
+    sharded: it has rules for DTensors.
+    """
+    ops = {backend: _define(contract, backend, sharded) for backend in PREFIX}
     return {**ops, "cuda": ops["cpp"]}
 
 

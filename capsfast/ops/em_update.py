@@ -3,8 +3,8 @@
 ``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`), beta_a and beta_u
 of the routing and ``last``, the poses before, None for 0. It returns ``(poses [B, J, D], precision [B, J, D],
 score [B, J])``: precision and score, as ``prior``, are for the next pass. In the final iteration precision is empty and
-score holds the activations. csrc/ops/cpu/em_update.h has the formulas. It has kernels on the CPU, where some thirty
-operations of torch take longer than a pass over a small batch. A compiler fuses the definition.
+score holds the activations. csrc/ops/cpu/em_update.h has the formulas. The definition is some thirty operations of
+torch, which take longer than a pass over a small batch; a compiler fuses them.
 
 ``capsfast::em_update_backward`` returns the gradients of the seven float tensors, each empty if its need_ flag is
 false. It computes again what it needs.
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, native
-from ..backend import select
+from .. import checks, native, toolchain
+from ..backend import demanded
 from ..options import EMOptions
 from ..reference.em_update import em_update as reference
 from ._glue import check_shapes, fake_gradients
-from ._register import Contract, define_cpp
+from ._register import Contract, define
 
 
 def call(
@@ -39,19 +39,37 @@ def call(
     """``(poses, precision, score)`` from the op where that can run, else from the definition."""
     beta_a, beta_u = (beta if beta.dtype == mass.dtype else beta.to(mass.dtype) for beta in (beta_a, beta_u))
     tensors = (mass, first, second, center, beta_a, beta_u, last)
-    if not _serves(mass, backend):
+    chosen = _chosen(first, backend)
+    if chosen == "reference":
         return reference(*tensors, out_mask, options)
     if checks.autocast_dtype(mass.device) is None:
-        return _op(*tensors, None, out_mask, *options)  # type: ignore[no-any-return]
+        return _ops[chosen](*tensors, None, out_mask, *options)  # type: ignore[no-any-return]
     with torch.autocast(mass.device.type, enabled=False):
-        return _op(*tensors, None, out_mask, *options)  # type: ignore[no-any-return]
+        return _ops[chosen](*tensors, None, out_mask, *options)  # type: ignore[no-any-return]
 
 
-def _serves(mass: Tensor, backend: str | None) -> bool:
-    """Whether mass is a plain tensor of the CPU, whose numbers are there; no program has the op."""
-    if native.extension is None or not checks.can_be_looked_at(mass):
-        return False
-    return select("capsfast.EMRouting", mass.device, backend) == "cpp"
+def _chosen(first: Tensor, backend: str | None) -> str:
+    """Whose kernels: "cpp" or "triton", or "reference" where these cannot run. No program has the op.
+
+    Not an error where a backend was demanded: that is of the passes.
+    """
+    if not checks.is_eager(first):
+        return "reference"
+    on_cpu = first.device.type == "cpu"
+    name = demanded("capsfast.EMRouting", backend) or ("cpp" if on_cpu else "triton")
+    if name == "cpp" and on_cpu and native.extension is not None:
+        return name
+    _, J, D = first.shape
+    fits = first.dtype == torch.float32 and 0 < _padded(J) * _padded(D) <= toolchain.LARGEST_UPDATE
+    if name != "triton" or not fits or toolchain.why_no_triton():
+        return "reference"
+    if on_cpu:
+        return name if toolchain.interpreting() else "reference"
+    return "reference" if toolchain.too_old_for_triton(first.device) else name
+
+
+def _padded(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 def _fake(mass: Tensor, first: Tensor, second: Tensor, center: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -94,4 +112,4 @@ CONTRACT = Contract(
     received=_received,
     called="EMRouting",
 )
-_op = define_cpp(CONTRACT)
+_ops = define(CONTRACT, sharded=False)

@@ -40,7 +40,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _as_bytes(mask: Tensor | None) -> Tensor | None:
+def bytes_of(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 
 
@@ -94,7 +94,7 @@ class Call:
             B, I, _ = self.x.shape
             self.poses = poses(self.x, self.weight)
             self.sizes = (B, I, self.weight.shape[1], width(self.x, self.weight), self.weight.shape[3])
-        self.mask, self.out_mask = _as_bytes(self.mask), _as_bytes(self.out_mask)
+        self.mask, self.out_mask = bytes_of(self.mask), bytes_of(self.out_mask)
         if self.bias is not None:
             self.bias = self.bias.contiguous()
 

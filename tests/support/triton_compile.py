@@ -52,6 +52,9 @@ def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, A
     run_before, JITFunction.run = JITFunction.run, remember
     try:
         options, dtype = call.get("case", {}), getattr(torch, call["dtype"])
+        if call["op"] == "em_update":
+            _update(call["shape"], options)
+            return launched
         if call["op"].endswith("_pass"):
             problem = passes.make(call["shape"], passes.PassCase(**options), call["op"], dtype)
         else:
@@ -63,6 +66,22 @@ def record(call: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, A
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         JITFunction.run = run_before
     return [each for each in launched if each[0].fn.__name__ in call.get("kernels", [each[0].fn.__name__])]
+
+
+def _update(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
+    """Forward and backward of em_update, with every gradient."""
+    import torch
+
+    from capsfast.options import EMOptions
+    from capsfast.triton import em_update
+
+    B, J, D = shape
+    pair, vector = torch.zeros(B, J), torch.zeros(B, J, D)
+    plain = EMOptions(1.0, 0.0, False, "variance", 0.0, "sigmoid", 1.0, False)
+    tensors = (pair, vector, vector, vector, torch.zeros(J), torch.zeros(J), vector if options else None)
+    rest = (None, torch.ones(B, J, dtype=torch.bool) if options else None, *plain._replace(**options))
+    em_update.forward(*tensors, *rest)
+    em_update.backward(vector, vector, pair, *tensors, *rest, *(True,) * 7)
 
 
 def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
