@@ -272,10 +272,11 @@ def not_negative(op: str, name: str, value: Tensor | None, meaning: str = "") ->
     """No number below 0, where a look at them is cheap."""
     if value is None or not can_be_looked_at(value) or value.numel() == 0:
         return
-    least = value.min().item()
-    if least < 0:
+    # The minimum is the quickest look. It is no number where one of them is none.
+    if not value.min().item() >= 0 and bool((value < 0).any()):
         raise ValueError(
-            f"{op}: {name}{meaning} must not be negative, got {least:.3g}; clamp it with {name}.clamp_min(0)"
+            f"{op}: {name}{meaning} must not be negative, got {float(value[value < 0].min()):.3g}; "
+            f"clamp it with {name}.clamp_min(0)"
         )
 
 

@@ -241,8 +241,10 @@ def test_activations_must_not_be_negative(name: str) -> None:
     activation[0, 1] = 0
     layer(u, activation)
     activation[1, 2] = -0.25
-    with pytest.raises(ValueError, match=r"Routing: activation must not be negative, got -0\.25; clamp it with"):
-        layer(u, activation)
+    for other in (0.5, float("nan")):  # the smallest of numbers is none where one of them is none
+        activation[0, 0] = other
+        with pytest.raises(ValueError, match=r"Routing: activation must not be negative, got -0\.25; clamp it with"):
+            layer(u, activation)
 
 
 def test_batch_statistics_of_output_capsules_that_are_there() -> None:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import capsfast
 from capsfast import toolchain
-from capsfast.nn import EMRouting
+from capsfast.nn import EMRouting, Votes
+from capsfast.nn.couplings import RecordedVotes
+from capsfast.nn.routing.votes import ProductVotes
 from capsfast.ops import em_update
 from capsfast.options import EMOptions
 from capsfast.reference.em_update import em_update as definition
@@ -37,16 +40,15 @@ def run(
     """Results, and the gradients of what was given, from random gradients of the results."""
     needing = {name: None if value is None else value.clone().requires_grad_() for name, value in given.items()}
     found = by(*(needing.get(name) for name in NAMES), out_mask, options)
+    assert (found[1] is None) == options.final
+    found = [value for value in found if value is not None]
     torch.manual_seed(1)
     upstream = [torch.randn(value.shape, dtype=f64).to(value) for value in found]
     if out_mask is not None:  # as a pass has it
-        upstream = [each if each.dim() == 1 else each * _like(out_mask, each) for each in upstream]
+        upstream = [each * _like(out_mask, each) for each in upstream]
     inputs = {name: value for name, value in needing.items() if value is not None}
-    pairs = [(value, each) for value, each in zip(found, upstream, strict=True) if value.dim() > 1]
-    gradients = torch.autograd.grad(
-        [a for a, _ in pairs], list(inputs.values()), [b for _, b in pairs], materialize_grads=True
-    )
-    return list(found), dict(zip(inputs, gradients, strict=True))
+    gradients = torch.autograd.grad(found, list(inputs.values()), upstream, materialize_grads=True)
+    return found, dict(zip(inputs, gradients, strict=True))
 
 
 def _like(out_mask: Tensor, value: Tensor) -> Tensor:
@@ -80,7 +82,6 @@ def test_values_and_gradients_of_every_option(masked: bool, momentum: float, com
         for last in (given["last"], None) if momentum else (None,):
             case = given | {"last": last}
             found, wanted = run(em_update.call, case, out_mask, options), run(definition, case, out_mask, options)
-            assert (found[0][1].numel() == 0) == options.final
             for got, want in zip(found[0], wanted[0], strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
             assert found[1].keys() == wanted[1].keys()
@@ -161,26 +162,65 @@ def test_sizes(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
         torch.testing.assert_close(gradient.double(), want, rtol=0, atol=10 * bound)
 
 
+def turned(value: Tensor) -> Tensor:
+    """The same numbers in another order in memory."""
+    return value.transpose(0, value.dim() - 1).contiguous().transpose(0, value.dim() - 1)
+
+
 def test_any_strides() -> None:
-    given = problem(6, 4, 5)
-    turned = {
-        name: value.transpose(0, value.dim() - 1).contiguous().transpose(0, value.dim() - 1)
-        for name, value in given.items()
-    }
-    assert not turned["first"].is_contiguous()
-    for got, want in zip(
-        run(em_update.call, turned, None, PLAIN)[0], run(em_update.call, given, None, PLAIN)[0], strict=True
-    ):
-        assert torch.equal(got, want)
-    assert run(em_update.call, turned, None, PLAIN)[1].keys() == set(NAMES[:-1]) | {"last"}
+    given, out_mask = problem(6, 4, 5), torch.rand(6, 4) < 0.7
+    options = PLAIN._replace(momentum=0.1)
+    strided = {name: turned(value) for name, value in given.items()}
+    assert not strided["first"].is_contiguous() and not turned(out_mask).is_contiguous()
+    wanted, got = run(em_update.call, given, out_mask, options), run(em_update.call, strided, turned(out_mask), options)
+    assert all(torch.equal(*pair) for pair in zip(got[0], wanted[0], strict=True))
+    assert all(torch.equal(got[1][name], wanted[1][name]) for name in NAMES)
+    inputs = [value.requires_grad_() for value in given.values()]
+    poses, *_ = em_update.call(*inputs, out_mask, options)
+    upstream = torch.randn(5, 4, 6, dtype=f64).transpose(0, 2)
+    pairs = (
+        torch.autograd.grad(poses, inputs[:4], each, retain_graph=True) for each in (upstream, upstream.contiguous())
+    )
+    assert all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
 
 
-@pytest.mark.parametrize("variance", [1e-37, 1e37])
+def test_some_gradients() -> None:
+    """Of some results, with respect to some arguments: the same as with all the others."""
+    given, options = problem(5, 4, 6), PLAIN._replace(momentum=0.1)
+    torch.manual_seed(2)
+    for _ in range(40):
+        needing = [name for name in NAMES if torch.rand(()) < 0.5] or ["mass"]
+        results = [n for n in range(3) if torch.rand(()) < 0.6] or [2]
+        found = []
+        for by in (em_update.call, definition):
+            inputs = {name: value.clone().requires_grad_(name in needing) for name, value in given.items()}
+            outputs = by(*inputs.values(), None, options)
+            total = sum((outputs[n] * (n + 1)).square().sum() for n in results)
+            found.append(torch.autograd.grad(total, [inputs[name] for name in needing], materialize_grads=True))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    given = problem(70, 9, 16, dtype=torch.float32)
+    options = PLAIN._replace(momentum=0.1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = (run(em_update.call, given, None, options) for _ in range(4))
+    finally:
+        torch.set_num_threads(before)
+    for other in others:
+        assert all(torch.equal(*pair) for pair in zip(first[0], other[0], strict=True))
+        assert all(torch.equal(first[1][name], other[1][name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("variance", [1e-44, 1e-37, 1e37])
 def test_logarithms_of_extreme_variances(variance: float) -> None:
     """Of float32 several are multiplied before there is one logarithm."""
     given = problem(3, 2, 21, dtype=torch.float32) | {"last": None}
     given["mass"].fill_(1), given["first"].zero_(), given["second"].fill_(variance)  # type: ignore[func-returns-value]
-    options = PLAIN._replace(floor=1e-38)
+    options = PLAIN._replace(floor=variance)
     for got, want in zip(
         run(em_update.call, given, None, options)[0], definition(*given.values(), None, options), strict=True
     ):
@@ -197,13 +237,14 @@ def test_what_is_no_number_stays_none(nonlinearity: str) -> None:
             found = em_update.call(*given.values(), None, options)
             wanted = definition(*given.values(), None, options)
         for got, want in zip(found, wanted, strict=True):
+            assert got is not None and want is not None
             # Without mass that is a number there is none, and the capsule has its center.
             assert torch.equal(got[[0, 2]].isnan(), want[[0, 2]].isnan()) and not got[[0, 2]].isnan().any()
             assert torch.equal(got.isnan(), want.isnan())
 
 
 def test_who_has_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager calls of the CPU. Programs, transforms, second derivatives and other backends have the definition."""
+    """Eager calls of the CPU. Programs, transforms, forward mode and the reference have the definition."""
     calls: list[None] = []
     real = em_update._ops["cpp"]
     monkeypatch.setitem(em_update._ops, "cpp", lambda *args: calls.append(None) or real(*args))
@@ -231,6 +272,52 @@ def test_who_has_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.autograd.gradgradcheck(
         lambda x: by_definition((x, weight)).poses, u[:1, :2].repeat(1, 3, 1).requires_grad_()
     )
+
+
+class OwnVotes(Votes):
+    """A user's own, whose moments are bfloat16, and whose samples share a mask."""
+
+    B, I, J, D, dtype, device = 2, 6, 3, 5, torch.bfloat16, torch.device("cpu")
+    out_mask = torch.tensor([[True, True, False]])
+
+    def moments(self, **arguments: Any) -> capsfast.Moments:
+        torch.manual_seed(0)
+        mass = torch.rand(2, 3, dtype=torch.bfloat16)
+        return capsfast.Moments(mass, torch.randn(2, 3, 5).bfloat16(), 9 + torch.rand(2, 3, 5).bfloat16())
+
+
+def test_votes_say_who_serves_what_lies_between_their_passes() -> None:
+    torch.manual_seed(0)
+    routing = EMRouting(6, 3, 4, 5, dtype=f64)
+    u, weight = torch.randn(2, 6, 4, dtype=f64), torch.randn(6, 3, 5, 4, dtype=f64)
+    votes = ProductVotes("test", u, weight, backend="reference")
+    assert ProductVotes("test", u, weight).backend is None and RecordedVotes(votes).backend == "reference"
+    leaf = torch.randn(3, dtype=f64, requires_grad=True)
+
+    def poses(beta: Tensor, votes: Votes) -> Tensor:
+        return torch.func.functional_call(routing, {"beta_a": beta}, (votes,)).activations
+
+    assert torch.autograd.gradgradcheck(lambda beta: poses(beta, votes), leaf)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(leaf.detach(), torch.ones(3, dtype=f64))
+        assert forward_ad.unpack_dual(poses(dual, votes)).tangent.any()
+    found = EMRouting(6, 3, 4, 5)(OwnVotes())
+    assert found.poses.dtype == torch.bfloat16 and found.poses.isfinite().all() and not found.activations[:, 2].any()
+
+
+def test_moments_of_a_users_own_have_the_definition() -> None:
+    """What the kernels do not take."""
+    given = problem(2, 3, 5)
+    shared = torch.tensor([[True, True, False]])
+    low = {name: value.bfloat16() for name, value in given.items()}
+    for case, out_mask in ((low, None), (given | {"center": given["center"].float()}, None), (given, shared)):
+        options = PLAIN._replace(nonlinearity="softmax")
+        for got, want in zip(
+            em_update.call(*case.values(), out_mask, options),
+            definition(*case.values(), out_mask, options),
+            strict=True,
+        ):
+            assert got is not None and want is not None and torch.equal(got, want)
 
 
 def test_an_autocast_leaves_it_its_dtype() -> None:

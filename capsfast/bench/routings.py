@@ -116,8 +116,7 @@ class Routed:
     """
 
     def __init__(self, name: str, I: int, J: int, K: int, D: int, r: int, backend: str | None) -> None:
-        # Votes in memory have passes of their own; between them there is torch alone.
-        self.module = make(name, I, J, K, D, r, backend=backend or "reference")
+        self.module = make(name, I, J, K, D, r, backend=backend)
         self.names = [each for each, _ in self.module.named_parameters()]
         self.fused = backend is not None
 

@@ -31,7 +31,7 @@ class QueriedVotes(Votes):
         self.query = query
         self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
         self.dtype, self.device, self.u = votes.dtype, votes.device, votes.u
-        self.mask, self.out_mask = votes.mask, votes.out_mask
+        self.mask, self.out_mask, self.backend = votes.mask, votes.out_mask, votes.backend
 
     def moments(self, *, query: Tensor | None = None, **arguments: Any) -> Moments:
         return self.votes.moments(query=self.query if query is None else query, **arguments)

@@ -28,7 +28,7 @@ class RecordedVotes(Votes):
         self.detach = detach
         self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
         self.dtype, self.device, self.u, self.out_mask = votes.dtype, votes.device, votes.u, votes.out_mask
-        self.mask = votes.mask
+        self.mask, self.backend = votes.mask, votes.backend
         self.weights: list[Tensor] = []
 
     def moments(self, **arguments: Any) -> Moments:

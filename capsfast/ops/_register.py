@@ -35,7 +35,7 @@ class Contract(NamedTuple):
     gradients. saved: those that the backward gets. fake, fake_backward: functions that give the shapes and dtypes of
     the results. received(gradients of outputs, tensors, saved outputs): the gradients as the backward takes them.
     optional: which gradients of outputs the backward takes as None. called: the public function that errors name,
-    where it has another name.
+    where it has another name. cast: how many of the first arguments autocast casts; None for the inputs.
     """
 
     name: str
@@ -51,6 +51,11 @@ class Contract(NamedTuple):
     fake_backward: Callable[..., Any]
     received: Received
     called: str = ""
+    cast: int | None = None
+
+    @property
+    def autocast(self) -> int:
+        return len(self.inputs) if self.cast is None else self.cast
 
     @property
     def public(self) -> str:
@@ -131,10 +136,10 @@ def _define(contract: Contract, backend: str, sharded: bool = True) -> Callable[
     for overload in (op, f"{op}_backward"):
         torch.library.register_vmap(overload, _vmap(_overload(overload)))
     for device in ("cpu", "cuda"):
-        _register_autocast(name, device, len(contract.inputs))
+        _register_autocast(name, device, contract.autocast)
     if sharded:
         _sharding.announce(contract, _overload(op), _overload(f"{op}_backward"))
-    return _transformable(name, save, backward, jvp, len(contract.inputs))
+    return _transformable(name, save, backward, jvp, contract.autocast)
 
 
 def _bind_triton(name: str) -> None:

@@ -4,7 +4,7 @@
 of the routing and ``last``, the poses before, None for 0. It returns ``(poses [B, J, D], precision [B, J, D],
 score [B, J])``: precision and score, as ``prior``, are for the next pass. In the final iteration precision is empty and
 score holds the activations. csrc/ops/cpu/em_update.h has the formulas. The definition is some thirty operations of
-torch, which take longer than a pass over a small batch; a compiler fuses them.
+torch; a compiler fuses them.
 
 ``capsfast::em_update_backward`` returns the gradients of the seven float tensors, each empty if its need_ flag is
 false. It computes again what it needs.
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import checks, native, toolchain
 from ..backend import demanded
@@ -35,25 +36,32 @@ def call(
     out_mask: Tensor | None,
     options: EMOptions,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(poses, precision, score)`` from the op where that can run, else from the definition."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``(poses, precision, score)`` from the op where that can run, else from the definition.
+
+    precision is None in the final iteration.
+    """
     beta_a, beta_u = (beta if beta.dtype == mass.dtype else beta.to(mass.dtype) for beta in (beta_a, beta_u))
     tensors = (mass, first, second, center, beta_a, beta_u, last)
-    chosen = _chosen(first, backend)
+    chosen = _chosen(tensors[:4], out_mask, backend)
     if chosen == "reference":
         return reference(*tensors, out_mask, options)
-    if checks.autocast_dtype(mass.device) is None:
-        return _ops[chosen](*tensors, None, out_mask, *options)  # type: ignore[no-any-return]
-    with torch.autocast(mass.device.type, enabled=False):
-        return _ops[chosen](*tensors, None, out_mask, *options)  # type: ignore[no-any-return]
+    poses, precision, score = _ops[chosen](*tensors, None, out_mask, *options)
+    return poses, None if options.final else precision, score
 
 
-def _chosen(first: Tensor, backend: str | None) -> str:
+def _chosen(moments: tuple[Tensor, ...], out_mask: Tensor | None, backend: str | None) -> str:
     """Whose kernels: "cpp" or "triton", or "reference" where these cannot run. No program has the op.
 
-    Not an error where a backend was demanded: that is of the passes.
+    Not an error where a backend was demanded: that is of the passes. moments: mass, first, second and center, whatever
+    a user's own votes make of them.
     """
-    if not checks.is_eager(first):
+    mass, first, *_ = moments
+    if not checks.is_eager(first) or forward_ad._current_level >= 0:
+        return "reference"
+    if first.dtype not in (torch.float32, torch.float64) or any(value.dtype != first.dtype for value in moments):
+        return "reference"
+    if out_mask is not None and out_mask.shape != mass.shape:
         return "reference"
     on_cpu = first.device.type == "cpu"
     name = demanded("capsfast.EMRouting", backend) or ("cpp" if on_cpu else "triton")
@@ -79,7 +87,12 @@ def _fake(mass: Tensor, first: Tensor, second: Tensor, center: Tensor, *rest: An
     B, J, D = first.shape
     given = {"prior": mass, "query": second, "center": center, "out_mask": out_mask}
     check_shapes(given | {"precision": last}, (B, 0, J, D), ())
-    torch._check(beta_a.dim() == 1 and beta_u.dim() in (1, 2), lambda: "beta_a must be [J], beta_u [J] or [J, D]")
+    for value, wanted in ((beta_a, (J,)), (beta_u, (J,) if beta_u.dim() == 1 else (J, D))):
+        torch._check(tuple(value.shape) == wanted, lambda: "beta_a must be [J], beta_u [J] or [J, D]")
+    same = all(value.dtype == mass.dtype for value in (first, second, center, beta_a, beta_u))
+    torch._check(same, lambda: "all must have the dtype of mass")
+    torch._check(options.cost in ("variance", "mass"), lambda: "cost must be 'variance' or 'mass'")
+    torch._check(options.nonlinearity in ("sigmoid", "softmax"), lambda: "nonlinearity must be 'sigmoid' or 'softmax'")
     precision = first.new_empty(0) if options.final else first.new_empty(B, J, D)
     return first.new_empty(B, J, D), precision, first.new_empty(B, J)
 
@@ -111,5 +124,6 @@ CONTRACT = Contract(
     fake_backward=_fake_backward,
     received=_received,
     called="EMRouting",
+    cast=0,
 )
 _ops = define(CONTRACT, sharded=False)

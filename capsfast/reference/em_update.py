@@ -28,8 +28,11 @@ def em_update(
     last: Tensor | None,
     out_mask: Tensor | None,
     options: EMOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(poses [B, J, D], precision [B, J, D], score [B, J])``; see capsfast/ops/em_update.py."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``(poses [B, J, D], precision [B, J, D], score [B, J])``; see capsfast/ops/em_update.py.
+
+    precision is None in the final iteration.
+    """
     o, D = options, first.shape[2]
     per_mass = inverse(mass)[..., None]
     # In float32, second / mass - shift^2 does not cancel about a center near to the mean.
@@ -44,7 +47,7 @@ def em_update(
     log_sigma = 0.5 * variance.log().sum(2)  # the sum over the components
     logit = o.inverse_temperature * (beta_a - _cost(mass, beta_u, log_sigma, D, out_mask, o))
     if o.final:
-        return poses, poses.new_empty(0), _activation(logit, out_mask, o.nonlinearity)
+        return poses, None, _activation(logit, out_mask, o.nonlinearity)
     log_activation = _activation(logit, out_mask, o.nonlinearity, log=True)
     return poses, variance.reciprocal(), log_activation - (log_sigma + 0.5 * D * math.log(2 * math.pi))
 

@@ -127,10 +127,10 @@ class EMRouting(IterativeRouting):
                 center,
                 self.beta_a,
                 self.beta_u,
-                last,
+                last if self.momentum else None,
                 votes.out_mask,
                 self._update(votes, t),
-                self.backend,
+                votes.backend,
             )
             score = {"precision": precision, "prior": found}
             center = last = poses

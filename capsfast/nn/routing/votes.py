@@ -12,7 +12,7 @@ from ...functional import dynamic_routing, route_votes
 from ...functional import squash as _squash
 from ...ops._product import width
 from ...passes import Moments, routing_pass, votes_pass
-from ...reference.em_update import LEAST_MASS
+from ...reference.em_update import inverse
 
 # A shorter vote has no direction: its cosine goes to 0 with it.
 LEAST_LENGTH = 1e-8
@@ -37,6 +37,8 @@ class Votes(ABC):
             they are given.
         mask: bool ``[B, I]``, False where an input capsule is taken out; None where none is, or without u.
         out_mask: bool ``[B, J]``, False where an output capsule is taken out; None where none is.
+        backend: of the passes, see :func:`capsfast.routing_pass`, and of what a routing computes between them.
+            "reference", which is torch alone, unless a kind of votes says otherwise.
     """
 
     B: int
@@ -48,6 +50,7 @@ class Votes(ABC):
     u: Tensor | None = None
     mask: Tensor | None = None
     out_mask: Tensor | None = None
+    backend: str | None = "reference"
 
     @abstractmethod
     def moments(
@@ -114,7 +117,7 @@ class Votes(ABC):
         with torch.no_grad():
             few = self.I >= STRIDE**2 and self._stand_for_all(activation)
             found = self._some(STRIDE if few else 1, activation)
-            return found.first / found.mass.clamp_min(LEAST_MASS)[..., None]
+            return found.first * inverse(found.mass)[..., None]
 
     def _stand_for_all(self, activation: Tensor | None) -> bool:
         """Whether each STRIDE-th input capsule has its share of the mass, where that can be seen without waiting."""
@@ -197,6 +200,7 @@ class ProductVotes(PassVotes):
         self.D = width(flat, matrix)
         self.dtype, self.device, self.mask, self.out_mask = u.dtype, u.device, mask, out_mask
         self.given = {"mask": mask, "out_mask": out_mask, "backend": backend}
+        self.backend = backend
         self._check(op, {"mask": mask, "out_mask": out_mask})
         if matrix.shape[1] == 1 and out_mask is None:  # a pass has to be told J
             self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
@@ -258,6 +262,7 @@ class GivenVotes(PassVotes):
         if votes.shape[2] == 1 and out_mask is None:  # a pass has to be told J
             masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=votes.device)
         self.given = {**masks, "backend": backend}
+        self.backend = backend
         self.out_mask = self.samples("out_mask", out_mask)
 
     def _check(self, op: str, given: dict[str, Tensor | None]) -> None:

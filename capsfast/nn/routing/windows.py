@@ -82,7 +82,7 @@ class WindowVotes(Votes):
         self.windows = windows
         self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
         self.dtype, self.device, self.u = votes.dtype, votes.device, votes.u
-        self.mask, self.out_mask = votes.mask, votes.out_mask
+        self.mask, self.out_mask, self.backend = votes.mask, votes.out_mask, votes.backend
 
     def check_activation(self, op: str, activation: Tensor) -> None:
         self.votes.check_activation(op, activation)

@@ -216,7 +216,8 @@ def em_update_gradient_kernel(
         dcenter -= momentum * dheld
     dshift = dcenter - 2.0 * shift * dvariance
     dn = tl.sum(tl.where(within, dvariance * second + dshift * first, 0.0), 1)
-    tl.store(dmass_ptr + row, dmass - n * n * dn, mask=there)
+    # Without mass there is no gradient, also where the sum is none.
+    tl.store(dmass_ptr + row, dmass - tl.where(n == 0.0, 0.0, n * n * dn), mask=there)
     tl.store(dfirst_ptr + at, dshift * n[:, None], mask=within)
     tl.store(dsecond_ptr + at, dvariance * n[:, None], mask=within)
     tl.store(dcenter_ptr + at, dcenter, mask=within)

@@ -15,18 +15,18 @@ namespace {
 
 constexpr double kHalfLogTwoPi = 0.91893853320467274178;
 
-// As in capsfast/reference/moments.py.
+// As in capsfast/reference/em_update.py.
 template <class T>
 T inverse(T mass) {
   return mass > T(1e-12) ? T(1) / mass : T(0);
 }
 
-// The sum of the logarithms. A product of eight float32 is a double, and one logarithm does for it.
+// The sum of the logarithms. A product of six float32, even of the smallest, is a double: one logarithm does for it.
 inline double sum_of_logs(const float* x, int64_t count) {
   double sum = 0;
-  for (int64_t n = 0; n < count; n += 8) {
+  for (int64_t n = 0; n < count; n += 6) {
     double product = 1;
-    for (int64_t d = n; d < std::min(n + 8, count); ++d) product *= double(x[d]);
+    for (int64_t d = n; d < std::min(n + 6, count); ++d) product *= double(x[d]);
     sum += std::log(product);
   }
   return sum;
@@ -57,7 +57,8 @@ class Sample {
 
   std::vector<T> variance;                            // [J, D]
   std::vector<T> log_sigma, cost, logit, activation;  // [J]; cost: of a mass of 1; activation: of a softmax
-  T total = 0, scale = 0;                             // of the mass; of the cost
+  T total = 0, there = 0;                             // of the mass; how many output capsules
+  T scale = 0;                                        // of the cost
 
   // Poses go to `poses` [J, D], which may be null.
   void find(int64_t b, T* poses) {
@@ -65,7 +66,8 @@ class Sample {
     const T* const mass = in_.mass + b * J;
     total = 0;
     for (int64_t j = 0; j < J; ++j) total += mass[j];
-    scale = p_.cost_scale > 0 ? T(p_.cost_scale) : T(p_.there(b)) * inverse(total);
+    there = T(p_.there(b));
+    scale = p_.cost_scale > 0 ? T(p_.cost_scale) : there * inverse(total);
     for (int64_t j = 0; j < J; ++j) {
       const int64_t row = (b * J + j) * D;
       T* const v = variance.data() + j * D;
@@ -209,7 +211,7 @@ void em_update_backward(const EmProblem& p, const EmInputs<T>& in, const EmGradi
     }
     if (!(p.cost_scale > 0)) {
       const T of_total = inverse(sample.total);
-      for (T& each : dmass) each -= dscale * T(p.there(b)) * of_total * of_total;
+      for (T& each : dmass) each -= dscale * sample.there * of_total * of_total;
     }
     for (int64_t j = 0; j < J; ++j) {
       const int64_t row = (b * J + j) * D;
@@ -229,27 +231,32 @@ void em_update_backward(const EmProblem& p, const EmInputs<T>& in, const EmGradi
         const T dvariance = sample.raw_variance(a, row + d) >= T(0) ? all : T(0);
         const T dpose = g.dposes == nullptr ? T(0) : g.dposes[row + d];
         const T dheld = T(2) * a.held * dvariance + dpose;
-        const T dcenter = dpose - T(p.momentum) * dheld, dshift = dcenter - T(2) * a.shift * dvariance;
+        const T dlast = p.momentum == 0 ? T(0) : T(p.momentum) * dheld;
+        const T dcenter = dpose - dlast, dshift = dcenter - T(2) * a.shift * dvariance;
         dn += dvariance * in.second[row + d] + dshift * in.first[row + d];
         if (g.dfirst != nullptr) g.dfirst[row + d] = dshift * a.n;
         if (g.dsecond != nullptr) g.dsecond[row + d] = dvariance * a.n;
         if (g.dcenter != nullptr) g.dcenter[row + d] = dcenter;
-        if (g.dlast != nullptr) g.dlast[row + d] = T(p.momentum) * dheld;
+        if (g.dlast != nullptr) g.dlast[row + d] = dlast;
       }
       const T n = inverse(mass);
-      if (g.dmass != nullptr) g.dmass[b * J + j] = dmass[size_t(j)] - n * n * dn;
+      // Without mass there is no gradient, also where the sum is none.
+      if (g.dmass != nullptr) g.dmass[b * J + j] = dmass[size_t(j)] - (n == 0 ? T(0) : n * n * dn);
     }
   });
+  std::vector<double> logit(static_cast<size_t>(J)), cost(static_cast<size_t>(J));
+  for (int64_t n = 0; n < p.B * J; ++n) {
+    logit[size_t(n % J)] += double(dlogits.get()[n]);
+    cost[size_t(n % J)] += double(dcosts.get()[n]);
+  }
   for (int64_t j = 0; j < J; ++j) {
-    double logit = 0, cost = 0;
-    for (int64_t b = 0; b < p.B; ++b)
-      logit += double(dlogits.get()[b * J + j]), cost += double(dcosts.get()[b * J + j]);
-    if (g.dbeta_a != nullptr) g.dbeta_a[j] = T(p.inverse_temperature * logit);
+    const double of_beta_u = cost[size_t(j)];
+    if (g.dbeta_a != nullptr) g.dbeta_a[j] = T(p.inverse_temperature * logit[size_t(j)]);
     if (g.dbeta_u == nullptr) continue;
     if (p.component_beta) {
-      std::fill_n(g.dbeta_u + j * D, D, T(cost));
+      std::fill_n(g.dbeta_u + j * D, D, T(of_beta_u));
     } else {
-      g.dbeta_u[j] = T(double(D) * cost);
+      g.dbeta_u[j] = T(double(D) * of_beta_u);
     }
   }
 }

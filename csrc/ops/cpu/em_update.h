@@ -21,7 +21,7 @@ namespace capsfast {
 struct EmProblem {
   int64_t B = 0, J = 0, D = 0;
   double floor = 1, momentum = 0, inverse_temperature = 1;
-  double cost_scale = 1;  // 0: 1 / mean of mass over the output capsules that are there
+  double cost_scale = 1;  // 0 (or less): 1 / mean of mass over the output capsules that are there
   bool isotropic = false;
   bool cost_of_variance = true;  // log sigma has a part in the cost
   bool softmax = false;
