@@ -71,6 +71,8 @@ def test_evaluate_detects_attacks(digits: Path, tmp_path: Path) -> None:
     assert "FGSM, eps 0.3: " in result.output and "at 10.00% false positives" in result.output
     assert "--pgd-steps needs --pgd" in failed("evaluate", digits, "--fgsm", "0.1", "--pgd-steps", "3")
     assert "--attacked needs --fgsm or --pgd" in failed("evaluate", digits, "--attacked", "3")
+    message = failed("evaluate", digits, "--fgsm", "0.1", "--false-positives", "0.1")
+    assert message == "capsfast evaluate: --false-positives needs --detect"
     assert "--detect needs an attack to be found" in failed("evaluate", digits, "--detect")
 
 

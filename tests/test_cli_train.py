@@ -119,6 +119,9 @@ def test_resume_on_the_command_line(digits: Path, tmp_path: Path) -> None:
 def test_resume_takes_no_other_settings(digits: Path) -> None:
     message = failed("train", "--resume", digits, "--lr", "0.1", "--data", "mnist")
     assert message == "capsfast train: --resume takes --data, --lr from the checkpoint; leave out what it fixes"
+    message = failed("train", "--resume", digits, "--data-dir", "here")
+    assert message.startswith("capsfast.train.open_checkpoint: data_dir is where the files of mnist, ")
+    assert message.endswith(", got 'here' for digits; leave it out")
 
 
 def test_autoencoder(tmp_path: Path) -> None:
@@ -171,6 +174,11 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
         (["--reconstruction-weight", "1", "--no-reconstruction"], "--reconstruction-weight has no use here"),
         (["--reconstruction-weight", "1", "--model", "cnn"], "--reconstruction-weight has no use here, cnn weighs"),
         (["--reconstruction-weight", "1", "--model", "stacked"], "--reconstruction-weight has no use here, stacked"),
+        (["--reconstruction", "--model", "cnn"], "cnn has no option reconstruction"),
+        (["--data-dir", "here"], "data_dir is where the files of mnist, fashion-mnist, cifar10, smallnorb are, got"),
+        (["--test-every", "5", "--limit-val-batches", "0"], "--test-every has no use beside --limit-val-batches 0"),
+        (["--profile", "--epochs", "3"], "--profile has no use for --epochs; it measures steps and trains nothing"),
+        (["--profile", "--backend", "cpp", "--workers", "0"], "--profile has no use for --backend, --workers; it"),
         (["--log", "paper"], "log must be one of csv, tensorboard, got 'paper'"),
         (["--test-every", "46", "--batch-size", "32"], "--test-every must be at most 45, an epoch, got 46"),
         (["--accelerator", "abacus"], "abacus"),

@@ -1,6 +1,6 @@
 """The CUDA kernels of a pass through the emulator: what they refuse, and the sides of their tiles.
 
-What every backend must do is tested in test_passes.py.
+What every backend must do is tested in test_passes.py and the files beside it, test_passes_*.py.
 """
 
 from dataclasses import replace
@@ -12,11 +12,20 @@ import torch
 from .emulator import backend as emulator
 from .support.accuracy import check
 from .support.backends import EMULATED, Shape
-from .support.passes import EVERYTHING, LINEAR, LOADED, PASS_OPS, PassCase, PassOp, make, normalized, registered
+from .support.passes import (
+    EVERYTHING,
+    LINEAR,
+    LINEAR_WAYS,
+    LOADED,
+    PASS_OPS,
+    SMALL,
+    PassCase,
+    PassOp,
+    make,
+    normalized,
+    registered,
+)
 from .support.problems import run
-
-SMALL = Shape(3, 7, 4, 5, 6)
-LINEAR_WAYS = (LOADED, normalized(LOADED, "in"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,4 @@
-"""What both pass ops do on every backend: values, gradients, dtypes, shapes, strides, bad numbers, empty sums, opcheck.
+"""What both pass ops compute on every backend: values, gradients, dtypes, shapes, strides, the op that ran.
 
 Shapes are written for routing_pass; votes_pass takes them without K.
 """
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import capsfast
 
@@ -21,25 +20,23 @@ from .support.accuracy import assert_close, check
 from .support.backends import Backend, Shape, assert_path, recorded_ops
 from .support.passes import (
     CASES,
+    EACH_WAY,
     EVERYTHING,
     LINEAR,
+    LINEAR_WAYS,
     LOADED,
     QUADRATIC,
+    SHARED,
+    SMALL,
     WAYS,
     PassCase,
     PassOp,
     normalized,
-    registered,
-    registered_backward,
 )
 from .support.problems import call, relayout, run
 
 pytestmark = pytest.mark.passes
 
-SMALL = Shape(3, 7, 4, 5, 6)
-EACH_WAY = tuple(normalized(EVERYTHING, how) for how in WAYS)
-LINEAR_WAYS = (LOADED, normalized(LOADED, "in"))
-SHARED = PassCase(query=True, precision=True, shared="J", second=True, weights=True)
 SHAPES = (
     (1, 1, 1, 1, 1),
     (17, 5, 4, 5, 3),
@@ -223,110 +220,6 @@ def test_only_one_output_is_used(backend: Backend, op: PassOp, case: PassCase, u
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.usual(triton={"how": ["out", "in"]})
-def test_nan_stays_in_its_sample(backend: Backend, op: PassOp, how: str) -> None:
-    for B in (3,) if backend.emulated else (3, 18):
-        problem = op.make(SMALL._replace(B=B), normalized(EVERYTHING, how), torch.float32, backend.device)
-        problem = replace(problem, masks={})
-        wanted = run(problem, backend.name)
-        bad = {name: value.clone() for name, value in problem.inputs.items()}
-        bad[op.poses][1, 2] = math.nan
-        got = run(replace(problem, inputs=bad), backend.name)
-        assert bool(got["first"][1].isnan().any())
-        keep = [n for n in range(B) if n != 1]
-        for name, value in got.items():
-            if name == "dweight":
-                continue  # a sum over the batch
-            torch.testing.assert_close(value[keep], wanted[name][keep])
-
-
-@pytest.mark.parametrize("case", [*EACH_WAY, *LINEAR_WAYS], ids=str)
-@pytest.mark.usual(triton={"case": [EACH_WAY[1], EACH_WAY[3]]})
-@pytest.mark.linear
-@pytest.mark.kernels
-def test_masked_capsules_may_hold_anything(backend: Backend, op: PassOp, case: PassCase) -> None:
-    for B in (3,) if backend.emulated else (3, 18):
-        problem = op.make(SMALL._replace(B=B), case, backend.widest, backend.device)
-        wanted = run(problem, backend.name)
-        inward, outward = ~problem.masks["mask"], ~problem.masks["out_mask"]
-        bad = {name: value.clone() for name, value in problem.inputs.items()}
-        for name in (op.poses, "activation", "lse"):
-            if name in bad:
-                bad[name][inward] = math.nan
-        for name in ("query", "precision", "center", "prior"):
-            if name in bad:
-                bad[name][outward] = math.inf if name == "precision" else math.nan
-        got = run(replace(problem, inputs=bad), backend.name)
-        for name, value in got.items():
-            assert_close(value, wanted[name])
-            if name in (f"d{op.poses}", "dactivation", "dlse"):
-                assert not bool(value[inward].any()), name
-            if name in ("dquery", "dprecision", "dcenter", "dprior", "mass", "first"):
-                assert not bool(value[outward].any()), name
-
-
-@pytest.mark.parametrize("empty", Shape._fields)
-@pytest.mark.parametrize("case", [LINEAR, EVERYTHING, normalized(EVERYTHING, "in"), SHARED, *LINEAR_WAYS], ids=str)
-@pytest.mark.usual(triton={"case": [EVERYTHING]})
-@pytest.mark.linear
-@pytest.mark.kernels
-def test_empty_sizes(backend: Backend, op: PassOp, empty: str, case: PassCase) -> None:
-    problem = op.make(SMALL._replace(**{empty: 0}), case, backend.widest, backend.device)
-    if empty == "J" and case is SHARED:
-        return  # size 1 for J says there is one
-    wanted, got = run(problem, "reference"), run(problem, backend.name)
-    for name, value in got.items():
-        assert value.shape == wanted[name].shape, name
-        assert_close(value, wanted[name])
-
-
-@pytest.mark.parametrize("leaky", [False, True])
-@pytest.mark.parametrize("case", [*EACH_WAY[:2], *LINEAR_WAYS], ids=str)
-@pytest.mark.usual(triton={"case": EACH_WAY[:2]})
-@pytest.mark.linear
-@pytest.mark.kernels
-def test_masks_that_leave_nothing(backend: Backend, op: PassOp, case: PassCase, leaky: bool) -> None:
-    case = replace(case, leaky=leaky)
-    for B in (2,) if backend.emulated else (2, 17):
-        problem = op.make(SMALL._replace(B=B), case, backend.widest, backend.device)
-        nothing = {name: torch.zeros_like(mask) for name, mask in problem.masks.items()}
-        found = run(replace(problem, masks=nothing), backend.name)
-        for name, value in found.items():
-            assert not bool(value.isnan().any()), name
-            if name == "log_sum":
-                assert bool((value == (0 if leaky else -math.inf)).all())
-            else:
-                assert not bool(value.any()), name
-
-
-@pytest.mark.usual(triton={"backend": []})
-def test_huge_logits(backend: Backend, op: PassOp) -> None:
-    for how in WAYS:
-        if how == "none":
-            continue
-        problem = op.make(SMALL, normalized(PassCase(query=True, logits="BIJ"), how), backend.widest, backend.device)
-        problem.inputs["logits"] *= 1e4
-        if how == "lse":
-            problem.inputs["lse"] = problem.inputs["logits"].logsumexp(2)
-        wanted = run(problem, "reference")
-        for name, value in run(problem, backend.name).items():
-            assert bool(value.isfinite().all()), (how, name)
-            if name in ("mass", "first"):
-                torch.testing.assert_close(value, wanted[name], rtol=2e-2, atol=1e-3)
-
-
-def test_an_lse_below_the_logits_overflows_to_infinity(backend: Backend) -> None:
-    votes = torch.zeros(1, 4, 2, 3, device=backend.device)
-    logits = torch.tensor([60.0, 85.0, 88.5, 1000.0], device=backend.device)[:, None].expand(4, 2)
-    lse = torch.zeros(1, 4, device=backend.device)
-    r = capsfast.votes_pass(
-        votes, logits=logits, normalize="lse", lse=lse, return_weights=True, backend=backend.name
-    ).weights
-    assert r is not None
-    torch.testing.assert_close(r[0, :, 0], logits[:, 0].exp(), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("how", WAYS)
 def test_the_definition_is_that_of_the_loops(how: str) -> None:
     """The reference against loops over numbers that share nothing with it."""
     case = normalized(EVERYTHING, how)
@@ -438,139 +331,6 @@ def test_votes_that_output_capsules_share(backend: Backend, function: str, case:
         results.append([v.detach(), *torch.autograd.grad(v.square().sum(), list(leaves.values()))])
     for got, want in zip(*results, strict=True):
         assert_close(got, want, double=1e-9)
-
-
-@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
-@pytest.mark.parametrize("case", [LINEAR, SHARED, *EACH_WAY[:3]], ids=str)
-@pytest.mark.fused
-@pytest.mark.usual(triton={"case": [EVERYTHING], "grad": [True]})
-@pytest.mark.linear
-def test_opcheck_forward(backend: Backend, op: PassOp, case: PassCase, grad: bool) -> None:
-    if op.name == "routing_pass" and case is SHARED:
-        return  # the function makes the votes and calls the other op
-    problem = op.make(SMALL, case, torch.float32, backend.device)
-    problem.inputs = {name: value.requires_grad_(grad) for name, value in problem.inputs.items()}
-    torch.library.opcheck(backend.op(op.name), registered(problem))
-
-
-@pytest.mark.parametrize("case", [LINEAR, *EACH_WAY], ids=str)
-@pytest.mark.fused
-@pytest.mark.usual(triton={"backend": []})
-@pytest.mark.linear
-def test_opcheck_backward(backend: Backend, op: PassOp, case: PassCase) -> None:
-    problem = op.make(SMALL, case, torch.float32, backend.device)
-    outputs = backend.op(op.name)(*registered(problem))
-    torch.library.opcheck(backend.op(f"{op.name}_backward"), registered_backward(problem, outputs))
-
-
-@pytest.mark.parametrize("case", EACH_WAY, ids=str)
-@pytest.mark.fused
-@pytest.mark.usual(triton={"case": EACH_WAY[1:2]})
-def test_fakes_promise_what_the_kernels_return(backend: Backend, op: PassOp, case: PassCase) -> None:
-    for empty in (None, "I") if backend.emulated else (None, *Shape._fields):
-        problem = op.make(SMALL._replace(**({empty: 0} if empty else {})), case, torch.bfloat16, backend.device)
-        outputs = backend.op(op.name)(*registered(problem))
-        for name, values in (
-            (op.name, registered(problem)),
-            (f"{op.name}_backward", registered_backward(problem, outputs)),
-        ):
-            meta = [value.to("meta") if isinstance(value, Tensor) else value for value in values]
-            for promised, returned in zip(backend.op(name)(*meta), backend.op(name)(*values), strict=True):
-                assert (promised.shape, promised.dtype, promised.stride()) == (
-                    returned.shape,
-                    returned.dtype,
-                    returned.stride(),
-                ), (empty, name)
-
-
-@pytest.mark.parametrize("case", [SHARED, EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
-@pytest.mark.usual(triton={"backend": []}, reference={"backend": []})
-def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: PassOp, case: PassCase) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    problems = [op.make(SMALL._replace(B=B), case, torch.float32, backend.device) for B in (3, 18, 5)]
-
-    def function(masks: dict[str, Tensor], tensors: dict[str, Tensor]) -> list[Tensor]:
-        found = getattr(capsfast, op.name)(**tensors, **masks, **case.arguments, backend=backend.name)
-        return list(case.outputs(found).values())
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    for problem in problems:
-        results = []
-        for each in (compiled, function):
-            leaves = {name: value.clone().requires_grad_() for name, value in problem.inputs.items()}
-            outputs = each(problem.masks, leaves)
-            gradients = torch.autograd.grad(sum(out.float().sum() for out in outputs), list(leaves.values()))
-            results.append([*outputs, *gradients])
-        for got, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.fused
-@pytest.mark.usual(triton={"backend": []})
-@pytest.mark.linear
-def test_export_with_any_batch_size(backend: Backend) -> None:
-    class Routing(torch.nn.Module):
-        def forward(self, u: Tensor, weight: Tensor) -> Tensor:
-            first = capsfast.routing_pass(u, weight, backend=backend.name).first
-            return capsfast.routing_pass(u, weight, query=capsfast.squash(first), backend=backend.name).first
-
-    weight = torch.randn(7, 4, 5, 6, device=backend.device)
-    example = (torch.randn(3, 7, 6, device=backend.device), weight)
-    program = torch.export.export(Routing(), example, dynamic_shapes=({0: torch.export.Dim("B")}, None))
-    for B in (2, 17):
-        u = torch.randn(B, 7, 6, device=backend.device)
-        torch.testing.assert_close(program.module()(u, weight), Routing()(u, weight))
-
-
-@pytest.mark.usual(triton={"backend": []})
-def test_vmap_and_func_grad(backend: Backend, op: PassOp) -> None:
-    problem = op.make(SMALL, PassCase(query=True, precision=True), torch.float32, backend.device)
-
-    def total(tensors: dict[str, Tensor]) -> Tensor:
-        found: Tensor = call(problem, tensors, backend.name).first
-        return found.square().sum()
-
-    wanted = (
-        torch.func.grad(total)({name: value.double() for name, value in problem.inputs.items()})
-        if backend.name != "triton"
-        else None
-    )
-    got = torch.func.grad(total)(problem.inputs)
-    for name, value in got.items():
-        if wanted is not None:
-            torch.testing.assert_close(value, wanted[name].float(), rtol=1e-3, atol=1e-4)
-    stacked = {name: torch.stack([value, 2 * value]) for name, value in problem.inputs.items()}
-    mapped = torch.vmap(lambda tensors: call(problem, tensors, backend.name).first)(stacked)
-    for n in range(2):
-        alone = call(problem, {name: value[n] for name, value in stacked.items()}, backend.name).first
-        torch.testing.assert_close(mapped[n], alone)
-
-
-@pytest.mark.parametrize("shared", ["", "J"])
-def test_autocast(backend: Backend, shared: str) -> None:
-    case = PassCase(query=True, precision=True, second=True, weights=True, shared=shared)
-    problem = passes.make(SMALL, case, "routing_pass", torch.float32, backend.device)
-    leaves = {name: value.requires_grad_() for name, value in problem.inputs.items()}
-    with torch.autocast(backend.device, torch.bfloat16):
-        found = call(problem, leaves, backend.name)
-    assert found.weights.dtype == torch.bfloat16
-    assert {found.mass.dtype, found.first.dtype, found.second.dtype} == {torch.float32}
-    wanted = call(problem, leaves, "reference")
-    torch.testing.assert_close(found.first, wanted.first, rtol=0.05, atol=0.05)
-    gradients = torch.autograd.grad(found.first.sum(), list(leaves.values()))
-    assert {gradient.dtype for gradient in gradients} == {torch.float32}
-
-
-@pytest.mark.fused
-@pytest.mark.linear
-def test_second_derivatives_are_refused(backend: Backend, op: PassOp) -> None:
-    problem = op.make(SMALL, LINEAR, torch.float32, backend.device)
-    leaves = {name: value.requires_grad_() for name, value in problem.inputs.items()}
-    first = call(problem, leaves, backend.name).first
-    (gradient,) = torch.autograd.grad(first.square().sum(), leaves["query"], create_graph=True)
-    with pytest.raises(RuntimeError, match=rf"capsfast.{op.name}: the fused backends have no second derivative"):
-        gradient.sum().backward()
 
 
 @pytest.mark.usual(triton={"backend": []})

@@ -1,4 +1,4 @@
-"""The routings of docs/passes.md, gradients included, against code that forms votes and coupling coefficients."""
+"""The routings of docs/published-routings.md, gradients included, against code that forms votes and coupling."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from .support import plain
 from .support.backends import Backend
 from .test_docs import ROOT, blocks, table_rows
 
-PAGE = ROOT / "docs" / "passes.md"
+PAGE = ROOT / "docs" / "published-routings.md"
 B, I, J, D, K = 7, 11, 4, 6, 5
 TEMPERATURES = (0.3, 0.6, 1.0)
 FLOOR = 1e-4

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
@@ -13,6 +14,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
+import capsfast
 from capsfast import train
 from capsfast.cli.app import app
 from capsfast.data import Batch, open_sets
@@ -136,6 +138,23 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 1 and "segcaps has no option rank; it has conv_channels" in " ".join(
         result.output.split()
     )
+
+
+def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images come from the CPU and go back there. Tensors without content stand for those of a GPU."""
+    sets, gpu = open_sets(f"multi:{folder}"), torch.device("cuda:0")
+    learner = make_learner("segcaps", *sets[2:], options=TINY)
+    assert isinstance(learner, SegmentationLearner)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for module in learner.modules():
+        for name, value in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(FakeTensor(mode, value.data.to("meta"), gpu)))
+    monkeypatch.setattr(SegmentationLearner, "device", gpu)
+    batch = sets.test.batch(torch.arange(3))
+    with mode, capsfast.use_backend("reference"):
+        rows = train.segmented(learner, batch)
+    assert list(rows) == ["image", "classes", "predicted", "reconstruction"]
+    assert {each.device.type for each in rows.values()} == {"cpu"}
 
 
 def test_options_are_those_of_the_network_and_its_layers() -> None:

@@ -44,12 +44,16 @@ def evaluate(
     json: Annotated[Path | None, typer.Option(help="Write the numbers there.")] = None,
     accelerator: Accelerator = "auto",
 ) -> None:
-    """Accuracy on the test images and the confusion matrix, and accuracy on images that an attack has changed."""
+    """Accuracy on the test images, with the confusion matrix where each has one class, and on attacked images."""
     with plain_errors("evaluate"):
         check_writable(out)
         if json is not None:
             check_replaceable(json)
-        for name, used, said in (("pgd_steps", pgd, "--pgd"), ("attacked", fgsm or pgd, "--fgsm or --pgd")):
+        for name, used, said in (
+            ("pgd_steps", pgd, "--pgd"),
+            ("attacked", fgsm or pgd, "--fgsm or --pgd"),
+            ("false_positives", detect, "--detect"),
+        ):
             if on_command_line(context, name) and not used:
                 raise stop(f"capsfast evaluate: --{name.replace('_', '-')} needs {said}")
         if detect and false_positives >= 1:

@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,9 @@ TRAINER = (
     "limit_val_batches",
     "progress",
 )
+
+# Of these a profile, which runs no training, heeds two alone. It chooses the backends itself, and makes one batch.
+NOT_PROFILED = (*(name for name in TRAINER if name not in ("accelerator", "progress")), "backend", "workers")
 
 PROFILED = 10  # steps
 
@@ -146,7 +150,8 @@ def train(
     given: Options = dict(context.params)
     with plain_errors("train"):
         options.check_used(context)
-        learner, images = _resumed(context, resume, data_dir) if resume is not None else _new(given)
+        _check_profiled(context)
+        learner, images = _resumed(context, resume, data_dir) if resume is not None else _new(context)
         if on_command_line(context, "reconstruction_weight") and not learner.weighs_reconstruction:
             raise stop(f"capsfast train: --reconstruction-weight has no use here, {given['model']} weighs no decoder")
         if profile:
@@ -160,14 +165,29 @@ def train(
         _fit(context, trainer, learner, images)
 
 
-def _new(given: Options) -> "tuple[Learner, ImageData]":
+def _check_profiled(context: typer.Context) -> None:
+    useless = [name for name in NOT_PROFILED if on_command_line(context, name)] if context.params["profile"] else []
+    if useless:
+        raise stop(
+            f"capsfast train: --profile has no use for {_spelled(useless)}; it measures steps and trains nothing"
+        )
+
+
+def _spelled(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def _new(context: typer.Context) -> "tuple[Learner, ImageData]":
+    from ..data.catalogue import check_data_dir
     from ..train import ImageData, make_learner
 
+    given = context.params
+    check_data_dir("capsfast train", given["data"], given["data_dir"])
     images = ImageData(data_dir=given["data_dir"], **{name: given[name] for name in IMAGES})
     images.setup()
     of_model = {name: given[name] for name in (*MODEL, *ROUTING) if given[name] is not None}
-    if not given["reconstruction"]:
-        of_model["reconstruction"] = False
+    if on_command_line(context, "reconstruction"):
+        of_model["reconstruction"] = given["reconstruction"]
     of_model |= _named(given["option"] or [])
     learning = {name: given[name] for name in LEARNING} | {"normalize": _normalize(given["normalize"], images)}
     return make_learner(given["model"], *images.sets[2:], options=of_model, **learning), images
@@ -201,8 +221,7 @@ def _resumed(context: typer.Context, checkpoint: Path, data_dir: str | None) -> 
 
     named = [name for name in sorted(FIXED) if on_command_line(context, name)]
     if named:
-        fixed = ", ".join("--" + name.replace("_", "-") for name in named)
-        raise stop(f"capsfast train: --resume takes {fixed} from the checkpoint; leave out what it fixes")
+        raise stop(f"capsfast train: --resume takes {_spelled(named)} from the checkpoint; leave out what it fixes")
     learner, images = open_checkpoint(checkpoint, data_dir=data_dir)
     learner.train()
     return learner, images
@@ -229,6 +248,8 @@ def _check_test_every(given: Options, trainer: "Trainer", images: "ImageData") -
         len(images.sets.train), images.options["batch_size"], shuffle=True, world_size=trainer.world_size
     )
     steps = min(len(order), given["limit_train_batches"] or len(order))
+    if given["test_every"] is not None and given["limit_val_batches"] == 0:
+        raise stop("capsfast train: --test-every has no use beside --limit-val-batches 0, which is no test")
     if given["test_every"] is not None and given["test_every"] > steps:
         raise stop(f"capsfast train: --test-every must be at most {steps}, an epoch, got {given['test_every']}")
 

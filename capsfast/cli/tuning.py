@@ -11,10 +11,12 @@ from .. import toolchain
 from ..bench.cases import DTYPES
 from ..files import check_replaceable
 from ..options import Options, PassOptions
+from .common import on_command_line
 from .endings import one_line
 
 
 def tune(
+    context: typer.Context,
     out: Annotated[Path, typer.Argument(help="The table, made or added to; CAPSFAST_TRITON_TABLE names it later.")],
     batch: Annotated[int, typer.Option("--B", help="Batch.", min=1)] = 128,
     in_caps: Annotated[int, typer.Option("--I", help="Number of input capsules.", min=1)] = 1152,
@@ -27,6 +29,8 @@ def tune(
     em: Annotated[bool, typer.Option("--em", help="An iteration of EM routing instead of dynamic routing.")] = False,
 ) -> None:
     """Measures tile sizes of the Triton kernels for one layer on this GPU."""
+    if em and on_command_line(context, "iterations"):
+        raise typer.BadParameter("--em measures one iteration; leave out --r")
     if toolchain.why_no_triton() or not torch.cuda.is_available():
         raise typer.BadParameter(f"tune needs Triton and a GPU: {toolchain.why_no_triton() or 'torch sees no GPU'}")
     if dtype not in DTYPES or dtype == "float64":

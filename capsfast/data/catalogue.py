@@ -157,6 +157,18 @@ def _kind_and_name(data: str) -> tuple[str, str]:
     return (kind, name) if kind in KINDS else ("", data)
 
 
+def check_data_dir(op: str, data: str, data_dir: Path | str | None) -> None:
+    """
+    Raises:
+        ValueError: a ``data_dir`` for data whose files are not looked for: the digits, or a folder.
+    """
+    name = _kind_and_name(data)[1]
+    if data_dir is not None and name not in GET:
+        raise ValueError(
+            f"{op}: data_dir is where the files of {', '.join(GET)} are, got {str(data_dir)!r} for {name}; leave it out"
+        )
+
+
 def absolute(data: str) -> str:
     """The same data seen from any working directory: a folder by its whole path, a name as it is."""
     kind, name = _kind_and_name(data)

@@ -4,17 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import checks
 from ..nn import Decoder
 from ..nn.routing.names import RoutingChoice
-from ._capsules import class_of
+from ._decoded import DecodedCapsules
 from ._encoder import CapsuleEncoder
-from .output import CapsNetOutput
 
 
-class CapsNet(CapsuleEncoder):
+class CapsNet(CapsuleEncoder, DecodedCapsules):
     """Convolution, primary capsules, class capsules, and a decoder (Sabour, Frosst, Hinton 2017, figures 1 and 2).
 
     For 28 x 28 images the defaults are the paper's: 8 215 568 parameters, 6 804 224 without the decoder.
@@ -81,17 +79,3 @@ class CapsNet(CapsuleEncoder):
         self.decoder = (
             Decoder(num_classes, digit_dim, self.image_shape, device=device, dtype=dtype) if reconstruction else None
         )
-
-    def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest.
-
-        Where a routing has activations, give the most active capsules as labels, as ``forward`` does.
-        """
-        if self.decoder is None:
-            raise RuntimeError(f"{self._op}: there is no decoder; build the model with reconstruction=True")
-        return self.decoder(capsules, labels)  # type: ignore[no-any-return]
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        found = self.classify(images)
-        images_again = None if self.decoder is None else self.reconstruct(found.poses, class_of(labels, found))
-        return CapsNetOutput(found.activations, found.poses, images_again)

@@ -10,12 +10,11 @@ from torch.nn import functional as F
 from .. import checks
 from ..nn import ConvCaps2d, ConvDecoder, DynamicRouting, FlattenCaps, Length, PrimaryCaps, _arguments
 from ..nn._layer import Layer
-from ..nn.routed_caps import fully_connected, route
-from ..nn.routing.base import Capsules
+from ..nn.routed_caps import fully_connected
 from ..nn.routing.names import RoutingChoice
-from ._capsules import class_of, image_lengths, with_lengths
+from ._capsules import image_lengths, with_lengths
+from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
-from .output import CapsNetOutput
 
 
 class CapsCell(Layer):
@@ -54,7 +53,7 @@ class CapsCell(Layer):
         return self.second(self.first(halved)) + skipped  # type: ignore[no-any-return]
 
 
-class DeepCaps(Layer):
+class DeepCaps(DecodedCapsules):
     """Cells of convolutional capsules with skip connections (after Rajasegaran et al. 2019).
 
     As there, only the last cell's skip connection routes with ``num_iterations``, the class capsules take the capsules
@@ -152,18 +151,3 @@ class DeepCaps(Layer):
             poses = cell(poses)
             seen.append(poses)
         return torch.cat([self.flatten(image) for image in seen[-2:]], 1)
-
-    def classify(self, images: Tensor) -> Capsules:
-        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        return route(self.routing, self.encode(images))
-
-    def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest."""
-        if self.decoder is None:
-            raise RuntimeError(f"{self._op}: there is no decoder; build the model with reconstruction=True")
-        return self.decoder(capsules, labels)  # type: ignore[no-any-return]
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        found = self.classify(images)
-        images_again = None if self.decoder is None else self.reconstruct(found.poses, class_of(labels, found))
-        return CapsNetOutput(found.activations, found.poses, images_again)

@@ -8,13 +8,10 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
-from ..nn._layer import Layer
-from ..nn.routed_caps import fully_connected, route
-from ..nn.routing.base import Capsules
+from ..nn.routed_caps import fully_connected
 from ..nn.routing.names import RoutingChoice
-from ._capsules import class_of
+from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
-from .output import CapsNetOutput
 
 KERNELS = (5, 3, 3, 3)
 STRIDES = (1, 1, 1, 2)
@@ -34,7 +31,7 @@ def paddings(padded: bool) -> tuple[int, ...]:
     return tuple(kernel // 2 if padded and stride == 1 else 0 for kernel, stride in zip(KERNELS, STRIDES, strict=True))
 
 
-class EfficientCapsNet(Layer):
+class EfficientCapsNet(DecodedCapsules):
     """Four convolutions, depthwise primary capsules, class capsules by self-attention (Mazzia et al. 2021).
 
     For 28 x 28 images the defaults are the paper's network for MNIST: 161 824 parameters without the decoder, which it
@@ -60,11 +57,7 @@ class EfficientCapsNet(Layer):
             primary capsules at several places.
         device, dtype, routing_options: as for :class:`capsfast.models.CapsNet`.
 
-    Shapes: images ``[B, C, H, W]`` with values in [0, 1] and labels int64 ``[B]`` to :class:`CapsNetOutput`, whose
-    lengths are the activations of the routing.
-
-    Raises:
-        ValueError, TypeError: a size, an option or an input that does not fit.
+    Shapes, errors: as :class:`CapsNet`. The lengths of its output are the activations of the routing.
     """
 
     _op = "capsfast.models.EfficientCapsNet"
@@ -128,19 +121,3 @@ class EfficientCapsNet(Layer):
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
         check_images(self._op, images, self.image_shape)
         return self.primary(self.convs(images))  # type: ignore[no-any-return]
-
-    def classify(self, images: Tensor) -> Capsules:
-        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        return route(self.routing, self.encode(images))
-
-    def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest."""
-        if self.decoder is None:
-            raise RuntimeError(f"{self._op}: there is no decoder; build the model with reconstruction=True")
-        return self.decoder(capsules, labels)  # type: ignore[no-any-return]
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        """Without labels the image is that of the capsule with the largest activation."""
-        found = self.classify(images)
-        images_again = None if self.decoder is None else self.reconstruct(found.poses, class_of(labels, found))
-        return CapsNetOutput(found.activations, found.poses, images_again)

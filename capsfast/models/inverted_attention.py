@@ -12,8 +12,8 @@ from ..nn import ConvCaps2d, Decoder, FlattenCaps, InvertedAttentionRouting, Rou
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ..passes import Moments
+from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
-from .output import CapsNetOutput
 
 ONE_UPDATE: dict[str, Any] = {"routing": "inverted-attention", "num_iterations": 1, "learned_readout": False}
 
@@ -111,7 +111,7 @@ def route_at_once(layers: Sequence[nn.Module], primary: Tensor, num_iterations: 
     return poses
 
 
-class InvertedAttentionCapsNet(Layer):
+class InvertedAttentionCapsNet(DecodedCapsules):
     """Convolution, primary capsules, and capsule layers that are routed at once (Tsai et al. 2020).
 
     The primary capsules are one convolution and a LayerNorm of each capsule. Above them are a convolutional capsule
@@ -138,11 +138,7 @@ class InvertedAttentionCapsNet(Layer):
         reconstruction: whether there is a decoder, which the paper has not.
         backend, device, dtype: of the routing, of the parameters.
 
-    Shapes: images ``[B, C, H, W]`` with values in [0, 1] and labels int64 ``[B]`` to :class:`CapsNetOutput`, whose
-    lengths are the activations.
-
-    Raises:
-        ValueError, TypeError: a size, an option or an input that does not fit.
+    Shapes, errors: as :class:`CapsNet`. The lengths of its output are the activations.
     """
 
     _op = "capsfast.models.InvertedAttentionCapsNet"
@@ -217,13 +213,6 @@ class InvertedAttentionCapsNet(Layer):
 
     def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
         """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the most active one."""
-        if self.decoder is None:
-            raise RuntimeError(f"{self._op}: there is no decoder; build the model with reconstruction=True")
         if labels is None:
             labels = self.logits(capsules.detach()).argmax(1)
-        return self.decoder(capsules, labels)  # type: ignore[no-any-return]
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
-        capsules, activations = self.classify(images)
-        images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
-        return CapsNetOutput(activations, capsules, images_again)
+        return super().reconstruct(capsules, labels)

@@ -126,6 +126,12 @@ def window_places(
     return grid
 
 
+def conv_grid(op: str, size: Sequence[int], conv: nn.Conv2d) -> tuple[int, int]:
+    """How many windows of this convolution fit into ``size`` (height, width)."""
+    padding: Sequence[int] = conv.padding  # type: ignore[assignment]
+    return window_grid(op, size, conv.kernel_size, conv.stride, padding, conv.dilation)
+
+
 def floats(op: str, name: str, value: Tensor, shape: str) -> None:
     checks.tensor(op, name, value, shape)
     checks.floating(op, name, value)

@@ -43,7 +43,8 @@ class ConvCaps2d(Layer):
         routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
         competition: for which output capsules the coupling coefficients of an input capsule sum to 1. ``"window"``:
             those of a window; an input capsule has a softmax in each window that it is in. ``"child"``: those of all
-            these windows together, in one softmax (Hinton, Sabour, Frosst 2018), which takes two passes for one.
+            these windows together, in one softmax (Hinton, Sabour, Frosst 2018), which takes two passes for one. A
+            softmax over the input capsules, which some routings have, is that of a window either way.
         groups: of dynamic routing in windows: input and output types are cut into as many runs; each run of inputs is
             routed to its run of outputs alone.
         init_std: as in the layer of the routing. With dynamic routing by default such that the weighted sum of equal

@@ -77,10 +77,7 @@ class DepthwisePrimaryCaps(Layer):
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for feature maps of ``size`` (H, W)."""
-        conv = self.conv
-        return _arguments.window_grid(
-            "capsfast.nn.DepthwisePrimaryCaps", size, conv.kernel_size, conv.stride, (0, 0), (1, 1)
-        )
+        return _arguments.conv_grid("capsfast.nn.DepthwisePrimaryCaps", size, self.conv)
 
     def forward(self, features: Tensor) -> Tensor:
         op = "capsfast.nn.DepthwisePrimaryCaps"

@@ -30,7 +30,8 @@ class InterestCapsules(Layer):
 
     Behaviours are the embeddings of clicked items. The defaults are the paper's B2I routing (MIND, algorithm 1) but for
     its number of interests, which ``count="floor"`` gives: one matrix for all pairs, logits that start as one normal
-    draw, softmax over the interests, agreement that adds up. docs/passes.md writes such a routing with passes.
+    draw, softmax over the interests, agreement that adds up. docs/published-routings.md writes such a routing with
+    passes.
 
     With one matrix for all pairs no votes are formed: each iteration multiplies J vectors by it, not I. So rounding
     differs from code that forms votes.

@@ -109,15 +109,7 @@ class PrimaryCaps(Layer):
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for feature maps of ``size`` (H, W)."""
-        conv = self.conv
-        return _arguments.window_grid(
-            "capsfast.nn.PrimaryCaps",
-            size,
-            conv.kernel_size,
-            conv.stride,
-            conv.padding,  # type: ignore[arg-type]
-            conv.dilation,
-        )
+        return _arguments.conv_grid("capsfast.nn.PrimaryCaps", size, self.conv)
 
     def forward(self, features: Tensor) -> Tensor:
         op = "capsfast.nn.PrimaryCaps"

@@ -69,15 +69,7 @@ class PrimaryMatrixCaps(Layer):
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for feature maps of ``size`` (H, W)."""
-        conv = self.pose
-        return _arguments.window_grid(
-            "capsfast.nn.PrimaryMatrixCaps",
-            size,
-            conv.kernel_size,
-            conv.stride,
-            conv.padding,  # type: ignore[arg-type]
-            conv.dilation,
-        )
+        return _arguments.conv_grid("capsfast.nn.PrimaryMatrixCaps", size, self.pose)
 
     def forward(self, features: Tensor) -> Capsules:
         op = "capsfast.nn.PrimaryMatrixCaps"

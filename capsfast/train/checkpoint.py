@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
+from ..data.catalogue import check_data_dir
 from ..files import replacing
 from .images import ImageData
 from .learner import Learner
@@ -69,7 +70,7 @@ def open_checkpoint(
 
     Raises:
         FileNotFoundError, ValueError: as :func:`read_checkpoint` and :func:`capsfast.data.open_sets`; data
-            that does not fit the network.
+            that does not fit the network; a ``data_dir`` for data that has none.
     """
     content = read_checkpoint(path)
     learner = make_learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
@@ -80,6 +81,7 @@ def open_checkpoint(
         # Its own size and no augmentation: the sizes must fit by themselves.
         options = {name: options[name] for name in ("data_dir", "batch_size", "seed", "workers")} | {"data": data}
     if data_dir is not None:
+        check_data_dir("capsfast.train.open_checkpoint", options["data"], data_dir)
         options["data_dir"] = data_dir
     images = ImageData(**options)
     images.setup()

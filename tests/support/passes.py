@@ -126,6 +126,11 @@ CASES = (
     *(normalized(EVERYTHING, how) for how in WAYS),
 )
 
+SMALL = Shape(3, 7, 4, 5, 6)
+EACH_WAY = tuple(normalized(EVERYTHING, how) for how in WAYS)
+LINEAR_WAYS = (LOADED, normalized(LOADED, "in"))
+SHARED = PassCase(query=True, precision=True, shared="J", second=True, weights=True)
+
 
 def without_weight(cases: Sequence[PassCase]) -> list[PassCase]:
     """The same cases for votes that are given, each once: they have no weight to share between input capsules."""
