@@ -109,6 +109,57 @@ def test_network_has_the_papers_grids() -> None:
 SMALL: dict[str, Any] = {"conv_channels": 6, "primary_types": 2, "conv_types": (3, 3), "pose_rows": 2}
 
 
+# What EM routing alone starts with.
+PLAIN: dict[str, Any] = {"identity": False, "init_std": None, "floor": 1.0, "final": 10.0, "initial_beta_u": None}
+
+
+def starts(model: MatrixCapsNet) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """Activations and poses of each layer of capsules, and how large the gradient of each W is."""
+    found: list[Any] = []
+    parts = (*model.conv_caps, model.routing)
+    hooks = [part.register_forward_hook(lambda _, given, made: found.append(made)) for part in parts]
+    images, labels = torch.rand(16, 1, 8, 8), torch.arange(16) % 10
+    capsfast.nn.MarginLoss()(model(images).lengths, labels).backward()
+    for hook in hooks:
+        hook.remove()
+    weights = [value.grad for name, value in model.named_parameters() if name.endswith("W")]
+    sizes = [0.0 if each is None else each.square().mean().sqrt().item() for each in weights]
+    return [each.activations.detach() for each in found], [each.poses.detach() for each in found], sizes
+
+
+@pytest.mark.parametrize("num_iterations", [2, 3])
+def test_network_starts_where_all_its_layers_learn(num_iterations: int) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"conv_channels": 16, "primary_types": 4, "conv_types": (6, 6)}
+    model = MatrixCapsNet(1, 8, 10, num_iterations=num_iterations, **sizes)
+    activations, poses, gradients = starts(model)
+    for layer in activations:
+        assert ((layer > 0.05) & (layer < 0.95)).float().mean() > 0.8 and layer.std() > 0.01
+    lengths = [each.square().mean().sqrt() for each in poses]
+    assert min(lengths) > 0.3 * max(lengths)
+    assert min(gradients) > 1e-4 and max(gradients) < 20 * min(gradients)
+    # Beside it poses that fade, activations that say nothing of the image, and a loss that no weight changes.
+    activations, poses, gradients = starts(MatrixCapsNet(1, 8, 10, num_iterations=num_iterations, **sizes, **PLAIN))
+    assert activations[-1].std() < 0.001 and poses[1].std() < 0.2 * poses[0].std()
+    assert max(gradients) < 1e-4
+
+
+def test_starting_options_give_way() -> None:
+    model = MatrixCapsNet(1, 8, 4, **SMALL, floor=0.5, init_std=0.7)
+    assert model.routing.routing.floor == 0.5 and model.routing.init_std == 0.7 and model.routing.identity
+    assert (model.routing.routing.beta_u == 0).all()  # -0.5 log(2 floor)
+    model = MatrixCapsNet(1, 8, 4, **SMALL, cost="mass")
+    assert (model.routing.routing.beta_u == -1).all()
+    model = MatrixCapsNet(1, 8, 4, **SMALL, routing="self")
+    assert not model.routing.identity
+    with pytest.raises(ValueError, match="floor must be positive"):
+        MatrixCapsNet(1, 8, 4, **SMALL, floor=0.0)
+    with pytest.raises(ValueError, match=r"identity needs square matrices, got W \[5, 3, 6, 4\]"):
+        capsfast.nn.RoutedCaps(5, 3, 4, 6, routing="em", identity=True)
+    layer = capsfast.nn.RoutedCaps(50, 3, 4, 4, routing="em", identity=True, init_std=1e-3)
+    torch.testing.assert_close(layer.W, torch.eye(4).expand(50, 3, 4, 4), rtol=0, atol=0.002 + 1e-6)
+
+
 @pytest.mark.parametrize("size", [28, 17, (16, 9), 7, (3, 1)])
 def test_network_takes_any_image_size(size: Any) -> None:
     model = MatrixCapsNet(3, size, 4, **SMALL)

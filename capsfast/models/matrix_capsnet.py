@@ -1,6 +1,7 @@
 """The network of matrix capsules of Hinton, Sabour, Frosst (2018)."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.nn import functional as F
 from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
-from ..nn.routing.names import RoutingChoice
+from ..nn.routing.em import EMRouting
+from ..nn.routing.names import RoutingChoice, routing_class
 from ._capsules import image_lengths
 from ._images import check_images, image_shape
 from .output import CapsNetOutput
@@ -25,6 +27,22 @@ def fitting_windows(height: int, width: int) -> tuple[Window, Window, Window]:
         return (5, 2), (3, 2), (3, 1)
     kernel = 3 if side >= 7 else 1
     return (kernel, 1), (kernel, 1), (kernel, 1)
+
+
+def starting_options(op: str, routing: RoutingChoice, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of EM routing that three layers of it learn from, beside those that are given.
+
+    Poses keep their scale from layer to layer, and the floor is below the variance of their votes. The cost starts at 0
+    where that variance is the floor, so that capsules start neither all active nor all inactive. With a floor of 1 and
+    a beta_u of 0 no cost is negative, and evidence can only switch a capsule off.
+    """
+    if routing_class(op, routing) is not EMRouting:
+        return {}
+    found: dict[str, Any] = {"identity": True, "init_std": 0.3, "floor": 0.1, "final": 2.0}
+    floor = given.get("floor", found["floor"])
+    if given.get("cost", "variance") == "variance" and isinstance(floor, (int, float)) and floor > 0:
+        found["initial_beta_u"] = -0.5 * math.log(2 * floor)
+    return found
 
 
 class MatrixCapsNet(Layer):
@@ -51,7 +69,8 @@ class MatrixCapsNet(Layer):
         coordinates: whether class capsules have coordinate addition.
         windows: (kernel size, stride) of the convolution and of the two layers of capsules; by default ((5, 2), (3, 2),
             (3, 1)), on images below 17 pixels smaller.
-        backend, device, dtype, routing_options: of all routings.
+        backend, device, dtype, routing_options: of all routings. EM routing starts with ``identity=True``,
+            ``init_std=0.3``, ``floor=0.1``, ``final=2`` and an ``initial_beta_u`` of ``-0.5 log(2 floor)`` here.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] to :class:`CapsNetOutput`, whose reconstruction is None.
 
@@ -100,7 +119,7 @@ class MatrixCapsNet(Layer):
         chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **made}
         if num_iterations is not None:
             chosen["num_iterations"] = num_iterations
-        chosen |= routing_options
+        chosen |= starting_options(op, routing, routing_options) | routing_options
         (kernel, stride), *others = windows
         dim = pose_rows**2
         for kernel_size, step in windows:

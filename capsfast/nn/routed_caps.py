@@ -34,6 +34,9 @@ class RoutedCaps(Layer):
             is a product of matrices ``[P, Q] [Q, R]`` (Hinton, Sabour, Frosst 2018). None: capsules are vectors.
         init_std: W starts as a normal distribution of this deviation, cut at two deviations; by default what the
             routing says, see :meth:`Routing.weight_std`.
+        identity: W starts as the identity plus that. Input capsules of like poses then vote alike, and the mean of
+            their votes is about as long as they are. Independent matrices of many input capsules give votes whose mean
+            is close to 0. It needs matrices that are square.
         device, dtype: of the parameters.
         options: of the routing, such as num_iterations and backend.
 
@@ -58,6 +61,7 @@ class RoutedCaps(Layer):
         positions: int = 1,
         pose_rows: int | None = None,
         init_std: float | None = None,
+        identity: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -68,6 +72,7 @@ class RoutedCaps(Layer):
         op = self._op
         _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim)
         checks.boolean(op, "shared_weight", shared_weight)
+        checks.boolean(op, "identity", identity)
         if init_std is not None:
             _arguments.positive(op, "init_std", init_std)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -91,6 +96,9 @@ class RoutedCaps(Layer):
         else:
             P, Q, R = pose_sizes(op, in_dim, out_dim, pose_rows)
             shape, summed = (rows, out_caps, Q, R), Q
+        if identity and shape[2] != shape[3]:
+            raise ValueError(f"{op}: identity needs square matrices, got W {list(shape)}; leave it out")
+        self.identity = identity
         self.init_std = self.routing.weight_std(summed) if init_std is None else init_std
         self.W = nn.Parameter(torch.empty(shape, **made))
         self.reset_parameters()
@@ -103,6 +111,9 @@ class RoutedCaps(Layer):
     def reset_parameters(self) -> None:
         """Draws W anew."""
         nn.init.trunc_normal_(self.W, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        if self.identity:
+            with torch.no_grad():
+                self.W.diagonal(dim1=2, dim2=3).add_(1.0)
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
         """The votes of ``u [B, I, K]`` as the routing takes them; none is in memory."""
