@@ -62,8 +62,8 @@ def routing_pass(
         mass_j = sum_i r_ij     first_j = sum_i r_ij x_ij     second_j = sum_i r_ij x_ij^2
 
     Neither votes nor coupling coefficients r are written to memory, and every float argument has a gradient.
-    docs/passes.md writes published routings with it: Sabour et al. 2017 (dynamic), Hinton et al. 2018 (EM), Tsai et al.
-    2020 (inverted dot-product attention) and others.
+    docs/published-routings.md writes routings with it: Sabour et al. 2017 (dynamic), Hinton et al. 2018 (EM), Tsai et
+    al. 2020 (inverted dot-product attention) and others.
 
     Args:
         u: input capsules ``[B, I, K]``; float32, float64, bfloat16 or float16, any strides. Or pose matrices
