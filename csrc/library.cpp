@@ -133,6 +133,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   rest.tiled = false;
   rest.B = B - in_tiles;
   p.B = in_tiles;
+  const Parts parts = make_parts(p, widest, used, wide);
   const double rest_forward = rest.B == 0 ? 0 : forward_flops(rest, make_plan(rest, widest, used, wide));
   const double rest_backward = rest.B == 0 ? 0 : backward_flops(rest, make_plan(rest, widest, used, wide));
   const Plan whole = make_plan(p, lanes, used, wide);
@@ -168,6 +169,7 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   d["lanes"] = plan.L;
   d["slices"] = slices.tasks > 0 ? (B + slices.samples - 1) / slices.samples : 0;
   d["tiles"] = plan.tiles;
+  d["pass_parts"] = whole.small_batch ? 1 : parts.count;
   d["chunk"] = plan.chunk;
   d["out_tile"] = plan.out_tile;
   d["tasks"] = tasks * plan.tile_groups * plan.splits;

@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
+from ..precision import wide_dtype
 from . import _arguments
 from ._layer import Layer
 from .dynamic_routing import DynamicRouting
 from .routed_caps import RoutedCaps, fully_connected, pose_sizes
 from .routing.base import Capsules
 from .routing.names import RoutingChoice
-from .routing.votes import Votes
+from .routing.unfolded import UnfoldedVotes, folds_by_pass
+from .routing.votes import ProductVotes, Votes
 from .routing.windows import Windows, WindowVotes
 
 COMPETITION = ("window", "child")
@@ -173,8 +175,31 @@ class ConvCaps2d(Layer):
     def votes(self, poses: Tensor) -> Votes:
         """The votes in every window, of a layer that routes by passes; none is in memory."""
         assert isinstance(self.routing, RoutedCaps)
-        votes = self.routing.votes(self.unfold(poses), self.inside(poses))
+        by_pass = folds_by_pass(poses)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not by_pass):
+            u = self.unfold(poses)
+        votes = self.routing.votes(u, self.inside(poses))
+        if by_pass and isinstance(votes, ProductVotes):
+            votes = UnfoldedVotes(votes, poses, partial(self._fold, size=(poses.shape[3], poses.shape[4])))
         return votes if self.competition == "window" else self._competing((poses.shape[3], poses.shape[4]))(votes)
+
+    def _fold(self, gradient: Tensor, size: tuple[int, int]) -> Tensor:
+        """The gradient of poses ``[B, in_types, in_dim, H, W]`` from that of their unfold()."""
+        grid, area = self.grid(size), self.kernel_size
+        windows = gradient.reshape(-1, *grid, self.in_types, *area, self.in_dim)
+        padded = [n + 2 * p for n, p in zip(size, self.padding, strict=True)]
+        image = windows.new_zeros(
+            (windows.shape[0], *padded, self.in_types, self.in_dim), dtype=wide_dtype(gradient.dtype)
+        )
+        for y in range(area[0]):
+            for x in range(area[1]):
+                rows, columns = (
+                    slice(at * gap, at * gap + (n - 1) * step + 1, step)
+                    for at, gap, n, step in zip((y, x), self.dilation, grid, self.stride, strict=True)
+                )
+                image[:, rows, columns] += windows[:, :, :, :, y, x]
+        (top, left), (height, width) = self.padding, size
+        return image[:, top : top + height, left : left + width].permute(0, 3, 4, 1, 2).to(gradient.dtype)
 
     def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
         windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)

@@ -211,7 +211,8 @@ class Backward {
     pass.in_scale = in_norm.scale();
     pass.c_dc = c_dc.get();
     pass.dcoupling = in.dcoupling;
-    context.gradient(pass, out, dlogits_sum_);
+    WeightSums<T> weights;
+    context.gradient(pass, out, dlogits_sum_, &weights);
   }
 
   Context<T> context;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -77,6 +78,47 @@ void add_up(T* parts, int64_t count, int64_t size, const View& to) {
     scatter<T>(to, begin, {1, 1, end - begin}, {0, 0, 1}, parts + begin);
   });
 }
+
+// Partial sums of dW: one for each task if the weight is shared, else one for each group of tiles, and none if there is
+// one group: then every task writes the dW of its input capsules. Parts of a batch, whose plans have the same tasks, add
+// to the same sums one after the other.
+template <class T>
+class WeightSums {
+ public:
+  explicit WeightSums(int64_t parts = 1) : parts_(parts) {}
+
+  // Before the gradient pass of the next part.
+  void begin(const Problem& p, const Plan& plan, const BackwardOutputs& out, GradientPass<T>* pass) {
+    pass->weight_begun = part_ > 0;
+    pass->weight_continued = ++part_ < parts_;
+    if (pass->weight_begun) return;
+    const bool wanted = out.dweight.data != nullptr && !p.votes_given;
+    const bool several = plan.gradient_groups > 1 || (parts_ > 1 && !plan.weight_in_place);
+    shared_ = p.shared_weight;
+    size_ = wanted ? out.weight_rows * p.weight_size() : 0;
+    adders_ = !wanted ? 0 : shared_ ? plan.gradient_groups * plan.gradient_splits : several ? plan.gradient_groups : 0;
+    sums_.emplace(adders_ * size_);
+    sums_->clear();
+  }
+  // For a task, one of `splits` of its group of tiles.
+  void give(int64_t task, int64_t splits, GradientPass<T>* pass) const {
+    if (adders_ == 0) return;
+    const int64_t adder = shared_ ? task : task / splits;
+    pass->dweight_sum = sums_->high() + adder * size_;
+    pass->dweight_low = sums_->low() + adder * size_;
+  }
+  // After it.
+  void finish(const BackwardOutputs& out) const {
+    if (part_ < parts_) return;
+    sums_->join();
+    add_up<T>(sums_->high(), adders_, size_, out.dweight);
+  }
+
+ private:
+  int64_t parts_, part_ = 0, size_ = 0, adders_ = 0;
+  bool shared_ = false;
+  std::optional<Sums<T>> sums_;
+};
 
 // The kernels of a call. A batch, or as many positions, that fills half of the widest registers at most takes kernels
 // of half their width: of those two instructions run where one of the widest does on many machines, and a tile then
@@ -241,19 +283,14 @@ struct Context {
   }
 
   // Runs the gradient pass for what `out` wants. dlogits_sum [I, J] is added to, null if it is not wanted.
-  void gradient(GradientPass<T> pass, const BackwardOutputs& out, double* dlogits_sum) const {
+  void gradient(GradientPass<T> pass, const BackwardOutputs& out, double* dlogits_sum, WeightSums<T>* weights) const {
     const int64_t groups = plan.gradient_groups, splits = plan.gradient_splits, tasks = groups * splits;
-    const int64_t weights = out.dweight.data == nullptr || p.votes_given ? 0 : out.weight_rows * p.weight_size();
-    // How many partial sums of dW there are: one for each task if the weight is shared, else one for each group of
-    // tiles, and none if there is one group: then every task writes the dW of its input capsules.
-    const int64_t adders = weights == 0 ? 0 : p.shared_weight ? tasks : groups > 1 ? groups : 0;
     // Each group of tiles has its own sum of dlogits. If there is one group it adds to the result directly.
     const int64_t logits = dlogits_sum != nullptr && groups > 1 ? p.I * p.J : 0;
-    const Sums<T> dweight(adders * weights);
     const Buffer<double> dlogits(groups * logits);
-    dweight.clear();
     std::fill_n(dlogits.get(), groups * logits, 0.0);
 
+    weights->begin(p, plan, out, &pass);
     pass.problem = &p;
     pass.plan = &plan;
     pass.valid_out = valid();
@@ -270,16 +307,11 @@ struct Context {
     over_ranges(tasks, size, [&](int64_t task, T* memory) {
       GradientPass<T> mine = pass;
       if (dlogits_sum != nullptr) mine.dlogits = groups > 1 ? dlogits.get() + task / splits * logits : dlogits_sum;
-      if (adders > 0) {
-        const int64_t adder = p.shared_weight ? task : task / splits;
-        mine.dweight_sum = dweight.high() + adder * weights;
-        mine.dweight_low = dweight.low() + adder * weights;
-      }
+      weights->give(task, splits, &mine);
       const Range range = share(plan, task, groups, splits);
       run_kernel(in_lanes() ? kernel_table.lanes_gradient : kernel_table.rows_gradient, mine, range, memory);
     });
-    dweight.join();
-    add_up<T>(dweight.high(), adders, weights, out.dweight);
+    weights->finish(out);
     for (int64_t group = 0; group < groups; ++group) {
       for (int64_t n = 0; n < logits; ++n) dlogits_sum[n] += dlogits.get()[group * logits + n];
     }

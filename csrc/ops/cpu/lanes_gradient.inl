@@ -172,6 +172,7 @@ struct LanesGradient {
   static void run(const GradientPass<T>& pass, const Range& range, T* scratch) {
     const Problem& p = *pass.problem;
     const bool in_place = pass.plan->weight_in_place;
+    const bool begun = in_place && pass.weight_begun, continued = in_place && pass.weight_continued;
     const LanesGradientScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
     const bool shared = p.shared_weight;
     const int64_t chunk = pass.plan->gradient_chunk, row_blocks = (p.J * p.R() + L - 1) / L,
@@ -182,12 +183,12 @@ struct LanesGradient {
       const int64_t weight_count = shared ? 1 : tile.count;
       T* const dw =
           pass.dweight.data != nullptr && in_place ? static_cast<T*>(pass.dweight.data) + i0 * row_size : at.dweight;
-      if (pass.dweight.data != nullptr)
+      if (pass.dweight.data != nullptr && !begun)
         __builtin_memset(dw, 0, static_cast<size_t>(weight_count * row_size) * sizeof(T));
       if (pass.dlogits != nullptr)
         __builtin_memset(at.dlogits, 0, static_cast<size_t>(tile.count * p.J * L) * sizeof(T));
       for (int64_t t = range.tile0; t < range.tile1; ++t) tile_pass(pass, tile, t, at);
-      if (pass.dweight.data != nullptr) {
+      if (pass.dweight.data != nullptr && !continued) {
         for (int64_t i = 0; i < weight_count; ++i) {
           if (in_place) {
             B_::transpose_weights(p.K, p.J * p.R(), at.block, dw + i * row_size);

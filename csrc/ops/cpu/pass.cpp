@@ -41,8 +41,8 @@ PassSaved slice(const PassSaved& saved, const Problem& p, int64_t n) {
 PassGradients slice(const PassGradients& out, const Problem& p, int64_t n) {
   PassGradients part = out;
   for (View* view : {&part.dquery, &part.dprecision, &part.dcenter, &part.dprior, &part.dactivation, &part.dlse,
-                     &part.common.dweight}) {
-    *view = samples(p, *view, n);  // dweight: that of the votes
+                     p.votes_given ? &part.common.dweight : &part.common.du}) {
+    *view = samples(p, *view, n);
   }
   if (out.common.per_sample_logits) part.common.dlogits = samples(p, out.common.dlogits, n);
   return part;
@@ -56,10 +56,12 @@ void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
     const PassOutputs part_out = slice<T>(out, p, n);
     PassForward<T>(part, slice(in, p, n), part_out, threads).run();
   };
-  if (slices.tasks == 0) return sum(0, p.B, num_threads());
   for_tasks(slices.tasks, [&](int64_t task, int64_t) {
     for_slices(p, slices, task, [&](int64_t n, int64_t count) { sum(n, count, 1); });
   });
+  const Parts parts = parts_of<T>(p);
+  for (int64_t part = 0; part < parts.count && slices.tasks == 0; ++part)
+    sum(parts.begin(part), parts.begin(part + 1) - parts.begin(part), num_threads());
 }
 
 template <class T>
@@ -71,16 +73,22 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
   const Buffer<double> sums(tasks * logits);
   std::fill_n(sums.get(), tasks * logits, 0.0);
   const auto sum_of = [&](int64_t task) { return logits == 0 ? nullptr : sums.get() + task * logits; };
-  const auto differentiate = [&](int64_t task, int64_t n, int64_t count, int64_t threads) {
+  const auto differentiate = [&](int64_t task, int64_t n, int64_t count, WeightSums<T>* weights, int64_t threads) {
     const Problem part = driver::slice(p, n, count);
     const PassSaved part_saved = slice<T>(saved, p, n);
     const PassGradients part_out = slice(out, p, n);
-    PassBackward<T>(part, slice(in, p, n), part_saved, part_out, sum_of(task), threads).run();
+    PassBackward<T>(part, slice(in, p, n), part_saved, part_out, sum_of(task), weights, threads).run();
   };
   for_tasks(slices.tasks, [&](int64_t task, int64_t) {
-    for_slices(p, slices, task, [&](int64_t n, int64_t count) { differentiate(task, n, count, 1); });
+    for_slices(p, slices, task, [&](int64_t n, int64_t count) {
+      WeightSums<T> weights;
+      differentiate(task, n, count, &weights, 1);
+    });
   });
-  if (slices.tasks == 0) differentiate(0, 0, p.B, num_threads());
+  const Parts parts = parts_of<T>(p);
+  WeightSums<T> weights(parts.count);
+  for (int64_t part = 0; part < parts.count && slices.tasks == 0; ++part)
+    differentiate(0, parts.begin(part), parts.begin(part + 1) - parts.begin(part), &weights, num_threads());
   add_up<double>(sums.get(), logits == 0 ? 0 : tasks, logits, dlogits);
 }
 

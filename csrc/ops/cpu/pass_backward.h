@@ -11,14 +11,15 @@ namespace capsfast::driver {
 template <class T>
 class PassBackward {
  public:
-  // Adds to dlogits_sum [I, J], null if it is not wanted.
+  // Adds to dlogits_sum [I, J], null if it is not wanted. weights_: of all parts of the batch, of which this is the next.
   PassBackward(const Problem& problem, const PassInputs& inputs, const PassSaved& saved_, const PassGradients& outputs,
-               double* dlogits_sum, int64_t threads)
+               double* dlogits_sum, WeightSums<T>* weights_, int64_t threads)
       : context(problem, threads),
         p(problem),
         saved(saved_),
         out(outputs),
         dlogits_sum_(dlogits_sum),
+        weights(weights_),
         score(context, inputs),
         gradient(context, saved.dfirst, saved.dsecond, T(1), saved.dmass),
         in_norm(context.layout, p.softmax_in() ? 1 : 0),
@@ -50,7 +51,7 @@ class PassBackward {
     if (p.normalize == Normalize::out) pass.dlse = saved.dlse;
     pass.dactivation = out.dactivation;
     pass.dlse_given = out.dlse;
-    context.gradient(pass, common, dlogits_sum_);
+    context.gradient(pass, common, dlogits_sum_, weights);
   }
 
  private:
@@ -147,6 +148,7 @@ class PassBackward {
   const PassSaved& saved;
   const PassGradients& out;
   double* dlogits_sum_;
+  WeightSums<T>* weights;
   Score<T> score;
   FormArrays<T> gradient;
   InNormArrays<T> in_norm;

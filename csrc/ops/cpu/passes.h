@@ -107,6 +107,9 @@ struct GradientPass {
   T* dweight_sum = nullptr;   // [I or 1, J, D, K], added to; null if the pass writes dweight itself
   T* dweight_low = nullptr;   // as dweight_sum: what those additions round off
   View dweight;               // [I, J, D, K]
+  // Whether parts of the batch before or after this one add to a dweight in place too. Between them it holds blocks of
+  // L rows.
+  bool weight_begun = false, weight_continued = false;
 };
 
 // lanes: between two passes of routing. sum and low as `first` above, a split every tiles [J D][L]; s and v [B, J, D].

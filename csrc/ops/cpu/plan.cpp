@@ -19,6 +19,11 @@ constexpr int64_t kScores = 1024 * 1024;
 constexpr int64_t kSliceBytes = 512 * 1024;
 constexpr int64_t kSliceLogits = 16 * 1024 * 1024;
 
+// Bytes of what a thread has of the output capsules of a part of the batch in a pass: of at most so many arrays with J D
+// numbers a sample.
+constexpr int64_t kPartBytes = 2 * 1024 * 1024;
+constexpr int64_t kPassArrays = 10;
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Tasks of a pass for every thread: a thread that other work holds up leaves its tasks to the others.
@@ -160,6 +165,18 @@ Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t siz
   // Not smaller tasks, taken as threads come: a thread reads on in the votes that it has begun.
   slices.tasks = threads;
   return slices;
+}
+
+Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t size) {
+  Parts parts;
+  parts.samples = p.B;
+  if (p.votes_given || p.empty()) return parts;
+  parts.row = threads * lanes;
+  parts.rows = divide_up(p.B, lanes) / threads;
+  // With fewer tiles a part would be split along the input capsules.
+  const int64_t fewest = std::max(kTasks, kPartBytes / (kPassArrays * p.J * p.D * lanes * size));
+  parts.count = std::max<int64_t>(1, parts.rows / fewest);
+  return parts;
 }
 
 int64_t samples_kept(const Problem& p, int64_t lanes, int64_t size) {

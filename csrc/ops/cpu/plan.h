@@ -27,6 +27,20 @@ int64_t samples_in_tiles(const Problem& p, int64_t lanes, int64_t bytes_per_numb
 // How many samples of a small batch keep their votes at a time.
 int64_t samples_kept(const Problem& p, int64_t lanes, int64_t bytes_per_number);
 
+// The samples of a pass in the lanes layout, cut into parts that go through it one after the other. So what it has of
+// every output capsule, B J D numbers each (what votes are scored against, their center, sums), is in memory of one part
+// only, and near.
+struct Parts {
+  int64_t count = 1;
+  // The first sample of a part; for `count` how many samples there are. Parts are whole tiles.
+  int64_t begin(int64_t part) const { return part == count ? samples : rows * part / count * row; }
+
+  int64_t samples = 0;
+  int64_t rows = 0, row = 0;  // what parts are made of: rows of so many samples, a tile for every thread
+};
+
+Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
+
 // How many FLOPs the passes of a plan execute. A multiply-add counts as two.
 double forward_flops(const Problem& p, const Plan& plan);
 double backward_flops(const Problem& p, const Plan& plan);

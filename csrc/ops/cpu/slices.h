@@ -15,6 +15,11 @@ Slices slices_of(const Problem& p, bool shared_logits_gradient) {
   return make_slices(p, kernels<T>(isa()).L, num_threads(), sizeof(T), shared_logits_gradient);
 }
 
+template <class T>
+Parts parts_of(const Problem& p) {
+  return make_parts(p, kernels<T>(isa()).L, num_threads(), sizeof(T));
+}
+
 // Calls part(n, count) for the slices of a task: samples [n, n + count).
 template <class F>
 void for_slices(const Problem& p, const Slices& slices, int64_t task, const F& part) {

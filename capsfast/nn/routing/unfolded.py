@@ -1,0 +1,63 @@
+"""Votes of capsules that were unfolded from an image."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ... import checks
+from ...passes import Moments
+from .votes import ProductVotes
+
+Fold = Callable[[Tensor], Tensor]
+
+
+class UnfoldedVotes(ProductVotes):
+    """Votes of poses ``u`` that windows have of an image, each pass with a gradient of ``u`` of its own.
+
+    Autograd adds up the gradients of ``u`` from all passes before it goes on: two of them are in memory, each as large
+    as the unfolded poses. Here the gradient of a pass is folded to that of the image as soon as it is there.
+
+    Args:
+        votes: of ``u``, without a gradient to the image.
+        image: the poses that were unfolded.
+        fold: from a gradient of ``u`` to that of the image, of differentiable functions.
+    """
+
+    def __init__(self, votes: ProductVotes, image: Tensor, fold: Fold) -> None:
+        vars(self).update(vars(votes))
+        self._unfolded, self._image, self._fold = votes.factors[0], image, fold
+        self.u = self._own()
+
+    def _own(self) -> Tensor:
+        return _Unfolded.apply(self._image, self._unfolded, self._fold)  # type: ignore[no-any-return]
+
+    def moments(self, **arguments: Any) -> Moments:
+        self.factors = (self._own(), self.factors[1])
+        return super().moments(**arguments)
+
+    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+        self.factors = (self._own(), self.factors[1])
+        return super().agree(num_iterations, **options)
+
+
+def folds_by_pass(image: Tensor) -> bool:
+    """Whether the image has a gradient of the kind that a node of autograd of our own can take."""
+    differentiated = torch.is_grad_enabled() and image.requires_grad and type(image) in (Tensor, torch.nn.Parameter)
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return differentiated and not transformed and not torch.compiler.is_compiling() and not checks.traced()
+
+
+class _Unfolded(torch.autograd.Function):
+    """``unfolded`` as it stands, as a function of the image."""
+
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, unfolded: Tensor, fold: Fold) -> Tensor:
+        ctx.fold = fold
+        return unfolded.view_as(unfolded)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.fold(gradient), None, None
