@@ -34,8 +34,9 @@ def starting_options(op: str, routing: RoutingChoice, dim: int, given: Mapping[s
 
     Poses keep their scale from layer to layer, and the floor is below the variance of their votes. A capsule of mean
     mass, whose votes have a variance as large as the floor, starts with an activation of 1/2; one without mass with far
-    less. With a beta_a of 0 that one has 1/2, and no learning rate for weights gets it to 0: beta_a is divided by the
-    inverse temperature. With a floor of 1 and a beta_u of 0 no cost is negative, so that evidence lowers an activation.
+    less. With a beta_a of 0 that one has 1/2 for long: an inverse temperature far below 1 multiplies beta_a, and steps
+    as small as those of weights hardly move it. With a floor of 1 and a beta_u of 0 no cost is negative, so that
+    evidence lowers an activation.
     """
     if routing_class(op, routing) is not EMRouting:
         return {}
