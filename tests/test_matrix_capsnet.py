@@ -110,7 +110,8 @@ SMALL: dict[str, Any] = {"conv_channels": 6, "primary_types": 2, "conv_types": (
 
 
 # What EM routing alone starts with.
-PLAIN: dict[str, Any] = {"identity": False, "init_std": None, "floor": 1.0, "final": 10.0, "initial_beta_u": None}
+PLAIN: dict[str, Any] = {"identity": False, "init_std": None, "floor": 1.0, "final": 10.0}
+PLAIN |= {"initial_beta_a": 0.0, "initial_beta_u": None}
 
 
 def starts(model: MatrixCapsNet) -> tuple[list[Tensor], list[Tensor], list[float]]:
@@ -134,7 +135,7 @@ def test_network_starts_where_all_its_layers_learn(num_iterations: int) -> None:
     model = MatrixCapsNet(1, 8, 10, num_iterations=num_iterations, **sizes)
     activations, poses, gradients = starts(model)
     for layer in activations:
-        assert ((layer > 0.05) & (layer < 0.95)).float().mean() > 0.8 and layer.std() > 0.01
+        assert ((layer > 0.05) & (layer < 0.95)).float().mean() > 0.7 and layer.std() > 0.05
     lengths = [each.square().mean().sqrt() for each in poses]
     assert min(lengths) > 0.3 * max(lengths)
     assert min(gradients) > 1e-4 and max(gradients) < 20 * min(gradients)
@@ -147,7 +148,11 @@ def test_network_starts_where_all_its_layers_learn(num_iterations: int) -> None:
 def test_starting_options_give_way() -> None:
     model = MatrixCapsNet(1, 8, 4, **SMALL, floor=0.5, init_std=0.7)
     assert model.routing.routing.floor == 0.5 and model.routing.init_std == 0.7 and model.routing.identity
-    assert (model.routing.routing.beta_u == 0).all()  # -0.5 log(2 floor)
+    betas = model.routing.routing.beta_a, model.routing.routing.beta_u
+    assert (betas[0] == -10).all() and (betas[1] == -10 / 4).all()  # beside -0.5 log(2 floor)
+    model = MatrixCapsNet(1, 8, 4, **SMALL, floor=0.5, cost_scale="inputs")
+    betas = model.routing.routing.beta_a, model.routing.routing.beta_u
+    assert (betas[0] == 0).all() and (betas[1] == 0).all()
     model = MatrixCapsNet(1, 8, 4, **SMALL, cost="mass")
     assert (model.routing.routing.beta_u == -1).all()
     model = MatrixCapsNet(1, 8, 4, **SMALL, routing="self")

@@ -29,12 +29,14 @@ def fitting_windows(height: int, width: int) -> tuple[Window, Window, Window]:
     return (kernel, 1), (kernel, 1), (kernel, 1)
 
 
-def starting_options(op: str, routing: RoutingChoice, given: Mapping[str, Any]) -> dict[str, Any]:
+def starting_options(op: str, routing: RoutingChoice, dim: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of EM routing that three layers of it learn from, beside those that are given.
 
-    Poses keep their scale from layer to layer, and the floor is below the variance of their votes. The cost starts at 0
-    where that variance is the floor, so that capsules start neither all active nor all inactive. With a floor of 1 and
-    a beta_u of 0 no cost is negative, and evidence can only switch a capsule off.
+    Poses keep their scale from layer to layer, and the floor is below the variance of their votes. A capsule of mean
+    mass, whose votes have a variance as large as the floor, starts with an activation of 1/2; one without mass with far
+    less. With a beta_a of 0 that one has 1/2 for long: an inverse temperature far below 1 multiplies beta_a, and steps
+    as small as those of weights hardly move it. With a floor of 1 and a beta_u of 0 no cost is negative, so that
+    evidence lowers an activation.
     """
     if routing_class(op, routing) is not EMRouting:
         return {}
@@ -42,6 +44,9 @@ def starting_options(op: str, routing: RoutingChoice, given: Mapping[str, Any]) 
     floor = given.get("floor", found["floor"])
     if given.get("cost", "variance") == "variance" and isinstance(floor, (int, float)) and floor > 0:
         found["initial_beta_u"] = -0.5 * math.log(2 * floor)
+        if given.get("cost_scale", "mean") == "mean":
+            found["initial_beta_a"] = -10.0
+            found["initial_beta_u"] -= 10.0 / dim
     return found
 
 
@@ -70,7 +75,8 @@ class MatrixCapsNet(Layer):
         windows: (kernel size, stride) of the convolution and of the two layers of capsules; by default ((5, 2), (3, 2),
             (3, 1)), on images below 17 pixels smaller.
         backend, device, dtype, routing_options: of all routings. EM routing starts with ``identity=True``,
-            ``init_std=0.3``, ``floor=0.1``, ``final=2`` and an ``initial_beta_u`` of ``-0.5 log(2 floor)`` here.
+            ``init_std=0.3``, ``floor=0.1``, ``final=2``, ``initial_beta_a=-10`` and an ``initial_beta_u`` of
+            ``-0.5 log(2 floor) - 10 / pose_rows^2`` here.
 
     Shapes: images ``[B, C, H, W]`` with values in [0, 1] to :class:`CapsNetOutput`, whose reconstruction is None.
 
@@ -119,7 +125,7 @@ class MatrixCapsNet(Layer):
         chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **made}
         if num_iterations is not None:
             chosen["num_iterations"] = num_iterations
-        chosen |= starting_options(op, routing, routing_options) | routing_options
+        chosen |= starting_options(op, routing, pose_rows**2, routing_options) | routing_options
         (kernel, stride), *others = windows
         dim = pose_rows**2
         for kernel_size, step in windows:
