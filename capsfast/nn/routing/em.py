@@ -116,25 +116,34 @@ class EMRouting(IterativeRouting):
         checks.not_negative(self.op, "activation", activation)
         center = votes.origin(activation)  # the result does not depend on it
         last: Tensor | None = None
-        score: dict[str, Any] = {}
+        precision = prior = found = None
         for t in range(self.num_iterations):
-            # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.
-            moments = votes.moments(center=center, activation=activation, second=True, leaky=self.leaky, **score)
-            assert moments.second is not None
-            poses, precision, found = em_update.call(
-                *moments[:2],
-                moments.second,
-                center,
-                self.beta_a,
-                self.beta_u,
-                last if self.momentum else None,
-                votes.out_mask,
-                self._update(votes, t),
-                votes.backend,
-            )
-            score = {"precision": precision, "prior": found}
-            center = last = poses
-        return Capsules(poses, found)
+            poses, precision, found = self._iterate(votes, activation, t, center, last, precision, prior)
+            center, last, prior = poses, poses, found
+        assert last is not None and found is not None
+        return Capsules(last, found)
+
+    def _iterate(
+        self,
+        votes: Votes,
+        activation: Tensor | None,
+        t: int,
+        center: Tensor,
+        last: Tensor | None,
+        precision: Tensor | None,
+        prior: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """A pass and what follows it: poses, and precision and prior of the next pass or in their place activations."""
+        # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.
+        mass, first, second, *_ = votes.moments(
+            center=center, precision=precision, prior=prior, activation=activation, second=True, leaky=self.leaky
+        )
+        assert second is not None
+        last = last if self.momentum else None
+        options = self._update(votes, t)
+        return em_update.call(
+            mass, first, second, center, self.beta_a, self.beta_u, last, votes.out_mask, options, votes.backend
+        )
 
     def _update(self, votes: Votes, t: int) -> EMOptions:
         """What follows the pass of iteration t."""
