@@ -20,14 +20,6 @@ from capsfast.nn.routing.unfolded import UnfoldedVotes
 pytestmark = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 GROWTH = """
 import torch
 from capsfast.bench.memory import _reset_peak, _resident
@@ -56,7 +48,8 @@ def test_memory_grows_by_the_unfolded_poses_and_their_gradient() -> None:
     """Votes are twice as large as the unfolded poses. These are there once, and so is the gradient of a pass."""
     root = Path(capsfast.__file__).parents[1]
     # Filling fresh memory would make pages resident that are never used.
-    environment = {**os.environ, "CAPSFAST_POISON": "0"}
+    # Memory that was freed goes back at once: what else the C library keeps is no part of this.
+    environment = {**os.environ, "CAPSFAST_POISON": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
     ran = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=root, env=environment)
     assert ran.returncode == 0, ran.stderr
     assert 1.9 < float(ran.stdout) < 2.8
@@ -73,31 +66,51 @@ PARTS: dict[str, dict[str, Any]] = {
     "logits of a sample": {"logits": (B, I, J)},
     "shared logits": {"logits": (I, J)},
     "no weight gradient": {"frozen": True},
+    "two threads": {"threads": 2},
+    "two threads, 16 bits": {"threads": 2, "dtype": torch.bfloat16},
+    "two threads, shared weight": {"threads": 2, "shared": True},
+    "two threads, fewer input capsules": {"threads": 2, "I": 1},
+    "two threads, masked outputs": {"threads": 2, "out_mask": True, "normalize": "in"},
 }
+
+
+@pytest.fixture
+def case(name: str) -> Iterator[dict[str, Any]]:
+    """As many threads and, in proportion, samples as it asks for."""
+    found = PARTS[name]
+    before, threads = torch.get_num_threads(), found.get("threads", 1)
+    torch.set_num_threads(threads)
+    yield {"B": threads * B, "I": I, "J": J, "R": R, **found}
+    torch.set_num_threads(before)
 
 
 def given(case: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    dtype, J_, D = case.get("dtype", torch.float32), case.get("J", J), case.get("R", R)
+    dtype, samples, inputs, outputs, D = case.get("dtype", torch.float32), case["B"], case["I"], case["J"], case["R"]
 
     def tensor(*size: int) -> Tensor:
         return torch.rand(size, generator=generator, dtype=torch.float64).to(dtype)
 
-    found = {"u": tensor(B, I, K) - 0.5, "weight": tensor(1 if "shared" in case else I, J_, D, K) - 0.5}
-    found |= {"center": tensor(B, J_, D), "precision": tensor(B, J_, D), "prior": tensor(B, J_)}
-    found |= {"activation": tensor(B, I)} | ({"logits": tensor(*case["logits"])} if "logits" in case else {})
-    return found
+    found = {"u": tensor(samples, inputs, K) - 0.5}
+    found["weight"] = tensor(1 if "shared" in case else inputs, outputs, D, K) - 0.5
+    found |= {name: tensor(samples, outputs, D) for name in ("center", "precision")}
+    found |= {"prior": tensor(samples, outputs), "activation": tensor(samples, inputs)}
+    return found | ({"logits": tensor(*case["logits"])} if "logits" in case else {})
 
 
 def passed(values: dict[str, Tensor], case: dict[str, Any], part: slice) -> dict[str, Tensor]:
     """Moments and gradients of some samples."""
-    leaves = {
-        name: (value[part] if value.shape[0] == B else value).detach().requires_grad_(name != "weight" or not frozen)
-        for frozen in (case.get("frozen", False),)
-        for name, value in values.items()
-    }
-    mask = (torch.arange(B * I).view(B, I) % 7 > 0)[part]
-    options = {"normalize": case.get("normalize", "out"), "mask": mask, "second": True, "backend": "cpp"}
+    samples = case["B"]
+    leaves = {name: (value[part] if value.shape[0] == samples else value).detach() for name, value in values.items()}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name != "weight" or "frozen" not in case)
+
+    def mask(size: int) -> Tensor:
+        return (torch.arange(samples * size).view(samples, size) % 7 > 0)[part]
+
+    options = {"normalize": case.get("normalize", "out"), "mask": mask(case["I"]), "second": True, "backend": "cpp"}
+    if "out_mask" in case:
+        options["out_mask"] = mask(case["J"])
     moments = capsfast.routing_pass(**leaves, **options)
     assert moments.second is not None
     outputs = (moments.mass, moments.first, moments.second)
@@ -110,22 +123,50 @@ def passed(values: dict[str, Tensor], case: dict[str, Any], part: slice) -> dict
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_pass_over_parts_of_the_batch_is_that_over_all(name: str) -> None:
-    case = PARTS[name]
-    values, third = given(case), B // 3
+def test_a_pass_over_parts_of_the_batch_is_that_over_all(case: dict[str, Any]) -> None:
+    values, samples = given(case), case["B"]
+    third = samples // 3
     assert native.extension is not None
-    sizes = (I, case.get("J", J), case.get("R", R), K)
+    sizes = (case["I"], case["J"], case["R"], K)
     more = {"itemsize": values["u"].itemsize, "shared_weight": "shared" in case}
-    plans = [native.extension.launch_plan(samples, *sizes, **more)["pass_parts"] for samples in (B, third)]
+    plans = [native.extension.launch_plan(count, *sizes, **more)["pass_parts"] for count in (samples, third)]
     assert plans[0] > plans[1]
     whole = passed(values, case, slice(None))
-    parts = [passed(values, case, part) for part in (slice(n, n + third) for n in range(0, B, third))]
+    parts = [passed(values, case, part) for part in (slice(n, n + third) for n in range(0, samples, third))]
     for key, found in whole.items():
         each = [part[key] for part in parts]
-        of_samples = found.shape[0] == B
+        of_samples = found.shape[0] == samples
         wanted = torch.cat(each) if of_samples else torch.stack(each).sum(0)
         error = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[values["u"].dtype]
         assert (found - wanted).norm() <= error * max(1.0, float(wanted.norm())), key
+
+
+SUMS = """
+import torch
+import capsfast
+from capsfast.bench.memory import _reset_peak, _resident
+
+torch.set_num_threads(1)
+B, I, J, D, K = 420, 2048, 16, 16, 16
+parts = [capsfast.native.extension.launch_plan(n, I, J, D, K, itemsize=2)["pass_parts"] for n in (B, B // 2)]
+u, weight = (torch.ones(size, dtype=torch.bfloat16, requires_grad=True) for size in ((B, I, K), (I, J, D, K)))
+found = capsfast.routing_pass(u, weight, query=torch.ones(B, J, D)).first.sum()
+_reset_peak()
+before = _resident()["VmRSS"]
+found.backward()
+print(parts[0] > parts[1], (_resident()["VmHWM"] - before - 2 * (u.numel() + weight.numel())) / 2**20)
+"""
+
+
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+def test_parts_take_no_more_memory_than_they_save() -> None:
+    """Of a 16-bit weight they would add to sums of its size in float32, twice: 64 MiB each."""
+    root = Path(capsfast.__file__).parents[1]
+    environment = {**os.environ, "CAPSFAST_POISON": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
+    ran = subprocess.run([sys.executable, "-c", SUMS], capture_output=True, text=True, cwd=root, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    several, grown = ran.stdout.split()
+    assert several == "True" and float(grown) < 60
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -135,6 +176,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "all": {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)},
     "attention": {"routing": "inverted-attention"},
     "dynamic": {"routing": "dynamic", "competition": "child"},
+    "1x1": {"kernel_size": 1},
 }
 
 
@@ -156,6 +198,26 @@ def test_folded_by_pass_is_the_gradient_of_unfolding(name: str, monkeypatch: pyt
         found.append(torch.autograd.grad((out * weights).sum(), [poses, layer.routing.W]))
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 1e-13 * other.norm()
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel_size": 1}, {"padding": 1, "stride": 2}], ids=str)
+def test_folding_takes_gradients_in_batches(options: dict[str, Any]) -> None:
+    layer = ConvCaps2d(1, 2, 3, 4, **{"kernel_size": 2, **options}, routing="em", dtype=torch.float64)
+    poses = torch.randn(1, 1, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    found = layer(poses).poses
+    upstream = torch.randn(2, *found.shape, dtype=torch.float64)
+    (batched,) = torch.autograd.grad(found, poses, upstream, is_grads_batched=True, retain_graph=True)
+    for each, wanted in zip(upstream, batched, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(found, poses, each, retain_graph=True)[0], wanted)
+
+
+def test_unfolded_votes_lead_to_the_image_before_the_first_pass() -> None:
+    layer = ConvCaps2d(1, 2, 3, 4, 2, routing="em")
+    poses = torch.randn(1, 1, 3, 4, 5, requires_grad=True)
+    votes = layer.votes(poses)
+    assert isinstance(votes, UnfoldedVotes) and votes.u is not None
+    for u in (votes.u, votes.factors[0]):
+        assert torch.autograd.grad(u.sum(), poses, retain_graph=True)[0].all()
 
 
 def test_folding_has_a_second_derivative() -> None:

@@ -193,6 +193,10 @@ def test_evaluate_needs_classes(folder: Path) -> None:
     for function in (train.evaluate, train.routing_statistics):
         with pytest.raises(ValueError, match=r"classes .* got autoencoder"):
             function(learner, images.sets.test)
+    sizes = {"conv_channels": 6, "primary_groups": 2, "types": 2, "num_caps": 4}
+    other = learner_for(images, "invertedattention", options=sizes)
+    with pytest.raises(ValueError, match=r"encode\(\) and classes is needed, got invertedattention"):
+        train.routing_statistics(other, images.sets.test)
     with pytest.raises(ValueError, match="this network has no classes"):
         train.perturbations(learner, images.sets.test.batch(torch.arange(1)).images[0], 0)
 

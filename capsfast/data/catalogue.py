@@ -163,7 +163,8 @@ def check_data_dir(op: str, data: str, data_dir: Path | str | None) -> None:
         ValueError: a ``data_dir`` for data whose files are not looked for: the digits, or a folder.
     """
     name = _kind_and_name(data)[1]
-    if data_dir is not None and name not in GET:
+    # Any other name is no data set, which load says.
+    if data_dir is not None and name not in GET and (name == "digits" or Path(name).is_dir()):
         raise ValueError(
             f"{op}: data_dir is where the files of {', '.join(GET)} are, got {str(data_dir)!r} for {name}; leave it out"
         )

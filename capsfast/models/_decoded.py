@@ -3,26 +3,20 @@
 from torch import Tensor, nn
 
 from ..nn._layer import Layer
-from ..nn.routed_caps import FullyConnected, route
 from ..nn.routing.base import Capsules
 from ._capsules import class_of
 from .output import CapsNetOutput
 
 
 class DecodedCapsules(Layer):
-    """A network with ``encode``, a part ``routing`` to its class capsules, and a part ``decoder`` or None."""
+    """A network that classifies, with a part ``decoder`` or None."""
 
     _op: str
-    routing: FullyConnected
     decoder: nn.Module | None
-
-    def encode(self, images: Tensor) -> Tensor:
-        """The capsules ``u [B, I, K]`` that are routed to the classes, of ``images [B, C, H, W]``."""
-        raise NotImplementedError(f"{self._op}: a network overrides encode or classify")
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        return route(self.routing, self.encode(images))
+        raise NotImplementedError(f"{self._op}: a network overrides classify")
 
     def reconstruct(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
         """``capsules [B, J, D]`` to images: from the capsule of the label, without labels from the longest.

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from .. import checks
 from ..nn import ConvCaps2d, ConvDecoder, DynamicRouting, FlattenCaps, Length, PrimaryCaps, _arguments
 from ..nn._layer import Layer
-from ..nn.routed_caps import fully_connected
+from ..nn.routed_caps import fully_connected, route
+from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._capsules import image_lengths, with_lengths
 from ._decoded import DecodedCapsules
@@ -151,3 +152,7 @@ class DeepCaps(DecodedCapsules):
             poses = cell(poses)
             seen.append(poses)
         return torch.cat([self.flatten(image) for image in seen[-2:]], 1)
+
+    def classify(self, images: Tensor) -> Capsules:
+        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
+        return route(self.routing, self.encode(images))

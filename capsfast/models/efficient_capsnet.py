@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
-from ..nn.routed_caps import fully_connected
+from ..nn.routed_caps import fully_connected, route
+from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
@@ -121,3 +122,7 @@ class EfficientCapsNet(DecodedCapsules):
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""
         check_images(self._op, images, self.image_shape)
         return self.primary(self.convs(images))  # type: ignore[no-any-return]
+
+    def classify(self, images: Tensor) -> Capsules:
+        """The class capsules of ``images [B, C, H, W]``, without a decoder."""
+        return route(self.routing, self.encode(images))

@@ -14,6 +14,7 @@ from ..nn.routing.base import Capsules
 from ..passes import Moments
 from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
+from .output import CapsNetOutput
 
 ONE_UPDATE: dict[str, Any] = {"routing": "inverted-attention", "num_iterations": 1, "learned_readout": False}
 
@@ -216,3 +217,9 @@ class InvertedAttentionCapsNet(DecodedCapsules):
         if labels is None:
             labels = self.logits(capsules.detach()).argmax(1)
         return super().reconstruct(capsules, labels)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
+        # The class of the largest logit: several activations may be rounded to 1.
+        capsules, activations = self.classify(images)
+        images_again = None if self.decoder is None else self.reconstruct(capsules, labels)
+        return CapsNetOutput(activations, capsules, images_again)

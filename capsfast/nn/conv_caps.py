@@ -193,13 +193,12 @@ class ConvCaps2d(Layer):
         )
         for y in range(area[0]):
             for x in range(area[1]):
-                rows, columns = (
-                    slice(at * gap, at * gap + (n - 1) * step + 1, step)
-                    for at, gap, n, step in zip((y, x), self.dilation, grid, self.stride, strict=True)
-                )
-                image[:, rows, columns] += windows[:, :, :, :, y, x]
+                seen = image
+                for axis, at in enumerate((y, x)):
+                    seen = _every(seen, 1 + axis, at * self.dilation[axis], grid[axis], self.stride[axis])
+                seen.add_(windows[:, :, :, :, y, x])
         (top, left), (height, width) = self.padding, size
-        return image[:, top : top + height, left : left + width].permute(0, 3, 4, 1, 2).to(gradient.dtype)
+        return image.narrow(1, top, height).narrow(2, left, width).permute(0, 3, 4, 1, 2).to(gradient.dtype)
 
     def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
         windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
@@ -264,3 +263,9 @@ def _windows(
         # Appends the axis of the window, which brings the next axis of the image to -2.
         image = image.unfold(-2, gap * (size - 1) + 1, step)
     return image[..., :: dilation[0], :: dilation[1]]
+
+
+def _every(value: Tensor, axis: int, first: int, count: int, step: int) -> Tensor:
+    """``count`` places of an axis, ``step`` apart. A slice of a whole axis would be none for batched gradients."""
+    found = value.narrow(axis, first, (count - 1) * step + 1)
+    return found if step == 1 else found.movedim(axis, 0)[::step].movedim(0, axis)

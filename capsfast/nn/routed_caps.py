@@ -155,6 +155,8 @@ class RoutedCaps(Layer):
             text += f", pose_rows={self.pose_rows}"
         if self.positions > 1:
             text += f", positions={self.positions}"
+        if self.identity:
+            text += ", identity=True"
         return f"{text}, shared_weight=True" if self.shared_weight and self.in_caps != 1 else text
 
 

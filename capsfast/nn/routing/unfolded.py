@@ -30,6 +30,7 @@ class UnfoldedVotes(ProductVotes):
         vars(self).update(vars(votes))
         self._unfolded, self._image, self._fold = votes.factors[0], image, fold
         self.u = self._own()
+        self.factors = (self.u, votes.factors[1])
 
     def _own(self) -> Tensor:
         return _Unfolded.apply(self._image, self._unfolded, self._fold)  # type: ignore[no-any-return]
@@ -45,9 +46,9 @@ class UnfoldedVotes(ProductVotes):
 
 def folds_by_pass(image: Tensor) -> bool:
     """Whether the image has a gradient of the kind that a node of autograd of our own can take."""
-    differentiated = torch.is_grad_enabled() and image.requires_grad and type(image) in (Tensor, torch.nn.Parameter)
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return differentiated and not transformed and not torch.compiler.is_compiling() and not checks.traced()
+    if not checks.is_eager(image) or forward_ad._current_level >= 0:
+        return False
+    return torch.is_grad_enabled() and image.requires_grad
 
 
 class _Unfolded(torch.autograd.Function):

@@ -64,6 +64,17 @@ void forward(const Problem& p, const PassInputs& in, const PassOutputs& out) {
     sum(parts.begin(part), parts.begin(part + 1) - parts.begin(part), num_threads());
 }
 
+// Parts that do not add to dW where it will stand add to sums of its size. These are to be less than what parts save.
+template <class T>
+Parts backward_parts(const Problem& p, const PassGradients& out) {
+  Parts parts = parts_of<T>(p);
+  if (parts.count == 1 || out.common.dweight.data == nullptr || p.shared_weight) return parts;
+  const Problem first = driver::slice(p, 0, parts.begin(1));
+  const bool in_place = make_plan(first, kernels<T>(isa()).L, num_threads(), sizeof(T)).weight_in_place;
+  if (!in_place && 2 * p.I * p.weight_size() > parts.saved) parts.count = 1;
+  return parts;
+}
+
 template <class T>
 void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, const PassGradients& out) {
   const View& dlogits = out.common.dlogits;
@@ -85,7 +96,7 @@ void backward(const Problem& p, const PassInputs& in, const PassSaved& saved, co
       differentiate(task, n, count, &weights, 1);
     });
   });
-  const Parts parts = parts_of<T>(p);
+  const Parts parts = backward_parts<T>(p, out);
   WeightSums<T> weights(parts.count);
   for (int64_t part = 0; part < parts.count && slices.tasks == 0; ++part)
     differentiate(0, parts.begin(part), parts.begin(part + 1) - parts.begin(part), &weights, num_threads());

@@ -176,6 +176,7 @@ Parts make_parts(const Problem& p, int64_t lanes, int64_t threads, int64_t size)
   // With fewer tiles a part would be split along the input capsules.
   const int64_t fewest = std::max(kTasks, kPartBytes / (kPassArrays * p.J * p.D * lanes * size));
   parts.count = std::max<int64_t>(1, parts.rows / fewest);
+  parts.saved = kPassArrays * p.J * p.D * (p.B - divide_up(p.B, parts.count));
   return parts;
 }
 

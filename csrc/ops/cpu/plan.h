@@ -36,6 +36,7 @@ struct Parts {
   int64_t begin(int64_t part) const { return part == count ? samples : rows * part / count * row; }
 
   int64_t samples = 0;
+  int64_t saved = 0;          // numbers that are not in memory
   int64_t rows = 0, row = 0;  // what parts are made of: rows of so many samples, a tile for every thread
 };
 

@@ -22,10 +22,14 @@
 #include "shared_rows.inl"
 #include "shared_routing.inl"
 
-// Calls Pass<T, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of a quadratic pass
-// (Q), of pose matrices and of votes that are given.
-template <template <class, int, bool> class Pass, class T, class Arguments>
+// Calls Pass<T, K, Q>::run. Common K are template constants; 0 stands for any other, and for all of pose matrices, of
+// votes that are given and of a quadratic pass (Q), but for `quadratic`.
+template <template <class, int, bool> class Pass, class T, class Arguments, int quadratic = 0>
 void lanes_run(const Arguments& pass, const Range& range, T* scratch) {
+  if constexpr (quadratic > 0 && sizeof(T) == 4) {
+    const Problem& p = *pass.problem;
+    if (p.quadratic && p.P == 1 && p.K == quadratic) return Pass<T, quadratic, true>::run(pass, range, scratch);
+  }
   if (pass.problem->quadratic) return Pass<T, 0, true>::run(pass, range, scratch);
   if constexpr (sizeof(T) == 4) {
     switch (pass.problem->P == 1 ? pass.problem->K : 0) {
@@ -71,7 +75,7 @@ template <class T>
 const Kernels<T>& table() {
   static const Kernels<T> kernels{
       kLanes<T>,
-      lanes_run<LanesAccumulate, T, AccumulatePass<T>>,
+      lanes_run<LanesAccumulate, T, AccumulatePass<T>, 8>,
       lanes_run<LanesGradient, T, GradientPass<T>>,
       LanesUpdate<T>::outputs,
       LanesUpdate<T>::restore,
