@@ -63,7 +63,7 @@ def test_every_run_has_a_network(gpu: Any, tmp_path: Path) -> None:
     module = gpu("networks")
     for name, own in module.RUNS.items():
         words = module.words(name, "cpu", tmp_path, rehearse=True)
-        learner, images = command._new(train.make_context("train", words[1:]).params)
+        learner, images = command._new(train.make_context("train", words[1:]))
         asked = dict(zip(own[::2], own[1::2], strict=True))
         assert learner.hparams["model"] == asked.get("--model", "capsnet")
         assert learner.hparams["loss"] == asked.get("--loss")
