@@ -32,10 +32,10 @@ demo: ready-examples $(EXTENSION) ## train a small CapsNet on handwritten digits
 # Threads that wait would else spin on the cores of the tests beside theirs.
 test test-all: export OMP_WAIT_POLICY = passive
 
-test: lint $(EXTENSION) ## ruff, clang-format, mypy, pytest (twelve minutes on two cores)
+test: $(EXTENSION) lint ## ruff, clang-format, mypy, pytest (twelve minutes on two cores)
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL))
 
-test-all: lint $(EXTENSION) ## the same, with more examples and combinations
+test-all: $(EXTENSION) lint ## the same, with more examples and combinations
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL)) --exhaustive
 
 build: ready-package $(EXTENSION) ## install from this checkout, the extension in place
@@ -70,6 +70,9 @@ gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, tests, sanitizer
 clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays
 	rm -rf build dist out *.egg-info examples/serve/serve capsfast/_C*.so* .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find capsfast tests benchmarks examples -name __pycache__ -prune -exec rm -r {} +
+
+# With make -j the extension is compiled while the rest is installed, which would otherwise take the lock first.
+ready-package ready-examples ready-test ready-docs: ready-torch
 
 ready-%: force
 	@$(PYTHON) .ci/environment.py ready $(PY) $*

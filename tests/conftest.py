@@ -192,15 +192,25 @@ TOGETHER = tuple(
 )
 
 
+# Tests that go to a process at a time: xdist looks through all groups after every test.
+GROUP = 6
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Any test to any process, but for TOGETHER, which go first. (xdist's groups need an older pytest than 9.)"""
+    """Groups of neighbours to any process, but for TOGETHER, which go first, being larger. (xdist's own groups need an
+    older pytest than 9.)
+    """
     from xdist.scheduler import LoadScopeScheduling
+
+    group_of: dict[str, str] = {}
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return file if file.endswith(TOGETHER) else nodeid
+            if file.endswith(TOGETHER):
+                return file
+            return group_of.setdefault(nodeid, f"{file} {len(group_of) // GROUP}")
 
     return Scheduling(config, log)
 

@@ -5,7 +5,7 @@ Runs as a process of its own: the tests interpret, and Triton decides for one or
     python -m tests.support.triton_compile 80,90,100 < calls.json
     python -m tests.support.triton_compile signatures < calls.json
     python -m tests.support.triton_compile seconds < calls.json
-    python -m tests.support.triton_compile first-call
+    python -m tests.support.triton_compile first-call [J D K]
     python -m tests.support.triton_compile table --sm 90 --dtype float32 bfloat16 --shape 32 64 10 16 8 \\
         --case '{"num_iterations": 5}'
     python -m tests.support.triton_compile docs
@@ -15,6 +15,7 @@ docs/triton-kernels.md.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -111,23 +112,21 @@ def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return types, constants, known, options
 
 
-def disassembled(cubin: bytes) -> tuple[dict[str, int], Code]:
-    """registers, stack (bytes of local memory per thread) and spills (accesses to it in innermost loops); the code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _cuobjdump("--dump-resource-usage", file.name)
-        code = Code(_cuobjdump("-sass", file.name))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
-    return {"registers": int(found[1]), "stack": int(found[2]), "spills": triton_listing.spills(code)}, code
+def resources(cubin: bytes) -> dict[str, int]:
+    """registers, and stack: bytes of local memory per thread."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
+    assert found is not None
+    return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-def _cuobjdump(*args: str) -> str:
+def _cuobjdump(what: str, cubin: bytes) -> str:
     import triton
 
     tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([tool, *args], capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _compile(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]], **more: Any) -> Any:
@@ -144,7 +143,9 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
     kernel, _, kwargs = launched
     compiled = _compile(capability, launched)
     ptx, warps, shared = compiled.asm["ptx"], kwargs.get("num_warps", 4), compiled.metadata.shared
-    resources, code = disassembled(compiled.asm["cubin"])
+    usage = resources(compiled.asm["cubin"])
+    # Half a second; of a kernel without a loop over input capsules only spills are looked for.
+    code = functools.cache(lambda: Code(_cuobjdump("-sass", compiled.asm["cubin"])))
     return {
         "kernel": kernel.fn.__name__,
         "capability": capability,
@@ -154,8 +155,9 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
         "mma": sorted(set(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma)\.sync[\w.]*|tcgen05\.mma[\w.]*", ptx))),
         "narrow_loads": len(re.findall(r"\bld\.global(?!\S*\.v4\.b32)", ptx)),
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
-        **resources,
-        "resident": triton_listing.resident(capability, resources["registers"], shared, warps),
+        **usage,
+        "spills": triton_listing.spills(code()) if usage["stack"] else 0,
+        "resident": triton_listing.resident(capability, usage["registers"], shared, warps),
         **triton_listing.measured(compiled.asm["ttgir"], code, warps, kwargs),
     }
 
@@ -196,6 +198,7 @@ def first_call() -> None:
     from tests.support.problems import Case, make, run
 
     launch, seconds = JITFunction.run, [0.0]
+    layer = tuple(map(int, sys.argv[2:])) or (10, 16, 8)
 
     def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         start = time.perf_counter()
@@ -209,7 +212,7 @@ def first_call() -> None:
         JITFunction.run = warm_up
         for B in (32, 7):
             seconds[0] = 0.0
-            run(make((B, 64, 10, 16, 8), Case(coupling=False), dtype=torch.float32), "triton")
+            run(make((B, 64, *layer), Case(coupling=False), dtype=torch.float32), "triton")
             kernels = len(list(Path(cache).rglob("*.cubin"))) - sum(row["kernels"] for row in found)
             found.append({"B": B, "kernels": kernels, "seconds": round(seconds[0], 3)})
     json.dump(found, sys.stdout)

@@ -9,7 +9,7 @@ many input capsules that one takes a turn.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .listing import Code, Instruction, Loop
@@ -175,8 +175,10 @@ def microseconds(instructions: float, tiles: float) -> float:
     return instructions * tiles * I / (MULTIPROCESSORS * SCHEDULERS) / (CLOCK * 1000)
 
 
-def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> dict[str, Any]:
+def measured(ttgir: str, code: Callable[[], Code], warps: int, constants: dict[str, Any]) -> dict[str, Any]:
     """For one input capsule, empty for kernels without a loop over input capsules that can be counted.
+
+    code: makes the listing, which few kernels need.
 
     instructions: of all warps of the programs that share the outputs, for 16 rows. products, additions, barriers,
     conversions, exchanges (accesses to shared memory) and loads (from global memory, by bytes of a lane): of one warp.
@@ -190,7 +192,7 @@ def measured(ttgir: str, code: Code, warps: int, constants: dict[str, Any]) -> d
     if len(trips) < len(intermediate.within(loop)):  # how often a loop within is executed is not known
         return {}
     products = intermediate.products(loop)
-    found = turn(code, products, trips)
+    found = turn(code(), products, trips)
     if found is None:
         return {}
     groups = -(-constants["J"] // (constants["JT"] * constants["NT"]))
