@@ -100,6 +100,7 @@ def test_sixteen_bits(shape: tuple[int, ...], case: Case, dtype: torch.dtype) ->
         ((9, 25, 40, 16), 60, 4, 2),
     ],
 )
+@pytest.mark.usual(case=CASES[:3])
 def test_clusters(shape: tuple[int, ...], kib: int, forward: int, backward: int, case: Case) -> None:
     problem = votes_of(shape, case)
     ways = {
