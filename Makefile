@@ -32,7 +32,7 @@ demo: ready-examples $(EXTENSION) ## train a small CapsNet on handwritten digits
 # Threads that wait would else spin on the cores of the tests beside theirs.
 test test-all: export OMP_WAIT_POLICY = passive
 
-test: $(EXTENSION) lint ## ruff, clang-format, mypy, pytest (twelve minutes on two cores)
+test: $(EXTENSION) lint ## ruff, clang-format, mypy, pytest (a quarter of an hour on two cores)
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL))
 
 test-all: $(EXTENSION) lint ## the same, with more examples and combinations
