@@ -262,7 +262,8 @@ def _fixed_seed() -> None:
     """torch.manual_seed also seeds GPUs; for those that are not there yet it keeps a traceback, for milliseconds."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    torch.default_generator.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
 
 
 # The kernels' own scratch memory as well; read once, at its first use.

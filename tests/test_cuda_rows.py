@@ -135,7 +135,7 @@ def test_clusters_add_up_their_sums() -> None:
 )
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(num_iterations=1), Case(gradient="last")], ids=str)
 @pytest.mark.parametrize("shape", [Shape(33, 60, 3, 16, 8), Shape(2, 90, 10, 8, 4)], ids=str)
-@pytest.mark.usual(case=[LOADED])
+@pytest.mark.usual(case=[LOADED, Case(gradient="last")])
 def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -> None:
     """Where the device does not run all blocks of a launch at the same time every step is a launch of its own."""
     problem = make(shape, case, dtype=torch.float32)
@@ -187,6 +187,7 @@ def test_cooperative_launches_can_be_forbidden_in_the_environment() -> None:
     assert "rows::AccumulateArgs cluster4" in apart[0]
     assert not any("cooperative" in name for name in apart[0])
     assert together[1] == apart[1]
+    assert in_a_new_process("1") == together
 
 
 @pytest.mark.parametrize("B", [3, 20])

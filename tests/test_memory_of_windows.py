@@ -43,16 +43,25 @@ print((_resident()["VmHWM"] - before) / unfolded)
 """
 
 
-@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
-def test_memory_grows_by_the_unfolded_poses_and_their_gradient() -> None:
-    """Votes are twice as large as the unfolded poses. These are there once, and so is the gradient of a pass."""
+def printed(program: str) -> list[str]:
+    """The words that a program of its own prints, which looks at its memory."""
     root = Path(capsfast.__file__).parents[1]
     # Filling fresh memory would make pages resident that are never used.
     # Memory that was freed goes back at once: what else the C library keeps is no part of this.
     environment = {**os.environ, "CAPSFAST_POISON": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
-    ran = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=root, env=environment)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, env=environment)
     assert ran.returncode == 0, ran.stderr
-    assert 1.9 < float(ran.stdout) < 2.8
+    return ran.stdout.split()
+
+
+measured = pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+
+
+@measured
+def test_memory_grows_by_the_unfolded_poses_and_their_gradient() -> None:
+    """Votes are twice as large as the unfolded poses. These are there once, and so is the gradient of a pass."""
+    (grown,) = printed(GROWTH)
+    assert 1.9 < float(grown) < 2.8
 
 
 B, I, J, K, R = 150, 18, 64, 4, 16
@@ -158,14 +167,10 @@ print(parts[0] > parts[1], (_resident()["VmHWM"] - before - 2 * (u.numel() + wei
 """
 
 
-@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+@measured
 def test_parts_take_no_more_memory_than_they_save() -> None:
     """Of a 16-bit weight they would add to sums of its size in float32, twice: 64 MiB each."""
-    root = Path(capsfast.__file__).parents[1]
-    environment = {**os.environ, "CAPSFAST_POISON": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
-    ran = subprocess.run([sys.executable, "-c", SUMS], capture_output=True, text=True, cwd=root, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    several, grown = ran.stdout.split()
+    several, grown = printed(SUMS)
     assert several == "True" and float(grown) < 60
 
 

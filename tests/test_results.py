@@ -78,3 +78,20 @@ def test_clusters_are_those_of_the_record() -> None:
         assert error == f"{record['results']['test_reconstruction']:.1f}"
         assert accuracy == percent(found["accuracy"]) and found["images"] == 10_000
     assert len(rows) == 1
+
+
+def test_speed_of_routings_is_that_of_the_record() -> None:
+    path = ROOT / "benchmarks" / "results" / "amd-epyc-zen-4-2-threads-routings.json"
+    seconds: dict[tuple[int, str], dict[str, dict[str, float]]] = {}
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        case = row["case"]
+        of_case = seconds.setdefault((case["B"], case["direction"]), {}).setdefault(case["routing"], {})
+        of_case[row["contender"]] = row["seconds"]["median"]
+    rows = table_rows(ROOT / "docs" / "published-routings.md", "| B | forward |")
+    assert len(rows) == 4
+    for batch, *cells in rows:
+        for direction, cell in zip(("forward", "forward+backward"), cells, strict=True):
+            found = seconds[int(batch), direction]
+            assert set(found) == set(capsfast.nn.ROUTINGS)
+            gains = [each["torch.compile einsum"] / each["capsfast cpp"] for each in found.values()]
+            assert cell == f"{min(gains):.1f}x to {max(gains):.1f}x"

@@ -78,7 +78,6 @@ def test_every_shape(backend: Backend, op: Op, shape: Shape, case: Case) -> None
     (1, 1152, 10, 16, 8), (16, 1152, 10, 16, 8), (128, 128, 10, 16, 8), (33, 64, 32, 16, 16), (2, 20_000, 4, 8, 8)
 )
 @pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True, gradient="last")], ids=str)
-@pytest.mark.usual(case=[LOADED])
 @pytest.mark.against_reference
 def test_float32_is_as_exact_as_einsum(backend: Backend, op: Op, shape: Shape, case: Case) -> None:
     check(op.make(shape, case, torch.float32, backend.device), backend, slack=1)

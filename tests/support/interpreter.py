@@ -79,7 +79,7 @@ def _keep_types(interpreter: Any) -> None:
         if key not in types:
             make_type(self, element_ty, shape)
             types[key] = self.__dict__
-        self.__dict__ = types[key]
+        self.__dict__ = types[key]  # of all that are alike: nothing changes a type
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
         key = type.__class__, type.name
