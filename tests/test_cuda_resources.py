@@ -42,8 +42,8 @@ def test_every_kernel_is_there_for_every_architecture(kernels: tuple[Kernel, ...
         here = [kernel for kernel in kernels if kernel.architecture == architecture]
         assert Counter(kernel.label for kernel in here if kernel.traits) == Counter(rows_kernels())
         names = Counter(kernel.name for kernel in here if not kernel.traits)
-        # Three types; elements and exchanges of VotesTraits.
-        assert names["votes_forward_kernel"] == names["votes_backward_kernel"] == 3 * 4
+        # Three types, eight or sixteen components a lane, forward and backward.
+        assert names["routing_kernel"] == 3 * 2 * 2
         for general in GENERAL:
             assert names[general] == 4 * 2
 
@@ -55,7 +55,7 @@ def most_stack(kernel: Kernel) -> int:
 
 
 def test_specialised_kernels_keep_in_registers_what_their_loops_need(kernels: tuple[Kernel, ...]) -> None:
-    specialised = [kernel for kernel in kernels if kernel.traits or kernel.name.startswith("votes")]
+    specialised = [kernel for kernel in kernels if kernel.traits or kernel.name == "routing_kernel"]
     assert [kernel for kernel in specialised if kernel.stack > most_stack(kernel)] == []
 
 

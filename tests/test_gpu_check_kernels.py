@@ -38,8 +38,11 @@ NAMES = {
 }
 FORWARD, BACKWARD, GRADIENT, JOIN = (NAMES[kind][0] for kind in ("forward", "backward", "gradient", "join_kernel"))
 TOGETHER = (FORWARD, BACKWARD, GRADIENT, JOIN)
-OUTPUT = "void capsfast::cuda::output_kernel<float>(capsfast::cuda::OutputArgs<float>)"
-APART = (*(FORWARD, OUTPUT) * 3, *(BACKWARD, OUTPUT) * 2, GRADIENT, JOIN)
+UPDATE = (
+    "void capsfast::cuda::update_kernel<capsfast::cuda::ForwardSteps<float>>"
+    "(capsfast::cuda::UpdateArgs<capsfast::cuda::ForwardSteps<float>>)"
+)
+APART = (*(FORWARD, UPDATE) * 3, *(BACKWARD, UPDATE) * 2, GRADIENT, JOIN)
 
 
 def test_kernels_by_name(gpu: Any) -> None:

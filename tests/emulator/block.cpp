@@ -28,7 +28,6 @@ void Block::begin(const Place& place, size_t threads, size_t shared_bytes, const
   slots_.resize(2 * kSlot * threads);
   warp_epoch_.assign(threads / kWarp, 0);
   memory_.begin(shared_bytes);
-  copying_.begin(static_cast<int>(threads));
   for (size_t n = 0; n < threads; ++n) {
     states_[n]->wait = Wait::none;
     states_[n]->exchanges = 0;
@@ -72,7 +71,6 @@ void Block::entry(void* self) {
 
 void Block::leave() {
   left_ = true;
-  copying_.check_end();
   for (size_t n = 0; n < count_; ++n) {
     if (!states_[n]->ahead.empty()) fault("a block leaves with a copy that was not waited for");
   }
@@ -91,7 +89,6 @@ int Block::waits_at(Wait wait) const {
 void Block::go_on() {
   running = this;
   thread_ = -1;
-  copying_.check_even();
   memory_.cluster_barrier();
   for (size_t n = 0; n < count_; ++n) states_[n]->wait = Wait::none;
 }
@@ -104,28 +101,14 @@ bool Block::release_together(size_t first, size_t count, Wait wait) {
   return true;
 }
 
-// Lets threads that wait for a copy go on if all threads have started it. Returns whether any does.
-bool Block::release_copies() {
-  bool any = false;
-  for (size_t n = 0; n < count_; ++n) {
-    if (states_[n]->wait != Wait::copy || !copying_.started(states_[n]->stage)) continue;
-    states_[n]->wait = Wait::none;
-    any = true;
-  }
-  return any;
-}
-
 // Lets threads go on that have waited for each other: all lanes of a warp at the same exchange, or all threads of the
 // block at the same barrier. Returns whether any does.
 bool Block::release() {
   thread_ = -1;
-  bool any = copying_.used() && release_copies();
+  bool any = false;
   for (size_t warp = 0; warp < count_ / kWarp; ++warp) any |= release_together(warp * kWarp, kWarp, Wait::warp);
-  // All threads wait for each other when they construct Copies. Only some devices have a barrier there, so it does not
-  // order accesses to shared memory.
-  if (any || release_together(0, count_, Wait::making)) return true;
+  if (any) return true;
   if (!release_together(0, count_, Wait::barrier)) return false;
-  copying_.check_even();
   memory_.barrier();
   return true;
 }
@@ -137,8 +120,6 @@ std::string Block::whereabouts(int most) const {
       "at the barrier of the cluster",
       "at the barrier of the grid",
       "in the exchange of its warp",
-      "makes Copies",
-      "waits for a copy",
       "has left the kernel"};
   std::string what;
   const State* before = nullptr;
@@ -194,28 +175,13 @@ void Block::read_from(int rank, const void* where, size_t size, void* to) {
   std::memcpy(to, there, size);
 }
 
-size_t Block::make_copies(size_t offset, int stages, int line) {
-  const size_t set = copying_.make(offset, stages, now());
-  suspend(Wait::making, line);
-  return set;
-}
-
-void Block::wait_for_copy(const Stage& stage, int line) {
-  copying_.check_wait(stage, thread_);
-  if (!copying_.started(stage)) {
-    state().stage = stage;
-    suspend(Wait::copy, line);
-  }
-  copying_.arrive(stage, thread_);
-}
-
 // A GPU may write the bytes at any time until the thread has waited, so no thread may access them before. Then they
 // count as written by this thread.
 void Block::copy_ahead(unsigned char* to, const unsigned char* from) {
   constexpr size_t kBytes = sizeof(Ahead::bytes);
   if (memory_.offset(to) % kBytes != 0 || reinterpret_cast<uintptr_t>(from) % kBytes != 0)
     fault("a copy that is not aligned to 16 bytes");
-  Ahead copy{to, from, {}, memory_.expect(to, kBytes, now(), memory_.epoch(), "a copy that was not waited for")};
+  Ahead copy{to, from, {}, memory_.expect(to, kBytes, now())};
   std::memcpy(copy.bytes, from, kBytes);
   state().ahead.push_back(copy);
 }
@@ -223,7 +189,7 @@ void Block::copy_ahead(unsigned char* to, const unsigned char* from) {
 void Block::copies_wait() {
   for (const Ahead& copy : state().ahead) {
     if (std::memcmp(copy.from, copy.bytes, sizeof(copy.bytes)) != 0) fault("the source of a copy changes on its way");
-    memory_.seen_by_all(copy.name);
+    memory_.arrives(copy.name);
     writes(copy.to, sizeof(copy.bytes));
     std::memcpy(copy.to, copy.bytes, sizeof(copy.bytes));
   }

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "copying.h"
 #include "fiber.h"
 #include "machine.h"
 #include "memory.h"
@@ -19,7 +18,7 @@ namespace capsfast::emulator {
 constexpr size_t kSlot = 64;  // how many bytes a lane can give in one exchange
 
 // What a thread waits for: none if it can run, done if it has left the kernel.
-enum class Wait : uint8_t { none, barrier, cluster, grid, warp, making, copy, done };
+enum class Wait : uint8_t { none, barrier, cluster, grid, warp, done };
 
 // Which block of a launch this is.
 struct Place {
@@ -55,11 +54,6 @@ class Block {
   // Reads from the memory of block `rank` of the cluster, at the offset that `where` has in the memory of this block.
   void read_from(int rank, const void* where, size_t size, void* to);
 
-  size_t make_copies(size_t offset, int stages, int line);
-  void start_copy(const Stage& stage, unsigned char* to, const unsigned char* from, size_t size) {
-    copying_.start(stage, to, from, size, now());
-  }
-  void wait_for_copy(const Stage& stage, int line);
   // Copies of 16 bytes that each thread starts and awaits for itself.
   void copy_ahead(unsigned char* to, const unsigned char* from);
   void copies_wait();
@@ -85,14 +79,13 @@ class Block {
     unsigned char* to;
     const unsigned char* from;
     unsigned char bytes[16];  // of the source when the copy was started
-    uint32_t name;            // its arrival in memory_
+    uint32_t name;            // its number in memory_
   };
   struct State {
     Fiber fiber;
     Wait wait = Wait::none;
     int line = 0;
     uint32_t exchanges = 0;  // how often this thread has exchanged, or waited for its warp
-    Stage stage;             // if it waits for a copy
     std::vector<Ahead> ahead;
   };
 
@@ -101,7 +94,6 @@ class Block {
   void run_thread(size_t thread);
   bool release();
   bool release_together(size_t first, size_t count, Wait wait);
-  bool release_copies();
   void leave();
   void suspend(Wait wait, int line);
   static void entry(void* self);
@@ -111,7 +103,6 @@ class Block {
   size_t count_ = 0;
   std::vector<std::unique_ptr<State>> states_;  // never fewer than in an earlier launch: their stacks are used again
   Memory memory_;
-  Copying copying_{memory_};
   std::vector<unsigned char> slots_;
   std::vector<uint32_t> warp_epoch_;
   const std::function<void()>* body_ = nullptr;

@@ -100,8 +100,6 @@ class Global {
   operator Global<const T>() const { return {data_, count_}; }
 
  private:
-  template <int>
-  friend class Copies;
   template <class U>
   friend void copy_ahead(Shared<U>, int, Global<const U>, int64_t);
   void check(int64_t n, int64_t size) const {
@@ -172,8 +170,6 @@ class Shared {
   }
 
  private:
-  template <int>
-  friend class Copies;
   template <class U>
   friend void copy_ahead(Shared<U>, int, Global<const U>, int64_t);
   void check(int n, int size) const {
@@ -191,36 +187,6 @@ Shared<T> shared(int offset, int count) {
               Block::current().shared(static_cast<size_t>(offset), static_cast<size_t>(count) * sizeof(T), alignof(T))),
           count};
 }
-
-template <int kStages>
-class Copies {
-  static_assert(kStages >= 1 && kStages <= 4);
-
- public:
-  static constexpr int bytes = 8 * kStages;
-
-  explicit Copies(int offset, int line = __builtin_LINE())
-      : set_(Block::current().make_copies(static_cast<size_t>(offset), kStages, line)) {}
-
-  template <class T>
-  void start(int stage, Shared<T> to, int at, Global<const T> from, int64_t n, int count) {
-    if (count < 0) fault("a copy of " + std::to_string(count) + " elements");
-    if (count > 0) {
-      to.check(at, count);
-      from.check(n, count);
-    } else {
-      at = 0, n = 0;  // the place of an empty copy does not matter
-    }
-    Block::current().start_copy(
-        {set_, stage}, reinterpret_cast<unsigned char*>(to.data_ + at),
-        reinterpret_cast<const unsigned char*>(from.data_ + n), static_cast<size_t>(count) * sizeof(T));
-  }
-
-  void wait(int stage, int line = __builtin_LINE()) const { Block::current().wait_for_copy({set_, stage}, line); }
-
- private:
-  size_t set_;
-};
 
 template <class T>
 void copy_ahead(Shared<T> to, int at, Global<const T> from, int64_t n) {

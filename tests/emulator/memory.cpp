@@ -22,7 +22,7 @@ void Memory::begin(size_t bytes) {
   shadows_.resize(bytes / kGranule + 1);
   // These bits are NaN in every floating-point type and no valid index.
   std::fill(bytes_.begin(), bytes_.end(), static_cast<unsigned char>(0xFF));
-  first_arrival_ += static_cast<uint32_t>(arrivals_.size());
+  first_copy_ += static_cast<uint32_t>(arrivals_.size());
   arrivals_.clear();
   cluster_barrier();
 }
@@ -42,11 +42,10 @@ void Memory::each(const void* where, size_t size, const Each& visit) {
   for (Shadow* here = first; here < first + (size + kGranule - 1) / kGranule; ++here) visit(*here);
 }
 
-void Memory::check_seen(const Shadow& here, int thread, const char* access) {
-  const Arrival* coming = arrival(here);
-  if (coming != nullptr && !coming->seen[static_cast<size_t>(thread)]) {
-    fault(std::string(access) + " of shared memory that belongs to " + coming->what);
-  }
+void Memory::check_arrived(const Shadow& here, const char* access) const {
+  const uint32_t* arrived = arrival(here);
+  if (arrived != nullptr && *arrived == 0)
+    fault(std::string(access) + " of shared memory that belongs to a copy that was not waited for");
 }
 
 void Memory::check_others(const Shadow& here, const char* access) const {
@@ -57,7 +56,7 @@ void Memory::check_others(const Shadow& here, const char* access) const {
 
 void Memory::read(const void* where, size_t size, const Moment& now) {
   each(where, size, [&](Shadow& here) {
-    check_seen(here, now.thread, "read");
+    check_arrived(here, "read");
     if (!ordered(here.writer, now))
       fault("race: read of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
     if (here.reader.epoch != now.epoch) {
@@ -75,7 +74,7 @@ void Memory::read(const void* where, size_t size, const Moment& now) {
 
 void Memory::write(const void* where, size_t size, const Moment& now) {
   each(where, size, [&](Shadow& here) {
-    check_seen(here, now.thread, "write");
+    check_arrived(here, "write");
     if (!ordered(here.writer, now))
       fault("race: write of shared memory that thread " + std::to_string(here.writer.thread) + " writes");
     const bool others =
@@ -92,10 +91,11 @@ void Memory::write(const void* where, size_t size, const Moment& now) {
 void Memory::read_remotely(const void* where, size_t size, int rank) {
   remote_epoch_ = cluster_epoch_;
   each(where, size, [&](Shadow& here) {
-    const Arrival* coming = arrival(here);
-    if (coming != nullptr && (coming->epoch == 0 || coming->epoch >= cluster_epoch_)) {
-      fault(std::string("read of another block's shared memory that belonged to ") + coming->what +
-            " at the last barrier of the cluster");
+    const uint32_t* arrived = arrival(here);
+    if (arrived != nullptr && (*arrived == 0 || *arrived >= cluster_epoch_)) {
+      fault(
+          "read of another block's shared memory that belonged to a copy that was not waited for at the last barrier of "
+          "the cluster");
     }
     if (here.writer.epoch >= cluster_epoch_) {
       fault("race: read of another block's shared memory that its thread " + std::to_string(here.writer.thread) +
@@ -106,32 +106,22 @@ void Memory::read_remotely(const void* where, size_t size, int rank) {
   });
 }
 
-uint32_t Memory::expect(const void* where, size_t size, const Moment& now, uint32_t written_before, const char* what) {
-  const uint32_t name = first_arrival_ + static_cast<uint32_t>(arrivals_.size());
+uint32_t Memory::expect(const void* where, size_t size, const Moment& now) {
+  const uint32_t name = first_copy_ + static_cast<uint32_t>(arrivals_.size());
   // Before a fault: the name that some shadows have by then must not be given again.
-  arrivals_.push_back({what});
+  arrivals_.push_back(0);
   each(where, size, [&](Shadow& here) {
-    check_seen(here, now.thread, "overwriting");
-    if (here.writer.epoch >= written_before)
+    check_arrived(here, "overwriting");
+    if (here.writer.epoch >= epoch_)
       fault("race: copy to shared memory that thread " + std::to_string(here.writer.thread) + " writes");
     if (here.reader.epoch == now.epoch)
       fault("race: copy to shared memory that thread " + std::to_string(here.reader.thread) + " reads");
     check_others(here, "copy to");
-    here.arrival = name;
+    here.copy = name;
   });
   return name;
 }
 
-void Memory::seen(uint32_t name, int thread) {
-  Arrival& coming = arrivals_[name - first_arrival_];
-  coming.seen.set(static_cast<size_t>(thread));
-  if (coming.epoch == 0) coming.epoch = epoch_;
-}
-
-void Memory::seen_by_all(uint32_t name) {
-  Arrival& coming = arrivals_[name - first_arrival_];
-  coming.seen.set();
-  coming.epoch = epoch_;
-}
+void Memory::arrives(uint32_t copy) { arrivals_[copy - first_copy_] = epoch_; }
 
 }  // namespace capsfast::emulator

@@ -2,7 +2,6 @@
 // it is under way.
 #pragma once
 
-#include <bitset>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -43,12 +42,10 @@ class Memory {
   // Whether another block has read this memory since the last barrier of the cluster.
   bool read_by_others() const { return remote_epoch_ == cluster_epoch_; }
 
-  // Announces an arrival: something other than a thread will write here, and is called `what` in faults. No thread may
-  // access this memory before seen() for that thread. Faults if a thread has read here since the last barrier, or
-  // written here in epoch `written_before` or later. Returns the arrival's number for seen().
-  uint32_t expect(const void* where, size_t size, const Moment& now, uint32_t written_before, const char* what);
-  void seen(uint32_t arrival, int thread);
-  void seen_by_all(uint32_t arrival);
+  // Announces a copy: something other than a thread will write here, and no thread may access this memory before it
+  // arrives. Faults if a thread has read or written here since the last barrier. Returns the copy's number.
+  uint32_t expect(const void* where, size_t size, const Moment& now);
+  void arrives(uint32_t copy);
 
  private:
   // Which threads have read since a barrier: one, several of a warp, or threads of several warps.
@@ -58,26 +55,22 @@ class Memory {
     Readers readers = Readers::one;
     uint32_t remote_epoch = 0;  // of the last read by another block, whose rank is remote_rank
     int remote_rank = 0;
-    uint32_t arrival = 0;  // the last arrival here; it counts if it is one of arrivals_
-  };
-  struct Arrival {
-    const char* what;
-    std::bitset<kMostThreads> seen = {};  // by thread
-    uint32_t epoch = 0;                   // in which the first thread saw it
+    uint32_t copy = 0;  // the last one here; it counts if it is one of arrivals_
   };
 
   template <class Each>
   void each(const void* where, size_t size, const Each& visit);
-  Arrival* arrival(const Shadow& here) {
-    return here.arrival >= first_arrival_ ? &arrivals_[here.arrival - first_arrival_] : nullptr;
+  // The epoch in which the last copy to here arrived, or null if there was none; 0 if it is on its way.
+  const uint32_t* arrival(const Shadow& here) const {
+    return here.copy >= first_copy_ ? &arrivals_[here.copy - first_copy_] : nullptr;
   }
-  void check_seen(const Shadow& here, int thread, const char* access);
+  void check_arrived(const Shadow& here, const char* access) const;
   void check_others(const Shadow& here, const char* access) const;
 
   std::vector<unsigned char> bytes_;
   std::vector<Shadow> shadows_;
-  std::vector<Arrival> arrivals_;
-  uint32_t first_arrival_ = 1;  // number of arrivals_[0]
+  std::vector<uint32_t> arrivals_;  // epochs, by copy
+  uint32_t first_copy_ = 1;         // number of arrivals_[0]
   uint32_t epoch_ = 0, cluster_epoch_ = 0, remote_epoch_ = 0;
 };
 

@@ -1,7 +1,7 @@
 // Which families of kernels may serve a call, and why others do not:
 //
 //   rows      votes of few output capsules, made on tensor cores: a warp has whole samples
-//   votes     votes that are given, where a sample fits the shared memory of a cluster (votes/launch.cu looks)
+//   votes     votes that are given, where a sample fits the shared memory of a cluster (votes/launch.h looks)
 //   general   everything: any J, D and K, any strides, float64, and passes of their own
 #pragma once
 
@@ -29,21 +29,19 @@ inline const char* why_no_rows(const Problem& p) {
   return nullptr;
 }
 
-// The smallest power of two >= n.
-inline int64_t power_of_two_from(int64_t n) {
-  int64_t power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
-
-// Null if the kernels for votes serve the call, else the reason why not.
-inline const char* why_not_votes(const Problem& p) {
+// Null if the votes family serves the call where a cluster holds a sample, else the reason why not. summed_logits: the
+// gradient of logits [I, J] is wanted.
+inline const char* why_no_votes(const Problem& p, bool summed_logits) {
   if (!p.votes_given) return "votes are made";
   if (p.moments) return "it is a pass of its own, with mass";
   if (p.votes.storage == Storage::f64) return "sums are formed in float32";
+  if (p.softmax_in()) return "a softmax over the input capsules has its normaliser only after a pass";
+  if (summed_logits) return "the gradient of logits [I, J] is a sum over samples";
   if (p.empty()) return "there are no votes";
-  if (p.D % 4 != 0 || p.D > 128) return "D is not a multiple of 4, or too large";
-  if (p.J * power_of_two_from(p.D / 4) > 512) return "J times D is too large";
+  if (p.B > 1 << 20) return "B is too large";
+  const int64_t lanes = p.D == 8 ? 1 : p.D / 16;
+  if (p.D != 8 && (p.D % 16 != 0 || (lanes & (lanes - 1)) != 0)) return "D is neither 8 nor a power of two from 16 on";
+  if (p.J * lanes > 32) return "the votes of an input capsule do not fit a warp";
   return nullptr;
 }
 

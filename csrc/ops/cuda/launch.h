@@ -12,7 +12,8 @@
 #include "choose.h"
 #include "general/kernels.h"
 #include "rows/launch.h"
-#include "update.h"
+#include "steps.h"
+#include "votes/launch.h"
 
 namespace capsfast::cuda {
 
@@ -60,19 +61,28 @@ inline Inputs inputs_of(const Problem& p) {
   return in;
 }
 
+// What decides which family serves a call, beside the problem.
+struct Wanted {
+  bool backward;
+  bool coupling;       // see rows::choose
+  bool summed_logits;  // see why_no_votes
+};
+
 template <class T>
 class Call {
  public:
-  // with_coupling: see rows::choose.
-  Call(const Problem& problem, const Tensor& like, bool backward, bool with_coupling)
+  Call(const Problem& problem, const Tensor& like, const Wanted& wanted)
       : p(problem),
         context(like),
         in(inputs_of(problem)),
         plan(plan_general<T>(problem, context.multiprocessors())),
         squash{problem.squash, problem.last_squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
         like_(like) {
-    if (std::is_same_v<T, float> && why_no_rows(problem) == nullptr)
-      by_rows.emplace(p, in, backward, with_coupling, context);
+    if constexpr (kNarrow) {
+      if (why_no_rows(problem) == nullptr) by_rows.emplace(p, in, wanted.backward, wanted.coupling, context);
+      if (why_no_votes(problem, wanted.summed_logits) == nullptr) by_votes.emplace(p, in, wanted.backward, context);
+      if (by_votes && !by_votes->serves()) by_votes.reset();
+    }
   }
 
   // Uninitialised memory that is released with this object. That may be before the kernels have run: the caching
@@ -95,28 +105,13 @@ class Call {
     return to;
   }
 
-  const GeneralKernels<T>& kernels() const {
-    if constexpr (std::is_same_v<T, double>) {
-      return general_kernels<double>(p.votes_given);
-    } else {
-      switch (p.votes_given ? p.votes.storage : p.u.storage) {
-        case Storage::bf16:
-          return general_kernels<BFloat16>(p.votes_given);
-        case Storage::f16:
-          return general_kernels<Float16>(p.votes_given);
-        default:
-          return general_kernels<float>(p.votes_given);
-      }
-    }
-  }
-
-  // Memory for the partial sums of a pass. with_columns: also for the maxima and totals of the softmax over the input
-  // capsules.
-  Parts<T> parts(bool with_columns) {
+  // Memory for the partial sums of a pass, if there is any. with_columns: also for the maxima and totals of the softmax
+  // over the input capsules.
+  Parts<T> parts(bool with_columns, bool any = true) {
     Parts<T> to{};
-    to.work = by_rows ? by_rows->work() : Work{p.I, p.B, 1, plan.splits};
-    const int64_t rows = to.work.segments() * to.work.group * p.J;
-    if (by_rows) {
+    to.work = by_rows ? by_rows->work() : by_votes ? by_votes->work() : Work{p.I, p.B, 1, plan.splits};
+    const int64_t rows = any ? to.work.segments() * to.work.group * p.J : 0;
+    if (by_rows || by_votes) {
       to.sum_rows = scratch<float>(rows * p.D);
     } else {
       to.sum = scratch<double>(rows * (p.D + p.moments));
@@ -128,28 +123,32 @@ class Call {
     return to;
   }
 
-  // Runs all passes and the steps between them in one cooperative launch. False if that cannot be: another family
-  // serves the call, or the device does not run all blocks at the same time. Then nothing was launched.
-  template <bool kBackward, class Steps>
-  bool run_together(const Steps& steps) const {
-    if constexpr (std::is_same_v<T, float>) {
-      if (by_rows && by_rows->together() && steps.passes() > 0)
-        return by_rows->template accumulate<kBackward>(steps, kBackward ? -1 : 0, steps.passes(), true);
+  const GeneralKernels<T>& kernels() const {
+    if constexpr (kNarrow) {
+      const Storage storage = p.votes_given ? p.votes.storage : p.u.storage;
+      if (storage == Storage::bf16) return general_kernels<BFloat16>(p.votes_given);
+      if (storage == Storage::f16) return general_kernels<Float16>(p.votes_given);
+      return general_kernels<float>(p.votes_given);
+    } else {
+      return general_kernels<double>(p.votes_given);
     }
-    return false;
   }
 
-  // Launches pass n alone. rows: the normaliser [B, I] of the softmax over the output capsules, if a tile does not hold
-  // all of them.
-  template <bool kBackward, class Steps>
-  void accumulate(const Steps& steps, int64_t n, const Normaliser<T>* rows = nullptr) const {
-    if (p.I == 0) return;
-    if constexpr (std::is_same_v<T, float>) {
-      if (by_rows) return static_cast<void>(by_rows->template accumulate<kBackward>(steps, n, n + 1, false));
+  // Runs all passes and updates. row_norm(n) is the normaliser of pass n, if a sweep of its own computes it.
+  template <class Steps, class RowNorm>
+  void run(const Steps& steps, const RowNorm& row_norm) const {
+    constexpr bool kBackward = Steps::backward;
+    constexpr int64_t kFirst = kBackward ? -1 : 0;
+    if constexpr (kNarrow) {
+      // One cooperative launch, unless the device does not run all blocks at the same time.
+      if (by_rows && by_rows->together() && steps.passes() > 0 &&
+          by_rows->template accumulate<kBackward>(steps, kFirst, steps.passes(), true))
+        return;
     }
-    AccumulateArgs<T> pass = steps.pass(n);
-    if (rows != nullptr) pass.norm = *rows;
-    general_accumulate(pass);
+    for (int64_t n = kFirst; n < steps.passes(); ++n) {
+      if (n >= 0) accumulate(steps, n, row_norm);
+      if (steps.updates(n)) per_output(update_kernel<Steps>, UpdateArgs<Steps>{steps, n});
+    }
   }
 
   // By the general kernel. There are input capsules.
@@ -157,9 +156,24 @@ class Call {
     kernels().accumulate(pass, {{plan.splits, grid_rows(plan.tiles), plan.out_tiles}, context.stream()});
   }
 
-  // Computes the normaliser [B, I] of the softmax over the output capsules, if a tile does not hold all of them.
-  void row_norm(const RowNormArgs<T>& args) const {
-    kernels().row_norm(args, {{divide_up(p.I, AccumulateTile<T>::inputs), grid_rows(plan.tiles), 1}, context.stream()});
+  // Memory for `count` normalisers [B, I] of the softmax over the output capsules.
+  struct RowNorms {
+    Global<T> max, scale, mean;
+    Normaliser<T> all() const { return {max, scale, mean}; }
+  };
+  RowNorms row_norm_scratch(int64_t count) {
+    const int64_t size = count * p.B * p.I;
+    return {scratch<T>(size), scratch<T>(size), scratch<T>(size)};
+  }
+  // Computes normaliser n of `to`, where a tile does not hold all output capsules.
+  Normaliser<T> row_norm(const Inputs& inputs, const Scoring<T>& scoring, const RowNorms& to, int64_t n) const {
+    const int64_t count = p.B * p.I;
+    const Global<T> max = to.max.from(n * count, count), scale = to.scale.from(n * count, count),
+                    mean = to.mean.from(n * count, count);
+    if (p.I > 0)
+      kernels().row_norm({inputs, scoring, max, scale, mean},
+                         {{divide_up(p.I, AccumulateTile<T>::inputs), grid_rows(plan.tiles), 1}, context.stream()});
+    return {max, scale, mean};
   }
 
   // Launches a kernel in which a warp has one output capsule of a sample at a time.
@@ -198,9 +212,23 @@ class Call {
   const Inputs in;
   const GeneralPlan plan;
   const Squashing squash;
-  std::optional<rows::Launcher> by_rows;  // if the rows family serves the call
+  std::optional<rows::Launcher> by_rows;    // if the rows family serves the call
+  std::optional<votes::Launcher> by_votes;  // or the votes family
 
  private:
+  static constexpr bool kNarrow = std::is_same_v<T, float>;
+
+  template <class Steps, class RowNorm>
+  void accumulate(const Steps& steps, int64_t n, const RowNorm& row_norm) const {
+    if (p.I == 0) return;
+    if constexpr (kNarrow) {
+      if (by_rows) return static_cast<void>(by_rows->template accumulate<Steps::backward>(steps, n, n + 1, false));
+    }
+    AccumulateArgs<T> pass = steps.pass(n);
+    if (plan.row_norm_apart && !pass.unweighted) pass.norm = row_norm(n);
+    general_accumulate(pass);
+  }
+
   const Tensor& like_;
   std::vector<Tensor> memory_;
 };

@@ -27,7 +27,7 @@ struct QueryArgs {
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 query_kernel(QueryArgs<T> a) {
-  for_outputs(a.in, 1, [&](const UpdateCoord& at) { load_output(a.in, at, a.query, a.V); });
+  for_outputs(a.in, Share::of_grid(a.in), 1, [&](const UpdateCoord& at) { load_output(a.in, at, a.query, a.V); });
 }
 
 // The step that makes ds of the gradient of the first moment and, for the softmax over the input capsules, sums up
@@ -63,7 +63,7 @@ CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 moment_gradient_kernel(MomentGradientArgs<T> a) {
-  for_outputs(a.in, 1, [&](const UpdateCoord& at) { differentiate_moments(a, at); });
+  for_outputs(a.in, Share::of_grid(a.in), 1, [&](const UpdateCoord& at) { differentiate_moments(a, at); });
 }
 
 // The step that adds up the sums of an accumulating pass with mass: the moments, or dquery and dprior.
@@ -103,7 +103,7 @@ CAPSFAST_DEVICE void add_moments(const MomentArgs<T>& a, const UpdateCoord& at) 
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 moment_kernel(MomentArgs<T> a) {
-  for_outputs(a.in, 1, [&](const UpdateCoord& at) { add_moments(a, at); });
+  for_outputs(a.in, Share::of_grid(a.in), 1, [&](const UpdateCoord& at) { add_moments(a, at); });
 }
 
 }  // namespace capsfast::cuda

@@ -56,6 +56,9 @@ struct Operand {
   Storage storage = Storage::f32;
   int64_t stride[4] = {0, 0, 0, 0};
 
+  CAPSFAST_DEVICE int64_t at(int64_t n0, int64_t n1, int64_t n2 = 0, int64_t n3 = 0) const {
+    return n0 * stride[0] + n1 * stride[1] + n2 * stride[2] + n3 * stride[3];
+  }
   template <class T>
   CAPSFAST_DEVICE T read(int64_t at) const {
     switch (storage) {

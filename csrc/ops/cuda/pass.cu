@@ -14,7 +14,7 @@ namespace {
 template <class T>
 struct Pass {
   Pass(const Problem& problem, const PassInputs& inputs, const Tensor& like, bool backward)
-      : call(problem, like, backward, false), p(problem), in(call.in) {
+      : call(problem, like, {backward, false, false}), p(problem), in(call.in) {
     in.prior = operand(inputs.prior, {p.B, p.J});
     if (inputs.query.data == nullptr) return;
     const Global<T> V = call.template scratch<T>(call.vectors());
@@ -23,13 +23,7 @@ struct Pass {
   }
 
   // The normaliser of the softmax over the output capsules from a sweep of its own.
-  Normaliser<T> rows() {
-    const int64_t count = p.B * p.I;
-    const Global<T> max = call.template scratch<T>(count), scale = call.template scratch<T>(count),
-                    mean = call.template scratch<T>(count);
-    if (p.I > 0) call.row_norm({in, scoring, max, scale, mean});
-    return {max, scale, mean};
-  }
+  Normaliser<T> row_norm() { return call.row_norm(in, scoring, call.row_norm_scratch(1), 0); }
 
   AccumulateArgs<T> accumulating(const Parts<T>& parts) const {
     AccumulateArgs<T> args{};
@@ -86,7 +80,7 @@ void pass_forward(const Problem& p, const PassInputs& inputs, const PassOutputs&
   } else {
     accumulate.coupling = weights;
     accumulate.lse = lse;
-    if (call.plan.row_norm_apart && !accumulate.unweighted) accumulate.norm = pass.rows();
+    if (call.plan.row_norm_apart && !accumulate.unweighted) accumulate.norm = pass.row_norm();
   }
   pass.accumulate(accumulate);
   call.per_output(moment_kernel<T>, moments);
@@ -128,7 +122,7 @@ void pass_backward(const Problem& p, const PassInputs& inputs, const PassSaved& 
   pass.scoring.ds = gradients.ds;
   pass.scoring.dmass = gradients.dmass;
   pass.scoring.dcoupling = gradients.dweights;
-  if (call.plan.row_norm_apart || call.plan.gradient_row_norm_apart) norm = pass.rows();
+  if (call.plan.row_norm_apart || call.plan.gradient_row_norm_apart) norm = pass.row_norm();
 
   if (out.dquery.data != nullptr || out.dprior.data != nullptr) {
     MomentArgs<T> sums{};

@@ -1,7 +1,7 @@
-// The sequence of passes and steps of a forward and of a backward. The host uses it to launch a kernel for each, and
-// the rows kernels to run all of them in one launch. pass(n) has the arguments of accumulating pass n, 0 <= n <
-// passes(). after(n) is what all threads of the grid do after pass n. In the backward after(-1) comes before the first
-// pass.
+// The sequence of passes and updates of a forward and of a backward. The host uses it to launch a kernel for each; the
+// rows and the votes kernels run all of them in one launch. pass(n) has the arguments of accumulating pass n, 0 <= n <
+// passes(). after(n) is the update after pass n, for the output capsules of a share. In the backward after(-1) comes
+// before the first pass.
 #pragma once
 
 #include "../../math/host_device.h"
@@ -11,6 +11,7 @@ namespace capsfast::cuda {
 
 template <class T>
 struct ForwardSteps {
+  static constexpr bool backward = false;
   Inputs in;
   Squashing squash;
   int64_t iterations;
@@ -26,11 +27,16 @@ struct ForwardSteps {
   CAPSFAST_HOST_DEVICE int64_t passes() const { return iterations + (coupling.data && in.softmax_in); }
 
   CAPSFAST_HOST_DEVICE AccumulateArgs<T> pass(int64_t t) const {
-    if (t == iterations) return coupling_pass();
+    const int64_t last = iterations - 1;
+    const bool closing = t > last;  // the pass that writes the coupling, and scores as the last iteration did
     AccumulateArgs<T> args{};
     args.in = in;
-    if (t > 0) args.scoring.V = V;
-    if (t + 1 == iterations && !in.softmax_in) args.coupling = coupling;
+    if ((closing ? last : t) > 0) args.scoring.V = V;
+    if (t == (in.softmax_in ? iterations : last)) args.coupling = coupling;
+    if (closing) {
+      args.norm = {norm_of(0, last), norm_of(1, last), {}};
+      return args;
+    }
     args.unweighted = t == 0 && !in.logits.data && !args.coupling.data && !(in.softmax_in && in.mask.data);
     args.sum = parts.sum;
     args.sum_rows = parts.sum_rows;
@@ -41,43 +47,60 @@ struct ForwardSteps {
     return args;
   }
 
-  // The step that computes s_t, v_t and V_t from the sums of pass t.
-  CAPSFAST_HOST_DEVICE OutputArgs<T> output(int64_t t) const {
-    OutputArgs<T> args{};
-    args.in = in;
-    args.squash = squash.of(t + 1 == iterations);
-    args.parts = parts;
-    args.unweighted = pass(t).unweighted;
-    args.first = t == 0;
-    args.s = s.from(t * vectors(), vectors());
-    args.order = order;
-    if (in.softmax_in) {
-      args.max = norm_of(0, t);
-      args.scale = norm_of(1, t);
-    }
-    // The last iteration leaves V as it is: nobody needs its V_t, and the coupling pass needs the V it scored with.
-    if (t + 1 < iterations) {
-      args.V = V;
-    } else {
-      args.v = v;
-    }
-    return args;
-  }
-
-  CAPSFAST_DEVICE void after(int64_t t) const {
-    if (t < iterations) make_outputs(output(t));
+  // Whether there is an update after pass t.
+  CAPSFAST_HOST_DEVICE bool updates(int64_t t) const { return t < iterations; }
+  CAPSFAST_DEVICE void after(int64_t t, const Share& share) const {
+    if (!updates(t)) return;
+    with_width(in, parts, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      for_outputs(in, share, kWidth, [&](const UpdateCoord& at) { make_output<kWidth>(t, at); });
+    });
   }
 
  private:
-  CAPSFAST_HOST_DEVICE AccumulateArgs<T> coupling_pass() const {
-    const int64_t last = iterations - 1;
-    AccumulateArgs<T> args{};
-    args.in = in;
-    if (last > 0) args.scoring.V = V;
-    args.norm = {norm_of(0, last), norm_of(1, last), {}};
-    args.coupling = coupling;
-    return args;
+  // Computes s_t, its normaliser, and V_t or, in the last iteration, v. That leaves V as it is: nobody needs V_t, and
+  // the pass that writes the coupling needs the V that the last iteration scored with.
+  template <int kWidth>
+  CAPSFAST_DEVICE void make_output(int64_t t, const UpdateCoord& at) const {
+    const bool last = t + 1 == iterations, unweighted = pass(t).unweighted;
+    const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = in.softmax_in && !unweighted;
+    const Squashing squashed = squash.of(last);
+    const Global<T> s_t = s.from(t * vectors(), vectors());
+    const ColumnNorm<T> column = norm_of_sums<T>(in, parts, at, valid, unweighted, follows);
+    if (first && at.lane == 0 && in.softmax_in) {
+      norm_of(0, t)[at.row] = column.max;
+      norm_of(1, t)[at.row] = column.scale;
+    }
+    T n = T(0);
+    for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
+      const int64_t d = d0 + at.lane * kWidth;
+      double sum[kWidth];
+      add_parts<kWidth, T>(in, in.D, parts, at, d, follows, column.max, sum);
+      if (!first || d >= in.D) continue;
+#pragma unroll
+      for (int m = 0; m < kWidth; ++m) {
+        const T x = static_cast<T>(in.softmax_in || unweighted ? sum[m] * static_cast<double>(column.scale) : sum[m]);
+        s_t[at.row * in.D + d + m] = x;
+        const T biased = squashed.biased(x, at.j, d + m);
+        n += biased * biased;
+      }
+    }
+    const T f = radial<T>(squashed.kind, lane_sum(n, 32), static_cast<T>(squashed.eps));
+    for (int64_t d0 = at.lane * kWidth; d0 < in.D && first; d0 += at.lanes * kWidth) {
+#pragma unroll
+      for (int m = 0; m < kWidth; ++m) {
+        const int64_t d = d0 + m, element = at.row * in.D + d;
+        const T out = valid ? f * squashed.biased(static_cast<T>(s_t[element]), at.j, d) : T(0);
+        if (last) {
+          v.template write<T>(element, out);
+        } else {
+          T& to = V[order.at(at.b, at.j, d)];
+          to = t == 0 ? out : to + out;
+        }
+      }
+    }
   }
+
   CAPSFAST_HOST_DEVICE int64_t vectors() const { return in.B * in.J * in.D; }
   CAPSFAST_HOST_DEVICE Global<T> norm_of(int64_t which, int64_t t) const {
     return norm.from((which * iterations + t) * in.B * in.J, in.B * in.J);
@@ -86,20 +109,19 @@ struct ForwardSteps {
 
 template <class T>
 struct BackwardSteps {
+  static constexpr bool backward = true;
   Inputs in;
   Squashing squash;
   int64_t first, iterations;    // iterations [first, iterations) have gradients
   Operand dv;                   // [B, J, D]
   Operand coupling, dcoupling;  // [B, I, J]
-  Global<const T> s;            // [r, B, J, D]
+  Global<const T> s;            // [r, B, J, D], without bias
   VectorOrder order;            // of V and ds
-  Global<T> V, ds;              // [r, B, J, D]
-  Global<T> G;                  // [B, J, D], the gradient of v so far
+  Global<T> V, ds;              // [r, B, J, D]; V of iteration t is what it scored with
+  Global<T> G;                  // [B, J, D], the gradient of v so far: the sum over the passes
   Normaliser<T> columns;        // [r, B, J], softmax over the input capsules
-  Global<T> mean;               // [r, B, J], the memory of columns.mean, which the steps write
+  Global<T> mean;               // [r, B, J], the memory of columns.mean, which the updates write
   Parts<T> parts;
-
-  CAPSFAST_HOST_DEVICE RestoreArgs<T> restore() const { return {in, squash, iterations, order, s, V}; }
 
   CAPSFAST_HOST_DEVICE Scoring<T> scoring(int64_t t) const {
     Scoring<T> with;
@@ -115,47 +137,114 @@ struct BackwardSteps {
   CAPSFAST_HOST_DEVICE int64_t iteration_of(int64_t n) const { return iterations - 1 - n; }
 
   CAPSFAST_HOST_DEVICE AccumulateArgs<T> pass(int64_t n) const {
-    const int64_t t = iteration_of(n);
+    const int64_t t = iteration_of(n), count = in.B * in.J;
     AccumulateArgs<T> args{};
     args.in = in;
     args.scoring = scoring(t);
     args.sum = parts.sum;
     args.sum_rows = parts.sum_rows;
-    const int64_t count = in.B * in.J;
     if (in.softmax_in)
       args.norm = {columns.max.from(t * count, count), columns.scale.from(t * count, count),
                    columns.mean.from(t * count, count)};
     return args;
   }
 
-  // The step that computes ds_t: from dv in the last iteration, else from the sums of all passes so far, down to that
-  // of iteration t + 1.
-  CAPSFAST_HOST_DEVICE DifferentiateArgs<T> differentiate(int64_t t) const {
-    DifferentiateArgs<T> args{};
-    args.in = in;
-    args.squash = squash.of(t + 1 == iterations);
-    if (t + 1 == iterations) {
-      args.dv = dv;
-      args.coupling = coupling;
-      args.dcoupling = dcoupling;
-    }
-    args.parts = parts;
-    args.first = t + 2 == iterations;
-    args.G = G;
-    args.s = s.from(t * vectors(), vectors());
-    args.order = order;
-    args.ds = ds.from(t * order.size(in.B), order.size(in.B));
-    if (in.softmax_in) args.mean = mean.from(t * in.B * in.J, in.B * in.J);
-    return args;
-  }
-
-  CAPSFAST_DEVICE void after(int64_t n) const {
-    if (n < 0) cuda::restore(restore());
-    cuda::differentiate(differentiate(iteration_of(n) - 1));
+  CAPSFAST_HOST_DEVICE bool updates(int64_t) const { return true; }
+  // Differentiates the squash of the iteration before that of pass n.
+  CAPSFAST_DEVICE void after(int64_t n, const Share& share) const {
+    const int64_t t = iteration_of(n) - 1;
+    if (n < 0) for_outputs(in, share, 1, [&](const UpdateCoord& at) { restore(at); });
+    with_width(in, parts, [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      for_outputs(in, share, kWidth, [&](const UpdateCoord& at) { differentiate<kWidth>(t, at); });
+    });
   }
 
  private:
+  // Computes V from the saved s.
+  CAPSFAST_DEVICE void restore(const UpdateCoord& at) const {
+    const bool valid = in.out_mask.at(at.b, at.j);
+    const int64_t row = at.row * in.D, end = at.slice == 0 ? in.D : 0;
+    const auto at_d = [&](int64_t t, int64_t d) -> T& { return V[t * order.size(in.B) + order.at(at.b, at.j, d)]; };
+    for (int64_t d = at.lane; d < end; d += at.lanes) at_d(0, d) = T(0);
+    for (int64_t t = 0; t + 1 < iterations; ++t) {
+      const Squashing squashed = squash.of(false);
+      T n = T(0);
+      for (int64_t d = at.lane; d < end; d += at.lanes) {
+        const T x = squashed.biased(static_cast<T>(s[t * vectors() + row + d]), at.j, d);
+        n += x * x;
+      }
+      const T f = radial<T>(squashed.kind, lane_sum(n, 32), static_cast<T>(squashed.eps));
+      for (int64_t d = at.lane; d < end; d += at.lanes) {
+        const T x = squashed.biased(static_cast<T>(s[t * vectors() + row + d]), at.j, d);
+        at_d(t + 1, d) = at_d(t, d) + (valid ? f * x : T(0));
+      }
+    }
+  }
+
+  // Computes ds_t from the gradient of v_t: dv in the last iteration, else the sums of all passes so far, down to that
+  // of iteration t + 1, because v_t is part of V of all later iterations.
+  template <int kWidth>
+  CAPSFAST_DEVICE void differentiate(int64_t t, const UpdateCoord& at) const {
+    const bool last = t + 1 == iterations, valid = in.out_mask.at(at.b, at.j), first_slice = at.slice == 0;
+    const Squashing squashed = squash.of(last);
+    const Global<const T> s_t = s.from(t * vectors(), vectors());
+    T n = T(0), s_dv = T(0);
+    for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
+      const int64_t d = d0 + at.lane * kWidth;
+      double sum[kWidth] = {};
+      if (!last) add_parts<kWidth, T>(in, in.D, parts, at, d, false, T(0), sum);
+      if (!first_slice || d >= in.D) continue;
+#pragma unroll
+      for (int m = 0; m < kWidth; ++m) {
+        const int64_t element = at.row * in.D + d + m;
+        T g;
+        if (last) {
+          g = dv.template read<T>(dv.at(at.b, at.j, d + m));
+        } else {
+          g = static_cast<T>(t + 2 == iterations ? sum[m] : static_cast<double>(G[element]) + sum[m]);
+        }
+        G[element] = g;
+        const T x = squashed.biased(static_cast<T>(s_t[element]), at.j, d + m);
+        n += x * x;
+        s_dv += x * g;
+      }
+    }
+    n = lane_sum(n, 32);
+    s_dv = lane_sum(s_dv, 32);
+    const T eps = static_cast<T>(squashed.eps), f = radial<T>(squashed.kind, n, eps),
+            slope = 2 * radial_derivative<T>(squashed.kind, n, eps) * s_dv;
+    T agreement = T(0);
+    for (int64_t d0 = at.lane * kWidth; d0 < in.D && first_slice; d0 += at.lanes * kWidth) {
+#pragma unroll
+      for (int m = 0; m < kWidth; ++m) {
+        const int64_t d = d0 + m, element = at.row * in.D + d;
+        const T x = s_t[element];
+        const T ds_t = valid ? f * G[element] + slope * squashed.biased(x, at.j, d) : T(0);
+        ds[t * order.size(in.B) + order.at(at.b, at.j, d)] = ds_t;
+        agreement += ds_t * x;
+      }
+    }
+    if (!in.softmax_in) return;
+    // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
+    agreement = lane_sum(last ? add_coupling<T>(in, at, coupling, dcoupling, agreement) : agreement, 32);
+    if (first_slice && at.lane == 0) mean[t * in.B * in.J + at.row] = agreement;
+  }
+
   CAPSFAST_HOST_DEVICE int64_t vectors() const { return in.B * in.J * in.D; }
 };
+
+// An update as a launch of its own.
+template <class Steps>
+struct UpdateArgs {
+  Steps steps;
+  int64_t n;
+};
+
+template <class Steps>
+CAPSFAST_KERNEL(kThreads, 4)
+update_kernel(UpdateArgs<Steps> a) {
+  a.steps.after(a.n, Share::of_grid(a.steps.in));
+}
 
 }  // namespace capsfast::cuda

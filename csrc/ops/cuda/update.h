@@ -1,6 +1,5 @@
-// The steps between the passes, on arrays [.., B, J, D]: they add up partial sums and compute the squash or its
-// derivative. A warp has one output capsule of a sample at a time. Each step is a function that all blocks of a grid of
-// any size call, and also a kernel.
+// What the updates between the passes are made of (steps.h, moments.h), on arrays [.., B, J, D]: adding up partial sums,
+// the squash. A warp has one output capsule of a sample at a time. And the kernels that add up gradients.
 #pragma once
 
 #include <type_traits>
@@ -48,18 +47,28 @@ struct UpdateCoord {
   int lane, lanes, slice, slices;
 };
 
-// Calls f(at) for every output capsule of every sample, each on one warp of the grid. width: how many components a
-// lane has at a time.
+// The rows that this warp takes: every step-th of [first, end).
+struct Share {
+  int64_t first, end, step;
+
+  // All of them are dealt out to the warps of the grid.
+  static CAPSFAST_DEVICE Share of_grid(const Inputs& in) {
+    const int warps = gpu::threads() / 32;
+    const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y();
+    return {block * warps + gpu::reread_thread_idx() / 32, in.B * in.J, gpu::blocks_x() * gpu::blocks_y() * warps};
+  }
+};
+
+// Calls f(at) for every row of the share. width: how many components a lane has at a time.
 template <class F>
-CAPSFAST_DEVICE void for_outputs(const Inputs& in, int width, const F& f) {
-  const int warps = gpu::threads() / 32, thread = gpu::reread_thread_idx(), lane = thread % 32;
-  const int64_t block = gpu::block_x() + gpu::blocks_x() * gpu::block_y(), blocks = gpu::blocks_x() * gpu::blocks_y();
+CAPSFAST_DEVICE void for_outputs(const Inputs& in, const Share& share, int width, const F& f) {
+  const int lane = gpu::reread_thread_idx() % 32;
   UpdateCoord at;
   at.lanes = lanes_for(in.D / width);
   at.lane = lane % at.lanes;
   at.slice = lane / at.lanes;
   at.slices = 32 / at.lanes;
-  for (at.row = block * warps + thread / 32; at.row < in.B * in.J; at.row += blocks * warps) {
+  for (at.row = share.first; at.row < share.end; at.row += share.step) {
     at.b = at.row / in.J;
     at.j = at.row % in.J;
     f(at);
@@ -148,116 +157,6 @@ CAPSFAST_DEVICE ColumnNorm<T> norm_of_sums(const Inputs& in, const Parts<T>& par
   return {T(0), unweighted ? uniform<T>(in, at.b, valid) : T(1)};
 }
 
-// The step that computes s_t, its normaliser, v_t and V_t from the sums of pass t.
-template <class T>
-struct OutputArgs {
-  Inputs in;
-  Squashing squash;
-  Parts<T> parts;
-  bool unweighted, first;  // unweighted: the pass took every coefficient as 1. first: V so far is 0
-  Global<T> s;             // [B, J, D] of this iteration
-  Global<T> max, scale;    // [B, J] of this iteration, softmax over the input capsules
-  VectorOrder order;       // of V
-  Global<T> V;             // [B, J, D], added to; absent in the last iteration
-  Operand v;               // [B, J, D], written; absent but in the last iteration
-};
-
-template <class T, int kWidth>
-CAPSFAST_DEVICE void make_output(const OutputArgs<T>& a, const UpdateCoord& at) {
-  const Inputs& in = a.in;
-  const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = in.softmax_in && !a.unweighted;
-  const ColumnNorm<T> norm = norm_of_sums<T>(in, a.parts, at, valid, a.unweighted, follows);
-  if (first && at.lane == 0 && in.softmax_in) {
-    a.max[at.row] = norm.max;
-    a.scale[at.row] = norm.scale;
-  }
-  T n = T(0);
-  for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
-    const int64_t d = d0 + at.lane * kWidth;
-    double sum[kWidth];
-    add_parts<kWidth, T>(in, in.D, a.parts, at, d, follows, norm.max, sum);
-    if (!first || d >= in.D) continue;
-#pragma unroll
-    for (int m = 0; m < kWidth; ++m) {
-      const T s = static_cast<T>(in.softmax_in || a.unweighted ? sum[m] * static_cast<double>(norm.scale) : sum[m]);
-      a.s[at.row * in.D + d + m] = s;
-      const T biased = a.squash.biased(s, at.j, d + m);
-      n += biased * biased;
-    }
-  }
-  const T f = radial<T>(a.squash.kind, lane_sum(n, 32), static_cast<T>(a.squash.eps));
-  for (int64_t d0 = at.lane * kWidth; d0 < in.D && first; d0 += at.lanes * kWidth) {
-#pragma unroll
-    for (int m = 0; m < kWidth; ++m) {
-      const int64_t d = d0 + m, element = at.row * in.D + d;
-      const T v = valid ? f * a.squash.biased(static_cast<T>(a.s[element]), at.j, d) : T(0);
-      if (a.V) {
-        T& V = a.V[a.order.at(at.b, at.j, d)];
-        V = a.first ? v : V + v;
-      }
-      if (a.v.data) a.v.template write<T>(element, v);
-    }
-  }
-}
-
-template <class T>
-CAPSFAST_DEVICE void make_outputs(const OutputArgs<T>& a) {
-  with_width(a.in, a.parts, [&](auto width) {
-    for_outputs(
-        a.in, decltype(width)::value, [&](const UpdateCoord& at) { make_output<T, decltype(width)::value>(a, at); });
-  });
-}
-
-template <class T>
-CAPSFAST_KERNEL(kThreads, 4)
-output_kernel(OutputArgs<T> a) {
-  make_outputs(a);
-}
-
-// The step that computes V from the saved s. V[t] is what iteration t scored with (t from 0): the sum of the outputs of
-// the iterations before.
-template <class T>
-struct RestoreArgs {
-  Inputs in;
-  Squashing squash;
-  int64_t iterations;
-  VectorOrder order;  // of V
-  Global<const T> s;  // [r, B, J, D]
-  Global<T> V;        // [r, B, J, D]
-};
-
-template <class T>
-CAPSFAST_DEVICE void restore_output(const RestoreArgs<T>& a, const UpdateCoord& at) {
-  const Inputs& in = a.in;
-  const bool valid = in.out_mask.at(at.b, at.j);
-  const int64_t vectors = in.B * in.J * in.D, row = at.row * in.D, end = at.slice == 0 ? in.D : 0;
-  const auto V = [&](int64_t t, int64_t d) -> T& { return a.V[t * a.order.size(in.B) + a.order.at(at.b, at.j, d)]; };
-  for (int64_t d = at.lane; d < end; d += at.lanes) V(0, d) = T(0);
-  for (int64_t t = 0; t + 1 < a.iterations; ++t) {
-    T n = T(0);
-    for (int64_t d = at.lane; d < end; d += at.lanes) {
-      const T s = a.squash.biased(static_cast<T>(a.s[t * vectors + row + d]), at.j, d);
-      n += s * s;
-    }
-    const T f = radial<T>(a.squash.kind, lane_sum(n, 32), static_cast<T>(a.squash.eps));
-    for (int64_t d = at.lane; d < end; d += at.lanes) {
-      const T s = a.squash.biased(static_cast<T>(a.s[t * vectors + row + d]), at.j, d);
-      V(t + 1, d) = V(t, d) + (valid ? f * s : T(0));
-    }
-  }
-}
-
-template <class T>
-CAPSFAST_DEVICE void restore(const RestoreArgs<T>& a) {
-  for_outputs(a.in, 1, [&](const UpdateCoord& at) { restore_output(a, at); });
-}
-
-template <class T>
-CAPSFAST_KERNEL(kThreads, 4)
-restore_kernel(RestoreArgs<T> a) {
-  restore(a);
-}
-
 // `mean` and this lane's terms of sum_i coupling dcoupling.
 template <class T>
 CAPSFAST_DEVICE T add_coupling(const Inputs& in, const UpdateCoord& at, const Operand& coupling,
@@ -269,83 +168,6 @@ CAPSFAST_DEVICE T add_coupling(const Inputs& in, const UpdateCoord& at, const Op
             dcoupling.template read<T>(at.b * dc[0] + i * dc[1] + at.j * dc[2]);
   }
   return mean;
-}
-
-// The step that computes ds_t from dv_t: the gradient of the output in the last iteration, else the sum G of the
-// accumulating passes so far.
-template <class T>
-struct DifferentiateArgs {
-  Inputs in;
-  Squashing squash;
-  Operand dv;                   // [B, J, D]; absent but in the last iteration
-  Operand coupling, dcoupling;  // [B, I, J]; absent but in the last iteration
-  Parts<T> parts;
-  bool first;         // the parts are those of the first pass, before which G counts as 0
-  Global<T> G;        // [B, J, D], the sum of all passes so far
-  Global<const T> s;  // [B, J, D] of this iteration, without bias
-  VectorOrder order;  // of ds
-  Global<T> ds;       // [B, J, D] of this iteration, written
-  Global<T> mean;     // [B, J], written: sum_i c dc, softmax over the input capsules
-};
-
-template <class T, int kWidth>
-CAPSFAST_DEVICE void differentiate_output(const DifferentiateArgs<T>& a, const UpdateCoord& at) {
-  const Inputs& in = a.in;
-  const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0;
-  T n = T(0), s_dv = T(0);
-  for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
-    const int64_t d = d0 + at.lane * kWidth;
-    double sum[kWidth] = {};
-    if (!a.dv.data) add_parts<kWidth, T>(in, in.D, a.parts, at, d, false, T(0), sum);
-    if (!first || d >= in.D) continue;
-#pragma unroll
-    for (int m = 0; m < kWidth; ++m) {
-      const int64_t element = at.row * in.D + d + m;
-      T g;
-      if (a.dv.data) {
-        g = a.dv.template read<T>(at.b * a.dv.stride[0] + at.j * a.dv.stride[1] + (d + m) * a.dv.stride[2]);
-      } else {
-        g = static_cast<T>(a.first ? sum[m] : static_cast<double>(a.G[element]) + sum[m]);
-      }
-      a.G[element] = g;
-      const T s = a.squash.biased(static_cast<T>(a.s[element]), at.j, d + m);
-      n += s * s;
-      s_dv += s * g;
-    }
-  }
-  n = lane_sum(n, 32);
-  s_dv = lane_sum(s_dv, 32);
-  const T eps = static_cast<T>(a.squash.eps), f = radial<T>(a.squash.kind, n, eps),
-          slope = 2 * radial_derivative<T>(a.squash.kind, n, eps) * s_dv;
-  T mean = T(0);
-  for (int64_t d0 = at.lane * kWidth; d0 < in.D && first; d0 += at.lanes * kWidth) {
-#pragma unroll
-    for (int m = 0; m < kWidth; ++m) {
-      const int64_t d = d0 + m, element = at.row * in.D + d;
-      const T s = a.s[element];
-      const T ds = valid ? f * a.G[element] + slope * a.squash.biased(s, at.j, d) : T(0);
-      a.ds[a.order.at(at.b, at.j, d)] = ds;
-      mean += ds * s;
-    }
-  }
-  if (!in.softmax_in) return;
-  // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
-  mean = lane_sum(add_coupling<T>(in, at, a.coupling, a.dcoupling, mean), 32);
-  if (first && at.lane == 0) a.mean[at.row] = mean;
-}
-
-template <class T>
-CAPSFAST_DEVICE void differentiate(const DifferentiateArgs<T>& a) {
-  with_width(a.in, a.parts, [&](auto width) {
-    for_outputs(a.in, decltype(width)::value,
-                [&](const UpdateCoord& at) { differentiate_output<T, decltype(width)::value>(a, at); });
-  });
-}
-
-template <class T>
-CAPSFAST_KERNEL(kThreads, 4)
-differentiate_kernel(DifferentiateArgs<T> a) {
-  differentiate(a);
 }
 
 // dbias = sum of ds over iterations and samples. A block has some rows (j, d); kSumLanes threads share the sum of a

@@ -4,6 +4,6 @@
 namespace capsfast::cuda {
 
 template const GeneralKernels<float>& general_kernels<BFloat16>(bool);
-template VotesKernels votes_kernels<BFloat16>(Exchange, int);
+template votes::Kernels votes::kernels_for<BFloat16>(int64_t);
 
 }  // namespace capsfast::cuda

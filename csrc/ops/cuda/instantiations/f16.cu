@@ -4,6 +4,6 @@
 namespace capsfast::cuda {
 
 template const GeneralKernels<float>& general_kernels<Float16>(bool);
-template VotesKernels votes_kernels<Float16>(Exchange, int);
+template votes::Kernels votes::kernels_for<Float16>(int64_t);
 
 }  // namespace capsfast::cuda

@@ -4,6 +4,6 @@
 namespace capsfast::cuda {
 
 template const GeneralKernels<float>& general_kernels<float>(bool);
-template VotesKernels votes_kernels<float>(Exchange, int);
+template votes::Kernels votes::kernels_for<float>(int64_t);
 
 }  // namespace capsfast::cuda

@@ -341,7 +341,7 @@ CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Work& work, const 
 
 template <class Steps>
 CAPSFAST_CALLED void after_pass(const Steps& steps, int n) {
-  steps.after(n);
+  steps.after(n, Share::of_grid(steps.in));
 }
 
 template <class Tr, bool kBackward>
