@@ -58,7 +58,7 @@ void gradient_by_rows(Call<float>& call, const BackwardSteps<float>& steps, cons
 }  // namespace
 
 template <class T>
-void backward(const Problem& p, const BackwardInputs& inputs, const BackwardOutputs& out, const Tensor& like) {
+void Engine::backward(const Problem& p, const BackwardInputs& inputs, const BackwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
   const bool logits = out.dlogits.data != nullptr;
   Call<T> call(p, like, {true, inputs.dcoupling.data != nullptr || logits, logits && !out.per_sample_logits});
@@ -105,7 +105,7 @@ void backward(const Problem& p, const BackwardInputs& inputs, const BackwardOutp
   general_gradient(call, out, args);
 }
 
-template void backward<float>(const Problem&, const BackwardInputs&, const BackwardOutputs&, const Tensor&);
-template void backward<double>(const Problem&, const BackwardInputs&, const BackwardOutputs&, const Tensor&);
+template void Engine::backward<float>(const Problem&, const BackwardInputs&, const BackwardOutputs&, const Tensor&);
+template void Engine::backward<double>(const Problem&, const BackwardInputs&, const BackwardOutputs&, const Tensor&);
 
 }  // namespace capsfast::cuda

@@ -5,7 +5,7 @@
 namespace capsfast::cuda {
 
 template <class T>
-void forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
+void Engine::forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   if (p.B == 0 || p.J == 0) return;
   Call<T> call(p, like, {false, out.coupling.data != nullptr, false});
   ForwardSteps<T> steps{};
@@ -26,7 +26,7 @@ void forward(const Problem& p, const ForwardOutputs& out, const Tensor& like) {
   call.run(steps, [&](int64_t t) { return call.row_norm(call.in, steps.pass(t).scoring, row_norms, 0); });
 }
 
-template void forward<float>(const Problem&, const ForwardOutputs&, const Tensor&);
-template void forward<double>(const Problem&, const ForwardOutputs&, const Tensor&);
+template void Engine::forward<float>(const Problem&, const ForwardOutputs&, const Tensor&);
+template void Engine::forward<double>(const Problem&, const ForwardOutputs&, const Tensor&);
 
 }  // namespace capsfast::cuda

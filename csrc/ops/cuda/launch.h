@@ -10,14 +10,13 @@
 
 #include "../../cuda/context.h"
 #include "choose.h"
+#include "engine.h"
 #include "general/kernels.h"
 #include "rows/launch.h"
 #include "steps.h"
 #include "votes/launch.h"
 
 namespace capsfast::cuda {
-
-using torch::stable::Tensor;
 
 // How many elements of memory a strided tensor spans, from its first to its last.
 inline int64_t extent(std::initializer_list<int64_t> sizes, const int64_t* stride) {

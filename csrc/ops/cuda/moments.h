@@ -10,10 +10,8 @@ namespace capsfast::cuda {
 template <class T>
 CAPSFAST_DEVICE void load_output(const Inputs& in, const UpdateCoord& at, const Operand& from, const Global<T>& to) {
   const bool counts = from.data && in.out_mask.at(at.b, at.j);
-  const int64_t* stride = from.stride;
-  for (int64_t d = gpu::thread() % 32; d < in.D; d += 32) {
-    to[at.row * in.D + d] = counts ? from.template read<T>(at.b * stride[0] + at.j * stride[1] + d * stride[2]) : T(0);
-  }
+  for (int64_t d = gpu::thread() % 32; d < in.D; d += 32)
+    to[at.row * in.D + d] = counts ? from.template read<T>(from.at(at.b, at.j, d)) : T(0);
 }
 
 // The step that makes V of the query.
@@ -49,13 +47,12 @@ CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const
   const int lane = gpu::thread() % 32;
   load_output(in, at, a.dfirst, a.ds);
   if (!a.mean) return;
-  const auto scalar = [&](const Operand& x) { return x.template read<T>(at.b * x.stride[0] + at.j * x.stride[1]); };
+  const auto scalar = [&](const Operand& x) { return x.template read<T>(x.at(at.b, at.j)); };
   T mean = T(0);
   if (lane == 0 && a.dmass.data) mean += scalar(a.dmass) * scalar(a.mass);
   if (lane == 0 && a.dlse.data) mean -= scalar(a.dlse);
-  const int64_t* stride = a.first.stride;
   for (int64_t d = lane; d < in.D; d += 32)
-    mean += a.ds[at.row * in.D + d] * a.first.template read<T>(at.b * stride[0] + at.j * stride[1] + d * stride[2]);
+    mean += a.ds[at.row * in.D + d] * a.first.template read<T>(a.first.at(at.b, at.j, d));
   mean = lane_sum(add_coupling<T>(in, at, a.weights, a.dweights, mean), 32);
   if (lane == 0) a.mean[at.row] = mean;
 }
@@ -85,18 +82,15 @@ CAPSFAST_DEVICE void add_moments(const MomentArgs<T>& a, const UpdateCoord& at) 
   if (first && at.lane == 0 && a.max) {
     a.max[at.row] = norm.max;
     a.scale[at.row] = norm.scale;
-    if (a.lse.data)
-      a.lse.template write<T>(at.b * a.lse.stride[0] + at.j * a.lse.stride[1], log_sum(norm.max, norm.scale));
+    if (a.lse.data) a.lse.template write<T>(a.lse.at(at.b, at.j), log_sum(norm.max, norm.scale));
   }
   for (int64_t d0 = 0; d0 <= in.D; d0 += at.lanes) {
     const int64_t d = d0 + at.lane;
     double sum[1];
     add_parts<1, T>(in, in.D + 1, a.parts, at, d, follows, norm.max, sum);
     const T value = static_cast<T>(sum[0] * static_cast<double>(norm.scale));
-    const int64_t *vector = a.first.stride, *scalar = a.mass.stride;
-    if (first && d < in.D && a.first.data)
-      a.first.template write<T>(at.b * vector[0] + at.j * vector[1] + d * vector[2], value);
-    if (first && d == in.D && a.mass.data) a.mass.template write<T>(at.b * scalar[0] + at.j * scalar[1], value);
+    if (first && d < in.D && a.first.data) a.first.template write<T>(a.first.at(at.b, at.j, d), value);
+    if (first && d == in.D && a.mass.data) a.mass.template write<T>(a.mass.at(at.b, at.j), value);
   }
 }
 

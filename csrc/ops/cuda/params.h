@@ -40,6 +40,19 @@ CAPSFAST_DEVICE double widened(double x) { return x; }
 CAPSFAST_DEVICE float widened(BFloat16 x) { return bf16_to_float(x.bits); }
 CAPSFAST_DEVICE float widened(Float16 x) { return half_to_float(x.bits); }
 
+template <class T, class E>
+CAPSFAST_DEVICE void narrow(T x, E* to) {
+  *to = static_cast<E>(x);
+}
+template <class T>
+CAPSFAST_DEVICE void narrow(T x, BFloat16* to) {
+  to->bits = float_to_bf16(static_cast<float>(x));
+}
+template <class T>
+CAPSFAST_DEVICE void narrow(T x, Float16* to) {
+  to->bits = float_to_half(static_cast<float>(x));
+}
+
 // kCount neighbouring elements that are loaded or stored at once.
 template <class E, int kCount>
 struct alignas(kCount * sizeof(E)) Run {
@@ -60,34 +73,28 @@ struct Operand {
     return n0 * stride[0] + n1 * stride[1] + n2 * stride[2] + n3 * stride[3];
   }
   template <class T>
-  CAPSFAST_DEVICE T read(int64_t at) const {
-    switch (storage) {
-      case Storage::f32:
-        return static_cast<T>(data.as<float>()[at]);
-      case Storage::f64:
-        return static_cast<T>(data.as<double>()[at]);
-      case Storage::bf16:
-        return static_cast<T>(widened(data.as<BFloat16>()[at]));
-      case Storage::f16:
-        return static_cast<T>(widened(data.as<Float16>()[at]));
-    }
-    return T(0);
+  CAPSFAST_DEVICE T read(int64_t n) const {
+    T value = T(0);
+    with_type([&](auto elements) { value = static_cast<T>(widened(elements[n])); });
+    return value;
   }
   template <class T>
-  CAPSFAST_DEVICE void write(int64_t at, T value) const {
+  CAPSFAST_DEVICE void write(int64_t n, T value) const {
+    with_type([&](auto elements) { narrow(value, &elements[n]); });
+  }
+
+ private:
+  template <class F>
+  CAPSFAST_DEVICE void with_type(const F& f) const {
     switch (storage) {
       case Storage::f32:
-        data.as<float>()[at] = static_cast<float>(value);
-        return;
+        return f(data.as<float>());
       case Storage::f64:
-        data.as<double>()[at] = static_cast<double>(value);
-        return;
+        return f(data.as<double>());
       case Storage::bf16:
-        data.as<BFloat16>()[at] = {float_to_bf16(static_cast<float>(value))};
-        return;
+        return f(data.as<BFloat16>());
       case Storage::f16:
-        data.as<Float16>()[at] = {float_to_half(static_cast<float>(value))};
-        return;
+        return f(data.as<Float16>());
     }
   }
 };

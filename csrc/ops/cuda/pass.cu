@@ -52,7 +52,7 @@ void check(const Problem& p) {
 }  // namespace
 
 template <class T>
-void pass_forward(const Problem& p, const PassInputs& inputs, const PassOutputs& out, const Tensor& like) {
+void Engine::pass_forward(const Problem& p, const PassInputs& inputs, const PassOutputs& out, const Tensor& like) {
   check(p);
   if (p.B == 0) return;
   Pass<T> pass(p, inputs, like, false);
@@ -93,8 +93,8 @@ void pass_forward(const Problem& p, const PassInputs& inputs, const PassOutputs&
 }
 
 template <class T>
-void pass_backward(const Problem& p, const PassInputs& inputs, const PassSaved& saved, const PassGradients& out,
-                   const Tensor& like) {
+void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const PassSaved& saved, const PassGradients& out,
+                           const Tensor& like) {
   check(p);
   if (p.B == 0 || p.J == 0) return;
   Pass<T> pass(p, inputs, like, true);
@@ -149,11 +149,11 @@ void pass_backward(const Problem& p, const PassInputs& inputs, const PassSaved& 
   general_gradient(call, out.common, last);
 }
 
-template void pass_forward<float>(const Problem&, const PassInputs&, const PassOutputs&, const Tensor&);
-template void pass_forward<double>(const Problem&, const PassInputs&, const PassOutputs&, const Tensor&);
-template void pass_backward<float>(const Problem&, const PassInputs&, const PassSaved&, const PassGradients&,
-                                   const Tensor&);
-template void pass_backward<double>(const Problem&, const PassInputs&, const PassSaved&, const PassGradients&,
-                                    const Tensor&);
+template void Engine::pass_forward<float>(const Problem&, const PassInputs&, const PassOutputs&, const Tensor&);
+template void Engine::pass_forward<double>(const Problem&, const PassInputs&, const PassOutputs&, const Tensor&);
+template void Engine::pass_backward<float>(const Problem&, const PassInputs&, const PassSaved&, const PassGradients&,
+                                           const Tensor&);
+template void Engine::pass_backward<double>(const Problem&, const PassInputs&, const PassSaved&, const PassGradients&,
+                                            const Tensor&);
 
 }  // namespace capsfast::cuda

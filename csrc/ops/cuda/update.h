@@ -19,7 +19,7 @@ struct Squashing {
 
   template <class T>
   CAPSFAST_DEVICE T biased(T s, int64_t j, int64_t d) const {
-    return bias.data ? s + bias.template read<T>(j * bias.stride[0] + d * bias.stride[1]) : s;
+    return bias.data ? s + bias.template read<T>(bias.at(j, d)) : s;
   }
 };
 
@@ -162,11 +162,9 @@ template <class T>
 CAPSFAST_DEVICE T add_coupling(const Inputs& in, const UpdateCoord& at, const Operand& coupling,
                                const Operand& dcoupling, T mean) {
   if (!dcoupling.data) return mean;
-  const int64_t *c = coupling.stride, *dc = dcoupling.stride;
-  for (int64_t i = gpu::thread() % 32; i < in.I; i += 32) {
-    mean += coupling.template read<T>(at.b * c[0] + i * c[1] + at.j * c[2]) *
-            dcoupling.template read<T>(at.b * dc[0] + i * dc[1] + at.j * dc[2]);
-  }
+  for (int64_t i = gpu::thread() % 32; i < in.I; i += 32)
+    mean +=
+        coupling.template read<T>(coupling.at(at.b, i, at.j)) * dcoupling.template read<T>(dcoupling.at(at.b, i, at.j));
   return mean;
 }
 

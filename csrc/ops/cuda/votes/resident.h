@@ -19,10 +19,6 @@ struct Cut {
   bool pieces;  // votes are contiguous in each input capsule, and may be copied in pieces of 16 bytes
 };
 
-CAPSFAST_DEVICE void narrow(float x, float* to) { *to = x; }
-CAPSFAST_DEVICE void narrow(float x, BFloat16* to) { to->bits = float_to_bf16(x); }
-CAPSFAST_DEVICE void narrow(float x, Float16* to) { to->bits = float_to_half(x); }
-
 // What a kernel is compiled for: the type of the votes, and how many components of a vote a lane has.
 template <class E, int kElements>
 struct Traits {
