@@ -109,7 +109,8 @@ class Call {
   Parts<T> parts(bool with_columns, bool any = true) {
     Parts<T> to{};
     to.work = by_rows ? by_rows->work() : by_votes ? by_votes->work() : Work{p.I, p.B, 1, plan.splits};
-    const int64_t rows = any ? to.work.segments() * to.work.group * p.J : 0;
+    const int64_t rows = to.work.segments() * to.work.group * p.J;
+    if (!any) return to;
     if (by_rows || by_votes) {
       to.sum_rows = scratch<float>(rows * p.D);
     } else {
@@ -161,6 +162,7 @@ class Call {
     Normaliser<T> all() const { return {max, scale, mean}; }
   };
   RowNorms row_norm_scratch(int64_t count) {
+    if (count == 0) return {};
     const int64_t size = count * p.B * p.I;
     return {scratch<T>(size), scratch<T>(size), scratch<T>(size)};
   }
