@@ -25,7 +25,7 @@ struct QueryArgs {
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 query_kernel(QueryArgs<T> a) {
-  for_outputs(a.in, Share::of_grid(a.in), 1, [&](const UpdateCoord& at) { load_output(a.in, at, a.query, a.V); });
+  for_outputs(a.in, Share::of_grid(a.in), [&](const UpdateCoord& at) { load_output(a.in, at, a.query, a.V); });
 }
 
 // The step that makes ds of the gradient of the first moment and, for the softmax over the input capsules, sums up
@@ -60,7 +60,7 @@ CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 moment_gradient_kernel(MomentGradientArgs<T> a) {
-  for_outputs(a.in, Share::of_grid(a.in), 1, [&](const UpdateCoord& at) { differentiate_moments(a, at); });
+  for_outputs(a.in, Share::of_grid(a.in), [&](const UpdateCoord& at) { differentiate_moments(a, at); });
 }
 
 // The step that adds up the sums of an accumulating pass with mass: the moments, or dquery and dprior.
@@ -68,7 +68,7 @@ template <class T>
 struct MomentArgs {
   Inputs in;
   Parts<T> parts;
-  bool unweighted;       // as in OutputArgs
+  bool unweighted;       // the pass took every coefficient as 1
   Operand first, mass;   // [B, J, D], [B, J], written
   Global<T> max, scale;  // [B, J], written: in the forward with softmax over the input capsules
   Operand lse;           // [B, J], written as well
@@ -77,27 +77,24 @@ struct MomentArgs {
 template <class T>
 CAPSFAST_DEVICE void add_moments(const MomentArgs<T>& a, const UpdateCoord& at) {
   const Inputs& in = a.in;
-  const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = a.max && !a.unweighted;
+  const bool valid = in.out_mask.at(at.b, at.j), follows = a.max && !a.unweighted;
   const ColumnNorm<T> norm = norm_of_sums<T>(in, a.parts, at, valid, a.unweighted, follows);
-  if (first && at.lane == 0 && a.max) {
+  if (at.slice == 0 && at.lane == 0 && a.max) {
     a.max[at.row] = norm.max;
     a.scale[at.row] = norm.scale;
     if (a.lse.data) a.lse.template write<T>(a.lse.at(at.b, at.j), log_sum(norm.max, norm.scale));
   }
-  for (int64_t d0 = 0; d0 <= in.D; d0 += at.lanes) {
-    const int64_t d = d0 + at.lane;
-    double sum[1];
-    add_parts<1, T>(in, in.D + 1, a.parts, at, d, follows, norm.max, sum);
-    const T value = static_cast<T>(sum[0] * static_cast<double>(norm.scale));
-    if (first && d < in.D && a.first.data) a.first.template write<T>(a.first.at(at.b, at.j, d), value);
-    if (first && d == in.D && a.mass.data) a.mass.template write<T>(a.mass.at(at.b, at.j), value);
-  }
+  for_sums<T>(in, in.D + 1, a.parts, at, follows, norm.max, [&](int64_t d, double sum) {
+    const T value = static_cast<T>(sum * static_cast<double>(norm.scale));
+    if (d < in.D && a.first.data) a.first.template write<T>(a.first.at(at.b, at.j, d), value);
+    if (d == in.D && a.mass.data) a.mass.template write<T>(a.mass.at(at.b, at.j), value);
+  });
 }
 
 template <class T>
 CAPSFAST_KERNEL(kThreads, 4)
 moment_kernel(MomentArgs<T> a) {
-  for_outputs(a.in, Share::of_grid(a.in), 1, [&](const UpdateCoord& at) { add_moments(a, at); });
+  for_outputs(a.in, Share::of_grid(a.in), [&](const UpdateCoord& at) { add_moments(a, at); });
 }
 
 }  // namespace capsfast::cuda

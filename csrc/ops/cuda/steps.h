@@ -50,58 +50,41 @@ struct ForwardSteps {
   // Whether there is an update after pass t.
   CAPSFAST_HOST_DEVICE bool updates(int64_t t) const { return t < iterations; }
   CAPSFAST_DEVICE void after(int64_t t, const Share& share) const {
-    if (!updates(t)) return;
-    with_width(in, parts, [&](auto width) {
-      constexpr int kWidth = decltype(width)::value;
-      for_outputs(in, share, kWidth, [&](const UpdateCoord& at) { make_output<kWidth>(t, at); });
-    });
+    if (updates(t)) for_outputs(in, share, [&](const UpdateCoord& at) { make_output(t, at); });
   }
 
  private:
   // Computes s_t, its normaliser, and V_t or, in the last iteration, v. That leaves V as it is: nobody needs V_t, and
   // the pass that writes the coupling needs the V that the last iteration scored with.
-  template <int kWidth>
   CAPSFAST_DEVICE void make_output(int64_t t, const UpdateCoord& at) const {
     const bool last = t + 1 == iterations, unweighted = pass(t).unweighted;
-    const bool valid = in.out_mask.at(at.b, at.j), first = at.slice == 0, follows = in.softmax_in && !unweighted;
+    const bool valid = in.out_mask.at(at.b, at.j), follows = in.softmax_in && !unweighted;
     const Squashing squashed = squash.of(last);
-    const Global<T> s_t = s.from(t * vectors(), vectors());
+    const Global<T> s_t = s.from((t * in.B * in.J + at.row) * in.D, in.D);
     const ColumnNorm<T> column = norm_of_sums<T>(in, parts, at, valid, unweighted, follows);
-    if (first && at.lane == 0 && in.softmax_in) {
+    if (at.slice == 0 && at.lane == 0 && in.softmax_in) {
       norm_of(0, t)[at.row] = column.max;
       norm_of(1, t)[at.row] = column.scale;
     }
     T n = T(0);
-    for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
-      const int64_t d = d0 + at.lane * kWidth;
-      double sum[kWidth];
-      add_parts<kWidth, T>(in, in.D, parts, at, d, follows, column.max, sum);
-      if (!first || d >= in.D) continue;
-#pragma unroll
-      for (int m = 0; m < kWidth; ++m) {
-        const T x = static_cast<T>(in.softmax_in || unweighted ? sum[m] * static_cast<double>(column.scale) : sum[m]);
-        s_t[at.row * in.D + d + m] = x;
-        const T biased = squashed.biased(x, at.j, d + m);
-        n += biased * biased;
-      }
-    }
+    for_sums<T>(in, in.D, parts, at, follows, column.max, [&](int64_t d, double sum) {
+      const T x = static_cast<T>(in.softmax_in || unweighted ? sum * static_cast<double>(column.scale) : sum);
+      s_t[d] = x;
+      const T biased = squashed.biased(x, at.j, d);
+      n += biased * biased;
+    });
     const T f = radial<T>(squashed.kind, lane_sum(n, 32), static_cast<T>(squashed.eps));
-    for (int64_t d0 = at.lane * kWidth; d0 < in.D && first; d0 += at.lanes * kWidth) {
-#pragma unroll
-      for (int m = 0; m < kWidth; ++m) {
-        const int64_t d = d0 + m, element = at.row * in.D + d;
-        const T out = valid ? f * squashed.biased(static_cast<T>(s_t[element]), at.j, d) : T(0);
-        if (last) {
-          v.template write<T>(element, out);
-        } else {
-          T& to = V[order.at(at.b, at.j, d)];
-          to = t == 0 ? out : to + out;
-        }
+    at.for_components(in.D, [&](int64_t d) {
+      const T out = valid ? f * squashed.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
+      if (last) {
+        v.template write<T>(at.row * in.D + d, out);
+      } else {
+        T& to = V[order.at(at.b, at.j, d)];
+        to = t == 0 ? out : to + out;
       }
-    }
+    });
   }
 
-  CAPSFAST_HOST_DEVICE int64_t vectors() const { return in.B * in.J * in.D; }
   CAPSFAST_HOST_DEVICE Global<T> norm_of(int64_t which, int64_t t) const {
     return norm.from((which * iterations + t) * in.B * in.J, in.B * in.J);
   }
@@ -153,85 +136,78 @@ struct BackwardSteps {
   // Differentiates the squash of the iteration before that of pass n.
   CAPSFAST_DEVICE void after(int64_t n, const Share& share) const {
     const int64_t t = iteration_of(n) - 1;
-    if (n < 0) for_outputs(in, share, 1, [&](const UpdateCoord& at) { restore(at); });
-    with_width(in, parts, [&](auto width) {
-      constexpr int kWidth = decltype(width)::value;
-      for_outputs(in, share, kWidth, [&](const UpdateCoord& at) { differentiate<kWidth>(t, at); });
+    for_outputs(in, share, [&](const UpdateCoord& at) {
+      if (n < 0) restore(at);
+      differentiate(t, at);
     });
   }
 
  private:
+  // What iteration t left of an output capsule.
+  CAPSFAST_DEVICE Global<const T> saved(int64_t t, const UpdateCoord& at) const {
+    return s.from((t * in.B * in.J + at.row) * in.D, in.D);
+  }
+  CAPSFAST_DEVICE int64_t element(int64_t t, const UpdateCoord& at, int64_t d) const {
+    return t * order.size(in.B) + order.at(at.b, at.j, d);
+  }
+
   // Computes V from the saved s.
   CAPSFAST_DEVICE void restore(const UpdateCoord& at) const {
     const bool valid = in.out_mask.at(at.b, at.j);
-    const int64_t row = at.row * in.D, end = at.slice == 0 ? in.D : 0;
-    const auto at_d = [&](int64_t t, int64_t d) -> T& { return V[t * order.size(in.B) + order.at(at.b, at.j, d)]; };
-    for (int64_t d = at.lane; d < end; d += at.lanes) at_d(0, d) = T(0);
+    const Squashing squashed = squash.of(false);
+    at.for_components(in.D, [&](int64_t d) { V[element(0, at, d)] = T(0); });
     for (int64_t t = 0; t + 1 < iterations; ++t) {
-      const Squashing squashed = squash.of(false);
+      const Global<const T> s_t = saved(t, at);
       T n = T(0);
-      for (int64_t d = at.lane; d < end; d += at.lanes) {
-        const T x = squashed.biased(static_cast<T>(s[t * vectors() + row + d]), at.j, d);
+      at.for_components(in.D, [&](int64_t d) {
+        const T x = squashed.biased(static_cast<T>(s_t[d]), at.j, d);
         n += x * x;
-      }
+      });
       const T f = radial<T>(squashed.kind, lane_sum(n, 32), static_cast<T>(squashed.eps));
-      for (int64_t d = at.lane; d < end; d += at.lanes) {
-        const T x = squashed.biased(static_cast<T>(s[t * vectors() + row + d]), at.j, d);
-        at_d(t + 1, d) = at_d(t, d) + (valid ? f * x : T(0));
-      }
+      at.for_components(in.D, [&](int64_t d) {
+        const T v = valid ? f * squashed.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
+        V[element(t + 1, at, d)] = V[element(t, at, d)] + v;
+      });
     }
   }
 
   // Computes ds_t from the gradient of v_t: dv in the last iteration, else the sums of all passes so far, down to that
   // of iteration t + 1, because v_t is part of V of all later iterations.
-  template <int kWidth>
   CAPSFAST_DEVICE void differentiate(int64_t t, const UpdateCoord& at) const {
-    const bool last = t + 1 == iterations, valid = in.out_mask.at(at.b, at.j), first_slice = at.slice == 0;
+    const bool last = t + 1 == iterations, valid = in.out_mask.at(at.b, at.j);
     const Squashing squashed = squash.of(last);
-    const Global<const T> s_t = s.from(t * vectors(), vectors());
+    const Global<const T> s_t = saved(t, at);
+    const Global<T> g_t = G.from(at.row * in.D, in.D);
     T n = T(0), s_dv = T(0);
-    for (int64_t d0 = 0; d0 < in.D; d0 += at.lanes * kWidth) {
-      const int64_t d = d0 + at.lane * kWidth;
-      double sum[kWidth] = {};
-      if (!last) add_parts<kWidth, T>(in, in.D, parts, at, d, false, T(0), sum);
-      if (!first_slice || d >= in.D) continue;
-#pragma unroll
-      for (int m = 0; m < kWidth; ++m) {
-        const int64_t element = at.row * in.D + d + m;
-        T g;
-        if (last) {
-          g = dv.template read<T>(dv.at(at.b, at.j, d + m));
-        } else {
-          g = static_cast<T>(t + 2 == iterations ? sum[m] : static_cast<double>(G[element]) + sum[m]);
-        }
-        G[element] = g;
-        const T x = squashed.biased(static_cast<T>(s_t[element]), at.j, d + m);
-        n += x * x;
-        s_dv += x * g;
-      }
+    const auto add = [&](int64_t d, T g) {
+      g_t[d] = g;
+      const T x = squashed.biased(static_cast<T>(s_t[d]), at.j, d);
+      n += x * x;
+      s_dv += x * g;
+    };
+    if (last) {
+      at.for_components(in.D, [&](int64_t d) { add(d, dv.template read<T>(dv.at(at.b, at.j, d))); });
+    } else {
+      for_sums<T>(in, in.D, parts, at, false, T(0), [&](int64_t d, double sum) {
+        add(d, static_cast<T>(t + 2 == iterations ? sum : static_cast<double>(g_t[d]) + sum));
+      });
     }
     n = lane_sum(n, 32);
     s_dv = lane_sum(s_dv, 32);
     const T eps = static_cast<T>(squashed.eps), f = radial<T>(squashed.kind, n, eps),
             slope = 2 * radial_derivative<T>(squashed.kind, n, eps) * s_dv;
     T agreement = T(0);
-    for (int64_t d0 = at.lane * kWidth; d0 < in.D && first_slice; d0 += at.lanes * kWidth) {
-#pragma unroll
-      for (int m = 0; m < kWidth; ++m) {
-        const int64_t d = d0 + m, element = at.row * in.D + d;
-        const T x = s_t[element];
-        const T ds_t = valid ? f * G[element] + slope * squashed.biased(x, at.j, d) : T(0);
-        ds[t * order.size(in.B) + order.at(at.b, at.j, d)] = ds_t;
-        agreement += ds_t * x;
-      }
-    }
+    at.for_components(in.D, [&](int64_t d) {
+      const T x = s_t[d];
+      const T ds_t = valid ? f * g_t[d] + slope * squashed.biased(x, at.j, d) : T(0);
+      ds[element(t, at, d)] = ds_t;
+      agreement += ds_t * x;
+    });
     if (!in.softmax_in) return;
     // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
     agreement = lane_sum(last ? add_coupling<T>(in, at, coupling, dcoupling, agreement) : agreement, 32);
-    if (first_slice && at.lane == 0) mean[t * in.B * in.J + at.row] = agreement;
+    if (at.slice == 0 && at.lane == 0) mean[t * in.B * in.J + at.row] = agreement;
   }
-
-  CAPSFAST_HOST_DEVICE int64_t vectors() const { return in.B * in.J * in.D; }
 };
 
 // An update as a launch of its own.

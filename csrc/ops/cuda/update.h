@@ -40,11 +40,23 @@ struct Parts {
 };
 
 // Output capsule j of sample b, row = b J + j, and what this lane of its warp does: it is number `lane` of `lanes`
-// along the components, and number `slice` of `slices` among the lanes that share the segments. The lanes of slice 0
-// end with the sums over all segments and go on alone.
+// along the components, of which it has kWidth at a time, and number `slice` of `slices` among the lanes that share the
+// segments. The lanes of slice 0 end with the sums over all segments and go on alone.
 struct UpdateCoord {
+  static constexpr int kWidth = 4;  // 16 bytes of float: one load
   int64_t b, j, row;
   int lane, lanes, slice, slices;
+
+  // Calls f(d) for this lane's components.
+  template <class F>
+  CAPSFAST_DEVICE void for_components(int64_t D, const F& f) const {
+    for (int64_t d = lane * kWidth; d < D && slice == 0; d += lanes * kWidth) {
+#pragma unroll
+      for (int m = 0; m < kWidth; ++m) {
+        if (d + m < D) f(d + m);
+      }
+    }
+  }
 };
 
 // The rows that this warp takes: every step-th of [first, end).
@@ -59,12 +71,12 @@ struct Share {
   }
 };
 
-// Calls f(at) for every row of the share. width: how many components a lane has at a time.
+// Calls f(at) for every row of the share.
 template <class F>
-CAPSFAST_DEVICE void for_outputs(const Inputs& in, const Share& share, int width, const F& f) {
+CAPSFAST_DEVICE void for_outputs(const Inputs& in, const Share& share, const F& f) {
   const int lane = gpu::reread_thread_idx() % 32;
   UpdateCoord at;
-  at.lanes = lanes_for(in.D / width);
+  at.lanes = lanes_for((in.D + UpdateCoord::kWidth - 1) / UpdateCoord::kWidth);
   at.lane = lane % at.lanes;
   at.slice = lane / at.lanes;
   at.slices = 32 / at.lanes;
@@ -96,41 +108,38 @@ struct ColumnNorm {
   }
 };
 
-// sum = components [d, d + kWidth) of the sum over the segments, in the lanes of slice 0. If `follows`, each segment
-// has its own maximum, and its part is rescaled to the common one, `max`. elements: of a sum, D or D + 1.
-template <int kWidth, class T>
-CAPSFAST_DEVICE void add_parts(const Inputs& in, int64_t elements, const Parts<T>& parts, const UpdateCoord& at,
-                               int64_t d, bool follows, T max, double (&sum)[kWidth]) {
+// Calls f(d, sum) for this lane's components of the sum over the segments. If `follows`, each segment has its own
+// maximum, and its part is rescaled to the common one, `max`. elements: of a sum, D or D + 1.
+template <class T, class F>
+CAPSFAST_DEVICE void for_sums(const Inputs& in, int64_t elements, const Parts<T>& parts, const UpdateCoord& at,
+                              bool follows, T max, const F& f) {
+  constexpr int kWidth = UpdateCoord::kWidth;
   const Work& work = parts.work;
   const int64_t end = work.end(at.b);
+  for (int64_t d0 = 0; d0 < elements; d0 += at.lanes * kWidth) {
+    const int64_t d = d0 + at.lane * kWidth;
+    double sum[kWidth] = {};
+#pragma unroll 4
+    for (int64_t n = work.first(at.b) + at.slice; n < end && d < elements; n += at.slices) {
+      const int64_t row = work.row(n, at.b, at.j, in.J), from = row * elements + d;
+      const double factor = follows ? static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max)) : 1.0;
+      Run<float, kWidth> run = {};
+      const bool together = parts.sum_rows && elements % kWidth == 0;
+      if (together) run = parts.sum_rows.template vector<Run<float, kWidth>>(from);
 #pragma unroll
-  for (int n = 0; n < kWidth; ++n) sum[n] = 0;
-#pragma unroll 8
-  for (int64_t n = work.first(at.b) + at.slice; n < end && d < elements; n += at.slices) {
-    const int64_t row = work.row(n, at.b, at.j, in.J), from = row * elements + d;
-    const double factor = follows ? static_cast<double>(std::exp(static_cast<T>(parts.max[row]) - max)) : 1.0;
-    if constexpr (kWidth > 1) {
-      const auto run = parts.sum_rows.template vector<Run<float, kWidth>>(from);
+      for (int m = 0; m < kWidth; ++m) {
+        if (d + m < elements) sum[m] += factor * (together ? static_cast<double>(run.value[m]) : parts.part(from + m));
+      }
+    }
+    for (int mask = at.lanes; mask < 32; mask *= 2) {
 #pragma unroll
-      for (int m = 0; m < kWidth; ++m) sum[m] += factor * static_cast<double>(run.value[m]);
-    } else {
-      sum[0] += factor * parts.part(from);
+      for (int m = 0; m < kWidth; ++m) sum[m] += gpu::shuffle_xor(sum[m], mask);
+    }
+#pragma unroll
+    for (int m = 0; m < kWidth; ++m) {
+      if (at.slice == 0 && d + m < elements) f(d + m, sum[m]);
     }
   }
-  for (int mask = at.lanes; mask < 32; mask *= 2) {
-#pragma unroll
-    for (int n = 0; n < kWidth; ++n) sum[n] += gpu::shuffle_xor(sum[n], mask);
-  }
-}
-
-// Calls f(width), an integral constant: how many components a lane has at a time. sum_rows is read four at a time.
-constexpr int kPartWidth = 4;
-template <class T, class F>
-CAPSFAST_DEVICE void with_width(const Inputs& in, const Parts<T>& parts, const F& f) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (parts.sum_rows && in.D % kPartWidth == 0) return f(std::integral_constant<int, kPartWidth>());
-  }
-  f(std::integral_constant<int, 1>());
 }
 
 // The coupling if all logits are 0 and no input capsule is masked. valid: whether out_mask keeps the output capsule.
