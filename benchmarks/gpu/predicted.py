@@ -36,16 +36,16 @@ class Cost:
 # product for three, and loads one part of the weights.
 COSTS = {
     "float32": {
-        "unweighted": Cost(189, 84, 60),
-        "forward": Cost(367, 164, 60),
-        "backward": Cost(498, 244, 60),
-        "gradient": Cost(2294, 1170, 180),
+        "unweighted": Cost(165, 84, 60),
+        "forward": Cost(342, 164, 60),
+        "backward": Cost(476, 244, 60),
+        "gradient": Cost(1939, 1074, 200),
     },
     "bfloat16": {
-        "unweighted": Cost(116, 44, 20),
-        "forward": Cost(291, 124, 20),
-        "backward": Cost(426, 204, 20),
-        "gradient": Cost(1805, 1050, 60),
+        "unweighted": Cost(102, 44, 20),
+        "forward": Cost(280, 124, 20),
+        "backward": Cost(414, 204, 20),
+        "gradient": Cost(1451, 994, 80),
     },
 }
 

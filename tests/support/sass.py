@@ -152,7 +152,7 @@ def _is_barrier(instruction: Instruction) -> bool:
 
 
 def gradients(exact: bool, tiles: int = TILES) -> Executed:
-    """From the barrier before the votes to the one after dweight: iteration 0 without dot products, others with db."""
+    """From the barrier before the votes to the one after dweight. Iteration 0 is before the loop."""
     kernel = plain_kernel("gradient_kernel", tiles, exact)
     found = code(kernel.symbol)
 
@@ -185,8 +185,8 @@ def gradients(exact: bool, tiles: int = TILES) -> Executed:
         *onwards.instructions[: first + 1],
     ]
     counts = Counter(instruction.op for instruction in once)
-    for turn in (found.turn(loop, most_work=False), *[found.turn(loop)] * (ITERATIONS - 1)):
-        counts += turn.counts()
+    for _ in range(1, ITERATIONS):
+        counts += found.turn(loop).counts()
     return Executed(kernel, counts, [*once, *found.within(loop.blocks)])
 
 

@@ -154,7 +154,8 @@ struct VectorOrder {
     if (tiles == 0) return (b * J + j) * D + d;
     const TileColumn column = tile_column_of(tiles, static_cast<int>(j), static_cast<int>(d));
     const int64_t lane = b % 8 * 4 + column.n / 2;
-    return ((b / 16 * tiles + column.tile) * 32 + lane) * 4 + b % 16 / 8 * 2 + column.n % 2;
+    const int block = column.tile / 2 * 2 + column.n % 2;
+    return ((b / 16 * tiles + block) * 32 + lane) * 4 + b % 16 / 8 * 2 + column.tile % 2;
   }
 };
 

@@ -259,7 +259,7 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, const InPiece
   const Shared<float> weight = chunk.weight(), poses = chunk.poses();
   const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log;
   const ScoreCoord samples{b0 + kSamples * tile, 0};
-  const int64_t vectors = static_cast<int64_t>(b0 / kSamples + tile) * Tr::vectors;
+  const int64_t vectors = static_cast<int64_t>(b0 / kSamples + tile) * Tr::vectors + at.lane * 4;
   // A tile beyond the batch has no vectors; nothing that it computes is written.
   const bool idle = samples.b0 >= a.in.B;
   const unsigned counts = standing<Tr>(at, static_cast<int>(a.in.J));

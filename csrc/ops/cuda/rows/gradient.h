@@ -27,67 +27,74 @@ struct GradientArgs {
   Global<double> dlogits;     // [parts, I, J], if the logits are [I, J]
   Shape shape;                // chunk == streams
   InPieces in_pieces;
+  float scale;    // of dvotes: J in plain kernels, where coefficients of iteration 0 become 1, else 1
+  float unscale;  // of what is multiplied by dvotes: 1 / scale, and what makes up for bits that single products drop
 };
 
 // Shared memory of a block, in floats from `turned` on; what comes before is ChunkMemory.
 template <class Tr>
 struct GradientMemory {
-  // A warp turns dvotes around two tiles at a time: [16 columns][16 samples], with space that keeps lanes in different
-  // banks.
-  static constexpr int pitch = kSamples + 4, turn = 16 * pitch;
+  // A warp turns dvotes around two pairs of tiles at a time: four numbers of each lane and of even or odd columns. Space
+  // between quads, and between even and odd columns, keeps lanes in different banks.
+  static constexpr int quad = 10, odd = 44, pair = odd + 3 * quad + 8, pairs = 2, turn = pairs * pair;
 
   int turned;   // [warps][turn]
-  int sums;     // [warps][Tr::weight_part]
+  int sums;     // [warps][Tr::dweight]
   int dlogits;  // [warps][Tr::outputs]
   int end;
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape, bool with_dlogits) {
     turned = chunk_memory<Tr>(in, shape).end / 4;
-    sums = turned + shape.warps() * turn;
-    dlogits = sums + shape.warps() * Tr::weight_part;
+    sums = turned + 4 * shape.warps() * turn;
+    dlogits = sums + shape.warps() * Tr::dweight;
     end = dlogits + (with_dlogits ? shape.warps() * Tr::outputs : 0);
   }
 };
 
-// dvotes of a warp's samples for one input capsule, in place of the votes; `dlogits` sums db over the iterations.
+// dvotes of a warp's samples for one input capsule, times a.scale; `dlogits` sums db over the iterations. vectors_at:
+// where V and ds of these samples begin in those of one iteration.
 template <class Tr>
-CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of, unsigned counts,
-                                 const Accumulator (&votes)[Tr::tiles], Accumulator (&dvotes)[Tr::tiles],
-                                 Scores<Tr>& dlogits) {
+CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of, int64_t vectors_at,
+                                 unsigned counts, const Accumulator (&votes)[Tr::tiles],
+                                 Accumulator (&dvotes)[Tr::tiles], Scores<Tr>& dlogits) {
+  // ds is read for the dots and again for its sum. So much of it stays as registers hold beside votes and dvotes.
+  constexpr int kSpare = Tr::plain ? 208 / 4 - 2 * Tr::tiles : 0, kKept = kSpare < Tr::tiles ? kSpare : Tr::tiles;
   const Inputs& in = a.in;
-  const int64_t all = a.order.size(in.B), scalars = in.B * in.J;
-  int64_t vectors = static_cast<int64_t>(of.b0 / kSamples) * Tr::vectors + a.first * all;
-  clear<Tr>(dvotes);
+  const int64_t all = a.order.size(in.B), scalars = in.B * in.J, mine = vectors_at + at.lane * 4;
+  int t = a.first;
+  if constexpr (Tr::plain) {
+    // In iteration 0 every coefficient is 1 / J. Without it, the sum begins with V[0], which is 0.
+    set_vectors<Tr>(lane_vectors<Tr>(t == 0 ? a.ds : a.V, mine, at), dvotes);
+    if (t == 0) t = 1;
+  } else {
+    clear<Tr>(dvotes);
+  }
+  int64_t vectors = mine + t * all;
 #pragma unroll 1
-  for (int t = a.first; t < a.iterations; ++t, vectors += all) {
-    // V of iteration 0 is 0, so votes do not depend on its db, which only dlogits need.
-    const bool with_db = t > 0 && !a.gradient_last;
-    const ScoreCoord here{of.b0 + t * a.zero, of.i};
+  for (; t < a.iterations; ++t, vectors += all) {
     Scores<Tr> b, dc;
-    if (Tr::plain && t == 0) {
-#pragma unroll
-      for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 1.0f / static_cast<float>(in.J);
+    Four kept[Tr::tiles];
+    if (Tr::plain || t > 0) {
+      dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
     } else {
-      if (t > 0) {
-        dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
-      } else {
 #pragma unroll
-        for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 0.0f;
-      }
-      dot<Tr>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc);
-      if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
-      if constexpr (Tr::in) {
-        softmax_known<Tr, true>(in,
-                                {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
-                                 a.norm.mean.from(t * scalars, scalars)},
-                                at, here, b, dc);
-      } else {
-        softmax_out<Tr, true>(counts, in.leaky, b, dc);
-      }
+      for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 0.0f;
+    }
+    dot<Tr, kKept>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc, kept);
+    const ScoreCoord here{of.b0 + t * a.zero, of.i};
+    if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
+    if constexpr (Tr::in) {
+      softmax_known<Tr, true>(in,
+                              {a.norm.max.from(t * scalars, scalars), a.norm.scale.from(t * scalars, scalars),
+                               a.norm.mean.from(t * scalars, scalars)},
+                              at, here, b, dc);
+    } else {
+      softmax_out<Tr, true>(counts, in.leaky, b, dc, Tr::plain ? a.scale : 1.0f);
     }
     const int64_t again = vectors + a.zero;
-    add_vectors<Tr>(b, lane_vectors<Tr>(a.ds, again, at), dvotes);
-    if (with_db) add_vectors<Tr>(dc, lane_vectors<Tr>(a.V, again, at), dvotes);
+    add_vectors<Tr, kKept>(b, lane_vectors<Tr>(a.ds, again, at), dvotes, kept);
+    // V of iteration 0 is 0, so votes do not depend on its db, which only dlogits need.
+    if ((Tr::plain || t > 0) && !a.gradient_last) add_vectors<Tr>(dc, lane_vectors<Tr>(a.V, again, at), dvotes);
     if constexpr (!Tr::plain) {
 #pragma unroll
       for (int slot = 0; slot < Tr::slots; ++slot) {
@@ -98,33 +105,22 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
   }
 }
 
-// The two TF32 parts of four numbers, or one, in fewer instructions than two_parts() and to_tf32() take: bits that TF32
-// does not have are dropped, here or by the tensor core. What is dropped has the sign of x; on average the factors make
-// up for it.
+// The two TF32 parts of four dvotes, in fewer instructions than two_parts() takes: bits that TF32 does not have are
+// dropped, here or by the tensor core. What is dropped has the sign of x; on average a factor makes up for it, for low
+// parts here, for single ones in a.unscale.
+constexpr float kOfLow = 1.0f + 0x1p-23f;       // of the last two of 24 bits, three quarters of a unit
+constexpr float kOfSingle = 1.0f + 0x1.7p-12f;  // half a unit of 11 bits, for mantissas as they occur
+
 template <class Tr>
-CAPSFAST_DEVICE void take_parts(const float (&x)[4], float (&high)[4], float (&low)[4]) {
-  constexpr float kOfLow = 1.0f + 0x1p-23f;    // of the last two of 24 bits, three quarters of a unit
-  constexpr float kOfOne = 1.0f + 0x1.7p-12f;  // half a unit of 11 bits, for mantissas as they occur
+CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
+    high[n] = x.value[n];
     if constexpr (Tr::exact) {
-      high[n] = float_of_bits(bits_of_float(x[n]) & 0xFFFFE000u);
-      low[n] = x[n] * kOfLow - high[n];
-    } else {
-      high[n] = x[n] * kOfOne;
+      high[n] = float_of_bits(bits_of_float(x.value[n]) & 0xFFFFE000u);
+      low[n] = x.value[n] * kOfLow - high[n];
     }
   }
-}
-
-// c += a b of numbers in two parts.
-template <class Tr>
-CAPSFAST_DEVICE void multiply(float (&c)[4], const float (&a_high)[4], const float (&a_low)[4],
-                              const float (&b_high)[2], const float (&b_low)[2]) {
-  if constexpr (Tr::exact) {
-    gpu::mma_tf32(c, a_low, b_high);
-    gpu::mma_tf32(c, a_high, b_low);
-  }
-  gpu::mma_tf32(c, a_high, b_high);
 }
 
 // Elements n and n + 1 of a contiguous tensor, of which the second is missing if `one`. together: n is always even.
@@ -142,54 +138,69 @@ CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, float x, float y, b
   }
 }
 
-// du [16, K] = dvotes W, a sum over columns. A product may take these in any order: a lane's columns 2 quad and 2 quad
-// + 1 of the accumulator become its two rows of the operand, so no lane passes dvotes on. Chains of products that
-// depend on each other are short.
+// du^T [K, 16] = W^T dvotes^T, a sum over columns. A product may take these in any order: one column of each tile of a
+// pair become a lane's two rows of the operand, so no lane passes dvotes on. Rows of a product are k of two planes of a
+// weight: its high and low part, or two steps, or twice the same where there is but one plane.
 template <class Tr>
 CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight, int capsule, const ThreadCoord& at,
                               const ScoreCoord& of, const Accumulator (&dvotes)[Tr::tiles]) {
-  constexpr int kChains = 4;
-  const int base = capsule * Tr::weight + at.group;
-  const int full = base + at.quad * Tr::weight_pitch;
-  const int pair = base + (4 * Tr::groups + at.quad / 2) * Tr::weight_pitch + 2 * (at.quad % 2) * Tr::K;
-  float du[kChains][Tr::steps][4] = {};
+  constexpr int kProducts = Tr::exact ? Tr::steps : 1;
+  const int plane = at.group / 4, kp = at.group % 4;
+  const int from = capsule * Tr::weight + (Tr::planes > 1 ? plane : 0) * kPlane;
+  const int places[2] = {from + in_plane(2 * at.quad, kp), from + in_plane(2 * at.quad + 1, kp)};
+  // Of samples 0 to 7 and 8 to 15; of the two parts of dvotes or, if they have one, of even and odd columns.
+  Accumulator du[kProducts][2][2];
 #pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
-    const int G = tile / 8, t = tile % 8;
-    const float g[4] = {dvotes[tile][0], dvotes[tile][2], dvotes[tile][1], dvotes[tile][3]};
-    float high[4], low[4];
-    take_parts<Tr>(g, high, low);
+  for (int block = 0; block < Tr::tiles; ++block) {
+    const int pair = block / 2, odd = block % 2;
+    float x[2][4];
+    take_parts<Tr>({dvotes[block][0], dvotes[block][1], dvotes[block][2], dvotes[block][3]}, x[0], x[1]);
 #pragma unroll
-    for (int step = 0; step < Tr::steps; ++step) {
-      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
-                                      : pair + (4 * t * Tr::K + kStep * step);
-      const float w_high[2] = {weight[from], weight[from + Tr::K]};
-      float w_low[2] = {};
-      if constexpr (Tr::exact) {
-        w_low[0] = weight[from + Tr::weight_part];
-        w_low[1] = weight[from + Tr::weight_part + Tr::K];
+    for (int product = 0; product < kProducts; ++product) {
+      const Four w = weight.template vector<Four>(places[odd] + (pair * Tr::planes + 2 * product) * kPlane);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int part = 0; part < Tr::parts; ++part) {
+          const bool begins = Tr::exact ? block == 0 : block < 2;
+          Accumulator& sum = du[product][half][Tr::exact ? part : odd];
+          const float two[2] = {x[part][2 * half], x[part][2 * half + 1]};
+          begins ? gpu::mma_tf32_from_zero(sum, w.value, two) : gpu::mma_tf32(sum, w.value, two);
+        }
       }
-      multiply<Tr>(du[tile % kChains][step], high, low, w_high, w_low);
     }
   }
-  const int K = static_cast<int>(a.in.K);
+  const int B = static_cast<int>(a.in.B), K = static_cast<int>(a.in.K);
+  // x: of k and k + 1, for two neighbouring samples each.
+  const auto write = [&](const Accumulator& x, int half, int k) {
+    const int sample = of.b0 + 8 * half + 2 * at.quad;
+    const int64_t to = (sample * a.in.I + of.i) * K + k;
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const int64_t sample = of.sample(at, row);
-    if (sample >= a.in.B) continue;
-    // A masked input capsule has no gradient, whatever the weight holds.
-    const bool kept = Tr::plain || a.in.mask.at(sample, of.i);
-    const int64_t row_at = (sample * a.in.I + of.i) * K;
+    for (int n = 0; n < 2; ++n) {
+      if (sample + n >= B || k >= K) continue;
+      // A masked input capsule has no gradient, whatever the weight holds.
+      const bool kept = Tr::plain || a.in.mask.at(sample + n, of.i);
+      write_two<Tr>(a.du, to + n * a.in.I * K, kept ? x[n] * a.unscale : 0.0f, kept ? x[2 + n] * a.unscale : 0.0f,
+                    k + 1 == K, K % 2 == 0);
+    }
+  };
 #pragma unroll
-    for (int step = 0; step < Tr::steps; ++step) {
-      float x[2];
+  for (int product = 0; product < kProducts; ++product) {
+    Accumulator x[2];
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
-        x[n] = kept ? du[0][step][2 * row + n] + du[1][step][2 * row + n] +
-                          (du[2][step][2 * row + n] + du[3][step][2 * row + n])
-                    : 0.0f;
-      const int k = kStep * step + 2 * at.quad;
-      if (k < K) write_two<Tr>(a.du, row_at + k, x[0], x[1], k + 1 == K, K % 2 == 0);
+    for (int n = 0; n < 8; ++n) x[n / 4][n % 4] = du[product][n / 4][0][n % 4] + du[product][n / 4][1][n % 4];
+    if constexpr (Tr::exact || Tr::steps == 1) {
+      // Two lanes have the same k. Each adds up and writes half of the samples.
+      Accumulator mine;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        mine[n] = plane == 0 ? x[0][n] : x[1][n];
+        if constexpr (Tr::exact) mine[n] += gpu::shuffle_xor(plane == 0 ? x[1][n] : x[0][n], 16);
+      }
+      write(mine, plane, kStep * product + 2 * kp);
+    } else {
+      write(x[0], 0, kStep * plane + 2 * kp);
+      write(x[1], 1, kStep * plane + 2 * kp);
     }
   }
 }
@@ -197,67 +208,62 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
 // dweight [columns, K] = dvotes^T u, a sum over the warp's samples, to its part of `sums`. Lanes need other elements of
 // dvotes for it than they have, so these are turned around in shared memory of the warp.
 template <class Tr>
-CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, const Shared<float>& turned,
+CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, const Shared<Four>& turned,
                                   const Shared<float>& sums, const ThreadCoord& at,
                                   const Accumulator (&dvotes)[Tr::tiles]) {
   using Memory = GradientMemory<Tr>;
-  // A product may take its samples in any order: this lane's are 4 quad and 4 quad + 1 in the first, the next two in
-  // the second, so that it reads four neighbours.
+  // A product may take its samples in any order: this lane's are quad and quad + 8 in the first, those four further in
+  // the second.
   float u_high[2][Tr::steps][2], u_low[2][Tr::steps][2];
 #pragma unroll
   for (int product = 0; product < 2; ++product) {
 #pragma unroll
     for (int step = 0; step < Tr::steps; ++step) {
+      const gpu::Pair u = poses.pair(poses_at + step * 128 + (4 * product + at.quad) * 16 + 2 * at.group);
+      const float x[2] = {u.first, u.second};
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const int sample = 4 * at.quad + 2 * product + n, lane = sample % 8 * 4 + at.group / 2;
-        const float x = poses[poses_at + step * 128 + lane * 4 + at.group % 2 * 2 + sample / 8];
-        u_high[product][step][n] = x;
-        if constexpr (Tr::exact) two_parts(x, u_high[product][step][n], u_low[product][step][n]);
+        u_high[product][step][n] = x[n];
+        if constexpr (Tr::exact) two_parts(x[n], u_high[product][step][n], u_low[product][step][n]);
       }
     }
   }
-  const int base = at.warp * Memory::turn;
-  const int full = at.warp * Tr::weight_part + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::K + 2 * at.quad;
-  const int pair = at.warp * Tr::weight_part + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch +
-                   at.group % 4 * Tr::K + 2 * at.quad;
+  const int warp = at.warp * Memory::turn;
+  const int mine = warp + at.quad * Memory::quad + at.group;
+  const int wanted = warp + at.group / 2 * Memory::quad + at.group % 2 * Memory::odd + at.quad;
+  const int to = at.warp * Tr::dweight + in_plane(at.group, at.quad);
 #pragma unroll
-  for (int m = 0; m < Tr::tiles / 2; ++m) {
+  for (int first = 0; first < Tr::pairs; first += Memory::pairs) {
     gpu::warp_barrier();  // all lanes have read what is overwritten now
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      const Accumulator& x = dvotes[2 * m + tile];
-      const int to = base + (tile * 8 + 2 * at.quad) * Memory::pitch + at.group;
-      turned[to] = x[0];
-      turned[to + Memory::pitch] = x[1];
-      turned[to + 8] = x[2];
-      turned[to + Memory::pitch + 8] = x[3];
+    for (int pair = 0; pair < Memory::pairs; ++pair) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const Accumulator& x = dvotes[2 * (first + pair) + odd];
+        turned[mine + pair * Memory::pair + odd * Memory::odd] = Four{x[0], x[1], x[2], x[3]};
+      }
     }
     gpu::warp_barrier();
-    Four of[2];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile)
-      of[tile] = turned.template vector<Four>(base + (tile * 8 + at.group) * Memory::pitch + 4 * at.quad);
-    // Rows n = group of tiles 2 m and 2 m + 1, components 2 quad and 2 quad + 1.
-    float dweight[Tr::steps][4] = {};
+    // Columns n = group of both tiles of a pair, k = 2 quad and 2 quad + 1.
+    Accumulator dweight[Memory::pairs][Tr::steps];
 #pragma unroll
     for (int product = 0; product < 2; ++product) {
-      const float g[4] = {of[0].value[2 * product], of[1].value[2 * product], of[0].value[2 * product + 1],
-                          of[1].value[2 * product + 1]};
-      float high[4], low[4];
-      take_parts<Tr>(g, high, low);
 #pragma unroll
-      for (int step = 0; step < Tr::steps; ++step)
-        multiply<Tr>(dweight[step], high, low, u_high[product][step], u_low[product][step]);
+      for (int pair = 0; pair < Memory::pairs; ++pair) {
+        float high[4], low[4];
+        const Four x = turned[wanted + pair * Memory::pair + 4 * product];
+        take_parts<Tr>(x, high, low);
+#pragma unroll
+        for (int step = 0; step < Tr::steps; ++step)
+          multiply<Tr>(product == 0, dweight[pair][step], high, low, u_high[product][step], u_low[product][step]);
+      }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int tile = 2 * m + half, G = tile / 8, t = tile % 8;
+    for (int pair = 0; pair < Memory::pairs; ++pair) {
 #pragma unroll
       for (int step = 0; step < Tr::steps; ++step) {
-        const int to = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
-                                      : pair + (4 * t * Tr::K + kStep * step);
-        sums.write(to, gpu::Pair{dweight[step][2 * half], dweight[step][2 * half + 1]});
+        const Accumulator& x = dweight[pair][step];
+        sums.write(to + ((first + pair) * Tr::steps + step) * kPlane, Four{x[0], x[1], x[2], x[3]});
       }
     }
   }
@@ -268,38 +274,38 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
 template <class Tr>
 CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& sums, int tiles, int64_t part, int64_t i,
                                    bool first, int count) {
-  constexpr int kFours = Tr::K / 4;
   const int J = static_cast<int>(a.in.J), D = static_cast<int>(a.in.D), K = static_cast<int>(a.in.K);
   const int64_t size = static_cast<int64_t>(J) * D * K, row = a.shared_weight ? part : part * a.in.I + i;
   const int capsules = a.shared_weight ? 1 : count, more = a.shared_weight ? count : 1;
   // Unrolled, so that the loads of a thread are under way together.
 #pragma unroll 4
-  for (int n = gpu::thread(); n < capsules * Tr::outputs * kComponents * kFours; n += gpu::threads()) {
-    const int k = n % kFours * 4, d = n / kFours % kComponents, j = n / kFours / kComponents % Tr::outputs;
-    const int capsule = n / (kFours * kComponents * Tr::outputs);
-    if (j >= J || d >= D || k >= K) continue;
-    const int64_t to = (row + capsule) * size + (j * D + d) * K + k;
-    const bool four = K % 4 == 0;
+  for (int n = gpu::thread(); n < capsules * Tr::dweight / 4; n += gpu::threads()) {
+    const PlaneItem<Tr> item(n);
+    if (item.k >= K) continue;
     Four sum = {};
-    if (!first) {
-      if (four) {
-        sum = a.dweight.template vector<Four>(to);
-      } else {
-        for (int m = 0; m < 4 && k + m < K; ++m) sum.value[m] = a.dweight[to + m];
-      }
-    }
-    for (int c = capsule; c < capsule + more; ++c) {
+    for (int c = item.capsule; c < item.capsule + more; ++c) {
       for (int tile = 0; tile < tiles; ++tile) {
         const int warp = (c << a.shape.tiles_log) + tile;
-        const Four x = sums.template vector<Four>(warp * Tr::weight_part + j * Tr::weight_pitch + d * Tr::K + k);
+        const Four x = sums.template vector<Four>(
+            warp * Tr::dweight + (item.pair * Tr::steps + item.k / kStep) * kPlane + item.place);
 #pragma unroll
         for (int m = 0; m < 4; ++m) sum.value[m] += x.value[m];
       }
     }
-    if (four) {
-      a.dweight.template as<Four>()[to / 4] = sum;
-    } else {
-      for (int m = 0; m < 4 && k + m < K; ++m) a.dweight[to + m] = sum.value[m];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const Component column = item.column(tile);
+      if (column.j >= J || column.d >= D) continue;
+      const int64_t to = (row + item.capsule) * size + (column.j * D + column.d) * K + item.k;
+      const float x = sum.value[2 * tile] * a.unscale, y = sum.value[2 * tile + 1] * a.unscale;
+      if (K % 2 == 0) {
+        auto& both = a.dweight.template as<Run<float, 2>>()[to / 2];
+        const Run<float, 2> before = first ? Run<float, 2>{} : both;
+        both = {before.value[0] + x, before.value[1] + y};
+      } else {
+        a.dweight[to] = (first ? 0.0f : a.dweight[to]) + x;
+        if (item.k + 1 < K) a.dweight[to + 1] = (first ? 0.0f : a.dweight[to + 1]) + y;
+      }
     }
   }
 }
@@ -356,8 +362,9 @@ gradient_kernel(GradientArgs a) {
   const GradientMemory<Tr> memory(a.in, shape, static_cast<bool>(a.dlogits));
   const Chunk<Tr> chunk(a.in, a.in_pieces, shape);
   const Shared<float> weight = chunk.weight(), poses = chunk.poses(),
-                      turned = gpu::shared<float>(4 * memory.turned, memory.sums - memory.turned),
+
                       sums = gpu::shared<float>(4 * memory.sums, memory.dlogits - memory.sums);
+  const Shared<Four> turned = gpu::shared<Four>(4 * memory.turned, (memory.sums - memory.turned) / 4);
   const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log, group = shape.samples();
   const int part = static_cast<int>(gpu::block_x()), parts = static_cast<int>(gpu::blocks_x());
   const int split = static_cast<int>(gpu::block_y()), splits = static_cast<int>(gpu::blocks_y());
@@ -377,14 +384,15 @@ gradient_kernel(GradientArgs a) {
           Accumulator votes[Tr::tiles];
           make_votes<Tr, false>(weight, stream, poses, poses_at, at, votes);
           if constexpr (!Tr::plain) drop_masked<Tr>(a.in, of.b0, of.i, at, votes);
-          make_dvotes<Tr>(a, at, of, counts, votes, dvotes, dlogits);
+          make_dvotes<Tr>(
+              a, at, of, static_cast<int64_t>(b0 / kSamples + tile) * Tr::vectors, counts, votes, dvotes, dlogits);
         }
         if constexpr (!Tr::plain) {
           if (a.dlogits || a.dlogits_sample.data) put_dlogits<Tr>(a, memory, at, of, dlogits);
           gpu::warp_barrier();  // products follow, which take the whole warp
         }
-        if (a.du.data) write_du<Tr>(a, weight, stream, at, of, dvotes);
-        if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, sums, at, dvotes);
+        if (a.du.data) write_du<Tr>(a, weight, stream, thread_coord(), of, dvotes);
+        if (a.dweight) make_dweight<Tr>(poses, poses_at, turned, sums, thread_coord(), dvotes);
       }
       if (!a.dweight && !a.dlogits) return;
       gpu::barrier();

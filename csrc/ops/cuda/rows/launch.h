@@ -190,6 +190,8 @@ class Launcher {
   void gradient(GradientArgs args, const GradientPlan& by) const {
     args.shape = by.shape;
     args.in_pieces = pieces_of(p);
+    args.scale = choice.options == Options::plain ? static_cast<float>(p.J) : 1.0f;
+    args.unscale = (choice.exact ? 1.0f : kOfSingle) / args.scale;
     gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(),
                 kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits)), on.stream(), args);
   }

@@ -30,6 +30,16 @@ constexpr int kComponents = 16;  // D of the layout; a smaller D is padded with 
 constexpr int kStep = 8;         // components k of a pose that one product takes; K is padded to whole steps
 constexpr int kMostWarps = 8;    // of a block: 255 registers a thread leave a multiprocessor no more
 
+// A plane is what one part of a weight has of two neighbouring tiles, 16 columns, and of the eight k of a step: floats.
+constexpr int kPlane = 16 * kStep;
+
+// Where a plane has column n of both tiles for k = 2 kp and 2 kp + 1: four neighbours, the first tile's two first.
+// Eight lanes read neighbouring n and all kp at once in one product, every other n and two kp in another. The order
+// keeps both in different banks.
+CAPSFAST_DEVICE int in_plane(int n, int kp) {
+  return 4 * (8 * (n / 2) + 2 * (n / 2 ^ (2 * (n % 2) + kp / 2)) + kp % 2);
+}
+
 // The options that a kernel is compiled for. plain: softmax "out", no masks, no logits, no leaky entry, no gradient or
 // output of the coupling: its loop has no option to look at. any: softmax "out" with them. in: softmax "in", with them.
 enum class Options : int { plain, any, in };
@@ -46,12 +56,10 @@ struct Rows {
   static constexpr int outputs = kTiles / 2;               // output capsules with those of padding
   static_assert(kTiles % 8 == 0 || kTiles % 8 == 4);
 
-  // A weight in shared memory: [parts][outputs][kComponents][K], with space behind each output capsule that keeps the
-  // lanes of a load in different banks. dweight is laid out as one part.
-  static constexpr int parts = kExact ? 2 : 1;
-  static constexpr int weight_pitch = kComponents * K + (K == 8 ? 16 : 8);
-  static constexpr int weight_part = outputs * weight_pitch;
-  static constexpr int weight = parts * weight_part;
+  // A weight in shared memory: [pairs of tiles][steps][parts][kPlane], dweight [pairs][steps][kPlane]; see in_plane().
+  static constexpr int parts = kExact ? 2 : 1, pairs = kTiles / 2;
+  static constexpr int planes = kSteps * parts;  // of a pair of tiles
+  static constexpr int weight = pairs * planes * kPlane, dweight = pairs * kSteps * kPlane;
   // The poses of 16 samples in shared memory: [steps][32 lanes][4], the order in which lanes read them.
   static constexpr int poses = kSteps * 128;
   // Vectors of 16 samples such as V in memory: [tiles][32 lanes][4].
@@ -67,8 +75,10 @@ struct ThreadCoord {
 };
 
 CAPSFAST_DEVICE ThreadCoord thread_coord() {
-  const int thread = gpu::reread_thread_idx(), lane = thread % 32;
-  return {thread, thread / 32, lane, lane / 4, lane % 4};
+  // Unsigned, as the compiler divides these by a shift alone.
+  const unsigned thread = static_cast<unsigned>(gpu::reread_thread_idx()), lane = thread % 32;
+  const auto number = [](unsigned x) { return static_cast<int>(x); };
+  return {number(thread), number(thread / 32), number(lane), number(lane / 4), number(lane % 4)};
 }
 
 // Output capsule of a slot, and whether this lane alone stands for it in sums over lanes: the second of two lanes that

@@ -60,13 +60,13 @@ constexpr float kNear = 30.0f;
 // Softmax over the output capsules: replaces b by c and, in the backward, dc by db = c (dc - sum_j c dc). counts: see
 // standing().
 template <class Tr, bool kBackward>
-CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Scores<Tr>& dc) {
+CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Scores<Tr>& dc, float times = 1.0f) {
   float leak[2] = {1.0f, 1.0f};  // exp() of the leaky entry's logit, 0
   bool far = !Tr::plain;
   if constexpr (Tr::plain) {
 #pragma unroll
     for (int slot = 0; slot < Tr::slots; ++slot)
-      far = far || std::fabs(b[slot][0]) > kNear || std::fabs(b[slot][1]) > kNear;
+      far = far | (std::fabs(b[slot][0]) > kNear) | (std::fabs(b[slot][1]) > kNear);
     far = gpu::any(far);
   }
   if (far) {
@@ -105,6 +105,7 @@ CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Sco
       scale = inverse(leaky ? sum + leak[row] : sum);
     }
     if constexpr (kBackward) mean *= scale;
+    scale *= times;
 #pragma unroll
     for (int slot = 0; slot < Tr::slots; ++slot) {
       const float c = b[slot][row] * scale;

@@ -61,6 +61,23 @@ CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
   low = x - high;
 }
 
+// The n-th four elements of weights, or gradients of weights, [capsules][Tr::pairs][Tr::steps][32 lanes]: of a column
+// in each of two tiles, components k and k + 1.
+template <class Tr>
+struct PlaneItem {
+  int capsule, pair, k, n, place;
+
+  CAPSFAST_DEVICE explicit PlaneItem(int item) {
+    const int step = item / 32 % Tr::steps, kp = item % 4;
+    capsule = item / (Tr::dweight / 4);
+    pair = item / 32 / Tr::steps % Tr::pairs;
+    n = item / 4 % 8;
+    k = kStep * step + 2 * kp;
+    place = in_plane(n, kp);
+  }
+  CAPSFAST_DEVICE Component column(int tile) const { return component_of(Tr::tiles, 2 * pair + tile, n); }
+};
+
 template <class Tr>
 class Chunk {
  public:
@@ -172,50 +189,53 @@ class Chunk {
       return widened(E{gpu::shared<uint16_t>(from + 2 * n, 1)[0]});
     }
   }
-  // Elements n to n + 3, for n that are multiples of four.
+  // Elements n and n + 1, for even n.
   template <class E>
-  static CAPSFAST_DEVICE Four raw_four(int from, int n) {
+  static CAPSFAST_DEVICE gpu::Pair raw_pair(int from, int n) {
     if constexpr (std::is_same_v<E, float>) {
-      return gpu::shared<float>(from + 4 * n, 4).template vector<Four>(0);
+      return gpu::shared<float>(from + 4 * n, 2).pair(0);
     } else {
-      const auto bits = gpu::shared<uint16_t>(from + 2 * n, 4).template vector<Run<uint16_t, 4>>(0);
-      return {
-          widened(E{bits.value[0]}), widened(E{bits.value[1]}), widened(E{bits.value[2]}), widened(E{bits.value[3]})};
+      const auto bits = gpu::shared<uint16_t>(from + 2 * n, 2).template vector<Run<uint16_t, 2>>(0);
+      return {widened(E{bits.value[0]}), widened(E{bits.value[1]})};
     }
   }
 
   template <class E>
   CAPSFAST_DEVICE void convert_weight(int count) const {
-    constexpr int kFours = Tr::K / 4;
-    const int D = static_cast<int>(in.D), K = static_cast<int>(in.K), bytes = raw_weight_bytes(in);
+    const int J = static_cast<int>(in.J), D = static_cast<int>(in.D), K = static_cast<int>(in.K);
+    const int bytes = raw_weight_bytes(in);
     const Shared<float> to = weight();
-    for (int capsule = 0; capsule < count; ++capsule) {
-      const int from = at.raw_weight + capsule * bytes;
 #pragma unroll 1
-      for (int n = gpu::thread(); n < Tr::outputs * kComponents * kFours; n += gpu::threads()) {
-        const int k = n % kFours * 4, d = n / kFours % kComponents, j = n / kFours / kComponents;
-        Four w = {};
-        if (j < in.J && d < D && k < K) {
-          const int first = (j * D + d) * K + k;
-          if (K % 4 == 0) {
-            w = raw_four<E>(from, first);
-          } else {
-            for (int m = 0; m < 4 && k + m < K; ++m) w.value[m] = raw<E>(from, first + m);
-          }
-        }
-        const int n_to = capsule * Tr::weight + j * Tr::weight_pitch + d * Tr::K + k;
-        Four high, low;
+    for (int n = gpu::thread(); n < count * Tr::dweight / 4; n += gpu::threads()) {
+      const PlaneItem<Tr> item(n);
+      const int from = at.raw_weight + item.capsule * bytes;
+      Four w = {};
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          if constexpr (Tr::exact) {
-            two_parts(w.value[m], high.value[m], low.value[m]);
-          } else {
-            high.value[m] = gpu::to_tf32(w.value[m]);
-          }
+      for (int tile = 0; tile < 2; ++tile) {
+        const Component column = item.column(tile);
+        if (column.j >= J || column.d >= D || item.k >= K) continue;
+        const int first = (column.j * D + column.d) * K + item.k;
+        if (K % 2 == 0) {
+          const gpu::Pair two = raw_pair<E>(from, first);
+          w.value[2 * tile] = two.first;
+          w.value[2 * tile + 1] = two.second;
+        } else {
+          w.value[2 * tile] = raw<E>(from, first);
+          if (item.k + 1 < K) w.value[2 * tile + 1] = raw<E>(from, first + 1);
         }
-        to.write(n_to, high);
-        if constexpr (Tr::exact) to.write(n_to + Tr::weight_part, low);
       }
+      Four high, low;
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        if constexpr (Tr::exact) {
+          two_parts(w.value[m], high.value[m], low.value[m]);
+        } else {
+          high.value[m] = gpu::to_tf32(w.value[m]);
+        }
+      }
+      const int n_to = n / 32 * Tr::parts * kPlane + item.place;
+      to.write(n_to, high);
+      if constexpr (Tr::exact) to.write(n_to + kPlane, low);
     }
   }
 

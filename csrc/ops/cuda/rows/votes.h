@@ -5,15 +5,24 @@
 
 namespace capsfast::cuda::rows {
 
+// c += a b, or with from_zero c = a b, of numbers in two parts, or in one.
+template <class Tr>
+CAPSFAST_DEVICE void multiply(bool from_zero, Accumulator& c, const float (&a_high)[4], const float (&a_low)[4],
+                              const float (&b_high)[2], const float (&b_low)[2]) {
+  if constexpr (Tr::exact) {
+    from_zero ? gpu::mma_tf32_from_zero(c, a_low, b_high) : gpu::mma_tf32(c, a_low, b_high);
+    gpu::mma_tf32(c, a_high, b_low);
+    gpu::mma_tf32(c, a_high, b_high);
+  } else {
+    from_zero ? gpu::mma_tf32_from_zero(c, a_high, b_high) : gpu::mma_tf32(c, a_high, b_high);
+  }
+}
+
 // votes [16, columns] = or, with kAdd, += poses times the weight of input capsule `capsule` of a chunk.
 template <class Tr, bool kAdd>
 CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const Shared<float>& poses, int poses_at,
                                 const ThreadCoord& at, Accumulator (&votes)[Tr::tiles]) {
-  // A lane reads rows k = 2 quad and 2 quad + 1 of column n = group of each tile. Its column in the tiles of a group of
-  // four output capsules, and in those of two, is a number of its own plus one that every lane has.
-  const int base = capsule * Tr::weight + 2 * at.quad;
-  const int full = base + at.group / 2 * Tr::weight_pitch + at.group % 2 * Tr::K;
-  const int pair = base + (4 * Tr::groups + at.group / 4) * Tr::weight_pitch + at.group % 4 * Tr::K;
+  const int from = capsule * Tr::weight + in_plane(at.group, at.quad);
 #pragma unroll
   for (int step = 0; step < Tr::steps; ++step) {
     const Four u = poses.template vector<Four>(poses_at + step * 128 + at.lane * 4);
@@ -24,29 +33,15 @@ CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const 
       if constexpr (Tr::exact) two_parts(u.value[n], high[n], low[n]);
     }
 #pragma unroll
-    for (int tile = 0; tile < Tr::tiles; ++tile) {
-      const int G = tile / 8, t = tile % 8;
-      const int from = G < Tr::groups ? full + 4 * G * Tr::weight_pitch + (2 * t * Tr::K + kStep * step)
-                                      : pair + (4 * t * Tr::K + kStep * step);
-      if constexpr (Tr::exact) {
-        const gpu::Pair w = weight.pair(from), rest = weight.pair(from + Tr::weight_part);
-        const float w_high[2] = {w.first, w.second}, w_low[2] = {rest.first, rest.second};
-        if constexpr (kAdd) {
-          gpu::mma_tf32(votes[tile], low, w_high);
-        } else {
-          step == 0 ? gpu::mma_tf32_from_zero(votes[tile], low, w_high) : gpu::mma_tf32(votes[tile], low, w_high);
-        }
-        gpu::mma_tf32(votes[tile], high, w_low);
-        gpu::mma_tf32(votes[tile], high, w_high);
-        continue;
-      }
-      const gpu::Pair w = weight.pair(from);
-      const float w_high[2] = {w.first, w.second};
-      if constexpr (kAdd) {
-        gpu::mma_tf32(votes[tile], high, w_high);
-      } else {
-        step == 0 ? gpu::mma_tf32_from_zero(votes[tile], high, w_high) : gpu::mma_tf32(votes[tile], high, w_high);
-      }
+    for (int pair = 0; pair < Tr::pairs; ++pair) {
+      const int plane = from + (pair * Tr::steps + step) * Tr::parts * kPlane;
+      const Four w = weight.template vector<Four>(plane);
+      Four rest = {};
+      if constexpr (Tr::exact) rest = weight.template vector<Four>(plane + kPlane);
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+        multiply<Tr>(!kAdd && step == 0, votes[2 * pair + tile], high, low, {w.value[2 * tile], w.value[2 * tile + 1]},
+                     {rest.value[2 * tile], rest.value[2 * tile + 1]});
     }
   }
 }
@@ -70,26 +65,30 @@ CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCo
 template <class Tr>
 using Scores = float[Tr::slots][2];
 
-// This lane's elements of the vectors of 16 samples, which begin at `from`: four for each tile, one behind the other.
+// This lane's elements of the vectors of 16 samples, from its first on, which is element `from`: four for each tile,
+// one behind the other.
 template <class Tr>
 CAPSFAST_DEVICE Global<const float> lane_vectors(const Global<const float>& vectors, int64_t from,
                                                  const ThreadCoord& at) {
-  return {&vectors[from + at.lane * 4], Tr::vectors - at.lane * 4};
+  return {&vectors[from], Tr::vectors - at.lane * 4};
 }
 
-// dots = votes . vectors, which are of lane_vectors().
-template <class Tr>
-CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::tiles], const Global<const float>& vectors, Scores<Tr>& dots) {
+// dots = votes . vectors, which are of lane_vectors(). The first kKept of these are left in `kept`.
+template <class Tr, int kKept = 0>
+CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::tiles], const Global<const float>& vectors, Scores<Tr>& dots,
+                         Four* kept = nullptr) {
 #pragma unroll
   for (int slot = 0; slot < Tr::slots; ++slot) dots[slot][0] = dots[slot][1] = 0.0f;
 #pragma unroll
   for (int tile = 0; tile < Tr::tiles; ++tile) {
     const Four x = vectors.template vector<Four>(tile * 128);
+    if (tile < kKept) kept[tile] = x;
     float (&dot)[2] = dots[tile / 8];
-    dot[0] += x.value[0] * votes[tile][0];
-    dot[0] += x.value[1] * votes[tile][1];
-    dot[1] += x.value[2] * votes[tile][2];
-    dot[1] += x.value[3] * votes[tile][3];
+    const int odd = tile % 2, t0 = tile - odd, t1 = t0 + 1;
+    dot[0] += x.value[0] * votes[t0][odd];
+    dot[0] += x.value[1] * votes[t1][odd];
+    dot[1] += x.value[2] * votes[t0][2 + odd];
+    dot[1] += x.value[3] * votes[t1][2 + odd];
   }
   if constexpr (Tr::paired) {
 #pragma unroll
@@ -108,15 +107,26 @@ CAPSFAST_DEVICE void add_weighted(const Scores<Tr>& coefficients, const Accumula
   }
 }
 
-// to += coefficients times vectors, which are as in dot().
-template <class Tr>
+// to += coefficients times vectors, which are as in dot(), in their order.
+template <class Tr, int kKept = 0>
 CAPSFAST_DEVICE void add_vectors(const Scores<Tr>& coefficients, const Global<const float>& vectors,
-                                 Accumulator (&to)[Tr::tiles]) {
+                                 Accumulator (&to)[Tr::tiles], const Four* kept = nullptr) {
+#pragma unroll
+  for (int tile = 0; tile < Tr::tiles; ++tile) {
+    const Four x = tile < kKept ? kept[tile] : vectors.template vector<Four>(tile * 128);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) to[tile][n] += coefficients[tile / 8][n / 2] * x.value[n];
+  }
+}
+
+// to = vectors.
+template <class Tr>
+CAPSFAST_DEVICE void set_vectors(const Global<const float>& vectors, Accumulator (&to)[Tr::tiles]) {
 #pragma unroll
   for (int tile = 0; tile < Tr::tiles; ++tile) {
     const Four x = vectors.template vector<Four>(tile * 128);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) to[tile][n] += coefficients[tile / 8][n / 2] * x.value[n];
+    for (int n = 0; n < 4; ++n) to[tile][n] = x.value[n];
   }
 }
 
