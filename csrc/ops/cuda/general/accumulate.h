@@ -31,36 +31,34 @@ struct Accumulation {
 
   CAPSFAST_DEVICE explicit Accumulation(const AccumulateArgs<T>& args) : a(args) {}
 
-  // Replaces the logits of the tile by exp(b - max), where max is the largest of a column so far.
+  // Replaces the logits of the tile by exp(b - max), where max is the largest of a column so far. Ends with a
+  // barrier.
   CAPSFAST_DEVICE void follow_maximum() const {
     for_each(tile.samples, tile.outputs, [&](int sample, int out) {
-      const int column = sample * Size::outputs + out;
-      const bool leaky = in.leaky && split == 0;  // the entry of logit 0 must count once: the first split has it
-      T before = leaky ? T(0) : Extreme<T>::lowest;
-      double total_before = leaky ? 1.0 : 0.0;
-      if (tile.i0 > i_begin) {
-        before = max[column];
-        total_before = total[column];
+      const int column = tile.at(0, sample, out), end = columns * tile.inputs;
+      if (tile.i0 == i_begin) {
+        const bool leaky = in.leaky && split == 0;  // the entry of logit 0 must count once: the first split has it
+        max[column] = leaky ? T(0) : Extreme<T>::lowest;
+        total[column] = leaky ? 1.0 : 0.0;
       }
-      T m = before;
-      for (int input = 0; input < tile.inputs; ++input) m = larger<T>(m, tile.c[tile.at(input, sample, out)]);
-      T sum = T(0);
-      for (int input = 0; input < tile.inputs; ++input) {
-        const int at = tile.at(input, sample, out);
-        const T e = std::exp(tile.c[at] - m);
-        tile.c[at] = e;
+      const T before = max[column];
+      T m = before, sum = T(0);
+      for (int n = column; n < end; n += columns) m = larger<T>(m, tile.c[n]);
+      for (int n = column; n < end; n += columns) {
+        const T e = std::exp(tile.c[n] - m);
+        tile.c[n] = e;
         sum += e;
       }
       const T scale = std::exp(before - m);
-      const double total_here = total_before * static_cast<double>(scale) + static_cast<double>(sum);
       max[column] = m;
       factor[column] = scale;
-      total[column] = total_here;
+      total[column] = total[column] * static_cast<double>(scale) + static_cast<double>(sum);
       if (tile.i0 + tile.inputs < i_end) return;
       const int64_t to = (split * in.B + tile.b0 + sample) * in.J + tile.j0 + out;
       a.max[to] = m;
-      a.total[to] = total_here;
+      a.total[to] = total[column];
     });
+    gpu::barrier();
   }
 
   CAPSFAST_DEVICE void add_votes() const {
@@ -77,7 +75,7 @@ struct Accumulation {
       }
       for_samples(tile.all_samples(), [&](int n) {
         double& to = a.sum[((split * in.B + tile.b0 + n) * in.J + tile.j0 + out) * components + d];
-        const double kept = a.max ? static_cast<double>(factor[n * Size::outputs + out]) : 1.0;
+        const double kept = a.max ? static_cast<double>(factor[tile.at(0, n, out)]) : 1.0;
         to = (tile.i0 == i_begin ? 0.0 : to * kept) + static_cast<double>(sum[n]);
       });
     });
@@ -86,15 +84,12 @@ struct Accumulation {
   // What the input capsules from tile.i0 on add. Must be called after a barrier, and ends with one.
   CAPSFAST_DEVICE void add_tile() {
     tile.fit(i_end, Size::outputs);
-    if (!a.unweighted && a.max) {
-      tile.score(a.scoring);
-      gpu::barrier();
+    if (!a.unweighted) tile.score(a.scoring);
+    if (a.max) {
       follow_maximum();
-      gpu::barrier();
     } else if (!a.unweighted) {
-      tile.couple(a.scoring, a.norm, [&](int pair, int out) {
-        const T c = tile.c[pair * Size::outputs + out];
-        write_to(a.coupling, c, tile.sample_of(pair), tile.input_of(pair), tile.j0 + out);
+      tile.normalise(a.scoring, a.norm, [&](int pair, int out, int n) {
+        write_to<T>(a.coupling, tile.c[n], tile.sample_of(pair), tile.input_of(pair), tile.j0 + out);
       });
       tile.for_pairs(a.lse.data && tile.j0 == 0, [&](int pair, int) {
         const T lse = log_sum(tile.norm(a.norm.max, tile.max, pair, 0), tile.norm(a.norm.scale, tile.scale, pair, 0));
@@ -136,9 +131,7 @@ row_norm_kernel(RowNormArgs<T> a) {
     for (tile.j0 = 0; tile.j0 < a.in.J; tile.j0 += Size::outputs) {
       tile.fit(a.in.I, Size::outputs);
       tile.score(a.scoring);
-      gpu::barrier();
       tile.add_to_normaliser(with_dc);
-      gpu::barrier();
     }
     tile.for_pairs(1, [&](int pair, int) {
       const int64_t to = tile.sample_of(pair) * a.in.I + tile.input_of(pair);

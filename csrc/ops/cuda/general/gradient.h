@@ -33,8 +33,8 @@ template <class T, class E, bool kVotes>
 struct Gradient {
   using Size = GradientTile<T>;
   using Scores = Tile<T, E, kVotes, Size>;
-  static constexpr int dvotes_at = Scores::elements + Scores::scores, du_at = dvotes_at + Size::pairs * Size::rows;
-  static constexpr int bytes = (du_at + Size::pairs * Size::columns) * static_cast<int>(sizeof(T));
+  static constexpr int dvotes_at = Scores::elements + Scores::scores, du_at = dvotes_at + Scores::pairs * Size::rows;
+  static constexpr int bytes = (du_at + Scores::pairs * Size::columns) * static_cast<int>(sizeof(T));
 
   const GradientArgs<T>& a;
   const Inputs& in = a.in;
@@ -45,9 +45,9 @@ struct Gradient {
   const int64_t split = gpu::block_y(), tiles = (in.B + kSamples - 1) / kSamples,
                 b_begin = tiles * split / gpu::blocks_y() * kSamples,
                 b_end = tiles * (split + 1) / gpu::blocks_y() * kSamples;
-  Shared<T> dlogits = Scores::array(Scores::elements, Scores::scores);   // [pairs][outputs]
-  Shared<T> dvotes = Scores::array(dvotes_at, Size::pairs* Size::rows);  // [pairs][outputs * components]
-  Shared<T> du = Scores::array(du_at, Size::pairs* Size::columns);       // [pairs][columns]
+  Shared<T> dlogits = Scores::array(Scores::elements, Scores::scores);     // [pairs][outputs]
+  Shared<T> dvotes = Scores::array(dvotes_at, Scores::pairs* Size::rows);  // [pairs][outputs * components]
+  Shared<T> du = Scores::array(du_at, Scores::pairs* Size::columns);       // [pairs][columns]
 
   CAPSFAST_DEVICE explicit Gradient(const GradientArgs<T>& args) : a(args) {}
 
@@ -64,9 +64,9 @@ struct Gradient {
       with.dmass = a.dmass;
       with.dlse = a.dlse;
     }
-    tile.couple(with, norm, [&](int pair, int out) {
+    tile.score(with);
+    tile.normalise(with, norm, [&](int pair, int out, int n) {
       if (!with_dlogits) return;
-      const int n = pair * Size::outputs + out;
       T sum = tile.dc[n];
       if (t > a.first) sum += dlogits[n];
       dlogits[n] = sum;

@@ -50,37 +50,31 @@ struct Launch {
   gpu::Stream stream;
 };
 
-template <class Args>
-struct GeneralKernel {
-  gpu::Kernel<Args> kernel;
-  int shared_bytes;
-
-  void operator()(const Args& args, const Launch& at) const {
-    gpu::launch(kernel, at.grid, kThreads, shared_bytes, at.stream, args);
-  }
-};
-
 template <class T>
 struct GeneralKernels {
-  GeneralKernel<AccumulateArgs<T>> accumulate;
-  GeneralKernel<RowNormArgs<T>> row_norm;
-  GeneralKernel<GradientArgs<T>> gradient;
+  void (*accumulate)(const AccumulateArgs<T>&, const Launch&);
+  void (*row_norm)(const RowNormArgs<T>&, const Launch&);
+  void (*gradient)(const GradientArgs<T>&, const Launch&);
 };
 
-template <class T, class E, bool kVotes>
-GeneralKernels<T> kernels_of() {
-  return {{accumulate_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::bytes},
-          {row_norm_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::Scores::bytes},
-          {gradient_kernel<T, E, kVotes>, Gradient<T, E, kVotes>::bytes}};
+template <auto kKernel, int kBytes, class Args>
+void launch_general(const Args& args, const Launch& at) {
+  gpu::launch(kKernel, at.grid, kThreads, kBytes, at.stream, args);
 }
 
 // The kernels for inputs of type E. votes: for route_votes. Each type has a file in ../instantiations, so that types
 // compile in parallel.
+template <class T, class E, bool kVotes>
+constexpr GeneralKernels<T> kGeneral = {
+    launch_general<accumulate_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::bytes>,
+    launch_general<row_norm_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::Scores::bytes>,
+    launch_general<gradient_kernel<T, E, kVotes>, Gradient<T, E, kVotes>::bytes>,
+};
+
 template <class E>
 const GeneralKernels<typename WideOf<E>::type>& general_kernels(bool votes) {
   using T = typename WideOf<E>::type;
-  static const GeneralKernels<T> made = kernels_of<T, E, false>(), given = kernels_of<T, E, true>();
-  return votes ? given : made;
+  return votes ? kGeneral<T, E, true> : kGeneral<T, E, false>;
 }
 
 extern template const GeneralKernels<float>& general_kernels<float>(bool);

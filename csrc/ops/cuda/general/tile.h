@@ -13,30 +13,29 @@ namespace capsfast::cuda {
 template <class T>
 constexpr int kBlocksFor = sizeof(T) == 8 ? 2 : 3;
 
-constexpr int kSamples = 8;  // of a tile: a weight is read once for so many
-
-template <class T, int kInputs>
-struct TileSize {
-  static constexpr int inputs = kInputs, pairs = kInputs * kSamples;
-  static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;
+// Sizes of a tile of the accumulating pass.
+template <class T>
+struct AccumulateTile {
+  static constexpr int inputs = 8;                          // so many votes are added in T, then in double
+  static constexpr int outputs = sizeof(T) == 8 ? 32 : 64;  // logits and dc take 32 KiB
 };
 
-// Of the accumulating pass: so many votes are added in T, then in double. Logits and dc take 32 KiB.
+// Of the gradient pass.
 template <class T>
-struct AccumulateTile : TileSize<T, 8> {};
-
-// Of the gradient pass. It has few input capsules, so that there are more blocks.
-template <class T>
-struct GradientTile : TileSize<T, 2> {
+struct GradientTile {
+  static constexpr int inputs = 2;  // few, so that there are more blocks
+  static constexpr int outputs = AccumulateTile<T>::outputs;
   static constexpr int rows = sizeof(T) == 8 ? 128 : 256;  // (j, d) of votes: their gradients take 16 KiB
   static constexpr int columns = 64;                       // components k of u at a time
 
   // How many output capsules a tile has, and how many of their components.
   static int64_t outputs_for(int64_t J, int64_t D) {
-    return std::clamp<int64_t>(rows / std::max<int64_t>(D, 1), 1, std::clamp<int64_t>(J, 1, TileSize<T, 2>::outputs));
+    return std::clamp<int64_t>(rows / std::max<int64_t>(D, 1), 1, std::clamp<int64_t>(J, 1, outputs));
   }
   static int64_t components_for(int64_t D) { return std::clamp<int64_t>(D, 1, rows); }
 };
+
+constexpr int kSamples = 8;  // of every tile: a weight is read once for so many
 
 CAPSFAST_DEVICE int at_most(int64_t rest, int64_t most) { return static_cast<int>(rest < most ? rest : most); }
 
@@ -77,7 +76,8 @@ CAPSFAST_DEVICE void write_to(const Operand& to, T value, Axes... at) {
 // type of u, weight and votes. kVotes: the votes are an input (route_votes).
 template <class T, class E, bool kVotes, class Size>
 struct Tile {
-  static constexpr int scores = Size::pairs * Size::outputs, elements = 2 * scores + 3 * Size::pairs;
+  static constexpr int pairs = Size::inputs * kSamples, scores = pairs * Size::outputs;
+  static constexpr int elements = 2 * scores + 3 * pairs;  // of shared memory
   static constexpr int bytes = elements * static_cast<int>(sizeof(T));
 
   const Inputs& in;
@@ -86,8 +86,8 @@ struct Tile {
   // [pairs][outputs], pair = input * kSamples + sample: logits, then c; in the backward dc, then db.
   Shared<T> c = array(0, scores), dc = array(scores, scores);
   // [pairs]: the normaliser of the softmax over the output capsules.
-  Shared<T> max = array(2 * scores, Size::pairs), scale = array(2 * scores + Size::pairs, Size::pairs),
-            mean = array(2 * scores + 2 * Size::pairs, Size::pairs);
+  Shared<T> max = array(2 * scores, pairs), scale = array(2 * scores + pairs, pairs),
+            mean = array(2 * scores + 2 * pairs, pairs);
 
   CAPSFAST_DEVICE explicit Tile(const Inputs& inputs_of_call) : in(inputs_of_call) {}
 
@@ -103,9 +103,7 @@ struct Tile {
     outputs = at_most(in.J - j0, most_outputs);
   }
 
-  CAPSFAST_DEVICE int at(int input, int sample, int out) const {
-    return (input * kSamples + sample) * Size::outputs + out;
-  }
+  CAPSFAST_DEVICE int at(int input, int n, int out) const { return (input * kSamples + n) * Size::outputs + out; }
   CAPSFAST_DEVICE int64_t sample_of(int pair) const { return b0 + pair % kSamples; }
   CAPSFAST_DEVICE int64_t input_of(int pair) const { return i0 + pair / kSamples; }
 
@@ -121,9 +119,7 @@ struct Tile {
   // Those whose input capsule i is not masked.
   CAPSFAST_DEVICE unsigned valid_samples(int64_t i) const {
     unsigned valid = all_samples();
-    for (int n = 0; n < samples && in.mask.data; ++n) {
-      if (!in.mask.at(b0 + n, i)) valid &= ~(1u << n);
-    }
+    for (int n = 0; n < samples && in.mask.data; ++n) valid -= in.mask.at(b0 + n, i) ? 0u : 1u << n;
     return valid;
   }
 
@@ -148,18 +144,15 @@ struct Tile {
   }
 
   // Writes votes . V + logits + prior, or -inf for what is masked, to c. If there is ds, also writes votes . ds +
-  // dcoupling + dmass to dc.
+  // dcoupling + dmass to dc. Must be called after a barrier, and ends with one.
   CAPSFAST_DEVICE void score(const Scoring<T>& with) const {
-    const int lanes = lanes_for(in.D), lane = gpu::thread() % lanes, groups = gpu::threads() / lanes;
-    const int units = inputs * outputs;
-    // A unit is a pair of input and output capsule; a group of lanes has one at a time. All groups make the same number
-    // of rounds, so that all lanes of a warp take part in every shuffle.
-    for (int first = 0; first < units; first += groups) {
-      const int unit = first + gpu::thread() / lanes;
-      const bool mine = unit < units;
-      const int input = mine ? unit / outputs : 0, out = mine ? unit % outputs : 0;
+    const int lanes = lanes_for(in.D), warps = (inputs * outputs * lanes + 31) / 32;
+    // A unit is a pair of input and output capsule, on neighbouring lanes. There may be more units than pairs, so that
+    // all lanes of a warp take part in every shuffle.
+    for_each(warps * 32 / lanes, lanes, [&](int unit, int lane) {
+      const int input = unit / outputs, out = unit % outputs;
       const int64_t i = i0 + input, j = j0 + out;
-      const unsigned valid = mine ? valid_samples(i) : 0;
+      const unsigned valid = input < inputs ? valid_samples(i) : 0;
       T by_V[kSamples] = {}, by_ds[kSamples] = {};
       for (int64_t d = lane; d < in.D && valid != 0 && (with.V || with.ds); d += lanes) {
         T votes[kSamples];
@@ -174,7 +167,7 @@ struct Tile {
         if (with.V) by_V[n] = lane_sum(by_V[n], lanes);
         if (with.ds) by_ds[n] = lane_sum(by_ds[n], lanes);
       });
-      if (!mine || lane != 0) continue;
+      if (lane != 0 || input >= inputs) return;
       for_samples(all_samples(), [&](int n) {
         const int64_t b = b0 + n;
         const bool counts = (valid >> n & 1) && in.out_mask.at(b, j);
@@ -187,18 +180,18 @@ struct Tile {
         c[at(input, n, out)] = counts ? by_V[n] : -Extreme<T>::infinity;
         if (with.ds) dc[at(input, n, out)] = counts ? by_ds[n] : T(0);
       });
-    }
+    });
+    gpu::barrier();
   }
 
   // Adds the outputs of the tile to the normaliser of each pair. Until the last of them `scale` is the sum of
-  // exp(b - max), and `mean` that of exp(b - max) dc.
+  // exp(b - max), and `mean` that of exp(b - max) dc. Ends with a barrier.
   CAPSFAST_DEVICE void add_to_normaliser(bool with_dc) const {
     constexpr int kLanes = 8;
-    const int lane = gpu::thread() % kLanes, groups = gpu::threads() / kLanes, pairs = inputs * kSamples;
-    for (int first = 0; first < pairs; first += groups) {
-      const int pair = first + gpu::thread() / kLanes, row = pair * Size::outputs;
-      const bool mine = pair < pairs && pair % kSamples < samples;
-      const int count = mine ? outputs : 0;
+    static_assert(kLanes * kSamples % 32 == 0, "all lanes of a warp take part in every shuffle");
+    for_each(inputs * kSamples, kLanes, [&](int pair, int lane) {
+      const bool mine = pair % kSamples < samples;
+      const int row = pair * Size::outputs, end = mine ? row + outputs : row;
       // The leaky entry has logit 0, and its dc is 0.
       T before = in.leaky ? T(0) : Extreme<T>::lowest, total = in.leaky ? T(1) : T(0), total_dc = T(0);
       if (mine && j0 > 0) {
@@ -207,25 +200,26 @@ struct Tile {
         total_dc = mean[pair];
       }
       T m = before;
-      for (int out = lane; out < count; out += kLanes) m = larger<T>(m, c[row + out]);
+      for (int n = row + lane; n < end; n += kLanes) m = larger<T>(m, c[n]);
       for (int mask = kLanes / 2; mask > 0; mask /= 2) m = larger<T>(m, gpu::shuffle_xor(m, mask));
       T sum = T(0), sum_dc = T(0);
-      for (int out = lane; out < count; out += kLanes) {
-        const T e = std::exp(c[row + out] - m);
+      for (int n = row + lane; n < end; n += kLanes) {
+        const T e = std::exp(c[n] - m);
         sum += e;
-        if (with_dc) sum_dc += e * dc[row + out];
+        if (with_dc) sum_dc += e * dc[n];
       }
       sum = lane_sum(sum, kLanes);
       sum_dc = lane_sum(sum_dc, kLanes);
       gpu::warp_barrier();  // all lanes have read what is overwritten below
-      if (!mine || lane != 0) continue;
+      if (!mine || lane != 0) return;
       const T factor = std::exp(before - m);
       total = total * factor + sum;
       const bool last = j0 + outputs == in.J;
       max[pair] = m;
       scale[pair] = last ? inverse(total) : total;
       mean[pair] = (total_dc * factor + sum_dc) * (last ? inverse(total) : T(1));
-    }
+    });
+    gpu::barrier();
   }
 
   // An element of the normaliser: of a given one or, where that is absent, of what add_to_normaliser() made.
@@ -234,17 +228,12 @@ struct Tile {
     return given[in.softmax_in ? sample_of(pair) * in.J + j0 + out : sample_of(pair) * in.I + input_of(pair)];
   }
 
-  // Computes c and, in the backward, db = c (dc - mean + dlse) in the place of dc, and calls f(pair, out) for each.
-  // Without a given normaliser the tile has all output capsules. Must be called after a barrier, and ends with one.
+  // Turns the scores into c and, in the backward, db = c (dc - mean + dlse), and calls f(pair, out, n) for each, n its
+  // index. Without a given normaliser the tile has all output capsules. Ends with a barrier.
   template <class F>
-  CAPSFAST_DEVICE void couple(const Scoring<T>& with, const Normaliser<T>& given, const F& f) const {
+  CAPSFAST_DEVICE void normalise(const Scoring<T>& with, const Normaliser<T>& given, const F& f) const {
     const bool with_dc = static_cast<bool>(with.ds);
-    score(with);
-    gpu::barrier();
-    if (!given.max) {
-      add_to_normaliser(with_dc);
-      gpu::barrier();
-    }
+    if (!given.max) add_to_normaliser(with_dc);
     for_pairs(outputs, [&](int pair, int out) {
       const int n = pair * Size::outputs + out;
       const T coupling = std::exp(c[n] - norm(given.max, max, pair, out)) * norm(given.scale, scale, pair, out);
@@ -254,7 +243,7 @@ struct Tile {
         add_from(with.dlse, &dlse, sample_of(pair), input_of(pair));
         dc[n] = coupling * (dc[n] - (norm(given.mean, mean, pair, out) - dlse));
       }
-      f(pair, out);
+      f(pair, out, n);
     });
     gpu::barrier();
   }
