@@ -1,10 +1,48 @@
-// The general kernels: any J, D and K, every option, every type.
+// The general kernels, any J, D and K, every option, every type: how their work is cut, and how they are launched.
 #pragma once
+
+#include <algorithm>
 
 #include "accumulate.h"
 #include "gradient.h"
 
 namespace capsfast::cuda {
+
+struct GeneralPlan {
+  int64_t tiles;            // parts of the samples, in the accumulating passes
+  int64_t splits;           // parts of the input capsules, in the accumulating passes
+  int64_t out_tiles;        // parts of the output capsules, in the accumulating passes
+  int64_t gradient_blocks;  // parts of the input capsules, in the gradient pass
+  int64_t gradient_splits;  // parts of the samples, in the gradient pass
+  // Whether the softmax over the output capsules takes a sweep of its own (row_norm_kernel), as a tile does not hold
+  // them all.
+  bool row_norm_apart;           // in the accumulating passes of forward and backward
+  bool gradient_row_norm_apart;  // in the gradient pass
+};
+
+// So many blocks hide latencies. With more splits there would only be more partial sums.
+constexpr int64_t kBlocksPerMultiprocessor = 4;
+
+template <class T>
+GeneralPlan plan_general(const Problem& p, int64_t multiprocessors) {
+  using Accumulate = AccumulateTile<T>;
+  using Gradient = GradientTile<T>;
+  const int64_t wanted = kBlocksPerMultiprocessor * multiprocessors;
+  GeneralPlan plan;
+  plan.tiles = divide_up(p.B, kSamples);
+  plan.out_tiles = std::max<int64_t>(1, divide_up(p.J, Accumulate::outputs));
+  plan.row_norm_apart = !p.softmax_in() && plan.out_tiles > 1;
+  const int64_t chunks = divide_up(p.I, Accumulate::inputs), others = std::max<int64_t>(1, plan.tiles * plan.out_tiles);
+  plan.splits = std::clamp<int64_t>(divide_up(wanted, others), std::min<int64_t>(1, chunks), chunks);
+
+  plan.gradient_row_norm_apart = !p.softmax_in() && Gradient::outputs_for(p.J, p.D) < p.J;
+  const int64_t gradient_chunks = divide_up(p.I, Gradient::inputs);
+  // With a shared weight every block has its own sum of dweight, so there are no more blocks than the device needs.
+  plan.gradient_blocks = p.shared_weight ? std::min(gradient_chunks, wanted) : gradient_chunks;
+  plan.gradient_splits = std::clamp<int64_t>(
+      wanted / std::max<int64_t>(1, plan.gradient_blocks), 1, std::max<int64_t>(1, divide_up(p.B, kSamples)));
+  return plan;
+}
 
 // Where a kernel is launched.
 struct Launch {
@@ -19,28 +57,24 @@ struct GeneralKernels {
   void (*gradient)(const GradientArgs<T>&, const Launch&);
 };
 
-template <class T, class E, bool kVotes>
-GeneralKernels<T> launchers() {
-  return {
-      [](const AccumulateArgs<T>& args, const Launch& at) {
-        gpu::launch(accumulate_kernel<T, E, kVotes>, at.grid, kThreads, AccumulateShared<T>::bytes, at.stream, args);
-      },
-      [](const RowNormArgs<T>& args, const Launch& at) {
-        gpu::launch(row_norm_kernel<T, E, kVotes>, at.grid, kThreads, AccumulateShared<T>::bytes, at.stream, args);
-      },
-      [](const GradientArgs<T>& args, const Launch& at) {
-        gpu::launch(gradient_kernel<T, E, kVotes>, at.grid, kThreads, GradientShared<T>::bytes, at.stream, args);
-      },
-  };
+template <auto kKernel, int kBytes, class Args>
+void launch_general(const Args& args, const Launch& at) {
+  gpu::launch(kKernel, at.grid, kThreads, kBytes, at.stream, args);
 }
 
-// The kernels for inputs of type E. votes: for route_votes. Each type has a file in ../instantiations, so
-// that types compile in parallel.
+// The kernels for inputs of type E. votes: for route_votes. Each type has a file in ../instantiations, so that types
+// compile in parallel.
+template <class T, class E, bool kVotes>
+constexpr GeneralKernels<T> kGeneral = {
+    launch_general<accumulate_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::bytes>,
+    launch_general<row_norm_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::Scores::bytes>,
+    launch_general<gradient_kernel<T, E, kVotes>, Gradient<T, E, kVotes>::bytes>,
+};
+
 template <class E>
 const GeneralKernels<typename WideOf<E>::type>& general_kernels(bool votes) {
   using T = typename WideOf<E>::type;
-  static const GeneralKernels<T> made = launchers<T, E, false>(), given = launchers<T, E, true>();
-  return votes ? given : made;
+  return votes ? kGeneral<T, E, true> : kGeneral<T, E, false>;
 }
 
 extern template const GeneralKernels<float>& general_kernels<float>(bool);
