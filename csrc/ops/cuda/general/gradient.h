@@ -51,19 +51,15 @@ struct Gradient {
 
   CAPSFAST_DEVICE explicit Gradient(const GradientArgs<T>& args) : a(args) {}
 
-  // c and db of iteration t, and dlogits += db.
+  // c and db of iteration t and, with_dlogits, dlogits += db.
   CAPSFAST_DEVICE void couple(int64_t t, bool with_dc, bool with_dlogits) const {
     const int64_t vectors = in.B * in.J * in.D, norms = in.softmax_in ? in.B * in.J : in.B * in.I;
     const Normaliser<T> norm{
         a.norm.max.from(t * norms, norms), a.norm.scale.from(t * norms, norms), a.norm.mean.from(t * norms, norms)};
     Scoring<T> with;
+    if (with_dc && t + 1 == a.iterations) with = {{}, {}, a.dcoupling, a.dmass, a.dlse};
     if (t >= a.scored) with.V = a.V.from(t * vectors, vectors);
     if (with_dc) with.ds = a.ds.from(t * vectors, vectors);
-    if (with_dc && t + 1 == a.iterations) {
-      with.dcoupling = a.dcoupling;
-      with.dmass = a.dmass;
-      with.dlse = a.dlse;
-    }
     tile.score(with);
     tile.normalise(with, norm, [&](int pair, int out, int n) {
       if (!with_dlogits) return;
@@ -95,7 +91,7 @@ struct Gradient {
     });
   }
 
-  // The sum over samples adds to what is in memory, but for the first of the split.
+  // dlogits [I, J] += sum over the samples of the tile. What the first tile of the split finds there is overwritten.
   CAPSFAST_DEVICE void sum_dlogits() const {
     for_each(tile.inputs, tile.outputs, [&](int input, int out) {
       T sum = T(0);

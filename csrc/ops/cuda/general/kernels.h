@@ -67,7 +67,7 @@ void launch_general(const Args& args, const Launch& at) {
 template <class T, class E, bool kVotes>
 constexpr GeneralKernels<T> kGeneral = {
     launch_general<accumulate_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::bytes>,
-    launch_general<row_norm_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::Scores::bytes>,
+    launch_general<row_norm_kernel<T, E, kVotes>, Accumulation<T, E, kVotes>::bytes>,
     launch_general<gradient_kernel<T, E, kVotes>, Gradient<T, E, kVotes>::bytes>,
 };
 

@@ -78,7 +78,6 @@ template <class T, class E, bool kVotes, class Size>
 struct Tile {
   static constexpr int pairs = Size::inputs * kSamples, scores = pairs * Size::outputs;
   static constexpr int elements = 2 * scores + 3 * pairs;  // of shared memory
-  static constexpr int bytes = elements * static_cast<int>(sizeof(T));
 
   const Inputs& in;
   int64_t b0 = 0, i0 = 0, j0 = 0;
