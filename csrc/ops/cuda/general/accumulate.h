@@ -29,8 +29,6 @@ struct Accumulation {
   Shared<T> factor = Scores::array(Scores::elements + columns, columns);
   Shared<double> total = gpu::shared<double>(elements * static_cast<int>(sizeof(T)), columns);
 
-  CAPSFAST_DEVICE explicit Accumulation(const AccumulateArgs<T>& args) : a(args) {}
-
   // Replaces the logits of the tile by exp(b - max), where max is the largest of a column so far. Ends with a
   // barrier.
   CAPSFAST_DEVICE void follow_maximum() const {
@@ -104,7 +102,7 @@ struct Accumulation {
 template <class T, class E, bool kVotes>
 CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
 accumulate_kernel(AccumulateArgs<T> a) {
-  Accumulation<T, E, kVotes> block(a);
+  Accumulation<T, E, kVotes> block{a};
   auto& tile = block.tile;
   tile.j0 = gpu::block_z() * AccumulateTile<T>::outputs;
   for (tile.b0 = gpu::block_y() * kSamples; tile.b0 < a.in.B; tile.b0 += gpu::blocks_y() * kSamples) {
@@ -125,7 +123,7 @@ CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
 row_norm_kernel(RowNormArgs<T> a) {
   using Size = AccumulateTile<T>;
   const bool with_dc = static_cast<bool>(a.scoring.ds);
-  Tile<T, E, kVotes, Size> tile(a.in);
+  Tile<T, E, kVotes, Size> tile{a.in};
   tile.i0 = gpu::block_x() * Size::inputs;
   for (tile.b0 = gpu::block_y() * kSamples; tile.b0 < a.in.B; tile.b0 += gpu::blocks_y() * kSamples) {
     for (tile.j0 = 0; tile.j0 < a.in.J; tile.j0 += Size::outputs) {

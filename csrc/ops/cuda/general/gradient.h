@@ -49,8 +49,6 @@ struct Gradient {
   Shared<T> dvotes = Scores::array(dvotes_at, Scores::pairs* Size::rows);  // [pairs][outputs * components]
   Shared<T> du = Scores::array(du_at, Scores::pairs* Size::columns);       // [pairs][columns]
 
-  CAPSFAST_DEVICE explicit Gradient(const GradientArgs<T>& args) : a(args) {}
-
   // c and db of iteration t and, with_dlogits, dlogits += db.
   CAPSFAST_DEVICE void couple(int64_t t, bool with_dc, bool with_dlogits) const {
     const int64_t vectors = in.B * in.J * in.D, norms = in.softmax_in ? in.B * in.J : in.B * in.I;
@@ -169,7 +167,7 @@ template <class T, class E, bool kVotes>
 CAPSFAST_KERNEL(kThreads, kBlocksFor<T>)
 gradient_kernel(GradientArgs<T> a) {
   using Size = GradientTile<T>;
-  Gradient<T, E, kVotes> block(a);
+  Gradient<T, E, kVotes> block{a};
   auto& tile = block.tile;
   for (tile.i0 = gpu::block_x() * Size::inputs; tile.i0 < a.in.I; tile.i0 += gpu::blocks_x() * Size::inputs) {
     for (tile.b0 = block.b_begin; tile.b0 < block.b_end; tile.b0 += kSamples) {

@@ -88,8 +88,6 @@ struct Tile {
   Shared<T> max = array(2 * scores, pairs), scale = array(2 * scores + pairs, pairs),
             mean = array(2 * scores + 2 * pairs, pairs);
 
-  CAPSFAST_DEVICE explicit Tile(const Inputs& inputs_of_call) : in(inputs_of_call) {}
-
   // `count` elements of shared memory from element `from` on. Those up to `elements` are the tile's.
   static CAPSFAST_DEVICE Shared<T> array(int from, int count) {
     return gpu::shared<T>(from * static_cast<int>(sizeof(T)), count);
