@@ -82,12 +82,15 @@ CAPSFAST_DEVICE void add_moments(const MomentArgs<T>& a, const UpdateCoord& at) 
   if (at.slice == 0 && at.lane == 0 && a.max) {
     a.max[at.row] = norm.max;
     a.scale[at.row] = norm.scale;
-    if (a.lse.data) a.lse.template write<T>(a.lse.at(at.b, at.j), log_sum(norm.max, norm.scale));
+    a.lse.put(log_sum(norm.max, norm.scale), at.b, at.j);
   }
   for_sums<T>(in, in.D + 1, a.parts, at, follows, norm.max, [&](int64_t d, double sum) {
     const T value = static_cast<T>(sum * static_cast<double>(norm.scale));
-    if (d < in.D && a.first.data) a.first.template write<T>(a.first.at(at.b, at.j, d), value);
-    if (d == in.D && a.mass.data) a.mass.template write<T>(a.mass.at(at.b, at.j), value);
+    if (d < in.D) {
+      a.first.put(value, at.b, at.j, d);
+    } else {
+      a.mass.put(value, at.b, at.j);
+    }
   });
 }
 

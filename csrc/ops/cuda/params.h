@@ -69,8 +69,13 @@ struct Operand {
   Storage storage = Storage::f32;
   int64_t stride[4] = {0, 0, 0, 0};
 
-  CAPSFAST_DEVICE int64_t at(int64_t n0, int64_t n1, int64_t n2 = 0, int64_t n3 = 0) const {
-    return n0 * stride[0] + n1 * stride[1] + n2 * stride[2] + n3 * stride[3];
+  // The index of an element, or of the first one where not all axes are given.
+  template <class... Axes>
+  CAPSFAST_DEVICE int64_t at(Axes... place) const {
+    int64_t n = 0;
+    const int64_t* along = stride;
+    ((n += place * *along++), ...);
+    return n;
   }
   template <class T>
   CAPSFAST_DEVICE T read(int64_t n) const {
@@ -81,6 +86,15 @@ struct Operand {
   template <class T>
   CAPSFAST_DEVICE void write(int64_t n, T value) const {
     with_type([&](auto elements) { narrow(value, &elements[n]); });
+  }
+  // Adds an element, or writes it, if there is this tensor.
+  template <class T, class... Axes>
+  CAPSFAST_DEVICE void add_to(T* sum, Axes... place) const {
+    if (data) *sum += read<T>(at(place...));
+  }
+  template <class T, class... Axes>
+  CAPSFAST_DEVICE void put(T value, Axes... place) const {
+    if (data) write<T>(at(place...), value);
   }
 
  private:
@@ -204,6 +218,11 @@ struct Scoring {
 template <class T>
 struct Normaliser {
   Global<const T> max, scale, mean;
+
+  // That of iteration t, if these are of all: `count` numbers each.
+  CAPSFAST_HOST_DEVICE Normaliser of(int64_t t, int64_t count) const {
+    return {max.from(t * count, count), scale.from(t * count, count), mean.from(t * count, count)};
+  }
 };
 
 // One pass that accumulates sum_i c votes or, in the backward, sum_i db votes.

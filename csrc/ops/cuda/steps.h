@@ -120,15 +120,13 @@ struct BackwardSteps {
   CAPSFAST_HOST_DEVICE int64_t iteration_of(int64_t n) const { return iterations - 1 - n; }
 
   CAPSFAST_HOST_DEVICE AccumulateArgs<T> pass(int64_t n) const {
-    const int64_t t = iteration_of(n), count = in.B * in.J;
+    const int64_t t = iteration_of(n);
     AccumulateArgs<T> args{};
     args.in = in;
     args.scoring = scoring(t);
     args.sum = parts.sum;
     args.sum_rows = parts.sum_rows;
-    if (in.softmax_in)
-      args.norm = {columns.max.from(t * count, count), columns.scale.from(t * count, count),
-                   columns.mean.from(t * count, count)};
+    if (in.softmax_in) args.norm = columns.of(t, in.B * in.J);
     return args;
   }
 

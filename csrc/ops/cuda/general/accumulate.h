@@ -87,11 +87,11 @@ struct Accumulation {
       follow_maximum();
     } else if (!a.unweighted) {
       tile.normalise(a.scoring, a.norm, [&](int pair, int out, int n) {
-        write_to<T>(a.coupling, tile.c[n], tile.sample_of(pair), tile.input_of(pair), tile.j0 + out);
+        a.coupling.template put<T>(tile.c[n], tile.sample_of(pair), tile.input_of(pair), tile.j0 + out);
       });
       tile.for_pairs(a.lse.data && tile.j0 == 0, [&](int pair, int) {
         const T lse = log_sum(tile.norm(a.norm.max, tile.max, pair, 0), tile.norm(a.norm.scale, tile.scale, pair, 0));
-        write_to(a.lse, lse, tile.sample_of(pair), tile.input_of(pair));
+        a.lse.put(lse, tile.sample_of(pair), tile.input_of(pair));
       });
     }
     if (a.sum) add_votes();

@@ -51,9 +51,8 @@ struct Gradient {
 
   // c and db of iteration t and, with_dlogits, dlogits += db.
   CAPSFAST_DEVICE void couple(int64_t t, bool with_dc, bool with_dlogits) const {
-    const int64_t vectors = in.B * in.J * in.D, norms = in.softmax_in ? in.B * in.J : in.B * in.I;
-    const Normaliser<T> norm{
-        a.norm.max.from(t * norms, norms), a.norm.scale.from(t * norms, norms), a.norm.mean.from(t * norms, norms)};
+    const int64_t vectors = in.B * in.J * in.D;
+    const Normaliser<T> norm = a.norm.of(t, in.B * (in.softmax_in ? in.J : in.I));
     Scoring<T> with;
     if (with_dc && t + 1 == a.iterations) with = {{}, {}, a.dcoupling, a.dmass, a.dlse};
     if (t >= a.scored) with.V = a.V.from(t * vectors, vectors);
@@ -65,7 +64,7 @@ struct Gradient {
       if (t > a.first) sum += dlogits[n];
       dlogits[n] = sum;
       if (t + 1 < a.iterations) return;
-      write_to(a.dlogits_sample, sum, tile.sample_of(pair), tile.input_of(pair), tile.j0 + out);
+      a.dlogits_sample.put(sum, tile.sample_of(pair), tile.input_of(pair), tile.j0 + out);
     });
   }
 
@@ -83,7 +82,7 @@ struct Gradient {
           if (t > a.first) sum += dvotes[to];
           dvotes[to] = sum;
           if (!kVotes || t + 1 < a.iterations) continue;
-          write_to(a.dvotes, in.mask.at(b, tile.i0 + input) ? sum : T(0), b, tile.i0 + input, j, d0 + d);
+          a.dvotes.put(in.mask.at(b, tile.i0 + input) ? sum : T(0), b, tile.i0 + input, j, d0 + d);
         }
       }
     });
@@ -102,20 +101,19 @@ struct Gradient {
   // du += sum of dvotes W over the rows (j, d) of the piece.
   CAPSFAST_DEVICE void add_du() const {
     const Global<const E> matrix = in.matrix.data.template as<const E>();
-    const int64_t* stride = in.matrix.stride;
     const bool first = tile.j0 == 0 && d0 == 0, last = tile.j0 + tile.outputs == in.J && d0 + components == in.D;
     tile.for_pairs(columns, [&](int pair, int k) {
       const int64_t b = tile.sample_of(pair), i = tile.input_of(pair);
       T sum = T(0);
       for (int out = 0; out < tile.outputs && in.mask.at(b, i); ++out) {
         const int row = pair * Size::rows + out * components;
-        const int64_t from = offset(stride, i, tile.j0 + out, d0, k0 + k);
-        for (int d = 0; d < components; ++d) sum += dvotes[row + d] * widened(matrix[from + d * stride[2]]);
+        const int64_t from = in.matrix.at(i, tile.j0 + out, d0, k0 + k);
+        for (int d = 0; d < components; ++d) sum += dvotes[row + d] * widened(matrix[from + d * in.matrix.stride[2]]);
       }
       const int n = pair * Size::columns + k;
       if (!first) sum += du[n];
       du[n] = sum;
-      if (last) write_to(a.du, sum, b, i, k0 + k);
+      if (last) a.du.put(sum, b, i, k0 + k);
     });
   }
 
@@ -129,7 +127,7 @@ struct Gradient {
       const int unit = n / rows, row = n % rows;
       double sum = 0;
       for (int input = unit; input < unit + each; ++input) {
-        const int64_t i = tile.i0 + input, from = offset(in.u.stride, tile.b0, i, k0 + k);
+        const int64_t i = tile.i0 + input, from = in.u.at(tile.b0, i, k0 + k);
         T here = T(0);
         for_samples(tile.valid_samples(i), [&](int sample) {
           here += dvotes[(input * kSamples + sample) * Size::rows + row] * widened(u[from + sample * in.u.stride[0]]);

@@ -54,24 +54,6 @@ CAPSFAST_DEVICE void for_samples(unsigned which, const F& f) {
   }
 }
 
-// Where an element of a strided tensor is.
-template <class... Axes>
-CAPSFAST_DEVICE int64_t offset(const int64_t* stride, Axes... at) {
-  int64_t sum = 0;
-  ((sum += at * *stride++), ...);
-  return sum;
-}
-
-// Adds an element of a tensor, or writes it, if there is that tensor.
-template <class T, class... Axes>
-CAPSFAST_DEVICE void add_from(const Operand& from, T* to, Axes... at) {
-  if (from.data) *to += from.template read<T>(offset(from.stride, at...));
-}
-template <class T, class... Axes>
-CAPSFAST_DEVICE void write_to(const Operand& to, T value, Axes... at) {
-  if (to.data) to.template write<T>(offset(to.stride, at...), value);
-}
-
 // Samples [b0, b0 + samples), input capsules [i0, i0 + inputs) and output capsules [j0, j0 + outputs). E is the element
 // type of u, weight and votes. kVotes: the votes are an input (route_votes).
 template <class T, class E, bool kVotes, class Size>
@@ -126,14 +108,13 @@ struct Tile {
     for_samples(~0u, [&](int n) { votes[n] = d < in.D ? T(0) : T(1); });
     if (d == in.D || valid == 0) return;
     const Global<const E> matrix = in.matrix.data.template as<const E>();
-    const int64_t* stride = in.matrix.stride;
     if constexpr (kVotes) {
-      for_samples(valid, [&](int n) { votes[n] = widened(matrix[offset(stride, b0 + n, i, j, d)]); });
+      for_samples(valid, [&](int n) { votes[n] = widened(matrix[in.matrix.at(b0 + n, i, j, d)]); });
     } else {
       const Global<const E> u = in.u.data.template as<const E>();
-      const int64_t row = offset(stride, i, j, d), capsule = offset(in.u.stride, b0, i);
+      const int64_t row = in.matrix.at(i, j, d), capsule = in.u.at(b0, i);
       for (int64_t k = 0; k < in.K; ++k) {
-        const T w = widened(matrix[row + k * stride[3]]);
+        const T w = widened(matrix[row + k * in.matrix.stride[3]]);
         for_samples(
             valid, [&](int n) { votes[n] += w * widened(u[capsule + n * in.u.stride[0] + k * in.u.stride[2]]); });
       }
@@ -169,10 +150,10 @@ struct Tile {
         const int64_t b = b0 + n;
         const bool counts = (valid >> n & 1) && in.out_mask.at(b, j);
         if (counts) {
-          add_from(in.logits, &by_V[n], b, i, j);
-          add_from(in.prior, &by_V[n], b, j);
-          add_from(with.dcoupling, &by_ds[n], b, i, j);
-          add_from(with.dmass, &by_ds[n], b, j);
+          in.logits.add_to(&by_V[n], b, i, j);
+          in.prior.add_to(&by_V[n], b, j);
+          with.dcoupling.add_to(&by_ds[n], b, i, j);
+          with.dmass.add_to(&by_ds[n], b, j);
         }
         c[at(input, n, out)] = counts ? by_V[n] : -Extreme<T>::infinity;
         if (with.ds) dc[at(input, n, out)] = counts ? by_ds[n] : T(0);
@@ -237,7 +218,7 @@ struct Tile {
       c[n] = coupling;
       if (with_dc) {
         T dlse = T(0);
-        add_from(with.dlse, &dlse, sample_of(pair), input_of(pair));
+        with.dlse.add_to(&dlse, sample_of(pair), input_of(pair));
         dc[n] = coupling * (dc[n] - (norm(given.mean, mean, pair, out) - dlse));
       }
       f(pair, out, n);

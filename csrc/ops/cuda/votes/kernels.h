@@ -76,8 +76,8 @@ CAPSFAST_DEVICE Coupled couple(const Inputs& in, const ThreadCoord<Tr>& at, cons
   const int J = static_cast<int>(in.J);
   const bool valid = in.mask.at(b, i) && in.out_mask.at(b, at.j);
   float x = dot<Tr>(at, votes, V), dc = kBackward ? dot<Tr>(at, votes, ds) : 0.0f;
-  if (in.logits.data) x += in.logits.template read<float>(in.logits.at(b, i, at.j));
-  if (kBackward && dcoupling.data) dc += dcoupling.template read<float>(dcoupling.at(b, i, at.j));
+  in.logits.add_to(&x, b, i, at.j);
+  if (kBackward) dcoupling.add_to(&dc, b, i, at.j);
   if (!valid) {
     x = -Extreme<float>::infinity;
     dc = 0.0f;
@@ -115,8 +115,7 @@ CAPSFAST_DEVICE void accumulate(const AccumulateArgs<float>& pass, const Residen
     if (!pass.unweighted) {
       const Coupled coupled = couple<Tr, kBackward>(in, at, pass.scoring.dcoupling, votes, V, ds, b, begin + row);
       factor = kBackward ? coupled.db : coupled.c;
-      if (!kBackward && pass.coupling.data && mine && at.leads())
-        pass.coupling.template write<float>(pass.coupling.at(b, begin + row, at.j), coupled.c);
+      if (!kBackward && mine && at.leads()) pass.coupling.put(coupled.c, b, begin + row, at.j);
     }
     if (!mine) return;
 #pragma unroll
@@ -181,7 +180,7 @@ CAPSFAST_DEVICE void make_gradients(const RoutingArgs<true>& a, const ResidentVo
       for (int n = 0; n < Tr::elements; ++n) dvotes[n] = 0.0f;
     }
     resident.write(row, dvotes);
-    if (a.dlogits.data && at.leads()) a.dlogits.template write<float>(a.dlogits.at(b, i, at.j), dlogits);
+    if (at.leads()) a.dlogits.put(dlogits, b, i, at.j);
   });
   if (a.dvotes.data) resident.copy_out(a.dvotes, b, begin);
 }

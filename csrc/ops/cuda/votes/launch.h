@@ -17,7 +17,9 @@ class Launcher {
       : p(problem),
         in(inputs),
         on(context),
-        terms(!backward ? 0 : p.gradient_last ? 1 : p.iterations),
+        terms(!backward         ? 0
+              : p.gradient_last ? 1
+                                : p.iterations),
         kernels(kernels_of(problem)) {
     // The device may refuse a cluster: an instance of a partitioned GPU may be too small for it, and kernels that were
     // compiled for an older architecture have none.
