@@ -3,6 +3,7 @@
 What a change of the kernels or of the compiler costs in instructions takes no GPU to see.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,23 @@ def test_loops_have_no_slow_instructions(name: str, tiles: int, exact: bool) -> 
     if name != "gradients":
         # No warp waits for another.
         assert [x for x in hot if x.kind in ("BAR", "UCGABAR_ARV", "UCGABAR_WAIT", "MEMBAR")] == []
+
+
+@pytest.mark.usefixtures("_readable")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_votes_are_read_in_pieces(backward: bool) -> None:
+    """Of the kernels for float32 votes of sixteen components a lane."""
+    (symbol,) = (
+        kernel.symbol
+        for kernel in sass.kernels()
+        if kernel.architecture == sass.ARCHITECTURE
+        and re.search(rf"routing_kernelI\w*6TraitsIfLi16EEELb{backward:d}", kernel.symbol)
+    )
+    found = sass.code(symbol).instructions
+    assert [x for x in found if x.kind in ("LD", "ST", "ATOM", "RED", "LDL", "STL")] == []
+    # A vote is four pieces, in the passes and, in the backward, in the gradient pass, which reads V and ds there too.
+    whole = [x for x in found if x.kind == "LDS" and x.bytes() == 16]
+    assert len(whole) >= (4 + 4 + 8 if backward else 4)
 
 
 @pytest.mark.usefixtures("_readable")
