@@ -30,7 +30,7 @@ extern "C" __attribute__((visibility("default"))) void capsfast_rows_plan(const 
   std::copy(strides, strides + 4, p.weight.stride);
   const cuda::Inputs in = cuda::inputs_of(p);
   const gpu::Context context{torch::stable::Tensor()};
-  const cuda::rows::Kernels kernels = kernels_for(cuda::rows::choose(p, false));
+  const cuda::rows::Kernels kernels = cuda::rows::choose(p, false);
   const auto plan = backward ? cuda::rows::plan_accumulate<true>(p, in, kernels, context)
                              : cuda::rows::plan_accumulate<false>(p, in, kernels, context);
   const auto gradient = plan_gradient(p, in, kernels, false, context);

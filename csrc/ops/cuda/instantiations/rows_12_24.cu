@@ -2,9 +2,7 @@
 
 namespace capsfast::cuda::rows {
 
-template Kernels plain_kernels<12, 1, true>();
-template Kernels plain_kernels<12, 1, false>();
-template Kernels plain_kernels<24, 1, true>();
-template Kernels plain_kernels<24, 1, false>();
+template Kernels plain_kernels<12, 1>(bool);
+template Kernels plain_kernels<24, 1>(bool);
 
 }  // namespace capsfast::cuda::rows

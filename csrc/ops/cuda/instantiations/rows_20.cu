@@ -2,9 +2,7 @@
 
 namespace capsfast::cuda::rows {
 
-template Kernels plain_kernels<20, 1, true>();
-template Kernels plain_kernels<20, 1, false>();
-template Kernels plain_kernels<20, 2, true>();
-template Kernels plain_kernels<20, 2, false>();
+template Kernels plain_kernels<20, 1>(bool);
+template Kernels plain_kernels<20, 2>(bool);
 
 }  // namespace capsfast::cuda::rows

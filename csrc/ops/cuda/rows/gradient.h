@@ -26,29 +26,34 @@ struct GradientArgs {
   Operand dlogits_sample;     // [B, I, J], if the logits are [B, I, J]
   Global<double> dlogits;     // [parts, I, J], if the logits are [I, J]
   Shape shape;                // chunk == streams
-  InPieces in_pieces;
-  float scale;    // of dvotes: J in plain kernels, where coefficients of iteration 0 become 1, else 1
+  int64_t all;                // elements of V of one iteration
+  float scale;                // of dvotes: J in plain kernels, where coefficients of iteration 0 become 1, else 1
   float unscale;  // of what is multiplied by dvotes: 1 / scale, and what makes up for bits that single products drop
 };
 
-// Shared memory of a block, in floats from `turned` on; what comes before is ChunkMemory.
+// Shared memory of a block. What comes before is ChunkMemory.
 template <class Tr>
-struct GradientMemory {
+class GradientMemory {
+ public:
   // A warp turns dvotes around two pairs of tiles at a time: four numbers of each lane and of even or odd columns. Space
   // between quads, and between even and odd columns, keeps lanes in different banks.
   static constexpr int quad = 10, odd = 44, pair = odd + 3 * quad + 8, pairs = 2, turn = pairs * pair;
 
-  int turned;   // [warps][turn]
-  int sums;     // [warps][Tr::dweight]
-  int dlogits;  // [warps][Tr::outputs]
-  int end;
-
-  CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape, bool with_dlogits) {
-    turned = chunk_memory<Tr>(in, shape).end / 4;
-    sums = turned + 4 * shape.warps() * turn;
-    dlogits = sums + shape.warps() * Tr::dweight;
-    end = dlogits + (with_dlogits ? shape.warps() * Tr::outputs : 0);
+  CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape)
+      : warps_(shape.warps()), turned_(chunk_memory<Tr>(in, shape).end) {}
+  CAPSFAST_DEVICE Shared<Four> turned() const { return gpu::shared<Four>(turned_, warps_ * turn); }  // [warps][turn]
+  CAPSFAST_DEVICE Shared<float> sums() const { return gpu::shared<float>(sums_at(), warps_ * Tr::dweight); }
+  CAPSFAST_DEVICE Shared<float> dlogits() const {  // [warps][Tr::outputs]
+    return gpu::shared<float>(dlogits_at(), warps_ * Tr::outputs);
   }
+  CAPSFAST_HOST_DEVICE int bytes(bool with_dlogits) const {
+    return dlogits_at() + (with_dlogits ? 4 * warps_ * Tr::outputs : 0);
+  }
+
+ private:
+  CAPSFAST_HOST_DEVICE int sums_at() const { return turned_ + 16 * warps_ * turn; }
+  CAPSFAST_HOST_DEVICE int dlogits_at() const { return sums_at() + 4 * warps_ * Tr::dweight; }
+  int warps_, turned_;
 };
 
 // dvotes of a warp's samples for one input capsule, times a.scale; `dlogits` sums db over the iterations. vectors_at:
@@ -57,10 +62,12 @@ template <class Tr>
 CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of, int64_t vectors_at,
                                  unsigned counts, const Accumulator (&votes)[Tr::tiles],
                                  Accumulator (&dvotes)[Tr::tiles], Scores<Tr>& dlogits) {
-  // ds is read for the dots and again for its sum. So much of it stays as registers hold beside votes and dvotes.
-  constexpr int kSpare = Tr::plain ? 208 / 4 - 2 * Tr::tiles : 0, kKept = kSpare < Tr::tiles ? kSpare : Tr::tiles;
+  // ds is read for the dots and again for its sum. As much of it stays as registers hold beside votes and dvotes, fours
+  // for fours, before the compiler moves numbers to local memory.
+  constexpr int kSpare = Tr::plain ? (Tr::exact ? 51 : 52) - 2 * Tr::tiles : 0;
+  constexpr int kKept = kSpare < Tr::tiles ? kSpare : Tr::tiles;
   const Inputs& in = a.in;
-  const int64_t all = a.order.size(in.B), scalars = in.B * in.J, mine = vectors_at + at.lane * 4;
+  const int64_t scalars = in.B * in.J, mine = vectors_at + at.lane * 4;
   int t = a.first;
   if constexpr (Tr::plain) {
     // In iteration 0 every coefficient is 1 / J. Without it, the sum begins with V[0], which is 0.
@@ -69,17 +76,12 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
   } else {
     clear<Tr>(dvotes);
   }
-  int64_t vectors = mine + t * all;
+  int64_t vectors = mine + t * a.all;
 #pragma unroll 1
-  for (; t < a.iterations; ++t, vectors += all) {
-    Scores<Tr> b, dc;
+  for (; t < a.iterations; ++t, vectors += a.all) {
+    Scores<Tr> b = {}, dc;
     Four kept[Tr::tiles];
-    if (Tr::plain || t > 0) {
-      dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
-    } else {
-#pragma unroll
-      for (int slot = 0; slot < Tr::slots; ++slot) b[slot][0] = b[slot][1] = 0.0f;
-    }
+    if (Tr::plain || t > 0) dot<Tr>(votes, lane_vectors<Tr>(a.V, vectors, at), b);
     dot<Tr, kKept>(votes, lane_vectors<Tr>(a.ds, vectors, at), dc, kept);
     const ScoreCoord here{of.b0 + t * a.zero, of.i};
     if constexpr (!Tr::plain) apply_options<Tr, true>(in, a.dcoupling, t + 1 == a.iterations, at, here, b, dc);
@@ -96,11 +98,9 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
     // V of iteration 0 is 0, so votes do not depend on its db, which only dlogits need.
     if ((Tr::plain || t > 0) && !a.gradient_last) add_vectors<Tr>(dc, lane_vectors<Tr>(a.V, again, at), dvotes);
     if constexpr (!Tr::plain) {
-#pragma unroll
-      for (int slot = 0; slot < Tr::slots; ++slot) {
-        dlogits[slot][0] = (t == a.first ? 0.0f : dlogits[slot][0]) + dc[slot][0];
-        dlogits[slot][1] = (t == a.first ? 0.0f : dlogits[slot][1]) + dc[slot][1];
-      }
+      each_score<Tr>([&](int slot, int row) {
+        dlogits[slot][row] = (t == a.first ? 0.0f : dlogits[slot][row]) + dc[slot][row];
+      });
     }
   }
 }
@@ -123,12 +123,12 @@ CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]
   }
 }
 
-// Elements n and n + 1 of a contiguous tensor, of which the second is missing if `one`. together: n is always even.
+// Elements n and n + 1 of a contiguous tensor whose last axis has K, components k and k + 1 of it.
 template <class Tr>
-CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, float x, float y, bool one, bool together) {
-  if (one || !together) {
+CAPSFAST_DEVICE void write_two(const Operand& to, int64_t n, int k, int K, float x, float y) {
+  if (K % 2 != 0) {  // an n may be odd, and the second be missing
     to.write<float>(n, x);
-    if (!one) to.write<float>(n + 1, y);
+    if (k + 1 < K) to.write<float>(n + 1, y);
   } else if ((Tr::plain && Tr::exact) || to.storage == Storage::f32) {
     to.data.as<Run<float, 2>>()[n / 2] = {x, y};
   } else if (to.storage == Storage::bf16) {
@@ -154,7 +154,7 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
   for (int block = 0; block < Tr::tiles; ++block) {
     const int pair = block / 2, odd = block % 2;
     float x[2][4];
-    take_parts<Tr>({dvotes[block][0], dvotes[block][1], dvotes[block][2], dvotes[block][3]}, x[0], x[1]);
+    take_parts<Tr>(four(dvotes[block]), x[0], x[1]);
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
       const Four w = weight.template vector<Four>(places[odd] + (pair * Tr::planes + 2 * product) * kPlane);
@@ -180,8 +180,8 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
       if (sample + n >= B || k >= K) continue;
       // A masked input capsule has no gradient, whatever the weight holds.
       const bool kept = Tr::plain || a.in.mask.at(sample + n, of.i);
-      write_two<Tr>(a.du, to + n * a.in.I * K, kept ? x[n] * a.unscale : 0.0f, kept ? x[2 + n] * a.unscale : 0.0f,
-                    k + 1 == K, K % 2 == 0);
+      write_two<Tr>(
+          a.du, to + n * a.in.I * K, k, K, kept ? x[n] * a.unscale : 0.0f, kept ? x[2 + n] * a.unscale : 0.0f);
     }
   };
 #pragma unroll
@@ -238,10 +238,8 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
 #pragma unroll
     for (int pair = 0; pair < Memory::pairs; ++pair) {
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const Accumulator& x = dvotes[2 * (first + pair) + odd];
-        turned[mine + pair * Memory::pair + odd * Memory::odd] = Four{x[0], x[1], x[2], x[3]};
-      }
+      for (int odd = 0; odd < 2; ++odd)
+        turned[mine + pair * Memory::pair + odd * Memory::odd] = four(dvotes[2 * (first + pair) + odd]);
     }
     gpu::warp_barrier();
     // Columns n = group of both tiles of a pair, k = 2 quad and 2 quad + 1.
@@ -261,10 +259,8 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
 #pragma unroll
     for (int pair = 0; pair < Memory::pairs; ++pair) {
 #pragma unroll
-      for (int step = 0; step < Tr::steps; ++step) {
-        const Accumulator& x = dweight[pair][step];
-        sums.write(to + ((first + pair) * Tr::steps + step) * kPlane, Four{x[0], x[1], x[2], x[3]});
-      }
+      for (int step = 0; step < Tr::steps; ++step)
+        sums.write(to + ((first + pair) * Tr::steps + step) * kPlane, four(dweight[pair][step]));
     }
   }
 }
@@ -286,10 +282,8 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
     for (int c = item.capsule; c < item.capsule + more; ++c) {
       for (int tile = 0; tile < tiles; ++tile) {
         const int warp = (c << a.shape.tiles_log) + tile;
-        const Four x = sums.template vector<Four>(
-            warp * Tr::dweight + (item.pair * Tr::steps + item.k / kStep) * kPlane + item.place);
-#pragma unroll
-        for (int m = 0; m < 4; ++m) sum.value[m] += x.value[m];
+        const Four x = sums.template vector<Four>(warp * Tr::dweight + item.place);
+        add(sum.value, x);
       }
     }
 #pragma unroll
@@ -315,25 +309,23 @@ template <class Tr>
 CAPSFAST_DEVICE void put_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, const ThreadCoord& at,
                                  const ScoreCoord& of, const Scores<Tr>& dlogits) {
   const int J = static_cast<int>(a.in.J);
-  const Shared<float> sums = gpu::shared<float>(4 * memory.dlogits, a.dlogits ? a.shape.warps() * Tr::outputs : 0);
+  if (a.dlogits_sample.data) {
+    each_score<Tr>([&](int slot, int row) {
+      const int64_t sample = of.sample(at, row);
+      if (stands_for<Tr>(at, slot, J) && sample < a.in.B)
+        a.dlogits_sample.template write<float>(
+            element_of(a.dlogits_sample, sample, of.i, output_of<Tr>(at, slot)), dlogits[slot][row]);
+    });
+  }
+  if (!a.dlogits) return;
 #pragma unroll
   for (int slot = 0; slot < Tr::slots; ++slot) {
-    const int j = output_of<Tr>(at, slot);
-    const bool stands = stands_for<Tr>(at, slot, J);
-    const int64_t* stride = a.dlogits_sample.stride;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int64_t sample = of.sample(at, row);
-      if (a.dlogits_sample.data && stands && sample < a.in.B)
-        a.dlogits_sample.template write<float>(
-            sample * stride[0] + of.i * stride[1] + j * stride[2], dlogits[slot][row]);
-    }
-    if (!a.dlogits) continue;
     float sum = 0.0f;
 #pragma unroll
     for (int row = 0; row < 2; ++row) sum += of.sample(at, row) < a.in.B ? dlogits[slot][row] : 0.0f;
     for (int mask = 4; mask < 32; mask *= 2) sum += gpu::shuffle_xor(sum, mask);
-    if (stands && at.group == 0) sums[at.warp * Tr::outputs + j] = sum;
+    if (stands_for<Tr>(at, slot, J) && at.group == 0)
+      memory.dlogits()[at.warp * Tr::outputs + output_of<Tr>(at, slot)] = sum;
   }
 }
 
@@ -341,7 +333,7 @@ template <class Tr>
 CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, int tiles, int64_t part,
                                    int64_t i, bool first, int count) {
   const int J = static_cast<int>(a.in.J);
-  const Shared<float> sums = gpu::shared<float>(4 * memory.dlogits, a.shape.warps() * Tr::outputs);
+  const Shared<float> sums = memory.dlogits();
   for (int n = gpu::thread(); n < count * J; n += gpu::threads()) {
     const int capsule = n / J, j = n - capsule * J;
     double sum = 0.0;
@@ -352,6 +344,11 @@ CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<T
   }
 }
 
+template <class Tr>
+CAPSFAST_HOST_DEVICE int gradient_bytes(const Inputs& in, const Shape& shape, bool with_dlogits) {
+  return GradientMemory<Tr>(in, shape).bytes(with_dlogits);
+}
+
 // A block walks over the groups of samples of one part of the batch and the input capsules of one split. Parts are the
 // fast axis of the grid: blocks that read the same weights are neighbours.
 template <class Tr>
@@ -359,12 +356,10 @@ CAPSFAST_KERNEL(32 * kMostWarps, 1)
 gradient_kernel(GradientArgs a) {
   const Shape& shape = a.shape;
   const ThreadCoord at = thread_coord();
-  const GradientMemory<Tr> memory(a.in, shape, static_cast<bool>(a.dlogits));
-  const Chunk<Tr> chunk(a.in, a.in_pieces, shape);
-  const Shared<float> weight = chunk.weight(), poses = chunk.poses(),
-
-                      sums = gpu::shared<float>(4 * memory.sums, memory.dlogits - memory.sums);
-  const Shared<Four> turned = gpu::shared<Four>(4 * memory.turned, (memory.sums - memory.turned) / 4);
+  const GradientMemory<Tr> memory(a.in, shape);
+  const Chunk<Tr> chunk(a.in, shape);
+  const Shared<float> weight = chunk.weight(), poses = chunk.poses(), sums = memory.sums();
+  const Shared<Four> turned = memory.turned();
   const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log, group = shape.samples();
   const int part = static_cast<int>(gpu::block_x()), parts = static_cast<int>(gpu::blocks_x());
   const int split = static_cast<int>(gpu::block_y()), splits = static_cast<int>(gpu::blocks_y());

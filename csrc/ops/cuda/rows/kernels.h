@@ -13,7 +13,49 @@ struct Kernels {
   // Bytes of shared memory of a block.
   int (*accumulate_bytes)(const Inputs&, const Shape&);
   int (*gradient_bytes)(const Inputs&, const Shape&, bool with_dlogits);
+  int tiles;
+  bool exact, plain;
+
+  template <bool kBackward>
+  auto accumulate() const {
+    if constexpr (kBackward) {
+      return backward;
+    } else {
+      return forward;
+    }
+  }
 };
+
+template <class Tr>
+Kernels kernels_of() {
+  return {accumulate_kernel<Tr, false>,
+          accumulate_kernel<Tr, true>,
+          gradient_kernel<Tr>,
+          accumulate_bytes<Tr>,
+          gradient_bytes<Tr>,
+          Tr::tiles,
+          Tr::exact,
+          Tr::plain};
+}
+
+template <int kTiles, int kSteps>
+Kernels plain_kernels(bool exact) {
+  return exact ? kernels_of<Rows<kTiles, kSteps, true, Options::plain>>()
+               : kernels_of<Rows<kTiles, kSteps, false, Options::plain>>();
+}
+
+template <int kTiles, int kSteps>
+Kernels kernels_with_options(bool in) {
+  return in ? kernels_of<Rows<kTiles, kSteps, true, Options::in>>()
+            : kernels_of<Rows<kTiles, kSteps, true, Options::any>>();
+}
+
+extern template Kernels plain_kernels<12, 1>(bool);
+extern template Kernels plain_kernels<20, 1>(bool);
+extern template Kernels plain_kernels<20, 2>(bool);
+extern template Kernels plain_kernels<24, 1>(bool);
+extern template Kernels kernels_with_options<20, 1>(bool);
+extern template Kernels kernels_with_options<24, 2>(bool);
 
 // Sizes: the accumulators are registers, so their number is a constant. 24 tiles take 96 registers for votes and as
 // many for their sum; more do not fit. Calls with options, and those of 11 and 12 output capsules with K above 8, are
@@ -27,40 +69,18 @@ struct Kernels {
 //     20     16   plain    90   80   70   60   50   40   30   20   10    0
 //     20      8   options  90   80   70   60   50   40   30   20   10    0
 //     24     16   options  92   83   75   67   58   50   42   33   25   17    8    0
-struct Choice {
-  int tiles, steps;
-  bool exact;
-  Options options;
-};
-
-template <class Tr>
-Kernels kernels_of() {
-  return {accumulate_kernel<Tr, false>, accumulate_kernel<Tr, true>, gradient_kernel<Tr>, accumulate_bytes<Tr>,
-          [](const Inputs& in, const Shape& shape, bool with_dlogits) {
-            return 4 * GradientMemory<Tr>(in, shape, with_dlogits).end;
-          }};
+//
+// with_coupling: the coupling is an output or, in the backward, has a gradient, or logits have one.
+inline Kernels choose(const Problem& p, bool with_coupling) {
+  const bool options = p.logits.data != nullptr || p.mask.data != nullptr || p.out_mask.data != nullptr || p.leaky ||
+                       p.softmax_in() || with_coupling;
+  const bool exact = p.u.storage == Storage::f32 && !p.tf32;
+  if (options || (p.J > 10 && p.K > kStep))
+    return p.J <= 10 && p.K <= kStep ? kernels_with_options<20, 1>(p.softmax_in())
+                                     : kernels_with_options<24, 2>(p.softmax_in());
+  if (p.K > kStep) return plain_kernels<20, 2>(exact);
+  if (p.J <= 6) return plain_kernels<12, 1>(exact);
+  return p.J <= 10 ? plain_kernels<20, 1>(exact) : plain_kernels<24, 1>(exact);
 }
-
-template <int kTiles, int kSteps, bool kExact>
-Kernels plain_kernels() {
-  return kernels_of<Rows<kTiles, kSteps, kExact, Options::plain>>();
-}
-
-template <int kTiles, int kSteps>
-Kernels kernels_with_options(bool in) {
-  return in ? kernels_of<Rows<kTiles, kSteps, true, Options::in>>()
-            : kernels_of<Rows<kTiles, kSteps, true, Options::any>>();
-}
-
-extern template Kernels plain_kernels<12, 1, true>();
-extern template Kernels plain_kernels<12, 1, false>();
-extern template Kernels plain_kernels<20, 1, true>();
-extern template Kernels plain_kernels<20, 1, false>();
-extern template Kernels plain_kernels<20, 2, true>();
-extern template Kernels plain_kernels<20, 2, false>();
-extern template Kernels plain_kernels<24, 1, true>();
-extern template Kernels plain_kernels<24, 1, false>();
-extern template Kernels kernels_with_options<20, 1>(bool);
-extern template Kernels kernels_with_options<24, 2>(bool);
 
 }  // namespace capsfast::cuda::rows

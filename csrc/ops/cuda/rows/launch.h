@@ -24,54 +24,21 @@ struct Size {
   static constexpr int chunk = 2;
 };
 
-// with_coupling: the coupling is an output or, in the backward, has a gradient, or logits have one.
-inline Choice choose(const Problem& p, bool with_coupling) {
-  const bool options = p.logits.data != nullptr || p.mask.data != nullptr || p.out_mask.data != nullptr || p.leaky ||
-                       p.softmax_in() || with_coupling;
-  if (options || (p.J > 10 && p.K > kStep)) {
-    const bool small = p.J <= 10 && p.K <= kStep;
-    return {small ? 20 : 24, small ? 1 : 2, true, p.softmax_in() ? Options::in : Options::any};
-  }
-  const bool exact = p.u.storage == Storage::f32 && !p.tf32;
-  if (p.K > kStep) return {20, 2, exact, Options::plain};
-  return {p.J <= 6 ? 12 : p.J <= 10 ? 20 : 24, 1, exact, Options::plain};
-}
-
-inline Kernels kernels_for(const Choice& choice) {
-  const auto plain = [&](auto tiles, auto steps) {
-    return choice.exact ? plain_kernels<tiles, steps, true>() : plain_kernels<tiles, steps, false>();
-  };
-  using One = std::integral_constant<int, 1>;
-  if (choice.options != Options::plain) {
-    const bool in = choice.options == Options::in;
-    return choice.tiles == 20 ? kernels_with_options<20, 1>(in) : kernels_with_options<24, 2>(in);
-  }
-  if (choice.steps == 2) return plain(std::integral_constant<int, 20>(), std::integral_constant<int, 2>());
-  if (choice.tiles == 12) return plain(std::integral_constant<int, 12>(), One());
-  return choice.tiles == 20 ? plain(std::integral_constant<int, 20>(), One())
-                            : plain(std::integral_constant<int, 24>(), One());
-}
-
-// Whether weights and poses may be copied in pieces of 16 bytes.
-inline InPieces pieces_of(const Problem& p) {
-  const int64_t size = element_bytes(p.u.storage);
-  const auto whole = [&](int64_t elements) { return elements * size % 16 == 0; };
-  const auto starts = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-  return {whole(p.J * p.D * p.K) && whole(p.weight.stride[0]) && starts(p.weight.data),
-          (p.K == 1 || p.u.stride[2] == 1) && whole(p.K) && whole(p.u.stride[0]) && whole(p.u.stride[1]) &&
-              starts(p.u.data)};
-}
-
 // How a block cuts its work: the largest that fits shared memory. most: tiles of samples at most.
 // bytes: what a shape needs.
 template <class Bytes>
-Shape shape_for(int64_t tiles, int most, bool deep, int64_t shared_bytes, const Bytes& bytes) {
+Shape shape_for(const Problem& p, int most, bool deep, int64_t shared_bytes, const Bytes& bytes) {
+  const int64_t tiles = divide_up(p.B, kSamples), size = element_bytes(p.u.storage);
+  const auto whole = [&](int64_t elements) { return elements * size % 16 == 0; };
+  const auto starts = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   Shape shape{};
+  shape.weight_in_pieces = whole(p.J * p.D * p.K) && whole(p.weight.stride[0]) && starts(p.weight.data);
+  shape.poses_in_pieces = (p.K == 1 || p.u.stride[2] == 1) && whole(p.K) && whole(p.u.stride[0]) &&
+                          whole(p.u.stride[1]) && starts(p.u.data);
   for (int warps = kMostWarps; warps > 0; warps /= 2) {
     for (int wide = std::min(most, warps); wide > 0; wide /= 2) {
       // Tiles beyond the batch cost as much as others, so they are an eighth at most.
-      const int64_t padded = (tiles + wide - 1) / wide * wide;
-      if (wide > 1 && 8 * padded > 9 * tiles) continue;
+      if (wide > 1 && 8 * wide * divide_up(tiles, wide) > 9 * tiles) continue;
       shape.tiles_log = log_of(wide);
       shape.streams = warps / wide;
       shape.chunk = deep && shape.streams == 1 ? Size::chunk : shape.streams;
@@ -92,22 +59,14 @@ struct AccumulatePlan {
 template <bool kBackward>
 AccumulatePlan plan_accumulate(const Problem& p, const Inputs& in, const Kernels& kernels, const gpu::Context& on) {
   AccumulatePlan plan{};
-  const int64_t tiles = (p.B + kSamples - 1) / kSamples;
-  plan.shape = shape_for(tiles, Size::tiles, true, on.shared_bytes(), [&](const Shape& shape) {
-    return kernels.accumulate_bytes(in, shape);
-  });
-  const int64_t groups = (tiles + plan.shape.tiles() - 1) / plan.shape.tiles(), pairs = groups * p.I;
+  const auto bytes = [&](const Shape& shape) { return kernels.accumulate_bytes(in, shape); };
+  plan.shape = shape_for(p, Size::tiles, true, on.shared_bytes(), bytes);
+  const int64_t groups = divide_up(p.B, plan.shape.samples()), pairs = groups * p.I;
   const auto most = [&](int cluster) {
-    const int bytes = kernels.accumulate_bytes(in, plan.shape), threads = plan.shape.threads();
-    const auto of = [&](auto kernel) {
-      return cluster > 1 ? gpu::max_active_clusters(kernel, cluster, threads, bytes)
-                         : gpu::max_active_blocks(kernel, threads, bytes) * on.multiprocessors();
-    };
-    if constexpr (kBackward) {
-      return of(kernels.backward);
-    } else {
-      return of(kernels.forward);
-    }
+    const auto kernel = kernels.template accumulate<kBackward>();
+    const int threads = plan.shape.threads();
+    return cluster > 1 ? gpu::max_active_clusters(kernel, cluster, threads, bytes(plan.shape))
+                       : gpu::max_active_blocks(kernel, threads, bytes(plan.shape)) * on.multiprocessors();
   };
   // Blocks of a cluster share the input capsules of a unit, so there must be enough for all.
   plan.cluster = on.clusters() && pairs >= Size::cluster * plan.shape.chunk * on.multiprocessors() ? Size::cluster : 1;
@@ -130,13 +89,12 @@ struct GradientPlan {
 inline GradientPlan plan_gradient(const Problem& p, const Inputs& in, const Kernels& kernels, bool with_dlogits,
                                   const gpu::Context& on) {
   GradientPlan plan{};
-  const int64_t tiles = (p.B + kSamples - 1) / kSamples;
   const auto bytes = [&](const Shape& shape) { return kernels.gradient_bytes(in, shape, with_dlogits); };
-  plan.shape = shape_for(tiles, Size::gradient_tiles, false, on.shared_bytes(), bytes);
+  plan.shape = shape_for(p, Size::gradient_tiles, false, on.shared_bytes(), bytes);
   const int64_t blocks =
       gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape)) * on.multiprocessors();
-  const int64_t groups = (tiles + plan.shape.tiles() - 1) / plan.shape.tiles();
-  const int64_t chunks = (p.I + plan.shape.chunk - 1) / plan.shape.chunk, units = std::max<int64_t>(blocks, 1);
+  const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
+  const int64_t units = std::max<int64_t>(blocks, 1);
   // The fewest rounds of a block, each a chunk for a group of samples. More parts of dweight, which are written, read
   // and added up, must save an eighth of them.
   const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
@@ -159,12 +117,11 @@ class Launcher {
       : p(problem),
         in(inputs),
         on(context),
-        choice(choose(problem, with_coupling)),
-        kernels(kernels_for(choice)),
+        kernels(choose(problem, with_coupling)),
         plan(backward ? plan_accumulate<true>(problem, inputs, kernels, context)
                       : plan_accumulate<false>(problem, inputs, kernels, context)) {}
 
-  VectorOrder order() const { return {p.J, p.D, choice.tiles}; }
+  VectorOrder order() const { return {p.J, p.D, kernels.tiles}; }
   const Work& work() const { return plan.work; }
   bool together() const { return plan.together && on.cooperative(); }
 
@@ -173,25 +130,19 @@ class Launcher {
   template <bool kBackward, class Steps>
   bool accumulate(const Steps& steps, int64_t begin, int64_t end, bool together) const {
     const AccumulateArgs<kBackward> args{
-        steps, plan.work, plan.shape, pieces_of(p), together, static_cast<int>(begin), static_cast<int>(end), 0};
-    const auto launch = [&](auto kernel) {
-      return gpu::try_launch(kernel, {plan.work.units * plan.cluster, 1, 1}, plan.shape.threads(),
-                             kernels.accumulate_bytes(in, plan.shape), on.stream(), args, {plan.cluster, together});
-    };
-    if constexpr (kBackward) {
-      return launch(kernels.backward);
-    } else {
-      return launch(kernels.forward);
-    }
+        steps, plan.work, plan.shape, together, static_cast<int>(begin), static_cast<int>(end), 0};
+    return gpu::try_launch(
+        kernels.template accumulate<kBackward>(), {plan.work.units * plan.cluster, 1, 1}, plan.shape.threads(),
+        kernels.accumulate_bytes(in, plan.shape), on.stream(), args, {plan.cluster, together});
   }
 
   GradientPlan plan_gradient(bool with_dlogits) const { return rows::plan_gradient(p, in, kernels, with_dlogits, on); }
 
   void gradient(GradientArgs args, const GradientPlan& by) const {
     args.shape = by.shape;
-    args.in_pieces = pieces_of(p);
-    args.scale = choice.options == Options::plain ? static_cast<float>(p.J) : 1.0f;
-    args.unscale = (choice.exact ? 1.0f : kOfSingle) / args.scale;
+    args.all = order().size(p.B);
+    args.scale = kernels.plain ? static_cast<float>(p.J) : 1.0f;
+    args.unscale = (kernels.exact ? 1.0f : kOfSingle) / args.scale;
     gpu::launch(kernels.gradient, {by.parts, by.splits, 1}, by.shape.threads(),
                 kernels.gradient_bytes(in, by.shape, static_cast<bool>(args.dlogits)), on.stream(), args);
   }
@@ -200,7 +151,6 @@ class Launcher {
   const Problem& p;
   const Inputs& in;
   const gpu::Context& on;
-  const Choice choice;
   const Kernels kernels;
   const AccumulatePlan plan;
 };

@@ -48,7 +48,7 @@ enum class Options : int { plain, any, in };
 // are split into two TF32 parts, three products of which are as accurate as one of float32; else one product is taken.
 template <int kTiles, int kSteps, bool kExact, Options kOptions>
 struct Rows {
-  static constexpr int tiles = kTiles, steps = kSteps, K = kStep * kSteps;
+  static constexpr int tiles = kTiles, steps = kSteps;
   static constexpr bool exact = kExact, plain = kOptions == Options::plain, in = kOptions == Options::in;
   static constexpr int groups = kTiles / 8;  // of four output capsules
   static constexpr bool paired = kTiles % 8 != 0;
@@ -66,8 +66,15 @@ struct Rows {
   static constexpr int vectors = kTiles * 128;
 };
 
-// The lane's elements of 16 x 8 votes, or of a sum of them.
+// The lane's elements of 16 x 8 votes, or of a sum of them; as they are loaded and stored, 16 bytes at once.
 using Accumulator = float[4];
+using Four = Run<float, 4>;
+
+CAPSFAST_DEVICE Four four(const Accumulator& x) { return {x[0], x[1], x[2], x[3]}; }
+CAPSFAST_DEVICE void add(float (&sum)[4], const Four& x) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) sum[n] += x.value[n];
+}
 
 // A thread's place in its block and its lane's in the fragment.
 struct ThreadCoord {

@@ -14,33 +14,29 @@ struct ScoreCoord {
   CAPSFAST_DEVICE int64_t sample(const ThreadCoord& at, int row) const { return b0 + at.group + 8 * row; }
 };
 
+// Element [b, i, j] of a tensor.
+CAPSFAST_DEVICE int64_t element_of(const Operand& x, int64_t b, int64_t i, int64_t j) {
+  return b * x.stride[0] + i * x.stride[1] + j * x.stride[2];
+}
+
 // The options of the scores: adds logits to b, or makes it -inf where an input or output capsule is masked; adds
 // dcoupling, if it is wanted, to dc, or makes that 0.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void apply_options(const Inputs& in, const Operand& dcoupling, bool with_dcoupling,
                                    const ThreadCoord& at, const ScoreCoord& of, Scores<Tr>& b, Scores<Tr>& dc) {
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
+  each_score<Tr>([&](int slot, int row) {
     const int64_t sample = of.sample(at, row);
-    const bool valid = sample < in.B && in.mask.at(sample, of.i);
-#pragma unroll
-    for (int slot = 0; slot < Tr::slots; ++slot) {
-      const int j = output_of<Tr>(at, slot);
-      const bool counts = valid && j < in.J && in.out_mask.at(sample, j);
-      float x = b[slot][row];
-      if (counts && in.logits.data)
-        x += in.logits.template read<float>(
-            sample * in.logits.stride[0] + of.i * in.logits.stride[1] + j * in.logits.stride[2]);
-      b[slot][row] = counts ? x : -Extreme<float>::infinity;
-      if constexpr (kBackward) {
-        float y = dc[slot][row];
-        if (counts && with_dcoupling && dcoupling.data)
-          y += dcoupling.template read<float>(
-              sample * dcoupling.stride[0] + of.i * dcoupling.stride[1] + j * dcoupling.stride[2]);
-        dc[slot][row] = counts ? y : 0.0f;
-      }
+    const int j = output_of<Tr>(at, slot);
+    const bool counts = sample < in.B && in.mask.at(sample, of.i) && j < in.J && in.out_mask.at(sample, j);
+    if (counts && in.logits.data)
+      b[slot][row] += in.logits.template read<float>(element_of(in.logits, sample, of.i, j));
+    if (!counts) b[slot][row] = -Extreme<float>::infinity;
+    if constexpr (kBackward) {
+      if (counts && with_dcoupling && dcoupling.data)
+        dc[slot][row] += dcoupling.template read<float>(element_of(dcoupling, sample, of.i, j));
+      if (!counts) dc[slot][row] = 0.0f;
     }
-  }
+  });
 }
 
 // The sum over the four lanes of a quad, in all of them.
@@ -57,19 +53,14 @@ CAPSFAST_DEVICE float quad_max(float x) {
 // product with a gradient as small as 1e-25 overflows or becomes 0.
 constexpr float kNear = 30.0f;
 
-// Softmax over the output capsules: replaces b by c and, in the backward, dc by db = c (dc - sum_j c dc). counts: see
-// standing().
+// Softmax over the output capsules: replaces b by c times `times` and, in the backward, dc by db = c (dc - sum_j c dc)
+// times `times`. counts: see standing().
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Scores<Tr>& dc, float times = 1.0f) {
   float leak[2] = {1.0f, 1.0f};  // exp() of the leaky entry's logit, 0
-  bool far = !Tr::plain;
-  if constexpr (Tr::plain) {
-#pragma unroll
-    for (int slot = 0; slot < Tr::slots; ++slot)
-      far = far | (std::fabs(b[slot][0]) > kNear) | (std::fabs(b[slot][1]) > kNear);
-    far = gpu::any(far);
-  }
-  if (far) {
+  bool far = false;
+  each_score<Tr>([&](int slot, int row) { far = far | (std::fabs(b[slot][row]) > kNear); });
+  if (!Tr::plain || gpu::any(far)) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float m = !Tr::plain && leaky ? 0.0f : Extreme<float>::lowest;
@@ -97,18 +88,16 @@ CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Sco
       if constexpr (kBackward) mean += term * dc[slot][row];
     }
     sum = quad_sum(sum);
-    if constexpr (kBackward) mean = quad_sum(mean);
     float scale;
     if constexpr (Tr::plain) {
       scale = gpu::reciprocal(sum);
     } else {
       scale = inverse(leaky ? sum + leak[row] : sum);
     }
-    if constexpr (kBackward) mean *= scale;
-    scale *= times;
+    if constexpr (kBackward) mean = quad_sum(mean) * scale;
 #pragma unroll
     for (int slot = 0; slot < Tr::slots; ++slot) {
-      const float c = b[slot][row] * scale;
+      const float c = b[slot][row] * (scale * times);
       b[slot][row] = c;
       if constexpr (kBackward) dc[slot][row] = c * (dc[slot][row] - mean);
     }
@@ -119,22 +108,18 @@ CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Sco
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void softmax_known(const Inputs& in, const Normaliser<float>& norm, const ThreadCoord& at,
                                    const ScoreCoord& of, Scores<Tr>& b, Scores<Tr>& dc) {
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
+  each_score<Tr>([&](int slot, int row) {
     const int64_t sample = of.sample(at, row);
-#pragma unroll
-    for (int slot = 0; slot < Tr::slots; ++slot) {
-      const int j = output_of<Tr>(at, slot);
-      float c = 0.0f, db = 0.0f;
-      if (sample < in.B && j < in.J) {
-        const int64_t column = sample * in.J + j;
-        c = exponential(b[slot][row] - norm.max[column]) * norm.scale[column];
-        if constexpr (kBackward) db = c * (dc[slot][row] - norm.mean[column]);
-      }
-      b[slot][row] = c;
-      if constexpr (kBackward) dc[slot][row] = db;
+    const int j = output_of<Tr>(at, slot);
+    float c = 0.0f, db = 0.0f;
+    if (sample < in.B && j < in.J) {
+      const int64_t column = sample * in.J + j;
+      c = exponential(b[slot][row] - norm.max[column]) * norm.scale[column];
+      if constexpr (kBackward) db = c * (dc[slot][row] - norm.mean[column]);
     }
-  }
+    b[slot][row] = c;
+    if constexpr (kBackward) dc[slot][row] = db;
+  });
 }
 
 // A softmax over the input capsules whose normaliser is not known yet: c = exp(b - max) / total after the input
@@ -150,11 +135,7 @@ constexpr float kSlack = 8.0f;
 
 template <class Tr>
 CAPSFAST_DEVICE void rescale(const Scores<Tr>& factor, Accumulator (&sum)[Tr::tiles]) {
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) sum[tile][n] *= factor[tile / 8][n / 2];
-  }
+  each_element<Tr>([&](int tile, int n) { sum[tile][n] *= factor[tile / 8][n / 2]; });
 }
 
 // Replaces b by exp(b - max), after `max` has followed it.
@@ -162,20 +143,16 @@ template <class Tr>
 CAPSFAST_DEVICE void follow_maximum(Running<Tr>* run, Scores<Tr>& b, Accumulator (&sum)[Tr::tiles]) {
   Scores<Tr> factor;
   bool moved = false;
-#pragma unroll
-  for (int slot = 0; slot < Tr::slots; ++slot) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float x = b[slot][row], before = run->max[slot][row];
-      const bool rises = x > before + kSlack;
-      const float max = rises ? x : before;
-      factor[slot][row] = rises ? exponential(before - x) : 1.0f;
-      moved = moved || rises;
-      b[slot][row] = exponential(x - max);
-      run->max[slot][row] = max;
-      run->total[slot][row] = run->total[slot][row] * factor[slot][row] + b[slot][row];
-    }
-  }
+  each_score<Tr>([&](int slot, int row) {
+    const float x = b[slot][row], before = run->max[slot][row];
+    const bool rises = x > before + kSlack;
+    const float max = rises ? x : before;
+    factor[slot][row] = rises ? exponential(before - x) : 1.0f;
+    moved = moved || rises;
+    b[slot][row] = exponential(x - max);
+    run->max[slot][row] = max;
+    run->total[slot][row] = run->total[slot][row] * factor[slot][row] + b[slot][row];
+  });
   if (moved) rescale<Tr>(factor, sum);
 }
 

@@ -8,23 +8,17 @@
 
 namespace capsfast::cuda::rows {
 
-using Four = Run<float, 4>;
-
 // How a block cuts its work, chosen by launch.h.
 struct Shape {
   int tiles_log;  // base 2, of the tiles of 16 samples that a block has
   int streams;    // warps that share a tile, each with input capsules of its own
   int chunk;      // input capsules that are in shared memory at a time, a multiple of `streams`
+  bool weight_in_pieces, poses_in_pieces;  // may be copied in pieces of 16 bytes
 
   CAPSFAST_HOST_DEVICE int tiles() const { return 1 << tiles_log; }
   CAPSFAST_HOST_DEVICE int samples() const { return kSamples << tiles_log; }
   CAPSFAST_HOST_DEVICE int warps() const { return streams << tiles_log; }
   CAPSFAST_HOST_DEVICE int threads() const { return 32 * warps(); }
-};
-
-// Whether the weight of an input capsule, and a pose, may be copied in pieces of 16 bytes.
-struct InPieces {
-  bool weight, poses;
 };
 
 // Bytes of the weight of an input capsule as it is copied, in whole pieces.
@@ -62,27 +56,25 @@ CAPSFAST_DEVICE void two_parts(float x, float& high, float& low) {
 }
 
 // The n-th four elements of weights, or gradients of weights, [capsules][Tr::pairs][Tr::steps][32 lanes]: of a column
-// in each of two tiles, components k and k + 1.
+// in each of two tiles, components k and k + 1. place: of these in the gradient of their input capsule.
 template <class Tr>
 struct PlaneItem {
   int capsule, pair, k, n, place;
 
-  CAPSFAST_DEVICE explicit PlaneItem(int item) {
-    const int step = item / 32 % Tr::steps, kp = item % 4;
-    capsule = item / (Tr::dweight / 4);
-    pair = item / 32 / Tr::steps % Tr::pairs;
-    n = item / 4 % 8;
-    k = kStep * step + 2 * kp;
-    place = in_plane(n, kp);
-  }
+  CAPSFAST_DEVICE explicit PlaneItem(int item)
+      : capsule(item / (Tr::dweight / 4)),
+        pair(item / 32 / Tr::steps % Tr::pairs),
+        k(item / 32 % Tr::steps * kStep + 2 * (item % 4)),
+        n(item / 4 % 8),
+        place((pair * Tr::steps + k / kStep) * kPlane + in_plane(n, item % 4)) {}
   CAPSFAST_DEVICE Component column(int tile) const { return component_of(Tr::tiles, 2 * pair + tile, n); }
 };
 
 template <class Tr>
 class Chunk {
  public:
-  CAPSFAST_DEVICE Chunk(const Inputs& inputs, const InPieces& pieces, const Shape& cut)
-      : in(inputs), in_pieces(pieces), shape(cut), at(chunk_memory<Tr>(inputs, cut)) {}
+  CAPSFAST_DEVICE Chunk(const Inputs& inputs, const Shape& cut)
+      : in(inputs), shape(cut), at(chunk_memory<Tr>(inputs, cut)) {}
 
   CAPSFAST_DEVICE Shared<float> weight() const { return gpu::shared<float>(at.weight, shape.chunk * Tr::weight); }
   CAPSFAST_DEVICE Shared<float> poses() const {
@@ -108,10 +100,42 @@ class Chunk {
 
  private:
   // Starts copying `count` input capsules from i on, and their poses of the samples from b0 on.
-  CAPSFAST_DEVICE void start(int b0, int i, int count) const {
-    for (int capsule = 0; capsule < count; ++capsule) {
-      start_weight(i + capsule, capsule);
-      start_poses(b0, i + capsule, capsule);
+  CAPSFAST_DEVICE void start(int64_t b0, int64_t i, int count) const {
+    const int weights = static_cast<int>(in.J * in.D * in.K), left = static_cast<int>(in.B - b0);
+    const int samples = left < shape.samples() ? left : shape.samples();
+    const int64_t *weight = in.matrix.stride, *u = in.u.stride;
+    for (int capsule = 0; capsule < count; ++capsule)
+      start_rows(in.matrix, (i + capsule) * weight[0], 1, 0, weights, 1, shape.weight_in_pieces,
+                 at.raw_weight + capsule * raw_weight_bytes(in));
+    for (int capsule = 0; capsule < count; ++capsule)
+      start_rows(in.u, b0 * u[0] + (i + capsule) * u[1], samples, u[0], static_cast<int>(in.K), u[2],
+                 shape.poses_in_pieces, at.raw_poses + capsule * shape.samples() * raw_pose_bytes(in));
+  }
+
+  // Starts copying rows of `length` elements to byte `to` of shared memory: element n of row r is first + r stride + n
+  // step of the tensor. What does not fit pieces of 16 bytes is copied at once.
+  static CAPSFAST_DEVICE void start_rows(const Operand& from, int64_t first, int rows, int64_t stride, int length,
+                                         int64_t step, bool in_pieces, int to) {
+    const int size = element_bytes(from.storage);
+    if (in_pieces) {
+      const int bytes = length * size;
+#pragma unroll 1
+      for (int n = 16 * gpu::thread(); n < rows * bytes; n += 16 * gpu::threads()) {
+        const int row = rows == 1 ? 0 : n / bytes;
+        gpu::copy_ahead(gpu::shared<unsigned char>(to, rows * bytes), n, Global<const unsigned char>(from.data),
+                        (first + row * stride) * size + n - row * bytes);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int n = gpu::thread(); n < rows * length; n += gpu::threads()) {
+      const int row = rows == 1 ? 0 : n / length;
+      const int64_t element = first + row * stride + (n - row * length) * step;
+      if (size == 4) {
+        gpu::shared<float>(to + 4 * n, 1)[0] = from.data.as<const float>()[element];
+      } else {
+        gpu::shared<uint16_t>(to + 2 * n, 1)[0] = from.data.as<const uint16_t>()[element];
+      }
     }
   }
 
@@ -135,51 +159,6 @@ class Chunk {
       }
     }
   }
-  CAPSFAST_DEVICE void start_weight(int64_t i, int capsule) const {
-    const int bytes = raw_weight_bytes(in), size = element_bytes(in.matrix.storage);
-    const int64_t from = i * in.matrix.stride[0];
-    if (in_pieces.weight) {
-      const Shared<unsigned char> to = gpu::shared<unsigned char>(at.raw_weight + capsule * bytes, bytes);
-      const Global<const unsigned char> memory = in.matrix.data;
-#pragma unroll 1
-      for (int n = 16 * gpu::thread(); n < bytes; n += 16 * gpu::threads())
-        gpu::copy_ahead(to, n, memory, from * size + n);
-      return;
-    }
-    const int elements = static_cast<int>(in.J * in.D * in.K);
-#pragma unroll 1
-    for (int n = gpu::thread(); n < elements; n += gpu::threads())
-      copy_element(size, at.raw_weight + capsule * bytes + n * size, in.matrix.data, from + n);
-  }
-
-  CAPSFAST_DEVICE void start_poses(int64_t b0, int64_t i, int capsule) const {
-    const int bytes = raw_pose_bytes(in), size = element_bytes(in.u.storage), K = static_cast<int>(in.K);
-    const int raw = at.raw_poses + capsule * shape.samples() * bytes;
-    const int64_t left = in.B - b0;
-    const int samples = left < shape.samples() ? static_cast<int>(left) : shape.samples();
-    const int64_t from = b0 * in.u.stride[0] + i * in.u.stride[1];
-    if (in_pieces.poses) {
-      const Shared<unsigned char> to = gpu::shared<unsigned char>(raw, shape.samples() * bytes);
-      const Global<const unsigned char> memory = in.u.data;
-#pragma unroll 1
-      for (int n = 16 * gpu::thread(); n < samples * bytes; n += 16 * gpu::threads())
-        gpu::copy_ahead(to, n, memory, (from + n / bytes * in.u.stride[0]) * size + n % bytes);
-      return;
-    }
-#pragma unroll 1
-    for (int n = gpu::thread(); n < samples * K; n += gpu::threads())
-      copy_element(size, raw + n * size, in.u.data, from + n / K * in.u.stride[0] + n % K * in.u.stride[2]);
-  }
-
-  // One element of `size` bytes, to byte `to` of shared memory.
-  static CAPSFAST_DEVICE void copy_element(int size, int to, const Global<unsigned char>& from, int64_t n) {
-    if (size == 4) {
-      gpu::shared<float>(to, 1)[0] = from.as<const float>()[n];
-    } else {
-      gpu::shared<uint16_t>(to, 1)[0] = from.as<const uint16_t>()[n];
-    }
-  }
-
   // Element n of an array of type E from byte `from` of shared memory on.
   template <class E>
   static CAPSFAST_DEVICE float raw(int from, int n) {
@@ -233,7 +212,7 @@ class Chunk {
           high.value[m] = gpu::to_tf32(w.value[m]);
         }
       }
-      const int n_to = n / 32 * Tr::parts * kPlane + item.place;
+      const int n_to = n / 32 * Tr::parts * kPlane + in_plane(item.n, n % 4);
       to.write(n_to, high);
       if constexpr (Tr::exact) to.write(n_to + kPlane, low);
     }
@@ -262,7 +241,6 @@ class Chunk {
   }
 
   const Inputs& in;
-  const InPieces& in_pieces;
   const Shape& shape;
   const ChunkMemory at;
 };

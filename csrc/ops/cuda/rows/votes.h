@@ -61,9 +61,22 @@ CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCo
   gpu::warp_barrier();  // products follow, which take the whole warp
 }
 
-// A number for each output capsule of a lane and each of its two samples.
+// A number for each output capsule of a lane and each of its two samples, and f(slot, row) for all of them.
 template <class Tr>
 using Scores = float[Tr::slots][2];
+
+template <class Tr, class F>
+CAPSFAST_DEVICE void each_score(const F& f) {
+#pragma unroll
+  for (int n = 0; n < 2 * Tr::slots; ++n) f(n / 2, n % 2);
+}
+
+// f(tile, n) for all accumulators of a lane.
+template <class Tr, class F>
+CAPSFAST_DEVICE void each_element(const F& f) {
+#pragma unroll
+  for (int n = 0; n < 4 * Tr::tiles; ++n) f(n / 4, n % 4);
+}
 
 // This lane's elements of the vectors of 16 samples, from its first on, which is element `from`: four for each tile,
 // one behind the other.
@@ -77,8 +90,7 @@ CAPSFAST_DEVICE Global<const float> lane_vectors(const Global<const float>& vect
 template <class Tr, int kKept = 0>
 CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::tiles], const Global<const float>& vectors, Scores<Tr>& dots,
                          Four* kept = nullptr) {
-#pragma unroll
-  for (int slot = 0; slot < Tr::slots; ++slot) dots[slot][0] = dots[slot][1] = 0.0f;
+  each_score<Tr>([&](int slot, int row) { dots[slot][row] = 0.0f; });
 #pragma unroll
   for (int tile = 0; tile < Tr::tiles; ++tile) {
     const Four x = vectors.template vector<Four>(tile * 128);
@@ -100,14 +112,19 @@ CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::tiles], const Global<con
 template <class Tr>
 CAPSFAST_DEVICE void add_weighted(const Scores<Tr>& coefficients, const Accumulator (&votes)[Tr::tiles],
                                   Accumulator (&sum)[Tr::tiles]) {
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) sum[tile][n] += coefficients[tile / 8][n / 2] * votes[tile][n];
-  }
+  each_element<Tr>([&](int tile, int n) { sum[tile][n] += coefficients[tile / 8][n / 2] * votes[tile][n]; });
 }
 
-// to += coefficients times vectors, which are as in dot(), in their order.
+// to = vectors, or to += coefficients times vectors, which are as in dot(), in their order.
+template <class Tr>
+CAPSFAST_DEVICE void set_vectors(const Global<const float>& vectors, Accumulator (&to)[Tr::tiles]) {
+#pragma unroll
+  for (int tile = 0; tile < Tr::tiles; ++tile) {
+    const Four x = vectors.template vector<Four>(tile * 128);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) to[tile][n] = x.value[n];
+  }
+}
 template <class Tr, int kKept = 0>
 CAPSFAST_DEVICE void add_vectors(const Scores<Tr>& coefficients, const Global<const float>& vectors,
                                  Accumulator (&to)[Tr::tiles], const Four* kept = nullptr) {
@@ -119,27 +136,14 @@ CAPSFAST_DEVICE void add_vectors(const Scores<Tr>& coefficients, const Global<co
   }
 }
 
-// to = vectors.
-template <class Tr>
-CAPSFAST_DEVICE void set_vectors(const Global<const float>& vectors, Accumulator (&to)[Tr::tiles]) {
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
-    const Four x = vectors.template vector<Four>(tile * 128);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) to[tile][n] = x.value[n];
-  }
-}
-
 template <class Tr>
 CAPSFAST_DEVICE void add(const Accumulator (&votes)[Tr::tiles], Accumulator (&sum)[Tr::tiles]) {
-#pragma unroll
-  for (int n = 0; n < 4 * Tr::tiles; ++n) sum[n / 4][n % 4] += votes[n / 4][n % 4];
+  each_element<Tr>([&](int tile, int n) { sum[tile][n] += votes[tile][n]; });
 }
 
 template <class Tr>
 CAPSFAST_DEVICE void clear(Accumulator (&x)[Tr::tiles]) {
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) x[tile][0] = x[tile][1] = x[tile][2] = x[tile][3] = 0.0f;
+  each_element<Tr>([&](int tile, int n) { x[tile][n] = 0.0f; });
 }
 
 }  // namespace capsfast::cuda::rows
