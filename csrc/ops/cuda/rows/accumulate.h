@@ -60,7 +60,7 @@ class JoinMemory {
 
 template <class Tr>
 CAPSFAST_HOST_DEVICE int accumulate_bytes(const Inputs& in, const Shape& shape) {
-  const int chunk = chunk_memory<Tr>(in, shape).end, join = JoinMemory<Tr>(shape).bytes();
+  const int chunk = ChunkMemory<Tr>(in, shape).end, join = JoinMemory<Tr>(shape).bytes();
   return chunk > join ? chunk : join;
 }
 

@@ -40,7 +40,7 @@ class GradientMemory {
   static constexpr int quad = 10, odd = 44, pair = odd + 3 * quad + 8, pairs = 2, turn = pairs * pair;
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape)
-      : warps_(shape.warps()), turned_(chunk_memory<Tr>(in, shape).end) {}
+      : warps_(shape.warps()), turned_(ChunkMemory<Tr>(in, shape).end) {}
   CAPSFAST_DEVICE Shared<Four> turned() const { return gpu::shared<Four>(turned_, warps_ * turn); }  // [warps][turn]
   CAPSFAST_DEVICE Shared<float> sums() const { return gpu::shared<float>(sums_at(), warps_ * Tr::dweight); }
   CAPSFAST_DEVICE Shared<float> dlogits() const {  // [warps][Tr::outputs]

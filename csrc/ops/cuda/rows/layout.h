@@ -25,10 +25,9 @@ namespace capsfast::cuda::rows {
 
 using gpu::Shared;
 
-constexpr int kSamples = 16;     // of a warp
-constexpr int kComponents = 16;  // D of the layout; a smaller D is padded with zeros
-constexpr int kStep = 8;         // components k of a pose that one product takes; K is padded to whole steps
-constexpr int kMostWarps = 8;    // of a block: 255 registers a thread leave a multiprocessor no more
+constexpr int kSamples = 16;   // of a warp
+constexpr int kStep = 8;       // components k of a pose that one product takes; K is padded to whole steps
+constexpr int kMostWarps = 8;  // of a block: 255 registers a thread leave a multiprocessor no more
 
 // A plane is what one part of a weight has of two neighbouring tiles, 16 columns, and of the eight k of a step: floats.
 constexpr int kPlane = 16 * kStep;
@@ -76,16 +75,16 @@ CAPSFAST_DEVICE void add(float (&sum)[4], const Four& x) {
   for (int n = 0; n < 4; ++n) sum[n] += x.value[n];
 }
 
-// A thread's place in its block and its lane's in the fragment.
+// A thread's warp in its block, its lane and that in the fragment.
 struct ThreadCoord {
-  int thread, warp, lane, group, quad;
+  int warp, lane, group, quad;
 };
 
 CAPSFAST_DEVICE ThreadCoord thread_coord() {
   // Unsigned, as the compiler divides these by a shift alone.
   const unsigned thread = static_cast<unsigned>(gpu::reread_thread_idx()), lane = thread % 32;
-  const auto number = [](unsigned x) { return static_cast<int>(x); };
-  return {number(thread), number(thread / 32), number(lane), number(lane / 4), number(lane % 4)};
+  return {
+      static_cast<int>(thread / 32), static_cast<int>(lane), static_cast<int>(lane / 4), static_cast<int>(lane % 4)};
 }
 
 // Output capsule of a slot, and whether this lane alone stands for it in sums over lanes: the second of two lanes that

@@ -30,22 +30,18 @@ CAPSFAST_HOST_DEVICE inline int raw_pose_bytes(const Inputs& in) {
 }
 
 // Where a chunk's arrays begin in the block's shared memory, in bytes.
+template <class Tr>
 struct ChunkMemory {
-  int weight, poses;          // Tr::weight and tiles x Tr::poses floats for each input capsule
+  int weight = 0, poses;      // Tr::weight and tiles x Tr::poses floats for each input capsule
   int raw_weight, raw_poses;  // [chunk][raw_weight_bytes], [chunk][samples][raw_pose_bytes]
   int end;
-};
 
-template <class Tr>
-CAPSFAST_HOST_DEVICE ChunkMemory chunk_memory(const Inputs& in, const Shape& shape) {
-  ChunkMemory at;
-  at.weight = 0;
-  at.poses = at.weight + 4 * shape.chunk * Tr::weight;
-  at.raw_weight = at.poses + 4 * shape.chunk * shape.tiles() * Tr::poses;
-  at.raw_poses = at.raw_weight + shape.chunk * raw_weight_bytes(in);
-  at.end = at.raw_poses + (shape.chunk * shape.samples() * raw_pose_bytes(in) + 15) / 16 * 16;
-  return at;
-}
+  CAPSFAST_HOST_DEVICE ChunkMemory(const Inputs& in, const Shape& shape)
+      : poses(4 * shape.chunk * Tr::weight),
+        raw_weight(poses + 4 * shape.chunk * shape.tiles() * Tr::poses),
+        raw_poses(raw_weight + shape.chunk * raw_weight_bytes(in)),
+        end(raw_poses + (shape.chunk * shape.samples() * raw_pose_bytes(in) + 15) / 16 * 16) {}
+};
 
 // Splits x into the nearest TF32 number, high, and the rest, low. The tensor core drops the bits of low that TF32 does
 // not have, which leaves about 22 bits of x. Rounding in integers may turn a NaN into a number, but then low is NaN, so
@@ -73,8 +69,7 @@ struct PlaneItem {
 template <class Tr>
 class Chunk {
  public:
-  CAPSFAST_DEVICE Chunk(const Inputs& inputs, const Shape& cut)
-      : in(inputs), shape(cut), at(chunk_memory<Tr>(inputs, cut)) {}
+  CAPSFAST_DEVICE Chunk(const Inputs& inputs, const Shape& cut) : in(inputs), shape(cut), at(inputs, cut) {}
 
   CAPSFAST_DEVICE Shared<float> weight() const { return gpu::shared<float>(at.weight, shape.chunk * Tr::weight); }
   CAPSFAST_DEVICE Shared<float> poses() const {
@@ -159,24 +154,15 @@ class Chunk {
       }
     }
   }
-  // Element n of an array of type E from byte `from` of shared memory on.
-  template <class E>
-  static CAPSFAST_DEVICE float raw(int from, int n) {
-    if constexpr (std::is_same_v<E, float>) {
-      return gpu::shared<float>(from + 4 * n, 1)[0];
-    } else {
-      return widened(E{gpu::shared<uint16_t>(from + 2 * n, 1)[0]});
-    }
-  }
-  // Elements n and n + 1, for even n.
-  template <class E>
-  static CAPSFAST_DEVICE gpu::Pair raw_pair(int from, int n) {
-    if constexpr (std::is_same_v<E, float>) {
-      return gpu::shared<float>(from + 4 * n, 2).pair(0);
-    } else {
-      const auto bits = gpu::shared<uint16_t>(from + 2 * n, 2).template vector<Run<uint16_t, 2>>(0);
-      return {widened(E{bits.value[0]}), widened(E{bits.value[1]})};
-    }
+  // Elements n to n + kCount - 1 of an array of type E from byte `from` of shared memory on; n is a multiple of kCount.
+  template <class E, int kCount>
+  static CAPSFAST_DEVICE Run<float, kCount> raw(int from, int n) {
+    const int size = static_cast<int>(sizeof(E));
+    const auto x = gpu::shared<E>(from + size * n, kCount).template vector<Run<E, kCount>>(0);
+    Run<float, kCount> wide;
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) wide.value[m] = widened(x.value[m]);
+    return wide;
   }
 
   template <class E>
@@ -194,13 +180,13 @@ class Chunk {
         const Component column = item.column(tile);
         if (column.j >= J || column.d >= D || item.k >= K) continue;
         const int first = (column.j * D + column.d) * K + item.k;
+        float* const two = w.value + 2 * tile;
         if (K % 2 == 0) {
-          const gpu::Pair two = raw_pair<E>(from, first);
-          w.value[2 * tile] = two.first;
-          w.value[2 * tile + 1] = two.second;
+          const Run<float, 2> both = raw<E, 2>(from, first);
+          two[0] = both.value[0], two[1] = both.value[1];
         } else {
-          w.value[2 * tile] = raw<E>(from, first);
-          if (item.k + 1 < K) w.value[2 * tile + 1] = raw<E>(from, first + 1);
+          two[0] = raw<E, 1>(from, first).value[0];
+          if (item.k + 1 < K) two[1] = raw<E, 1>(from, first + 1).value[0];
         }
       }
       Four high, low;
@@ -233,7 +219,8 @@ class Chunk {
       for (int m = 0; m < 4; ++m) {
         const int sample = tile * kSamples + lane / 4 + m % 2 * 8;
         const bool valid = b0 + sample < in.B && k + m / 2 < K && in.mask.at(b0 + sample, i + capsule);
-        const float x = valid ? raw<E>(at.raw_poses + (capsule * shape.samples() + sample) * bytes, k + m / 2) : 0.0f;
+        const int from = at.raw_poses + (capsule * shape.samples() + sample) * bytes;
+        const float x = valid ? raw<E, 1>(from, k + m / 2).value[0] : 0.0f;
         u.value[m] = Tr::exact ? x : gpu::to_tf32(x);
       }
       to.write(4 * n, u);
@@ -242,7 +229,7 @@ class Chunk {
 
   const Inputs& in;
   const Shape& shape;
-  const ChunkMemory at;
+  const ChunkMemory<Tr> at;
 };
 
 }  // namespace capsfast::cuda::rows

@@ -46,21 +46,6 @@ CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const 
   }
 }
 
-// Makes votes of masked input capsules 0, whatever the weight holds. Not of plain kernels.
-template <class Tr>
-CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCoord& at,
-                                 Accumulator (&votes)[Tr::tiles]) {
-  if (!in.mask.data) return;
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const int sample = b0 + at.group + 8 * row;
-    if (sample < in.B && in.mask.at(sample, i)) continue;
-#pragma unroll
-    for (int tile = 0; tile < Tr::tiles; ++tile) votes[tile][2 * row] = votes[tile][2 * row + 1] = 0.0f;
-  }
-  gpu::warp_barrier();  // products follow, which take the whole warp
-}
-
 // A number for each output capsule of a lane and each of its two samples, and f(slot, row) for all of them.
 template <class Tr>
 using Scores = float[Tr::slots][2];
@@ -76,6 +61,21 @@ template <class Tr, class F>
 CAPSFAST_DEVICE void each_element(const F& f) {
 #pragma unroll
   for (int n = 0; n < 4 * Tr::tiles; ++n) f(n / 4, n % 4);
+}
+
+// Makes votes of masked input capsules 0, whatever the weight holds. Not of plain kernels.
+template <class Tr>
+CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCoord& at,
+                                 Accumulator (&votes)[Tr::tiles]) {
+  if (!in.mask.data) return;
+  bool kept[2];
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int sample = b0 + at.group + 8 * row;
+    kept[row] = sample < in.B && in.mask.at(sample, i);
+  }
+  each_element<Tr>([&](int tile, int n) { votes[tile][n] = kept[n / 2] ? votes[tile][n] : 0.0f; });
+  gpu::warp_barrier();  // products follow, which take the whole warp
 }
 
 // This lane's elements of the vectors of 16 samples, from its first on, which is element `from`: four for each tile,
