@@ -95,7 +95,7 @@ def test_what_is_computed_is_counted(tiles: int, exact: bool) -> None:
     # Votes and dweight; du, for which a product has the high and the low part of a weight in its rows. ds of iteration
     # 0, then V and ds for the dots and for the sums, what is kept of ds but once.
     later = sass.ITERATIONS - 1
-    kept = min(tiles, (51 if exact else 52) - 2 * tiles)
+    kept = min(tiles, (51 if exact else 48) - 2 * tiles)
     loads = tiles + (4 * tiles - kept) * later
     assert kinds("gradients", "HMMA", "LDG") == [2 * product + (4 if exact else 2) * tiles, loads]
     # Where products are exact dvotes are split by a multiply-add, once for du and once for dweight.

@@ -37,15 +37,15 @@ class Cost:
 COSTS = {
     "float32": {
         "unweighted": Cost(165, 84, 60),
-        "forward": Cost(342, 164, 60),
-        "backward": Cost(476, 244, 60),
-        "gradient": Cost(1939, 1074, 200),
+        "forward": Cost(344, 164, 60),
+        "backward": Cost(475, 244, 60),
+        "gradient": Cost(1906, 1082, 200),
     },
     "bfloat16": {
         "unweighted": Cost(102, 44, 20),
         "forward": Cost(280, 124, 20),
-        "backward": Cost(414, 204, 20),
-        "gradient": Cost(1451, 994, 80),
+        "backward": Cost(413, 204, 20),
+        "gradient": Cost(1425, 1026, 80),
     },
 }
 

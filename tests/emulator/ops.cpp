@@ -30,10 +30,9 @@ extern "C" __attribute__((visibility("default"))) void capsfast_rows_plan(const 
   std::copy(strides, strides + 4, p.weight.stride);
   const cuda::Inputs in = cuda::inputs_of(p);
   const gpu::Context context{torch::stable::Tensor()};
-  const cuda::rows::Kernels kernels = cuda::rows::choose(p, false);
-  const auto plan = backward ? cuda::rows::plan_accumulate<true>(p, in, kernels, context)
-                             : cuda::rows::plan_accumulate<false>(p, in, kernels, context);
-  const auto gradient = plan_gradient(p, in, kernels, false, context);
+  const cuda::rows::Launcher launcher(p, in, backward, false, context);
+  const cuda::rows::AccumulatePlan plan = launcher.plan();
+  const cuda::rows::GradientPlan gradient = launcher.plan_gradient(false);
   const int64_t found[] = {plan.shape.tiles(),   plan.work.groups,       plan.work.units, plan.cluster,
                            gradient.shape.chunk, gradient.shape.tiles(), gradient.parts,  gradient.splits};
   std::copy(found, found + 8, values);

@@ -60,22 +60,15 @@ class JoinMemory {
 
 template <class Tr>
 CAPSFAST_HOST_DEVICE int accumulate_bytes(const Inputs& in, const Shape& shape) {
-  const int chunk = chunk_memory<Tr>(in, shape).end, join = JoinMemory<Tr>(shape).bytes();
+  const int chunk = ChunkMemory<Tr>(in, shape).end, join = JoinMemory<Tr>(shape).bytes();
   return chunk > join ? chunk : join;
 }
-
-// What a warp has of a segment.
-template <class Tr>
-struct Accumulation {
-  Accumulator sum[Tr::tiles];
-  Running<Tr> run;
-};
 
 // Calls f(slot, row, n) for this lane's columns, n being their index in an array [16][Tr::outputs]. A column that two
 // lanes share belongs to the first, but for reads.
 template <class Tr, class F>
 CAPSFAST_DEVICE void each_column(const ThreadCoord& at, bool reads, const F& f) {
-  each_score<Tr>([&](int slot, int row) {
+  unrolled<Tr::slots, 2>([&](int slot, int row) {
     if (reads || slot < Tr::groups || at.quad % 2 == 0)
       f(slot, row, (at.group + 8 * row) * Tr::outputs + output_of<Tr>(at, slot));
   });
@@ -88,7 +81,7 @@ CAPSFAST_DEVICE void agree_on_maximum(const Shape& shape, const ThreadCoord& at,
   const JoinMemory<Tr> memory(shape);
   const int tile = at.warp & (shape.tiles() - 1), from = at.warp * memory.columns, to = tile * memory.columns;
   const Shared<float> max = memory.max(), total = memory.total(), block_max = memory.block_max();
-  each_column<Tr>(at, false, [&](int slot, int row, int n) { max[from + n] = mine->run.max[slot][row]; });
+  each_column<Tr>(at, false, [&](int slot, int row, int n) { max[from + n] = mine->max[slot][row]; });
   gpu::barrier();
   if (at.warp < shape.tiles()) {
     each_column<Tr>(at, false, [&](int, int, int n) {
@@ -103,10 +96,10 @@ CAPSFAST_DEVICE void agree_on_maximum(const Shape& shape, const ThreadCoord& at,
   each_column<Tr>(at, true, [&](int slot, int row, int n) {
     float m = Extreme<float>::lowest;
     for (int rank = 0; rank < gpu::cluster_size(); ++rank) m = std::fmax(m, block_max.read_from(rank, to + n));
-    factor[slot][row] = exponential(mine->run.max[slot][row] - m);
+    factor[slot][row] = exponential(mine->max[slot][row] - m);
   });
   each_column<Tr>(
-      at, false, [&](int slot, int row, int n) { total[from + n] = mine->run.total[slot][row] * factor[slot][row]; });
+      at, false, [&](int slot, int row, int n) { total[from + n] = mine->total[slot][row] * factor[slot][row]; });
   rescale<Tr>(factor, mine->sum);
 }
 
@@ -115,16 +108,13 @@ template <class Tr>
 CAPSFAST_DEVICE void join_warps(const Shape& shape, const ThreadCoord& at, Accumulation<Tr>* mine) {
   const Shared<Four> sums = JoinMemory<Tr>(shape).sums();
   const auto put = [&](int warp) {
-#pragma unroll
-    for (int tile = 0; tile < Tr::tiles; ++tile) sums[(warp * Tr::tiles + tile) * 32 + at.lane] = four(mine->sum[tile]);
+    unrolled<Tr::tiles>([&](int tile) { sums[(warp * Tr::tiles + tile) * 32 + at.lane] = four(mine->sum[tile]); });
   };
   for (int left = shape.warps() / 2; left >= shape.tiles(); left /= 2) {
     if (at.warp >= left && at.warp < 2 * left) put(at.warp - left);
     gpu::barrier();
     if (at.warp < left) {
-#pragma unroll
-      for (int tile = 0; tile < Tr::tiles; ++tile)
-        add(mine->sum[tile], sums[(at.warp * Tr::tiles + tile) * 32 + at.lane]);
+      unrolled<Tr::tiles>([&](int tile) { add(mine->sum[tile], sums[(at.warp * Tr::tiles + tile) * 32 + at.lane]); });
     }
     gpu::barrier();
   }
@@ -138,20 +128,19 @@ CAPSFAST_DEVICE void write_sums(const Pass& a, const Work& work, const Shape& sh
   const JoinMemory<Tr> memory(shape);
   const int D = static_cast<int>(in.D), J = static_cast<int>(in.J), size = gpu::cluster_size();
   const int first = gpu::cluster_rank() * gpu::threads() + gpu::thread(), step = size * gpu::threads();
-  const Shared<Four> sums = memory.sums();
 #pragma unroll 1
   for (int n = first; n < shape.tiles() * Tr::vectors / 4; n += step) {
     const int lane = n % 32, tile = n / 32 % Tr::tiles, sample = n / (Tr::vectors / 4) * kSamples + lane / 4;
     const Component column = component_of(Tr::tiles, tile, 2 * (lane % 4));
-    Four sum = sums.read_from(0, n);
+    Four sum = memory.sums().read_from(0, n);
 #pragma unroll 1
-    for (int rank = 1; rank < size; ++rank) add(sum.value, sums.read_from(rank, n));
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int64_t b = b0 + sample + m / 2 * 8;
-      const int d = column.d + m % 2;
-      if (b < in.B && column.j < J && d < D) a.sum_rows[work.row(segment, b, column.j, J) * D + d] = sum.value[m];
-    }
+    for (int rank = 1; rank < size; ++rank) add(sum.value, memory.sums().read_from(rank, n));
+    unrolled<2, 2>([&](int row, int odd) {
+      const int64_t b = b0 + sample + row * 8;
+      const int d = column.d + odd;
+      if (b < in.B && column.j < J && d < D)
+        a.sum_rows[work.row(segment, b, column.j, J) * D + d] = sum.value[2 * row + odd];
+    });
   }
   if constexpr (Tr::in) {
     if (!a.max) return;
@@ -185,7 +174,7 @@ CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const Sco
   if constexpr (!Tr::plain) apply_options<Tr, kBackward>(in, a.scoring.dcoupling, kBackward, at, of, b, dc);
   if constexpr (Tr::in) {
     if (!kBackward && a.max) {
-      follow_maximum<Tr>(&mine->run, b, mine->sum);
+      follow_maximum<Tr>(mine, b);
     } else {
       softmax_known<Tr, kBackward>(in, a.norm, at, of, b, dc);
     }
@@ -193,17 +182,12 @@ CAPSFAST_DEVICE void add_capsule(const Pass& a, const ThreadCoord& at, const Sco
     softmax_out<Tr, kBackward>(counts, in.leaky, b, dc);
   }
   if constexpr (!Tr::plain && !kBackward) {
-    if (a.coupling.data) {
-      each_score<Tr>([&](int slot, int row) {
-        const int64_t sample = of.sample(at, row);
-        if (sample < in.B && stands_for<Tr>(at, slot, static_cast<int>(in.J)))
-          a.coupling.template write<float>(element_of(a.coupling, sample, of.i, output_of<Tr>(at, slot)), b[slot][row]);
-      });
-    }
+    if (a.coupling.data) write_scores<Tr>(in, a.coupling, at, of, b);
     gpu::warp_barrier();  // products follow, which take the whole warp
     if (Tr::in && !a.sum_rows) return;
   }
-  add_weighted<Tr>(kBackward ? dc : b, votes, mine->sum);
+  const Scores<Tr>& c = kBackward ? dc : b;
+  unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += c[tile / 8][n / 2] * votes[tile][n]; });
 }
 
 // The input capsules [begin, end) of a block, for the samples from b0 on.
@@ -211,7 +195,6 @@ template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int begin, int end, const ThreadCoord& at,
                                 Accumulation<Tr>* mine) {
   const Chunk<Tr> chunk(a.in, shape);
-  const Shared<float> weight = chunk.weight(), poses = chunk.poses();
   const int tile = at.warp & (shape.tiles() - 1), stream = at.warp >> shape.tiles_log;
   const ScoreCoord samples{b0 + kSamples * tile, 0};
   const int64_t vectors = static_cast<int64_t>(b0 / kSamples + tile) * Tr::vectors + at.lane * 4;
@@ -222,22 +205,21 @@ CAPSFAST_DEVICE void accumulate(const Pass& a, const Shape& shape, int b0, int b
     if (idle) return;
     if (!kBackward && a.unweighted && (Tr::plain || !a.in.mask.data)) {
       // The tensor core adds up a chunk, no more: its additions round towards zero.
-      Accumulator votes[Tr::tiles];
-      clear<Tr>(votes);
+      Accumulator votes[Tr::tiles] = {};
 #pragma unroll 1
       for (int capsule = stream; capsule < count; capsule += shape.streams)
-        make_votes<Tr, true>(weight, capsule, poses, ((capsule << shape.tiles_log) + tile) * Tr::poses, at, votes);
-      add<Tr>(votes, mine->sum);
+        make_votes<Tr, true>(chunk, capsule, tile, at, votes);
+      unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += votes[tile][n]; });
       return;
     }
 #pragma unroll 1
     for (int capsule = stream; capsule < count; capsule += shape.streams) {
       Accumulator votes[Tr::tiles];
-      make_votes<Tr, false>(weight, capsule, poses, ((capsule << shape.tiles_log) + tile) * Tr::poses, at, votes);
+      make_votes<Tr, false>(chunk, capsule, tile, at, votes);
       if constexpr (!Tr::plain) {
         drop_masked<Tr>(a.in, samples.b0, i + capsule, at, votes);
         if (!kBackward && a.unweighted) {
-          add<Tr>(votes, mine->sum);
+          unrolled<Tr::tiles, 4>([&](int tile, int n) { mine->sum[tile][n] += votes[tile][n]; });
           continue;
         }
       }
@@ -262,13 +244,12 @@ CAPSFAST_DEVICE void accumulate_segments(const Pass& a, const Work& work, const 
     const int g = n / I, i = n - g * I, b0 = g * static_cast<int>(work.group);
     const int here = last - n < I - i ? last - n : I - i;
     const ThreadCoord at = thread_coord();
-    Accumulation<Tr> mine;
-    clear<Tr>(mine.sum);
+    Accumulation<Tr> mine{};
     if constexpr (Tr::in) {
       const bool leaky = a.in.leaky && i == 0 && rank == 0 && at.warp < shape.tiles();  // the leaky entry counts once
-      each_score<Tr>([&](int slot, int row) {
-        mine.run.max[slot][row] = leaky ? 0.0f : Extreme<float>::lowest;
-        mine.run.total[slot][row] = leaky ? 1.0f : 0.0f;
+      unrolled<Tr::slots, 2>([&](int slot, int row) {
+        mine.max[slot][row] = leaky ? 0.0f : Extreme<float>::lowest;
+        mine.total[slot][row] = leaky ? 1.0f : 0.0f;
       });
     }
     gpu::cluster_barrier();

@@ -40,23 +40,22 @@ class GradientMemory {
   static constexpr int quad = 10, odd = 44, pair = odd + 3 * quad + 8, pairs = 2, turn = pairs * pair;
 
   CAPSFAST_HOST_DEVICE GradientMemory(const Inputs& in, const Shape& shape)
-      : warps_(shape.warps()), turned_(chunk_memory<Tr>(in, shape).end) {}
-  CAPSFAST_DEVICE Shared<Four> turned() const { return gpu::shared<Four>(turned_, warps_ * turn); }  // [warps][turn]
-  CAPSFAST_DEVICE Shared<float> sums() const { return gpu::shared<float>(sums_at(), warps_ * Tr::dweight); }
-  CAPSFAST_DEVICE Shared<float> dlogits() const {  // [warps][Tr::outputs]
-    return gpu::shared<float>(dlogits_at(), warps_ * Tr::outputs);
-  }
+      : warps(shape.warps()),
+        turned_at(ChunkMemory<Tr>(in, shape).end),
+        sums_at(turned_at + 16 * warps * turn),
+        dlogits_at(sums_at + 4 * warps * Tr::dweight) {}
   CAPSFAST_HOST_DEVICE int bytes(bool with_dlogits) const {
-    return dlogits_at() + (with_dlogits ? 4 * warps_ * Tr::outputs : 0);
+    return dlogits_at + (with_dlogits ? 4 * warps * Tr::outputs : 0);
   }
+  CAPSFAST_DEVICE Shared<Four> turned() const { return gpu::shared<Four>(turned_at, warps * turn); }
+  CAPSFAST_DEVICE Shared<float> sums() const { return gpu::shared<float>(sums_at, warps * Tr::dweight); }
+  CAPSFAST_DEVICE Shared<float> dlogits() const { return gpu::shared<float>(dlogits_at, warps * Tr::outputs); }
 
  private:
-  CAPSFAST_HOST_DEVICE int sums_at() const { return turned_ + 16 * warps_ * turn; }
-  CAPSFAST_HOST_DEVICE int dlogits_at() const { return sums_at() + 4 * warps_ * Tr::dweight; }
-  int warps_, turned_;
+  const int warps, turned_at, sums_at, dlogits_at;  // in bytes: [warps][turn] fours, [warps][dweight], [warps][outputs]
 };
 
-// dvotes of a warp's samples for one input capsule, times a.scale; `dlogits` sums db over the iterations. vectors_at:
+// dvotes of a warp's samples for one input capsule, in the order of V, times a.scale; `dlogits` sums db over the iterations. vectors_at:
 // where V and ds of these samples begin in those of one iteration.
 template <class Tr>
 CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of, int64_t vectors_at,
@@ -64,17 +63,21 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
                                  Accumulator (&dvotes)[Tr::tiles], Scores<Tr>& dlogits) {
   // ds is read for the dots and again for its sum. As much of it stays as registers hold beside votes and dvotes, fours
   // for fours, before the compiler moves numbers to local memory.
-  constexpr int kSpare = Tr::plain ? (Tr::exact ? 51 : 52) - 2 * Tr::tiles : 0;
+  constexpr int kSpare = Tr::plain ? (Tr::exact ? 51 : 48) - 2 * Tr::tiles : 0;
   constexpr int kKept = kSpare < Tr::tiles ? kSpare : Tr::tiles;
   const Inputs& in = a.in;
   const int64_t scalars = in.B * in.J, mine = vectors_at + at.lane * 4;
   int t = a.first;
   if constexpr (Tr::plain) {
     // In iteration 0 every coefficient is 1 / J. Without it, the sum begins with V[0], which is 0.
-    set_vectors<Tr>(lane_vectors<Tr>(t == 0 ? a.ds : a.V, mine, at), dvotes);
+    const Global<const float> begin = lane_vectors<Tr>(t == 0 ? a.ds : a.V, mine, at);
+    unrolled<Tr::tiles>([&](int tile) {
+      const Four x = begin.template vector<Four>(tile * 128);
+      unrolled<4>([&](int n) { dvotes[tile][n] = x.value[n]; });
+    });
     if (t == 0) t = 1;
   } else {
-    clear<Tr>(dvotes);
+    unrolled<Tr::tiles, 4>([&](int tile, int n) { dvotes[tile][n] = 0.0f; });
   }
   int64_t vectors = mine + t * a.all;
 #pragma unroll 1
@@ -98,7 +101,7 @@ CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, c
     // V of iteration 0 is 0, so votes do not depend on its db, which only dlogits need.
     if ((Tr::plain || t > 0) && !a.gradient_last) add_vectors<Tr>(dc, lane_vectors<Tr>(a.V, again, at), dvotes);
     if constexpr (!Tr::plain) {
-      each_score<Tr>([&](int slot, int row) {
+      unrolled<Tr::slots, 2>([&](int slot, int row) {
         dlogits[slot][row] = (t == a.first ? 0.0f : dlogits[slot][row]) + dc[slot][row];
       });
     }
@@ -113,14 +116,13 @@ constexpr float kOfSingle = 1.0f + 0x1.7p-12f;  // half a unit of 11 bits, for m
 
 template <class Tr>
 CAPSFAST_DEVICE void take_parts(const Four& x, float (&high)[4], float (&low)[4]) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
+  unrolled<4>([&](int n) {
     high[n] = x.value[n];
     if constexpr (Tr::exact) {
       high[n] = float_of_bits(bits_of_float(x.value[n]) & 0xFFFFE000u);
       low[n] = x.value[n] * kOfLow - high[n];
     }
-  }
+  });
 }
 
 // Elements n and n + 1 of a contiguous tensor whose last axis has K, components k and k + 1 of it.
@@ -150,59 +152,48 @@ CAPSFAST_DEVICE void write_du(const GradientArgs& a, const Shared<float>& weight
   const int places[2] = {from + in_plane(2 * at.quad, kp), from + in_plane(2 * at.quad + 1, kp)};
   // Of samples 0 to 7 and 8 to 15; of the two parts of dvotes or, if they have one, of even and odd columns.
   Accumulator du[kProducts][2][2];
-#pragma unroll
-  for (int block = 0; block < Tr::tiles; ++block) {
-    const int pair = block / 2, odd = block % 2;
+  unrolled<Tr::pairs, 2>([&](int pair, int odd) {
     float x[2][4];
-    take_parts<Tr>(four(dvotes[block]), x[0], x[1]);
-#pragma unroll
-    for (int product = 0; product < kProducts; ++product) {
+    take_parts<Tr>(four(dvotes[2 * pair + odd]), x[0], x[1]);
+    unrolled<kProducts>([&](int product) {
       const Four w = weight.template vector<Four>(places[odd] + (pair * Tr::planes + 2 * product) * kPlane);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int part = 0; part < Tr::parts; ++part) {
-          const bool begins = Tr::exact ? block == 0 : block < 2;
-          Accumulator& sum = du[product][half][Tr::exact ? part : odd];
-          const float two[2] = {x[part][2 * half], x[part][2 * half + 1]};
-          begins ? gpu::mma_tf32_from_zero(sum, w.value, two) : gpu::mma_tf32(sum, w.value, two);
-        }
-      }
-    }
-  }
+      unrolled<2, Tr::parts>([&](int half, int part) {
+        const bool begins = pair == 0 && (!Tr::exact || odd == 0);
+        Accumulator& sum = du[product][half][Tr::exact ? part : odd];
+        const float two[2] = {x[part][2 * half], x[part][2 * half + 1]};
+        begins ? gpu::mma_tf32_from_zero(sum, w.value, two) : gpu::mma_tf32(sum, w.value, two);
+      });
+    });
+  });
   const int B = static_cast<int>(a.in.B), K = static_cast<int>(a.in.K);
   // x: of k and k + 1, for two neighbouring samples each.
   const auto write = [&](const Accumulator& x, int half, int k) {
     const int sample = of.b0 + 8 * half + 2 * at.quad;
     const int64_t to = (sample * a.in.I + of.i) * K + k;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (sample + n >= B || k >= K) continue;
+    unrolled<2>([&](int n) {
+      if (sample + n >= B || k >= K) return;
       // A masked input capsule has no gradient, whatever the weight holds.
       const bool kept = Tr::plain || a.in.mask.at(sample + n, of.i);
       write_two<Tr>(
           a.du, to + n * a.in.I * K, k, K, kept ? x[n] * a.unscale : 0.0f, kept ? x[2 + n] * a.unscale : 0.0f);
-    }
+    });
   };
-#pragma unroll
-  for (int product = 0; product < kProducts; ++product) {
+  unrolled<kProducts>([&](int product) {
     Accumulator x[2];
-#pragma unroll
-    for (int n = 0; n < 8; ++n) x[n / 4][n % 4] = du[product][n / 4][0][n % 4] + du[product][n / 4][1][n % 4];
+    unrolled<2, 4>([&](int half, int n) { x[half][n] = du[product][half][0][n] + du[product][half][1][n]; });
     if constexpr (Tr::exact || Tr::steps == 1) {
       // Two lanes have the same k. Each adds up and writes half of the samples.
       Accumulator mine;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
+      unrolled<4>([&](int n) {
         mine[n] = plane == 0 ? x[0][n] : x[1][n];
         if constexpr (Tr::exact) mine[n] += gpu::shuffle_xor(plane == 0 ? x[1][n] : x[0][n], 16);
-      }
+      });
       write(mine, plane, kStep * product + 2 * kp);
     } else {
       write(x[0], 0, kStep * plane + 2 * kp);
       write(x[1], 1, kStep * plane + 2 * kp);
     }
-  }
+  });
 }
 
 // dweight [columns, K] = dvotes^T u, a sum over the warp's samples, to its part of `sums`. Lanes need other elements of
@@ -215,54 +206,39 @@ CAPSFAST_DEVICE void make_dweight(const Shared<float>& poses, int poses_at, cons
   // A product may take its samples in any order: this lane's are quad and quad + 8 in the first, those four further in
   // the second.
   float u_high[2][Tr::steps][2], u_low[2][Tr::steps][2];
-#pragma unroll
-  for (int product = 0; product < 2; ++product) {
-#pragma unroll
-    for (int step = 0; step < Tr::steps; ++step) {
-      const gpu::Pair u = poses.pair(poses_at + step * 128 + (4 * product + at.quad) * 16 + 2 * at.group);
-      const float x[2] = {u.first, u.second};
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        u_high[product][step][n] = x[n];
-        if constexpr (Tr::exact) two_parts(x[n], u_high[product][step][n], u_low[product][step][n]);
-      }
-    }
-  }
+  unrolled<2, Tr::steps>([&](int product, int step) {
+    const gpu::Pair u = poses.pair(poses_at + step * 128 + (4 * product + at.quad) * 16 + 2 * at.group);
+    const float x[2] = {u.first, u.second};
+    unrolled<2>([&](int n) {
+      u_high[product][step][n] = x[n];
+      if constexpr (Tr::exact) two_parts(x[n], u_high[product][step][n], u_low[product][step][n]);
+    });
+  });
   const int warp = at.warp * Memory::turn;
   const int mine = warp + at.quad * Memory::quad + at.group;
   const int wanted = warp + at.group / 2 * Memory::quad + at.group % 2 * Memory::odd + at.quad;
   const int to = at.warp * Tr::dweight + in_plane(at.group, at.quad);
-#pragma unroll
-  for (int first = 0; first < Tr::pairs; first += Memory::pairs) {
+  unrolled<Tr::pairs / Memory::pairs>([&](int turn) {
+    const int first = turn * Memory::pairs;
     gpu::warp_barrier();  // all lanes have read what is overwritten now
-#pragma unroll
-    for (int pair = 0; pair < Memory::pairs; ++pair) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd)
-        turned[mine + pair * Memory::pair + odd * Memory::odd] = four(dvotes[2 * (first + pair) + odd]);
-    }
+    unrolled<Memory::pairs, 2>([&](int pair, int odd) {
+      turned[mine + pair * Memory::pair + odd * Memory::odd] = four(dvotes[2 * (first + pair) + odd]);
+    });
     gpu::warp_barrier();
     // Columns n = group of both tiles of a pair, k = 2 quad and 2 quad + 1.
     Accumulator dweight[Memory::pairs][Tr::steps];
-#pragma unroll
-    for (int product = 0; product < 2; ++product) {
-#pragma unroll
-      for (int pair = 0; pair < Memory::pairs; ++pair) {
-        float high[4], low[4];
-        const Four x = turned[wanted + pair * Memory::pair + 4 * product];
-        take_parts<Tr>(x, high, low);
-#pragma unroll
-        for (int step = 0; step < Tr::steps; ++step)
-          multiply<Tr>(product == 0, dweight[pair][step], high, low, u_high[product][step], u_low[product][step]);
-      }
-    }
-#pragma unroll
-    for (int pair = 0; pair < Memory::pairs; ++pair) {
-#pragma unroll
-      for (int step = 0; step < Tr::steps; ++step)
-        sums.write(to + ((first + pair) * Tr::steps + step) * kPlane, four(dweight[pair][step]));
-    }
-  }
+    unrolled<2, Memory::pairs>([&](int product, int pair) {
+      float high[4], low[4];
+      const Four x = turned[wanted + pair * Memory::pair + 4 * product];
+      take_parts<Tr>(x, high, low);
+      unrolled<Tr::steps>([&](int step) {
+        multiply<Tr>(product == 0, dweight[pair][step], high, low, u_high[product][step], u_low[product][step]);
+      });
+    });
+    unrolled<Memory::pairs, Tr::steps>([&](int pair, int step) {
+      sums.write(to + ((first + pair) * Tr::steps + step) * kPlane, four(dweight[pair][step]));
+    });
+  });
 }
 
 // Adds up dweight of the warps that share an input capsule and have one of the `tiles`, for `count` input capsules from
@@ -282,14 +258,12 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
     for (int c = item.capsule; c < item.capsule + more; ++c) {
       for (int tile = 0; tile < tiles; ++tile) {
         const int warp = (c << a.shape.tiles_log) + tile;
-        const Four x = sums.template vector<Four>(warp * Tr::dweight + item.place);
-        add(sum.value, x);
+        add(sum.value, sums.template vector<Four>(warp * Tr::dweight + item.place));
       }
     }
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    unrolled<2>([&](int tile) {
       const Component column = item.column(tile);
-      if (column.j >= J || column.d >= D) continue;
+      if (column.j >= J || column.d >= D) return;
       const int64_t to = (row + item.capsule) * size + (column.j * D + column.d) * K + item.k;
       const float x = sum.value[2 * tile] * a.unscale, y = sum.value[2 * tile + 1] * a.unscale;
       if (K % 2 == 0) {
@@ -300,7 +274,7 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
         a.dweight[to] = (first ? 0.0f : a.dweight[to]) + x;
         if (item.k + 1 < K) a.dweight[to + 1] = (first ? 0.0f : a.dweight[to + 1]) + y;
       }
-    }
+    });
   }
 }
 
@@ -308,25 +282,15 @@ CAPSFAST_DEVICE void write_dweight(const GradientArgs& a, const Shared<float>& s
 template <class Tr>
 CAPSFAST_DEVICE void put_dlogits(const GradientArgs& a, const GradientMemory<Tr>& memory, const ThreadCoord& at,
                                  const ScoreCoord& of, const Scores<Tr>& dlogits) {
-  const int J = static_cast<int>(a.in.J);
-  if (a.dlogits_sample.data) {
-    each_score<Tr>([&](int slot, int row) {
-      const int64_t sample = of.sample(at, row);
-      if (stands_for<Tr>(at, slot, J) && sample < a.in.B)
-        a.dlogits_sample.template write<float>(
-            element_of(a.dlogits_sample, sample, of.i, output_of<Tr>(at, slot)), dlogits[slot][row]);
-    });
-  }
+  if (a.dlogits_sample.data) write_scores<Tr>(a.in, a.dlogits_sample, at, of, dlogits);
   if (!a.dlogits) return;
-#pragma unroll
-  for (int slot = 0; slot < Tr::slots; ++slot) {
+  unrolled<Tr::slots>([&](int slot) {
     float sum = 0.0f;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) sum += of.sample(at, row) < a.in.B ? dlogits[slot][row] : 0.0f;
+    unrolled<2>([&](int row) { sum += of.sample(at, row) < a.in.B ? dlogits[slot][row] : 0.0f; });
     for (int mask = 4; mask < 32; mask *= 2) sum += gpu::shuffle_xor(sum, mask);
-    if (stands_for<Tr>(at, slot, J) && at.group == 0)
+    if (stands_for<Tr>(at, slot, static_cast<int>(a.in.J)) && at.group == 0)
       memory.dlogits()[at.warp * Tr::outputs + output_of<Tr>(at, slot)] = sum;
-  }
+  });
 }
 
 template <class Tr>
@@ -342,11 +306,6 @@ CAPSFAST_DEVICE void write_dlogits(const GradientArgs& a, const GradientMemory<T
     double& to = a.dlogits[(part * a.in.I + i + capsule) * J + j];
     to = first ? sum : to + sum;
   }
-}
-
-template <class Tr>
-CAPSFAST_HOST_DEVICE int gradient_bytes(const Inputs& in, const Shape& shape, bool with_dlogits) {
-  return GradientMemory<Tr>(in, shape).bytes(with_dlogits);
 }
 
 // A block walks over the groups of samples of one part of the batch and the input capsules of one split. Parts are the
@@ -372,12 +331,12 @@ gradient_kernel(GradientArgs a) {
     chunk.walk(b0, begin, end, [&](int i, int count) {
       if (stream < count && tile < tiles) {
         const ScoreCoord of{b0 + kSamples * tile, i + stream};
-        const int poses_at = ((stream << shape.tiles_log) + tile) * Tr::poses;
+        const int poses_at = chunk.poses_at(stream, tile);
         Accumulator dvotes[Tr::tiles];
         Scores<Tr> dlogits;
         {
           Accumulator votes[Tr::tiles];
-          make_votes<Tr, false>(weight, stream, poses, poses_at, at, votes);
+          make_votes<Tr, false>(chunk, stream, tile, at, votes);
           if constexpr (!Tr::plain) drop_masked<Tr>(a.in, of.b0, of.i, at, votes);
           make_dvotes<Tr>(
               a, at, of, static_cast<int64_t>(b0 / kSamples + tile) * Tr::vectors, counts, votes, dvotes, dlogits);

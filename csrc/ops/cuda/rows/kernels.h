@@ -2,37 +2,30 @@
 // that they compile in parallel.
 #pragma once
 
+#include <tuple>
+
 #include "gradient.h"
 
 namespace capsfast::cuda::rows {
 
 struct Kernels {
-  gpu::Kernel<AccumulateArgs<false>> forward;
-  gpu::Kernel<AccumulateArgs<true>> backward;
+  std::tuple<gpu::Kernel<AccumulateArgs<false>>, gpu::Kernel<AccumulateArgs<true>>> accumulate;  // [backward]
   gpu::Kernel<GradientArgs> gradient;
   // Bytes of shared memory of a block.
   int (*accumulate_bytes)(const Inputs&, const Shape&);
   int (*gradient_bytes)(const Inputs&, const Shape&, bool with_dlogits);
   int tiles;
   bool exact, plain;
-
-  template <bool kBackward>
-  auto accumulate() const {
-    if constexpr (kBackward) {
-      return backward;
-    } else {
-      return forward;
-    }
-  }
 };
 
 template <class Tr>
 Kernels kernels_of() {
-  return {accumulate_kernel<Tr, false>,
-          accumulate_kernel<Tr, true>,
+  return {{accumulate_kernel<Tr, false>, accumulate_kernel<Tr, true>},
           gradient_kernel<Tr>,
           accumulate_bytes<Tr>,
-          gradient_bytes<Tr>,
+          [](const Inputs& in, const Shape& shape, bool with_dlogits) {
+            return GradientMemory<Tr>(in, shape).bytes(with_dlogits);
+          },
           Tr::tiles,
           Tr::exact,
           Tr::plain};

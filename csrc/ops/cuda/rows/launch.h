@@ -24,30 +24,6 @@ struct Size {
   static constexpr int chunk = 2;
 };
 
-// How a block cuts its work: the largest that fits shared memory. most: tiles of samples at most.
-// bytes: what a shape needs.
-template <class Bytes>
-Shape shape_for(const Problem& p, int most, bool deep, int64_t shared_bytes, const Bytes& bytes) {
-  const int64_t tiles = divide_up(p.B, kSamples), size = element_bytes(p.u.storage);
-  const auto whole = [&](int64_t elements) { return elements * size % 16 == 0; };
-  const auto starts = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-  Shape shape{};
-  shape.weight_in_pieces = whole(p.J * p.D * p.K) && whole(p.weight.stride[0]) && starts(p.weight.data);
-  shape.poses_in_pieces = (p.K == 1 || p.u.stride[2] == 1) && whole(p.K) && whole(p.u.stride[0]) &&
-                          whole(p.u.stride[1]) && starts(p.u.data);
-  for (int warps = kMostWarps; warps > 0; warps /= 2) {
-    for (int wide = std::min(most, warps); wide > 0; wide /= 2) {
-      // Tiles beyond the batch cost as much as others, so they are an eighth at most.
-      if (wide > 1 && 8 * wide * divide_up(tiles, wide) > 9 * tiles) continue;
-      shape.tiles_log = log_of(wide);
-      shape.streams = warps / wide;
-      shape.chunk = deep && shape.streams == 1 ? Size::chunk : shape.streams;
-      if (bytes(shape) <= shared_bytes) return shape;
-    }
-  }
-  return shape;
-}
-
 // How the passes of a forward, or those of a backward but the last, are launched.
 struct AccumulatePlan {
   Shape shape;
@@ -56,59 +32,10 @@ struct AccumulatePlan {
   bool together;  // the device runs all blocks at the same time
 };
 
-template <bool kBackward>
-AccumulatePlan plan_accumulate(const Problem& p, const Inputs& in, const Kernels& kernels, const gpu::Context& on) {
-  AccumulatePlan plan{};
-  const auto bytes = [&](const Shape& shape) { return kernels.accumulate_bytes(in, shape); };
-  plan.shape = shape_for(p, Size::tiles, true, on.shared_bytes(), bytes);
-  const int64_t groups = divide_up(p.B, plan.shape.samples()), pairs = groups * p.I;
-  const auto most = [&](int cluster) {
-    const auto kernel = kernels.template accumulate<kBackward>();
-    const int threads = plan.shape.threads();
-    return cluster > 1 ? gpu::max_active_clusters(kernel, cluster, threads, bytes(plan.shape))
-                       : gpu::max_active_blocks(kernel, threads, bytes(plan.shape)) * on.multiprocessors();
-  };
-  // Blocks of a cluster share the input capsules of a unit, so there must be enough for all.
-  plan.cluster = on.clusters() && pairs >= Size::cluster * plan.shape.chunk * on.multiprocessors() ? Size::cluster : 1;
-  int64_t units = most(plan.cluster);
-  // An instance of a partitioned GPU may be too small for a cluster, and PTX of an older architecture has none.
-  if (plan.cluster > 1 && units * plan.cluster * 8 < on.multiprocessors() * 7) {
-    plan.cluster = 1;
-    units = most(1);
-  }
-  plan.together = units > 0;
-  plan.work = {p.I, plan.shape.samples(), groups, std::clamp<int64_t>(units, 1, pairs)};
-  return plan;
-}
-
 struct GradientPlan {
   Shape shape;
   int64_t parts, splits;  // of the samples and of the input capsules
 };
-
-inline GradientPlan plan_gradient(const Problem& p, const Inputs& in, const Kernels& kernels, bool with_dlogits,
-                                  const gpu::Context& on) {
-  GradientPlan plan{};
-  const auto bytes = [&](const Shape& shape) { return kernels.gradient_bytes(in, shape, with_dlogits); };
-  plan.shape = shape_for(p, Size::gradient_tiles, false, on.shared_bytes(), bytes);
-  const int64_t blocks =
-      gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape)) * on.multiprocessors();
-  const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
-  const int64_t units = std::max<int64_t>(blocks, 1);
-  // The fewest rounds of a block, each a chunk for a group of samples. More parts of dweight, which are written, read
-  // and added up, must save an eighth of them.
-  const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
-  int64_t fewest = INT64_MAX;
-  for (int64_t parts = 1; parts <= most; ++parts) {
-    const int64_t splits = std::min<int64_t>({chunks, units / parts, 65535});
-    const int64_t rounds = divide_up(groups, parts) * divide_up(chunks, splits);
-    if (parts > 1 && 8 * rounds > 7 * fewest) continue;
-    fewest = rounds;
-    plan.parts = parts;
-    plan.splits = splits;
-  }
-  return plan;
-}
 
 // A call: its kernels and how they are launched.
 class Launcher {
@@ -118,25 +45,46 @@ class Launcher {
         in(inputs),
         on(context),
         kernels(choose(problem, with_coupling)),
-        plan(backward ? plan_accumulate<true>(problem, inputs, kernels, context)
-                      : plan_accumulate<false>(problem, inputs, kernels, context)) {}
+        plan_(backward ? plan_accumulate(std::get<1>(kernels.accumulate))
+                       : plan_accumulate(std::get<0>(kernels.accumulate))) {}
 
   VectorOrder order() const { return {p.J, p.D, kernels.tiles}; }
-  const Work& work() const { return plan.work; }
-  bool together() const { return plan.together && on.cooperative(); }
+  const AccumulatePlan& plan() const { return plan_; }
+  const Work& work() const { return plan_.work; }
+  bool together() const { return plan_.together && on.cooperative(); }
 
   // Runs passes [begin, end) of `steps`; see AccumulateArgs. False if `together` and the device refuses it. Nothing was
   // launched then.
   template <bool kBackward, class Steps>
   bool accumulate(const Steps& steps, int64_t begin, int64_t end, bool together) const {
     const AccumulateArgs<kBackward> args{
-        steps, plan.work, plan.shape, together, static_cast<int>(begin), static_cast<int>(end), 0};
+        steps, plan_.work, plan_.shape, together, static_cast<int>(begin), static_cast<int>(end), 0};
     return gpu::try_launch(
-        kernels.template accumulate<kBackward>(), {plan.work.units * plan.cluster, 1, 1}, plan.shape.threads(),
-        kernels.accumulate_bytes(in, plan.shape), on.stream(), args, {plan.cluster, together});
+        std::get<kBackward>(kernels.accumulate), {plan_.work.units * plan_.cluster, 1, 1}, plan_.shape.threads(),
+        kernels.accumulate_bytes(in, plan_.shape), on.stream(), args, {plan_.cluster, together});
   }
 
-  GradientPlan plan_gradient(bool with_dlogits) const { return rows::plan_gradient(p, in, kernels, with_dlogits, on); }
+  GradientPlan plan_gradient(bool with_dlogits) const {
+    GradientPlan plan{};
+    const auto bytes = [&](const Shape& shape) { return kernels.gradient_bytes(in, shape, with_dlogits); };
+    plan.shape = shape_for(Size::gradient_tiles, false, bytes);
+    const int64_t blocks = gpu::max_active_blocks(kernels.gradient, plan.shape.threads(), bytes(plan.shape));
+    const int64_t groups = divide_up(p.B, plan.shape.samples()), chunks = divide_up(p.I, plan.shape.chunk);
+    const int64_t units = std::max<int64_t>(blocks * on.multiprocessors(), 1);
+    // The fewest rounds of a block, each a chunk for a group of samples. More parts of dweight, which are written, read
+    // and added up, must save an eighth of them.
+    const int64_t most = std::min<int64_t>({groups, chunks < units ? units : Size::parts, units});
+    int64_t fewest = INT64_MAX;
+    for (int64_t parts = 1; parts <= most; ++parts) {
+      const int64_t splits = std::min<int64_t>({chunks, units / parts, 65535});
+      const int64_t rounds = divide_up(groups, parts) * divide_up(chunks, splits);
+      if (parts > 1 && 8 * rounds > 7 * fewest) continue;
+      fewest = rounds;
+      plan.parts = parts;
+      plan.splits = splits;
+    }
+    return plan;
+  }
 
   void gradient(GradientArgs args, const GradientPlan& by) const {
     args.shape = by.shape;
@@ -148,11 +96,60 @@ class Launcher {
   }
 
  private:
+  // How a block cuts its work: the largest that fits shared memory. most: tiles of samples at most. deep: a warp may
+  // have several input capsules of a chunk. bytes: what a shape needs.
+  template <class Bytes>
+  Shape shape_for(int most, bool deep, const Bytes& bytes) const {
+    const int64_t tiles = divide_up(p.B, kSamples), size = element_bytes(p.u.storage);
+    const auto whole = [&](int64_t elements) { return elements * size % 16 == 0; };
+    const auto starts = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+    Shape shape{};
+    shape.weight_in_pieces = whole(p.J * p.D * p.K) && whole(p.weight.stride[0]) && starts(p.weight.data);
+    shape.poses_in_pieces = (p.K == 1 || p.u.stride[2] == 1) && whole(p.K) && whole(p.u.stride[0]) &&
+                            whole(p.u.stride[1]) && starts(p.u.data);
+    for (int warps = kMostWarps; warps > 0; warps /= 2) {
+      for (int wide = std::min(most, warps); wide > 0; wide /= 2) {
+        // Tiles beyond the batch cost as much as others, so they are an eighth at most.
+        if (wide > 1 && 8 * wide * divide_up(tiles, wide) > 9 * tiles) continue;
+        shape.tiles_log = log_of(wide);
+        shape.streams = warps / wide;
+        shape.chunk = deep && shape.streams == 1 ? Size::chunk : shape.streams;
+        if (bytes(shape) <= on.shared_bytes()) return shape;
+      }
+    }
+    return shape;
+  }
+
+  template <class Args>
+  AccumulatePlan plan_accumulate(gpu::Kernel<Args> kernel) const {
+    AccumulatePlan plan{};
+    const auto bytes = [&](const Shape& shape) { return kernels.accumulate_bytes(in, shape); };
+    plan.shape = shape_for(Size::tiles, true, bytes);
+    const int64_t groups = divide_up(p.B, plan.shape.samples()), pairs = groups * p.I;
+    const auto most = [&](int cluster) {
+      const int threads = plan.shape.threads();
+      return cluster > 1 ? gpu::max_active_clusters(kernel, cluster, threads, bytes(plan.shape))
+                         : gpu::max_active_blocks(kernel, threads, bytes(plan.shape)) * on.multiprocessors();
+    };
+    // Blocks of a cluster share the input capsules of a unit, so there must be enough for all.
+    const bool enough = pairs >= Size::cluster * plan.shape.chunk * on.multiprocessors();
+    plan.cluster = on.clusters() && enough ? Size::cluster : 1;
+    int64_t units = most(plan.cluster);
+    // An instance of a partitioned GPU may be too small for a cluster, and PTX of an older architecture has none.
+    if (plan.cluster > 1 && units * plan.cluster * 8 < on.multiprocessors() * 7) {
+      plan.cluster = 1;
+      units = most(1);
+    }
+    plan.together = units > 0;
+    plan.work = {p.I, plan.shape.samples(), groups, std::clamp<int64_t>(units, 1, pairs)};
+    return plan;
+  }
+
   const Problem& p;
   const Inputs& in;
   const gpu::Context& on;
   const Kernels kernels;
-  const AccumulatePlan plan;
+  const AccumulatePlan plan_;
 };
 
 }  // namespace capsfast::cuda::rows

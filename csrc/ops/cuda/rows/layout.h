@@ -25,10 +25,20 @@ namespace capsfast::cuda::rows {
 
 using gpu::Shared;
 
-constexpr int kSamples = 16;     // of a warp
-constexpr int kComponents = 16;  // D of the layout; a smaller D is padded with zeros
-constexpr int kStep = 8;         // components k of a pose that one product takes; K is padded to whole steps
-constexpr int kMostWarps = 8;    // of a block: 255 registers a thread leave a multiprocessor no more
+// f(n) for n = 0 to kCount - 1, or f(n, m) for m = 0 to kMore - 1 of each n, unrolled: indices are constants in it.
+template <int kCount, class F>
+CAPSFAST_DEVICE void unrolled(const F& f) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) f(n);
+}
+template <int kCount, int kMore, class F>
+CAPSFAST_DEVICE void unrolled(const F& f) {
+  unrolled<kCount * kMore>([&](int n) { f(n / kMore, n % kMore); });
+}
+
+constexpr int kSamples = 16;   // of a warp
+constexpr int kStep = 8;       // components k of a pose that one product takes; K is padded to whole steps
+constexpr int kMostWarps = 8;  // of a block: 255 registers a thread leave a multiprocessor no more
 
 // A plane is what one part of a weight has of two neighbouring tiles, 16 columns, and of the eight k of a step: floats.
 constexpr int kPlane = 16 * kStep;
@@ -62,7 +72,7 @@ struct Rows {
   static constexpr int weight = pairs * planes * kPlane, dweight = pairs * kSteps * kPlane;
   // The poses of 16 samples in shared memory: [steps][32 lanes][4], the order in which lanes read them.
   static constexpr int poses = kSteps * 128;
-  // Vectors of 16 samples such as V in memory: [tiles][32 lanes][4].
+  // Vectors of 16 samples such as V in memory: [pairs][even, odd columns][32 lanes][samples group, group + 8][2 tiles].
   static constexpr int vectors = kTiles * 128;
 };
 
@@ -72,20 +82,19 @@ using Four = Run<float, 4>;
 
 CAPSFAST_DEVICE Four four(const Accumulator& x) { return {x[0], x[1], x[2], x[3]}; }
 CAPSFAST_DEVICE void add(float (&sum)[4], const Four& x) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) sum[n] += x.value[n];
+  unrolled<4>([&](int n) { sum[n] += x.value[n]; });
 }
 
-// A thread's place in its block and its lane's in the fragment.
+// A thread's warp in its block, its lane and that in the fragment.
 struct ThreadCoord {
-  int thread, warp, lane, group, quad;
+  int warp, lane, group, quad;
 };
 
 CAPSFAST_DEVICE ThreadCoord thread_coord() {
   // Unsigned, as the compiler divides these by a shift alone.
   const unsigned thread = static_cast<unsigned>(gpu::reread_thread_idx()), lane = thread % 32;
-  const auto number = [](unsigned x) { return static_cast<int>(x); };
-  return {number(thread), number(thread / 32), number(lane), number(lane / 4), number(lane % 4)};
+  return {
+      static_cast<int>(thread / 32), static_cast<int>(lane), static_cast<int>(lane / 4), static_cast<int>(lane % 4)};
 }
 
 // Output capsule of a slot, and whether this lane alone stands for it in sums over lanes: the second of two lanes that
@@ -103,8 +112,7 @@ CAPSFAST_DEVICE bool stands_for(const ThreadCoord& at, int slot, int J) {
 template <class Tr>
 CAPSFAST_DEVICE unsigned standing(const ThreadCoord& at, int J) {
   unsigned slots = 0;
-#pragma unroll
-  for (int slot = 0; slot < Tr::slots; ++slot) slots |= stands_for<Tr>(at, slot, J) ? 1u << slot : 0u;
+  unrolled<Tr::slots>([&](int slot) { slots |= stands_for<Tr>(at, slot, J) ? 1u << slot : 0u; });
   return slots;
 }
 

@@ -19,12 +19,23 @@ CAPSFAST_DEVICE int64_t element_of(const Operand& x, int64_t b, int64_t i, int64
   return b * x.stride[0] + i * x.stride[1] + j * x.stride[2];
 }
 
+// Writes scores to [B, I, J], those of the columns for which this lane stands.
+template <class Tr>
+CAPSFAST_DEVICE void write_scores(const Inputs& in, const Operand& to, const ThreadCoord& at, const ScoreCoord& of,
+                                  const Scores<Tr>& x) {
+  unrolled<Tr::slots, 2>([&](int slot, int row) {
+    const int64_t sample = of.sample(at, row);
+    if (sample < in.B && stands_for<Tr>(at, slot, static_cast<int>(in.J)))
+      to.write<float>(element_of(to, sample, of.i, output_of<Tr>(at, slot)), x[slot][row]);
+  });
+}
+
 // The options of the scores: adds logits to b, or makes it -inf where an input or output capsule is masked; adds
 // dcoupling, if it is wanted, to dc, or makes that 0.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void apply_options(const Inputs& in, const Operand& dcoupling, bool with_dcoupling,
                                    const ThreadCoord& at, const ScoreCoord& of, Scores<Tr>& b, Scores<Tr>& dc) {
-  each_score<Tr>([&](int slot, int row) {
+  unrolled<Tr::slots, 2>([&](int slot, int row) {
     const int64_t sample = of.sample(at, row);
     const int j = output_of<Tr>(at, slot);
     const bool counts = sample < in.B && in.mask.at(sample, of.i) && j < in.J && in.out_mask.at(sample, j);
@@ -59,34 +70,29 @@ template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Scores<Tr>& dc, float times = 1.0f) {
   float leak[2] = {1.0f, 1.0f};  // exp() of the leaky entry's logit, 0
   bool far = false;
-  each_score<Tr>([&](int slot, int row) { far = far | (std::fabs(b[slot][row]) > kNear); });
+  unrolled<Tr::slots, 2>([&](int slot, int row) { far = far | (std::fabs(b[slot][row]) > kNear); });
   if (!Tr::plain || gpu::any(far)) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    unrolled<2>([&](int row) {
       float m = !Tr::plain && leaky ? 0.0f : Extreme<float>::lowest;
-#pragma unroll
-      for (int slot = 0; slot < Tr::slots; ++slot) m = counts >> slot & 1 ? std::fmax(m, b[slot][row]) : m;
+      unrolled<Tr::slots>([&](int slot) { m = counts >> slot & 1 ? std::fmax(m, b[slot][row]) : m; });
       m = quad_max(m);
       if constexpr (!Tr::plain) leak[row] = exponential(-m);
       // Only the logit of padding can exceed the maximum. Its coefficient may be anything but NaN.
-#pragma unroll
-      for (int slot = 0; slot < Tr::slots; ++slot) {
+      unrolled<Tr::slots>([&](int slot) {
         const float x = b[slot][row] - m;
         b[slot][row] = x > 0.0f ? 0.0f : x;
-      }
-    }
+      });
+    });
   }
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
+  unrolled<2>([&](int row) {
     float sum = 0.0f, mean = 0.0f;
-#pragma unroll
-    for (int slot = 0; slot < Tr::slots; ++slot) {
+    unrolled<Tr::slots>([&](int slot) {
       const float e = exponential(b[slot][row]);
       b[slot][row] = e;
       const float term = counts >> slot & 1 ? e : 0.0f;
       sum += term;
       if constexpr (kBackward) mean += term * dc[slot][row];
-    }
+    });
     sum = quad_sum(sum);
     float scale;
     if constexpr (Tr::plain) {
@@ -95,20 +101,19 @@ CAPSFAST_DEVICE void softmax_out(unsigned counts, bool leaky, Scores<Tr>& b, Sco
       scale = inverse(leaky ? sum + leak[row] : sum);
     }
     if constexpr (kBackward) mean = quad_sum(mean) * scale;
-#pragma unroll
-    for (int slot = 0; slot < Tr::slots; ++slot) {
+    unrolled<Tr::slots>([&](int slot) {
       const float c = b[slot][row] * (scale * times);
       b[slot][row] = c;
       if constexpr (kBackward) dc[slot][row] = c * (dc[slot][row] - mean);
-    }
-  }
+    });
+  });
 }
 
 // Softmax over the input capsules with a known normaliser [B, J]: replaces b by c and, in the backward, dc by db.
 template <class Tr, bool kBackward>
 CAPSFAST_DEVICE void softmax_known(const Inputs& in, const Normaliser<float>& norm, const ThreadCoord& at,
                                    const ScoreCoord& of, Scores<Tr>& b, Scores<Tr>& dc) {
-  each_score<Tr>([&](int slot, int row) {
+  unrolled<Tr::slots, 2>([&](int slot, int row) {
     const int64_t sample = of.sample(at, row);
     const int j = output_of<Tr>(at, slot);
     float c = 0.0f, db = 0.0f;
@@ -122,10 +127,11 @@ CAPSFAST_DEVICE void softmax_known(const Inputs& in, const Normaliser<float>& no
   });
 }
 
-// A softmax over the input capsules whose normaliser is not known yet: c = exp(b - max) / total after the input
-// capsules so far.
+// What a warp has of a segment. For a softmax over the input capsules whose normaliser is not known yet, c = exp(b -
+// max) / total after the input capsules so far.
 template <class Tr>
-struct Running {
+struct Accumulation {
+  Accumulator sum[Tr::tiles];
   Scores<Tr> max, total;
 };
 
@@ -135,25 +141,25 @@ constexpr float kSlack = 8.0f;
 
 template <class Tr>
 CAPSFAST_DEVICE void rescale(const Scores<Tr>& factor, Accumulator (&sum)[Tr::tiles]) {
-  each_element<Tr>([&](int tile, int n) { sum[tile][n] *= factor[tile / 8][n / 2]; });
+  unrolled<Tr::tiles, 4>([&](int tile, int n) { sum[tile][n] *= factor[tile / 8][n / 2]; });
 }
 
 // Replaces b by exp(b - max), after `max` has followed it.
 template <class Tr>
-CAPSFAST_DEVICE void follow_maximum(Running<Tr>* run, Scores<Tr>& b, Accumulator (&sum)[Tr::tiles]) {
+CAPSFAST_DEVICE void follow_maximum(Accumulation<Tr>* mine, Scores<Tr>& b) {
   Scores<Tr> factor;
   bool moved = false;
-  each_score<Tr>([&](int slot, int row) {
-    const float x = b[slot][row], before = run->max[slot][row];
+  unrolled<Tr::slots, 2>([&](int slot, int row) {
+    const float x = b[slot][row], before = mine->max[slot][row];
     const bool rises = x > before + kSlack;
     const float max = rises ? x : before;
     factor[slot][row] = rises ? exponential(before - x) : 1.0f;
     moved = moved || rises;
     b[slot][row] = exponential(x - max);
-    run->max[slot][row] = max;
-    run->total[slot][row] = run->total[slot][row] * factor[slot][row] + b[slot][row];
+    mine->max[slot][row] = max;
+    mine->total[slot][row] = mine->total[slot][row] * factor[slot][row] + b[slot][row];
   });
-  if (moved) rescale<Tr>(factor, sum);
+  if (moved) rescale<Tr>(factor, mine->sum);
 }
 
 }  // namespace capsfast::cuda::rows

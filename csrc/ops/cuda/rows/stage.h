@@ -21,31 +21,22 @@ struct Shape {
   CAPSFAST_HOST_DEVICE int threads() const { return 32 * warps(); }
 };
 
-// Bytes of the weight of an input capsule as it is copied, in whole pieces.
-CAPSFAST_HOST_DEVICE inline int raw_weight_bytes(const Inputs& in) {
-  return static_cast<int>(in.J * in.D * in.K * element_bytes(in.matrix.storage) + 15) / 16 * 16;
-}
-CAPSFAST_HOST_DEVICE inline int raw_pose_bytes(const Inputs& in) {
-  return static_cast<int>(in.K) * element_bytes(in.u.storage);
-}
-
 // Where a chunk's arrays begin in the block's shared memory, in bytes.
-struct ChunkMemory {
-  int weight, poses;          // Tr::weight and tiles x Tr::poses floats for each input capsule
-  int raw_weight, raw_poses;  // [chunk][raw_weight_bytes], [chunk][samples][raw_pose_bytes]
-  int end;
-};
-
 template <class Tr>
-CAPSFAST_HOST_DEVICE ChunkMemory chunk_memory(const Inputs& in, const Shape& shape) {
-  ChunkMemory at;
-  at.weight = 0;
-  at.poses = at.weight + 4 * shape.chunk * Tr::weight;
-  at.raw_weight = at.poses + 4 * shape.chunk * shape.tiles() * Tr::poses;
-  at.raw_poses = at.raw_weight + shape.chunk * raw_weight_bytes(in);
-  at.end = at.raw_poses + (shape.chunk * shape.samples() * raw_pose_bytes(in) + 15) / 16 * 16;
-  return at;
-}
+struct ChunkMemory {
+  int weight = 0, poses;         // Tr::weight and tiles x Tr::poses floats for each input capsule
+  int weight_bytes, pose_bytes;  // of an input capsule, and of a sample, as they are copied; a weight in whole pieces
+  int raw_weight, raw_poses;     // [chunk][weight_bytes], [chunk][samples][pose_bytes]
+  int end;
+
+  CAPSFAST_HOST_DEVICE ChunkMemory(const Inputs& in, const Shape& shape)
+      : poses(4 * shape.chunk * Tr::weight),
+        weight_bytes(static_cast<int>(in.J * in.D * in.K * element_bytes(in.matrix.storage) + 15) / 16 * 16),
+        pose_bytes(static_cast<int>(in.K) * element_bytes(in.u.storage)),
+        raw_weight(poses + 4 * shape.chunk * shape.tiles() * Tr::poses),
+        raw_poses(raw_weight + shape.chunk * weight_bytes),
+        end(raw_poses + (shape.chunk * shape.samples() * pose_bytes + 15) / 16 * 16) {}
+};
 
 // Splits x into the nearest TF32 number, high, and the rest, low. The tensor core drops the bits of low that TF32 does
 // not have, which leaves about 22 bits of x. Rounding in integers may turn a NaN into a number, but then low is NaN, so
@@ -73,12 +64,16 @@ struct PlaneItem {
 template <class Tr>
 class Chunk {
  public:
-  CAPSFAST_DEVICE Chunk(const Inputs& inputs, const Shape& cut)
-      : in(inputs), shape(cut), at(chunk_memory<Tr>(inputs, cut)) {}
+  CAPSFAST_DEVICE Chunk(const Inputs& inputs, const Shape& cut) : in(inputs), shape(cut), at(inputs, cut) {}
 
   CAPSFAST_DEVICE Shared<float> weight() const { return gpu::shared<float>(at.weight, shape.chunk * Tr::weight); }
   CAPSFAST_DEVICE Shared<float> poses() const {
     return gpu::shared<float>(at.poses, shape.chunk * shape.tiles() * Tr::poses);
+  }
+
+  // Where the poses of an input capsule for a tile of samples begin, in floats.
+  CAPSFAST_DEVICE int poses_at(int capsule, int tile) const {
+    return ((capsule << shape.tiles_log) + tile) * Tr::poses;
   }
 
   // Calls f(i, count) for the chunks of the input capsules [begin, end) when they are in shared memory, for the samples
@@ -106,10 +101,10 @@ class Chunk {
     const int64_t *weight = in.matrix.stride, *u = in.u.stride;
     for (int capsule = 0; capsule < count; ++capsule)
       start_rows(in.matrix, (i + capsule) * weight[0], 1, 0, weights, 1, shape.weight_in_pieces,
-                 at.raw_weight + capsule * raw_weight_bytes(in));
+                 at.raw_weight + capsule * at.weight_bytes);
     for (int capsule = 0; capsule < count; ++capsule)
       start_rows(in.u, b0 * u[0] + (i + capsule) * u[1], samples, u[0], static_cast<int>(in.K), u[2],
-                 shape.poses_in_pieces, at.raw_poses + capsule * shape.samples() * raw_pose_bytes(in));
+                 shape.poses_in_pieces, at.raw_poses + capsule * shape.samples() * at.pose_bytes);
   }
 
   // Starts copying rows of `length` elements to byte `to` of shared memory: element n of row r is first + r stride + n
@@ -141,77 +136,58 @@ class Chunk {
 
   // Turns the copies of start(), for which every thread has waited, into what the products read.
   CAPSFAST_DEVICE void convert(int b0, int i, int count) const {
-    const auto with = [&](auto type) {
-      using E = decltype(type);
-      convert_weight<E>(count);
-      convert_poses<E>(b0, i, count);
-    };
-    if constexpr (Tr::exact && Tr::plain) {
-      with(float{});
+    if ((Tr::exact && Tr::plain) || in.u.storage == Storage::f32) {
+      convert_weight<float>(count);
+      convert_poses<float>(b0, i, count);
+    } else if (in.u.storage == Storage::bf16) {
+      convert_weight<BFloat16>(count);
+      convert_poses<BFloat16>(b0, i, count);
     } else {
-      switch (in.u.storage) {
-        case Storage::bf16:
-          return with(BFloat16{});
-        case Storage::f16:
-          return with(Float16{});
-        default:
-          return with(float{});
-      }
+      convert_weight<Float16>(count);
+      convert_poses<Float16>(b0, i, count);
     }
   }
-  // Element n of an array of type E from byte `from` of shared memory on.
-  template <class E>
-  static CAPSFAST_DEVICE float raw(int from, int n) {
-    if constexpr (std::is_same_v<E, float>) {
-      return gpu::shared<float>(from + 4 * n, 1)[0];
-    } else {
-      return widened(E{gpu::shared<uint16_t>(from + 2 * n, 1)[0]});
-    }
-  }
-  // Elements n and n + 1, for even n.
-  template <class E>
-  static CAPSFAST_DEVICE gpu::Pair raw_pair(int from, int n) {
-    if constexpr (std::is_same_v<E, float>) {
-      return gpu::shared<float>(from + 4 * n, 2).pair(0);
-    } else {
-      const auto bits = gpu::shared<uint16_t>(from + 2 * n, 2).template vector<Run<uint16_t, 2>>(0);
-      return {widened(E{bits.value[0]}), widened(E{bits.value[1]})};
-    }
+
+  // Elements n to n + kCount - 1 of an array of type E from byte `from` of shared memory on; n is a multiple of kCount.
+  template <class E, int kCount>
+  static CAPSFAST_DEVICE Run<float, kCount> raw(int from, int n) {
+    const int size = static_cast<int>(sizeof(E));
+    const auto x = gpu::shared<E>(from + size * n, kCount).template vector<Run<E, kCount>>(0);
+    Run<float, kCount> wide;
+    unrolled<kCount>([&](int m) { wide.value[m] = widened(x.value[m]); });
+    return wide;
   }
 
   template <class E>
   CAPSFAST_DEVICE void convert_weight(int count) const {
     const int J = static_cast<int>(in.J), D = static_cast<int>(in.D), K = static_cast<int>(in.K);
-    const int bytes = raw_weight_bytes(in);
     const Shared<float> to = weight();
 #pragma unroll 1
     for (int n = gpu::thread(); n < count * Tr::dweight / 4; n += gpu::threads()) {
       const PlaneItem<Tr> item(n);
-      const int from = at.raw_weight + item.capsule * bytes;
+      const int from = at.raw_weight + item.capsule * at.weight_bytes;
       Four w = {};
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
+      unrolled<2>([&](int tile) {
         const Component column = item.column(tile);
-        if (column.j >= J || column.d >= D || item.k >= K) continue;
+        if (column.j >= J || column.d >= D || item.k >= K) return;
         const int first = (column.j * D + column.d) * K + item.k;
+        float* const two = w.value + 2 * tile;
         if (K % 2 == 0) {
-          const gpu::Pair two = raw_pair<E>(from, first);
-          w.value[2 * tile] = two.first;
-          w.value[2 * tile + 1] = two.second;
+          const Run<float, 2> both = raw<E, 2>(from, first);
+          two[0] = both.value[0], two[1] = both.value[1];
         } else {
-          w.value[2 * tile] = raw<E>(from, first);
-          if (item.k + 1 < K) w.value[2 * tile + 1] = raw<E>(from, first + 1);
+          two[0] = raw<E, 1>(from, first).value[0];
+          if (item.k + 1 < K) two[1] = raw<E, 1>(from, first + 1).value[0];
         }
-      }
+      });
       Four high, low;
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
+      unrolled<4>([&](int m) {
         if constexpr (Tr::exact) {
           two_parts(w.value[m], high.value[m], low.value[m]);
         } else {
           high.value[m] = gpu::to_tf32(w.value[m]);
         }
-      }
+      });
       const int n_to = n / 32 * Tr::parts * kPlane + in_plane(item.n, n % 4);
       to.write(n_to, high);
       if constexpr (Tr::exact) to.write(n_to + kPlane, low);
@@ -221,7 +197,7 @@ class Chunk {
   // Poses that are not there or masked become 0, whatever they hold.
   template <class E>
   CAPSFAST_DEVICE void convert_poses(int b0, int i, int count) const {
-    const int K = static_cast<int>(in.K), bytes = raw_pose_bytes(in);
+    const int K = static_cast<int>(in.K);
     const Shared<float> to = poses();
     const int all = (count << shape.tiles_log) * Tr::poses / 4;
 #pragma unroll 1
@@ -229,20 +205,20 @@ class Chunk {
       const int lane = n % 32, k = n / 32 % Tr::steps * kStep + 2 * (lane % 4), unit = n / 32 / Tr::steps;
       const int capsule = unit >> shape.tiles_log, tile = unit - (capsule << shape.tiles_log);
       Four u;
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
+      unrolled<4>([&](int m) {
         const int sample = tile * kSamples + lane / 4 + m % 2 * 8;
         const bool valid = b0 + sample < in.B && k + m / 2 < K && in.mask.at(b0 + sample, i + capsule);
-        const float x = valid ? raw<E>(at.raw_poses + (capsule * shape.samples() + sample) * bytes, k + m / 2) : 0.0f;
+        const int from = at.raw_poses + (capsule * shape.samples() + sample) * at.pose_bytes;
+        const float x = valid ? raw<E, 1>(from, k + m / 2).value[0] : 0.0f;
         u.value[m] = Tr::exact ? x : gpu::to_tf32(x);
-      }
+      });
       to.write(4 * n, u);
     }
   }
 
   const Inputs& in;
   const Shape& shape;
-  const ChunkMemory at;
+  const ChunkMemory<Tr> at;
 };
 
 }  // namespace capsfast::cuda::rows

@@ -20,62 +20,46 @@ CAPSFAST_DEVICE void multiply(bool from_zero, Accumulator& c, const float (&a_hi
 
 // votes [16, columns] = or, with kAdd, += poses times the weight of input capsule `capsule` of a chunk.
 template <class Tr, bool kAdd>
-CAPSFAST_DEVICE void make_votes(const Shared<float>& weight, int capsule, const Shared<float>& poses, int poses_at,
-                                const ThreadCoord& at, Accumulator (&votes)[Tr::tiles]) {
-  const int from = capsule * Tr::weight + in_plane(at.group, at.quad);
-#pragma unroll
-  for (int step = 0; step < Tr::steps; ++step) {
+CAPSFAST_DEVICE void make_votes(const Chunk<Tr>& chunk, int capsule, int tile, const ThreadCoord& at,
+                                Accumulator (&votes)[Tr::tiles]) {
+  const Shared<float> weight = chunk.weight(), poses = chunk.poses();
+  const int from = capsule * Tr::weight + in_plane(at.group, at.quad), poses_at = chunk.poses_at(capsule, tile);
+  unrolled<Tr::steps>([&](int step) {
     const Four u = poses.template vector<Four>(poses_at + step * 128 + at.lane * 4);
     float high[4], low[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    unrolled<4>([&](int n) {
       high[n] = u.value[n];
       if constexpr (Tr::exact) two_parts(u.value[n], high[n], low[n]);
-    }
-#pragma unroll
-    for (int pair = 0; pair < Tr::pairs; ++pair) {
+    });
+    unrolled<Tr::pairs>([&](int pair) {
       const int plane = from + (pair * Tr::steps + step) * Tr::parts * kPlane;
       const Four w = weight.template vector<Four>(plane);
       Four rest = {};
       if constexpr (Tr::exact) rest = weight.template vector<Four>(plane + kPlane);
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile)
-        multiply<Tr>(!kAdd && step == 0, votes[2 * pair + tile], high, low, {w.value[2 * tile], w.value[2 * tile + 1]},
-                     {rest.value[2 * tile], rest.value[2 * tile + 1]});
-    }
-  }
+      unrolled<2>([&](int n) {
+        multiply<Tr>(!kAdd && step == 0, votes[2 * pair + n], high, low, {w.value[2 * n], w.value[2 * n + 1]},
+                     {rest.value[2 * n], rest.value[2 * n + 1]});
+      });
+    });
+  });
 }
+
+// A number for each output capsule of a lane and each of its two samples.
+template <class Tr>
+using Scores = float[Tr::slots][2];
 
 // Makes votes of masked input capsules 0, whatever the weight holds. Not of plain kernels.
 template <class Tr>
 CAPSFAST_DEVICE void drop_masked(const Inputs& in, int b0, int i, const ThreadCoord& at,
                                  Accumulator (&votes)[Tr::tiles]) {
   if (!in.mask.data) return;
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
+  bool kept[2];
+  unrolled<2>([&](int row) {
     const int sample = b0 + at.group + 8 * row;
-    if (sample < in.B && in.mask.at(sample, i)) continue;
-#pragma unroll
-    for (int tile = 0; tile < Tr::tiles; ++tile) votes[tile][2 * row] = votes[tile][2 * row + 1] = 0.0f;
-  }
+    kept[row] = sample < in.B && in.mask.at(sample, i);
+  });
+  unrolled<Tr::tiles, 4>([&](int tile, int n) { votes[tile][n] = kept[n / 2] ? votes[tile][n] : 0.0f; });
   gpu::warp_barrier();  // products follow, which take the whole warp
-}
-
-// A number for each output capsule of a lane and each of its two samples, and f(slot, row) for all of them.
-template <class Tr>
-using Scores = float[Tr::slots][2];
-
-template <class Tr, class F>
-CAPSFAST_DEVICE void each_score(const F& f) {
-#pragma unroll
-  for (int n = 0; n < 2 * Tr::slots; ++n) f(n / 2, n % 2);
-}
-
-// f(tile, n) for all accumulators of a lane.
-template <class Tr, class F>
-CAPSFAST_DEVICE void each_element(const F& f) {
-#pragma unroll
-  for (int n = 0; n < 4 * Tr::tiles; ++n) f(n / 4, n % 4);
 }
 
 // This lane's elements of the vectors of 16 samples, from its first on, which is element `from`: four for each tile,
@@ -90,9 +74,8 @@ CAPSFAST_DEVICE Global<const float> lane_vectors(const Global<const float>& vect
 template <class Tr, int kKept = 0>
 CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::tiles], const Global<const float>& vectors, Scores<Tr>& dots,
                          Four* kept = nullptr) {
-  each_score<Tr>([&](int slot, int row) { dots[slot][row] = 0.0f; });
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
+  unrolled<Tr::slots, 2>([&](int slot, int row) { dots[slot][row] = 0.0f; });
+  unrolled<Tr::tiles>([&](int tile) {
     const Four x = vectors.template vector<Four>(tile * 128);
     if (tile < kKept) kept[tile] = x;
     float (&dot)[2] = dots[tile / 8];
@@ -101,49 +84,19 @@ CAPSFAST_DEVICE void dot(const Accumulator (&votes)[Tr::tiles], const Global<con
     dot[0] += x.value[1] * votes[t1][odd];
     dot[1] += x.value[2] * votes[t0][2 + odd];
     dot[1] += x.value[3] * votes[t1][2 + odd];
-  }
-  if constexpr (Tr::paired) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) dots[Tr::groups][row] += gpu::shuffle_xor(dots[Tr::groups][row], 1);
-  }
+  });
+  if constexpr (Tr::paired)
+    unrolled<2>([&](int row) { dots[Tr::groups][row] += gpu::shuffle_xor(dots[Tr::groups][row], 1); });
 }
 
-// sum += coefficients times votes.
-template <class Tr>
-CAPSFAST_DEVICE void add_weighted(const Scores<Tr>& coefficients, const Accumulator (&votes)[Tr::tiles],
-                                  Accumulator (&sum)[Tr::tiles]) {
-  each_element<Tr>([&](int tile, int n) { sum[tile][n] += coefficients[tile / 8][n / 2] * votes[tile][n]; });
-}
-
-// to = vectors, or to += coefficients times vectors, which are as in dot(), in their order.
-template <class Tr>
-CAPSFAST_DEVICE void set_vectors(const Global<const float>& vectors, Accumulator (&to)[Tr::tiles]) {
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
-    const Four x = vectors.template vector<Four>(tile * 128);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) to[tile][n] = x.value[n];
-  }
-}
+// to += coefficients times vectors, which are as in dot(), in their order.
 template <class Tr, int kKept = 0>
 CAPSFAST_DEVICE void add_vectors(const Scores<Tr>& coefficients, const Global<const float>& vectors,
                                  Accumulator (&to)[Tr::tiles], const Four* kept = nullptr) {
-#pragma unroll
-  for (int tile = 0; tile < Tr::tiles; ++tile) {
+  unrolled<Tr::tiles>([&](int tile) {
     const Four x = tile < kKept ? kept[tile] : vectors.template vector<Four>(tile * 128);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) to[tile][n] += coefficients[tile / 8][n / 2] * x.value[n];
-  }
-}
-
-template <class Tr>
-CAPSFAST_DEVICE void add(const Accumulator (&votes)[Tr::tiles], Accumulator (&sum)[Tr::tiles]) {
-  each_element<Tr>([&](int tile, int n) { sum[tile][n] += votes[tile][n]; });
-}
-
-template <class Tr>
-CAPSFAST_DEVICE void clear(Accumulator (&x)[Tr::tiles]) {
-  each_element<Tr>([&](int tile, int n) { x[tile][n] = 0.0f; });
+    unrolled<4>([&](int n) { to[tile][n] += coefficients[tile / 8][n / 2] * x.value[n]; });
+  });
 }
 
 }  // namespace capsfast::cuda::rows
