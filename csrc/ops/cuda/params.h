@@ -156,8 +156,8 @@ CAPSFAST_HOST_DEVICE constexpr TileColumn tile_column_of(int tiles, int j, int d
   return {8 * G + d / 4, 4 * (j % 4) + d % 4};
 }
 
-// [B, J, D] or, if `tiles` is not 0, the order in which the rows family reads them: [B / 16][tiles / 2][even, odd columns]
-// [32 lanes][2 samples][2 tiles], of which what is padding is 0.
+// [B, J, D] or, if `tiles` is not 0, the order in which the rows family reads them, of which what is padding is 0:
+// [B / 16][tiles / 2][even, odd columns][32 lanes][2 samples][2 tiles].
 struct VectorOrder {
   int64_t J, D;
   int tiles;

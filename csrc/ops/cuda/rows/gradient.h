@@ -35,7 +35,7 @@ struct GradientArgs {
 template <class Tr>
 class GradientMemory {
  public:
-  // A warp turns dvotes around two pairs of tiles at a time: four numbers of each lane and of even or odd columns. Space
+  // A warp turns dvotes around two pairs of tiles at a time: four numbers of each lane, of even or odd columns. Space
   // between quads, and between even and odd columns, keeps lanes in different banks.
   static constexpr int quad = 10, odd = 44, pair = odd + 3 * quad + 8, pairs = 2, turn = pairs * pair;
 
@@ -55,8 +55,8 @@ class GradientMemory {
   const int warps, turned_at, sums_at, dlogits_at;  // in bytes: [warps][turn] fours, [warps][dweight], [warps][outputs]
 };
 
-// dvotes of a warp's samples for one input capsule, in the order of V, times a.scale; `dlogits` sums db over the iterations. vectors_at:
-// where V and ds of these samples begin in those of one iteration.
+// dvotes of a warp's samples for one input capsule, in the order of V, times a.scale; `dlogits` sums db over the
+// iterations. vectors_at: where V and ds of these samples begin in those of one iteration.
 template <class Tr>
 CAPSFAST_DEVICE void make_dvotes(const GradientArgs& a, const ThreadCoord& at, const ScoreCoord& of, int64_t vectors_at,
                                  unsigned counts, const Accumulator (&votes)[Tr::tiles],
