@@ -205,8 +205,8 @@ def extension(found: Toolkit | None, flags: list[str]):
     import torch
     from torch.utils import cpp_extension
 
-    suffixes = ("*.cpp", "*.cu") if found else ("*.cpp",)
-    sources = sorted(str(path.relative_to(ROOT)) for suffix in suffixes for path in (ROOT / "csrc").rglob(suffix))
+    sources = [path.relative_to(ROOT) for suffix in ("*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(suffix)]
+    sources = sorted(str(path) for path in sources if found or "cuda" not in path.parts)
     headers = [path for suffix in ("*.h", "*.inl") for path in (ROOT / "csrc").rglob(suffix)]
     hidden = [f"{ROOT.resolve()}/=", f"{Path(torch.__file__).parent}/="]
     macros = [

@@ -1,14 +1,15 @@
-// The device and the stream of a call. tests/emulator/context_host.cpp takes the place of context.cu.
+// The device and the stream of a call. tests/emulator/context_host.cpp takes the place of context.cpp. Without
+// the headers of torch and of CUDA, see memory.h.
 #pragma once
-
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <string_view>
 
-#include "device.h"
+namespace torch::stable {
+class Tensor;
+}
 
 namespace capsfast::gpu {
 
@@ -30,7 +31,7 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  Stream stream() const { return stream_; }
+  void* stream() const { return stream_; }
   int64_t multiprocessors() const { return multiprocessors_; }
   // The most shared memory that a block may ask for, in bytes.
   int64_t shared_bytes() const { return shared_bytes_; }
@@ -43,7 +44,7 @@ class Context {
  private:
   struct Guard;
   std::unique_ptr<Guard> guard_;
-  Stream stream_{};
+  void* stream_ = nullptr;
   int64_t multiprocessors_ = 1, shared_bytes_ = 0, shared_bytes_together_ = 0;
   bool clusters_ = false, cooperative_ = false;
 };

@@ -9,7 +9,6 @@
 #include "device_host.h"
 #else
 
-#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -28,6 +27,8 @@
 
 // Global<const T> has a conversion to itself, which is never used: nvcc warns about it.
 #pragma nv_diag_suppress 554
+// And about grid_barrier where grid.h is not included. A kernel that lacked it would not get through ptxas.
+#pragma nv_diag_suppress 821
 
 namespace capsfast::gpu {
 
@@ -51,8 +52,9 @@ CAPSFAST_DEVICE int64_t blocks_x() { return gridDim.x; }
 CAPSFAST_DEVICE int64_t blocks_y() { return gridDim.y; }
 CAPSFAST_DEVICE void barrier() { __syncthreads(); }
 CAPSFAST_DEVICE void warp_barrier() { __syncwarp(); }
-// A barrier of all threads of a cooperative launch. After it every thread sees what any wrote to memory before it.
-CAPSFAST_DEVICE void grid_barrier() { cooperative_groups::this_grid().sync(); }
+// A barrier of all threads of a cooperative launch. After it every thread sees what any wrote to memory before it. Its
+// definition is in grid.h, for the files that compile such kernels: cooperative_groups.h is long.
+CAPSFAST_DEVICE void grid_barrier();
 
 // A cluster is a number of neighbouring blocks along x. They run at the same time and can read each other's shared
 // memory. Before architecture 9.0 every block is a cluster of one.
@@ -61,14 +63,14 @@ CAPSFAST_DEVICE void grid_barrier() { cooperative_groups::this_grid().sync(); }
 #endif
 CAPSFAST_DEVICE int cluster_size() {
 #ifdef CAPSFAST_CLUSTERS
-  return static_cast<int>(cooperative_groups::this_cluster().num_blocks());
+  return static_cast<int>(__clusterSizeInBlocks());
 #else
   return 1;
 #endif
 }
 CAPSFAST_DEVICE int cluster_rank() {
 #ifdef CAPSFAST_CLUSTERS
-  return static_cast<int>(cooperative_groups::this_cluster().block_rank());
+  return static_cast<int>(__clusterRelativeBlockRank());
 #else
   return 0;
 #endif
@@ -76,7 +78,8 @@ CAPSFAST_DEVICE int cluster_rank() {
 // A barrier of all threads of the cluster. Needed before a block leaves whose shared memory another may still read.
 CAPSFAST_DEVICE void cluster_barrier() {
 #ifdef CAPSFAST_CLUSTERS
-  cooperative_groups::this_cluster().sync();
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
 #else
   __syncthreads();
 #endif
@@ -167,7 +170,7 @@ class Shared {
   // Element n of the same memory in block `rank` of the cluster.
   CAPSFAST_DEVICE T read_from(int rank, int n) const {
 #ifdef CAPSFAST_CLUSTERS
-    return *cooperative_groups::this_cluster().map_shared_rank(data_ + n, rank);
+    return *static_cast<T*>(__cluster_map_shared_rank(data_ + n, static_cast<unsigned>(rank)));
 #else
     return data_[n];
 #endif
@@ -222,7 +225,7 @@ CAPSFAST_DEVICE void copy_ahead(Shared<T> to, int at, Global<const T> from, int6
 }
 CAPSFAST_DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-using Stream = cudaStream_t;
+using Stream = void*;  // a cudaStream_t
 
 // Which blocks of a launch must run at the same time: clusters of `cluster` blocks along x, or, if `grid`, all blocks.
 struct Together {
@@ -237,7 +240,7 @@ class Launching {
     config_.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z));
     config_.blockDim = dim3(static_cast<unsigned>(threads));
     config_.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config_.stream = stream;
+    config_.stream = static_cast<cudaStream_t>(stream);
     config_.attrs = attributes_;
     if (together.cluster > 1) {
       cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];

@@ -1,5 +1,7 @@
 // gpu::Context for the emulated device.
 #include "../../csrc/cuda/context.h"
+#include <torch/csrc/stable/tensor.h>
+
 #include "machine.h"
 
 namespace capsfast::gpu {

@@ -198,7 +198,7 @@ void copy_ahead(Shared<T> to, int at, Global<const T> from, int64_t n) {
 }
 inline void copies_wait() { Block::current().copies_wait(); }
 
-struct Stream {};
+using Stream = void*;
 
 // Launches a kernel that may ask for as much shared memory as it does.
 template <class Args>

@@ -1,8 +1,7 @@
 // The Engine (see bindings.h) of CUDA tensors. forward.cu, backward.cu and pass.cu define its functions.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
+#include "../../cuda/memory.h"
 #include "../pass.h"
 
 namespace capsfast::cuda {
@@ -14,7 +13,11 @@ struct Engine {
   static constexpr bool kSharedOutputs = false;
   static constexpr bool kPoseMatrices = false;
   static constexpr bool kPositions = false;
-  static bool holds(const Tensor& tensor) { return tensor.is_cuda(); }
+  // A template, because the type is complete only for who includes torch's header, as the kernels' files do not.
+  template <class AnyTensor>
+  static bool holds(const AnyTensor& tensor) {
+    return tensor.is_cuda();
+  }
 
   // Forward and backward of routing and of a pass. They launch kernels on torch's current stream and do not wait for
   // them. like: u or votes; new memory comes from its device and allocator. T: the type that sums are formed in.

@@ -1,14 +1,12 @@
 // What forward and backward share: arguments as kernels take them, scratch memory, launches.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <initializer_list>
 #include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "../../cuda/context.h"
+#include "../../cuda/memory.h"
 #include "choose.h"
 #include "engine.h"
 #include "general/kernels.h"
@@ -76,7 +74,7 @@ class Call {
         in(inputs_of(problem)),
         plan(plan_general<T>(problem, context.multiprocessors())),
         squash{problem.squash, problem.last_squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
-        like_(like) {
+        memory_(like) {
     if constexpr (kNarrow) {
       if (why_no_rows(problem) == nullptr) by_rows.emplace(p, in, wanted.backward, wanted.coupling, context);
       if (why_no_votes(problem, wanted.summed_logits) == nullptr) by_votes.emplace(p, in, wanted.backward, context);
@@ -84,24 +82,17 @@ class Call {
     }
   }
 
-  // Uninitialised memory that is released with this object. That may be before the kernels have run: the caching
-  // allocator reuses memory in the order of the stream.
+  // Uninitialised memory that is released with this object.
   template <class N>
-  Global<N> scratch(int64_t count) {
-    using torch::headeronly::ScalarType;
-    const ScalarType type = std::is_same_v<N, double> ? ScalarType::Double : ScalarType::Float;
-    // At least one element, because a null pointer is an absent argument to a kernel.
-    memory_.push_back(torch::stable::new_empty(like_, {std::max<int64_t>(count, 1)}, type));
-    return {static_cast<N*>(memory_.back().data_ptr()), count};
+  Global<N> scratch(int64_t count, bool zeroed = false) {
+    return {static_cast<N*>(memory_.allocate(count * static_cast<int64_t>(sizeof(N)), zeroed)), count};
   }
 
   // The order of V and ds, and memory for `count` of them. What is padding must be 0.
   VectorOrder order() const { return by_rows ? by_rows->order() : VectorOrder{p.J, p.D, 0}; }
   Global<T> vector_scratch(int64_t count) {
     const VectorOrder of = order();
-    const Global<T> to = scratch<T>(count * of.size(p.B));
-    if (of.padded(p.B)) torch::stable::zero_(memory_.back());
-    return to;
+    return scratch<T>(count * of.size(p.B), of.padded(p.B));
   }
 
   // Memory for the partial sums of a pass, if there is any. with_columns: also for the maxima and totals of the softmax
@@ -230,8 +221,7 @@ class Call {
     general_accumulate(pass);
   }
 
-  const Tensor& like_;
-  std::vector<Tensor> memory_;
+  gpu::Memory memory_;
 };
 
 // What the gradient passes of all families share: du and dweight, or dvotes, and dlogits.

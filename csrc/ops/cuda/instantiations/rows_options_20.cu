@@ -1,3 +1,4 @@
+#include "../../../cuda/grid.h"
 #include "../rows/kernels.h"
 
 namespace capsfast::cuda::rows {

@@ -1,8 +1,12 @@
 #include "context.h"
 
+#include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
 
 #include <atomic>
+
+#include "check.h"
 
 // Weak, because only a CUDA build of torch has this function and the extension loads without one. From torch 2.13 on
 // Stream::nativeHandle() could replace it.
@@ -37,9 +41,7 @@ Context::Context(const torch::stable::Tensor& tensor)
   STD_TORCH_CHECK(
       aoti_torch_get_current_cuda_stream != nullptr, "capsfast: CUDA tensors need a torch that was built with CUDA");
   const int device = tensor.get_device_index();
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  stream_ = static_cast<cudaStream_t>(stream);
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_));
   multiprocessors_ = attribute_of<cudaDevAttrMultiProcessorCount>(device);
   shared_bytes_ = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
   shared_bytes_together_ = attribute_of<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(device);

@@ -1,0 +1,32 @@
+// Scratch memory from torch's allocator. Like context.h without torch's headers: nvcc reads a header once for every
+// architecture it compiles for.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace torch::stable {
+class Tensor;
+}
+
+namespace capsfast::gpu {
+
+class Memory {
+ public:
+  // On the device of `like`.
+  explicit Memory(const torch::stable::Tensor& like);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  // Uninitialised, or all bits 0, until this object ends. That may be before the kernels have run: the caching
+  // allocator reuses memory in the order of the stream. Never null, because a null pointer is an absent argument to a
+  // kernel.
+  void* allocate(int64_t bytes, bool zeroed);
+
+ private:
+  struct Tensors;
+  std::unique_ptr<Tensors> tensors_;
+};
+
+}  // namespace capsfast::gpu
