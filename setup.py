@@ -181,12 +181,20 @@ def as_numbers(capability: str) -> tuple[int, ...]:
 
 
 def gencode(names: list[str]) -> list[str]:
+    """nvcc's flags. Machine code comes from the PTX of the oldest listed architecture of the same major version.
+
+    Making PTX is the longer half of the work, and PTX of a minor version would be the same: all that kernels ask is
+    whether the architecture is 9.0 or newer. An architecture with a letter, as 9.0a, has features of its own.
+    """
+    plain = [name.removesuffix("+PTX") for name in names]
     flags = []
-    for name in names:
-        number = name.removesuffix("+PTX").replace(".", "")
-        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+    for name, number in zip(names, plain, strict=True):
+        kin = [other for other in plain if other.split(".")[0] == number.split(".")[0] and other[-1].isdigit()]
+        oldest = min(kin, key=as_numbers) if number[-1].isdigit() else number
+        digits = number.replace(".", "")
+        flags.append(f"-gencode=arch=compute_{oldest.replace('.', '')},code=sm_{digits}")
         if name.endswith("+PTX"):
-            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+            flags.append(f"-gencode=arch=compute_{digits},code=compute_{digits}")
     return flags
 
 

@@ -288,3 +288,20 @@ def test_the_extension_says_what_cuda_kernels_it_holds() -> None:
 )
 def test_which_gpus_a_build_serves(architectures: str, capability: tuple[int, int], served: bool) -> None:
     assert native.serves_gpu(architectures, capability) == served
+
+
+def test_minor_versions_share_the_ptx_of_the_oldest() -> None:
+    gencode = runpy.run_path(str(ROOT / "setup.py"))["gencode"]
+    assert gencode(["8.9", "8.0", "9.0a", "9.0", "12.0+PTX"]) == [
+        "-gencode=arch=compute_80,code=sm_89",
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+    # PTX that is asked for is that of its own architecture.
+    assert gencode(["8.0", "8.6+PTX"])[1:] == [
+        "-gencode=arch=compute_80,code=sm_86",
+        "-gencode=arch=compute_86,code=compute_86",
+    ]
