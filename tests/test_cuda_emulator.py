@@ -38,6 +38,7 @@ def test_right_kernels_give_right_results(kernel: str) -> None:
         ("vectors", "missing barrier", "race: "),
         ("vectors", "wrong index", "index 61 of 64 elements in shared memory"),
         ("vectors", "misaligned", "a vector access that is not aligned"),
+        ("vectors", "misaligned in memory", "an access to memory that is not aligned"),
         ("sum", "half a warp", "threads wait for each other: thread 0 in the exchange of its warp"),
         ("sum", "lane out of range", "shuffle from lane 32"),
         ("diverge", "two barriers", "threads wait for each other: thread 0 at the barrier of line"),

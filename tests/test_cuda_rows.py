@@ -272,6 +272,19 @@ def test_one_product_where_torch_allows_tf32(shape: Shape, case: Case, request: 
             assert 1e-5 < error < 1e-2, (name, error)
 
 
+@pytest.mark.parametrize(("allowed", "most"), [(False, 6e-8), (True, 6e-5)], ids=["exact", "single"])
+def test_bits_that_products_drop_make_gradients_no_smaller(
+    allowed: bool, most: float, request: pytest.FixtureRequest
+) -> None:
+    if allowed:
+        request.getfixturevalue("tf32")
+    problem = make(Shape(33, 40, 10, 16, 8), Case(coupling=False), dtype=torch.float32)
+    truth, got = run(problem.to(torch.float64), "reference"), run(problem, emulator.NAME)
+    for name in ("du", "dweight"):
+        slope = ((got[name].double() - truth[name]) * truth[name]).sum() / truth[name].square().sum()
+        assert abs(slope) < most, (name, float(slope))
+
+
 @pytest.mark.parametrize("name", ["u", "weight"])
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000], ids=hex)
 @pytest.mark.parametrize("allowed", [False, True])

@@ -76,12 +76,13 @@ class Global {
   Global(T* data, int64_t count) : data_(data), count_(data == nullptr ? 0 : count) {}
   T& operator[](int64_t n) const {
     check(n, 1);
+    aligned(n, alignof(T));
     return data_[n];
   }
   template <class Vector>
   Vector vector(int64_t n) const {
     check(n, static_cast<int64_t>(sizeof(Vector) / sizeof(T)));
-    if (reinterpret_cast<uintptr_t>(data_ + n) % sizeof(Vector) != 0) fault("a vector access that is not aligned");
+    aligned(n, sizeof(Vector));
     Vector value;
     std::memcpy(&value, data_ + n, sizeof(Vector));
     return value;
@@ -105,6 +106,9 @@ class Global {
   void check(int64_t n, int64_t size) const {
     if (n < 0 || n + size > count_)
       fault("index " + std::to_string(n) + " of " + std::to_string(count_) + " elements in memory");
+  }
+  void aligned(int64_t n, size_t bytes) const {
+    if (reinterpret_cast<uintptr_t>(data_ + n) % bytes != 0) fault("an access to memory that is not aligned");
   }
   T* data_ = nullptr;
   int64_t count_ = 0;

@@ -96,6 +96,7 @@ vectors(Args a) {
   if (n >= kThreads / 4) return;
   const int from = a.is("wrong index") && n == 0 ? kThreads - 3 : 4 * n + (a.is("misaligned") && n == 0 ? 2 : 0);
   const Quad quad = box.vector<Quad>(from);
+  if (a.is("misaligned in memory") && n == 0) a.out.from(1, kThreads - 1).as<Quad>()[0] = quad;
   for (int m = 0; m < 4; ++m) a.out[kThreads - 1 - (4 * n + m)] = quad.numbers[m];
 }
 

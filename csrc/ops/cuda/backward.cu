@@ -50,7 +50,6 @@ Args described(Args args, const BackwardSteps<T>& steps, bool gradient_last) {
 void gradient_by_rows(Call<float>& call, const BackwardSteps<float>& steps, const BackwardOutputs& out) {
   const rows::GradientPlan plan = call.by_rows->plan_gradient(out.dlogits.data != nullptr && !out.per_sample_logits);
   rows::GradientArgs args = described(rows::GradientArgs{}, steps, call.p.gradient_last);
-  args.order = steps.order;
   gradient_pass(call, out, args, plan.parts, plan.splits,
                 [&](const rows::GradientArgs& with) { call.by_rows->gradient(with, plan); });
 }
@@ -69,7 +68,8 @@ void Engine::backward(const Problem& p, const BackwardInputs& inputs, const Back
     call.sum_vectors(steps.ds.from(steps.first * size, terms * size), terms, p.B, steps.order, out.dbias);
   };
   if constexpr (std::is_same_v<T, float>) {
-    if (call.by_votes) {
+    // Without another pass, and without a gradient of a vote or a logit, no vote needs to be read.
+    if (call.by_votes && (steps.passes() > 0 || wants_gradient(p, out))) {
       call.by_votes->run(votes::RoutingArgs<true>{
           steps,
           {},

@@ -175,8 +175,9 @@ struct VectorOrder {
 
 // Samples are cut into groups, and all pairs (group, input capsule), those of a group side by side, are one row that is
 // cut into `units` equal parts, one for each cluster of blocks that the device runs at the same time. So every batch
-// fills the device, and all of a pass runs at once. What a unit has of a group is a segment; a unit whose part crosses
-// from one group to the next has two of them, or more. Each segment has one partial sum.
+// fills the device, and all of a pass runs at once. (In the votes family a group is a sample, and a unit a block of its
+// cluster.) What a unit has of a group is a segment; a unit whose part crosses from one group to the next has two of
+// them, or more. Each segment has one partial sum.
 struct Work {
   int64_t I, group, groups, units;  // group: samples of a group
 
@@ -234,7 +235,7 @@ struct AccumulateArgs {
   bool unweighted;         // every coefficient is 1: the first iteration without logits
   bool mass;               // a sum has one more element than D, that of the coefficients
   Global<double> sum;      // [splits, B, J, D or D + 1]; absent if only the coupling is wanted
-  Global<float> sum_rows;  // the same of the rows family
+  Global<float> sum_rows;  // the same of the other families
   Global<T> max;           // [splits, B, J], written, for a softmax over the input capsules of unknown normaliser
   Global<double> total;    // [splits, B, J], written with max: sum of exp(b - max)
   Operand coupling;        // [B, I, J], written

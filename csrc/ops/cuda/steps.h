@@ -54,8 +54,8 @@ struct ForwardSteps {
   }
 
  private:
-  // Computes s_t, its normaliser, and V_t or, in the last iteration, v. That leaves V as it is: nobody needs V_t, and
-  // the pass that writes the coupling needs the V that the last iteration scored with.
+  // Computes s_t, its normaliser, and V of the next iteration or, in the last, v. That leaves V as it is: the pass that
+  // writes the coupling needs the V that the last iteration scored with.
   CAPSFAST_DEVICE void make_output(int64_t t, const UpdateCoord& at) const {
     const bool last = t + 1 == iterations, unweighted = pass(t).unweighted;
     const bool valid = in.out_mask.at(at.b, at.j), follows = in.softmax_in && !unweighted;
@@ -204,7 +204,8 @@ struct BackwardSteps {
     if (!in.softmax_in) return;
     // sum_i c dc = ds . s, because dc = votes . ds and s = sum_i c votes. dcoupling adds its own term to dc.
     agreement = lane_sum(last ? add_coupling<T>(in, at, coupling, dcoupling, agreement) : agreement, 32);
-    if (at.slice == 0 && at.lane == 0) mean[t * in.B * in.J + at.row] = agreement;
+    // Votes for a masked output capsule may be NaN, and so its s.
+    if (at.slice == 0 && at.lane == 0) mean[t * in.B * in.J + at.row] = valid ? agreement : T(0);
   }
 };
 

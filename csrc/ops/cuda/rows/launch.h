@@ -105,8 +105,8 @@ class Launcher {
     const auto starts = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
     Shape shape{};
     shape.weight_in_pieces = whole(p.J * p.D * p.K) && whole(p.weight.stride[0]) && starts(p.weight.data);
-    shape.poses_in_pieces = (p.K == 1 || p.u.stride[2] == 1) && whole(p.K) && whole(p.u.stride[0]) &&
-                            whole(p.u.stride[1]) && starts(p.u.data);
+    shape.poses_in_pieces =
+        p.u.stride[2] == 1 && whole(p.K) && whole(p.u.stride[0]) && whole(p.u.stride[1]) && starts(p.u.data);
     for (int warps = kMostWarps; warps > 0; warps /= 2) {
       for (int wide = std::min(most, warps); wide > 0; wide /= 2) {
         // Tiles beyond the batch cost as much as others, so they are an eighth at most.

@@ -14,11 +14,6 @@ struct ScoreCoord {
   CAPSFAST_DEVICE int64_t sample(const ThreadCoord& at, int row) const { return b0 + at.group + 8 * row; }
 };
 
-// Element [b, i, j] of a tensor.
-CAPSFAST_DEVICE int64_t element_of(const Operand& x, int64_t b, int64_t i, int64_t j) {
-  return b * x.stride[0] + i * x.stride[1] + j * x.stride[2];
-}
-
 // Writes scores to [B, I, J], those of the columns for which this lane stands.
 template <class Tr>
 CAPSFAST_DEVICE void write_scores(const Inputs& in, const Operand& to, const ThreadCoord& at, const ScoreCoord& of,
@@ -26,7 +21,7 @@ CAPSFAST_DEVICE void write_scores(const Inputs& in, const Operand& to, const Thr
   unrolled<Tr::slots, 2>([&](int slot, int row) {
     const int64_t sample = of.sample(at, row);
     if (sample < in.B && stands_for<Tr>(at, slot, static_cast<int>(in.J)))
-      to.write<float>(element_of(to, sample, of.i, output_of<Tr>(at, slot)), x[slot][row]);
+      to.write<float>(to.at(sample, of.i, output_of<Tr>(at, slot)), x[slot][row]);
   });
 }
 
@@ -39,12 +34,11 @@ CAPSFAST_DEVICE void apply_options(const Inputs& in, const Operand& dcoupling, b
     const int64_t sample = of.sample(at, row);
     const int j = output_of<Tr>(at, slot);
     const bool counts = sample < in.B && in.mask.at(sample, of.i) && j < in.J && in.out_mask.at(sample, j);
-    if (counts && in.logits.data)
-      b[slot][row] += in.logits.template read<float>(element_of(in.logits, sample, of.i, j));
+    if (counts && in.logits.data) b[slot][row] += in.logits.template read<float>(in.logits.at(sample, of.i, j));
     if (!counts) b[slot][row] = -Extreme<float>::infinity;
     if constexpr (kBackward) {
       if (counts && with_dcoupling && dcoupling.data)
-        dc[slot][row] += dcoupling.template read<float>(element_of(dcoupling, sample, of.i, j));
+        dc[slot][row] += dcoupling.template read<float>(dcoupling.at(sample, of.i, j));
       if (!counts) dc[slot][row] = 0.0f;
     }
   });

@@ -64,17 +64,21 @@ class Launcher {
   int64_t bytes(const Cut& of) const { return kernels.shared_bytes(in, of, terms); }
 
   // The smallest cluster whose blocks fit a multiprocessor twice, so that one computes while the other waits for its
-  // votes, or if there is none the smallest. Where multiprocessors would be idle it is larger.
+  // votes, or if there is none the smallest. Where multiprocessors would be idle it is larger, as long as a thread has
+  // more than one row.
   Cut cut_for(int64_t most) const {
     Cut chosen{};
     for (int64_t cluster = 1; cluster <= std::min(most, p.I); cluster *= 2) {
       const int64_t capsules = divide_up(p.I, cluster);
       if (capsules * p.J * p.D * element_bytes(p.votes.storage) > on.shared_bytes()) continue;
       Cut cut{static_cast<int>(cluster), static_cast<int>(capsules), threads_for(capsules, kThreads), whole_pieces()};
-      const bool twice = 2 * (bytes(cut) + 1024) <= on.shared_bytes_together();
-      const bool idle = 2 * p.B * cluster <= on.multiprocessors();
-      if (!twice || idle) cut.threads = threads_for(capsules, 2 * kThreads);
       if (bytes(cut) > on.shared_bytes()) continue;
+      const bool twice = 2 * (bytes(cut) + 1024) <= on.shared_bytes_together();
+      const bool idle =
+          2 * p.B * cluster <= on.multiprocessors() && 32 * capsules > cut.threads * kernels.rows_of_warp(in);
+      Cut more = cut;
+      more.threads = threads_for(capsules, 2 * kThreads);
+      if ((!twice || idle) && bytes(more) <= on.shared_bytes()) cut = more;
       if (chosen.cluster == 0 || twice || idle) chosen = cut;
       if (twice && !idle) break;
     }
