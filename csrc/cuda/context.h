@@ -1,5 +1,4 @@
-// The device and the stream of a call. tests/emulator/context_host.cpp takes the place of context.cpp. Without
-// the headers of torch and of CUDA, see memory.h.
+// The device and the stream of a call. tests/emulator/context_host.cpp takes the place of context.cpp.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +6,7 @@
 #include <memory>
 #include <string_view>
 
-namespace torch::stable {
-class Tensor;
-}
+#include "tensor.h"
 
 namespace capsfast::gpu {
 

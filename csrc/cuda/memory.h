@@ -1,13 +1,10 @@
-// Scratch memory from torch's allocator. Like context.h without torch's headers: nvcc reads a header once for every
-// architecture it compiles for.
+// Scratch memory from torch's allocator.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 
-namespace torch::stable {
-class Tensor;
-}
+#include "tensor.h"
 
 namespace capsfast::gpu {
 

@@ -1,7 +1,7 @@
 // The Engine (see bindings.h) of CUDA tensors. forward.cu, backward.cu and pass.cu define its functions.
 #pragma once
 
-#include "../../cuda/memory.h"
+#include "../../cuda/tensor.h"
 #include "../pass.h"
 
 namespace capsfast::cuda {
@@ -13,7 +13,7 @@ struct Engine {
   static constexpr bool kSharedOutputs = false;
   static constexpr bool kPoseMatrices = false;
   static constexpr bool kPositions = false;
-  // A template, because the type is complete only for who includes torch's header, as the kernels' files do not.
+  // A template, as the type is complete only where its header is included.
   template <class AnyTensor>
   static bool holds(const AnyTensor& tensor) {
     return tensor.is_cuda();
