@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from capsfast.models import CapsNet
 from capsfast.nn import CapsNetLoss
+
+from .support.ranks import on_two_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH, STEPS = 8, 4
@@ -46,20 +49,15 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.rand(STEPS, BATCH, 1, 10, 10, generator=draw), torch.randint(0, 4, (STEPS, BATCH), generator=draw)
 
 
-def one_of_two(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    try:
-        images, labels = (each.chunk(2, dim=1)[rank] for each in data())
-        model = DistributedDataParallel(make_model())
-        found = descend(model, images, labels)
-        torch.save({name.replace("module.", ""): value for name, value in found.items()}, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def one_of_two(folder: Path, rank: int) -> None:
+    images, labels = (each.chunk(2, dim=1)[rank] for each in data())
+    model = DistributedDataParallel(make_model())
+    found = descend(model, images, labels)
+    torch.save({name.replace("module.", ""): value for name, value in found.items()}, folder / f"{rank}.pt")
 
 
 def test_distributed_data_parallel_equals_one_process(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(one_of_two, args=(str(tmp_path),), nprocs=2)
+    on_two_ranks(partial(one_of_two, tmp_path), tmp_path)
     model = make_model()
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
     one = descend(model, *data())

@@ -1,14 +1,12 @@
 """With the rest of torch: compile, export, func, autocast, second derivatives, DDP."""
 
-import os
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -19,6 +17,7 @@ from .support import interpreter
 from .support.accuracy import assert_close, relative_l2
 from .support.backends import Backend, Shape, assert_path, recorded_ops
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, call, make, run
+from .support.ranks import on_two_ranks
 
 OPS = ("dynamic_routing", "route_votes")
 # Between them all tensors, both gradients and both softmaxes; a compilation costs seconds.
@@ -298,36 +297,19 @@ def test_checkpointing_gives_the_same_gradients(backend: Backend) -> None:
         assert torch.equal(one, other)
 
 
-def _ddp_worker(rank: int, name: str, device: str, folder: str) -> None:
-    torch.set_num_threads(1)
+def _gradients_of_half(name: str, device: str, folder: Path, rank: int) -> None:
     interpreter.prepare()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
     layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=name).to(device)
     u = torch.randn(6, 7, 6).to(device)
     parallel = nn.parallel.DistributedDataParallel(layer)
     parallel(u[3 * rank : 3 * rank + 3]).square().sum().backward()
-    torch.save({key: value.grad.cpu() for key, value in layer.named_parameters()}, f"{folder}/gradients{rank}.part")
-    os.replace(f"{folder}/gradients{rank}.part", f"{folder}/gradients{rank}.pt")
-    while not os.path.exists(f"{folder}/gradients{1 - rank}.pt"):
-        time.sleep(0.01)
-    # Without a tidy end: the destructor of torch's gloo group waits with the GIL for a thread that needs it.
-    os._exit(0)
+    torch.save({key: value.grad.cpu() for key, value in layer.named_parameters()}, folder / f"gradients{rank}.pt")
 
 
 @pytest.mark.usual(reference={"backend": []})
-def test_distributed_data_parallel(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    workers = torch.multiprocessing.spawn(
-        _ddp_worker, (backend.name, backend.device, str(tmp_path)), nprocs=2, join=False
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not workers.join(timeout=5):
-            assert time.monotonic() < deadline, "the processes hang"
-    finally:
-        for process in workers.processes:
-            process.kill()
+def test_distributed_data_parallel(backend: Backend, tmp_path: Path) -> None:
+    on_two_ranks(partial(_gradients_of_half, backend.name, backend.device, tmp_path), tmp_path)
     torch.manual_seed(0)
     layer = capsfast.DynamicRouting(7, 4, 6, 5, learned_logits=True, backend=backend.name).to(backend.device)
     layer(torch.randn(6, 7, 6).to(backend.device)).square().sum().backward()
