@@ -56,6 +56,7 @@ def accumulate_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
+    MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     if logits_ptr is not None:
@@ -134,7 +135,7 @@ def accumulate_kernel(
                     V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, J, D, P, JT, DP, LANES)
                 b = b + (routing_logits(
                     votes, V_n, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n,
-                    (l_b, l_i, l_j), valid, J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
+                    (l_b, l_i, l_j), valid, MASKED, J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
             if MODE == "in":
@@ -227,6 +228,7 @@ def accumulate_gradient_kernel(
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
     C: tl.constexpr = D // P
+    MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     if logits_ptr is not None:
@@ -287,7 +289,7 @@ def accumulate_gradient_kernel(
             else:
                 ds = load_vectors(state + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
             b = b + (routing_logits(
-                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n, (l_b, l_i, l_j), here,
+                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n, (l_b, l_i, l_j), here, MASKED,
                 J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
             ),)
             about = votes
@@ -302,7 +304,7 @@ def accumulate_gradient_kernel(
         c, _ = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
         if activation_ptr is not None:
             dc = scaled(dc, per_input(activation_ptr, rows, ok, i, I), NT)
-        db = agreement_gradient(c, dc, valid, rows_ptr, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
+        db = agreement_gradient(c, dc, valid, MASKED, rows_ptr, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
         sums = ()
         masses = ()
         seconds = ()

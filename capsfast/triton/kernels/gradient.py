@@ -26,7 +26,17 @@ from .stores import (
     store_logits_gradient,
     store_votes_gradient,
 )
-from .tiles import batch_rows, batch_tiles, first_tile, of_batch, per_input, valid_inputs, valid_outputs, valid_rows
+from .tiles import (
+    batch_rows,
+    batch_tiles,
+    first_tile,
+    of_batch,
+    per_input,
+    valid_inputs,
+    valid_outputs,
+    valid_rows,
+    where_valid,
+)
 from .vectors import centered, load_numbers, load_state, load_vectors, slope, spread, vector_tile
 from .votes import coupling_gradient, input_capsules, routing_logits, votes_tile, weight_tile
 
@@ -74,6 +84,7 @@ def gradient_kernel(
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(B, positions, BB, PP))
     C: tl.constexpr = D // P
+    MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     KB: tl.constexpr = KP if K > 8 else 8  # what a product does not sum over needs no 16
     keep_dw: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
     ACROSS: tl.constexpr = JT * LANES // 4  # warps that have the columns of a row; 0 if votes are given
@@ -128,7 +139,7 @@ def gradient_kernel(
                 for n in tl.static_range(NT):
                     part = tl.zeros([BB, JT * DP], tl.float32)
                     if UNIFORM:
-                        c0 = tl.where(valid[n], each[:, None], 0.0)
+                        c0 = where_valid(valid[n], tl.broadcast_to(each[:, None], [BB, JT]), 0.0, MASKED)
                         if activation_ptr is not None:
                             c0 *= a[:, None]
                         ds = load_vectors(
@@ -156,7 +167,7 @@ def gradient_kernel(
                             ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         b = b + (routing_logits(
                             x[n], V, logits_at, precision_ptr, prior_ptr, rows, vectors, i, first + n,
-                            (l_b, l_i, l_j), valid[n], J, D, P, BB, JT, DP, LANES, WIDE,
+                            (l_b, l_i, l_j), valid[n], MASKED, J, D, P, BB, JT, DP, LANES, WIDE,
                             0.0 if MODE == "none" else float("-inf")
                         ),)
                         about = x[n]
@@ -180,11 +191,11 @@ def gradient_kernel(
                     if dactivation_ptr is not None:
                         da = ()
                         for n in tl.static_range(NT):
-                            da = da + (tl.where(valid[n], c[n] * dc[n], 0.0),)
+                            da = da + (where_valid(valid[n], c[n] * dc[n], 0.0, MASKED),)
                         add_inputs_gradient(dactivation_ptr, over_tiles(da, NT), rows, once, i, I, group)
                     if activation_ptr is not None:
                         dc = scaled(dc, a, NT)
-                    db = agreement_gradient(c, dc, valid, row_at, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
+                    db = agreement_gradient(c, dc, valid, MASKED, row_at, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
                     if drow_ptr is not None:
                         add_inputs_gradient(drow_ptr, -over_tiles(db, NT), rows, once, i, I, group)
                     if activation_ptr is not None:
@@ -240,8 +251,7 @@ def gradient_kernel(
                                 none = tl.zeros(du.shape, tl.float32)
                                 du_part = together(votes_to_inputs(dx[n], w_part, none, ACROSS, BACK_DOT), ACROSS)
                                 add_input_gradient(
-                                    dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, inside, i, k0, I, first + n, K,
-                                    P, KB, WIDE
+                                    dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, i, k0, I, first + n, K, P, KB, WIDE
                                 )
                             # The next tile adds to what was stored here, which other threads may have done.
                             tl.debug_barrier()
@@ -257,7 +267,7 @@ def gradient_kernel(
                                 u_k = u_back if K <= KB else input_capsules(x_at, rows, ok, i, k0, xs, K, KB, WIDE)
                                 add_weight_gradient(
                                     dw_ptr + owner * (J * C * K), votes_to_weights(dx[n], u_k, ACROSS, BACK_DOT),
-                                    first + n, k0, stored, J, C, K, JT, DP, LANES, KB, WIDE
+                                    first + n, k0, stored, J, C, K, BB, JT, DP, LANES, KB, WIDE
                                 )
                 if keep_dw:
                     dw = more_dw
@@ -267,8 +277,7 @@ def gradient_kernel(
                     )
                 if not VOTES and K <= KB and dx_ptr is not None:
                     add_input_gradient(
-                        dx_ptr, tl.where(ok[:, None], together(du, ACROSS), 0.0), rows, inside, i, 0, I, group, K, P,
-                        KB, WIDE
+                        dx_ptr, tl.where(ok[:, None], together(du, ACROSS), 0.0), rows, i, 0, I, group, K, P, KB, WIDE
                     )
                 if SHARED and K > KB:
                     # The next input capsule adds to this dW, which other threads may have stored.
@@ -280,6 +289,6 @@ def gradient_kernel(
                 for n in tl.static_range(NT):
                     add_weight_gradient(
                         dw_ptr + owner * (J * C * K), dw[n], first + n, 0,
-                        tile - batch_start, J, C, K, JT, DP, LANES, KB, WIDE
+                        tile - batch_start, J, C, K, BB, JT, DP, LANES, KB, WIDE
                     )
                 tl.debug_barrier()

@@ -4,7 +4,17 @@ import triton
 import triton.language as tl
 
 from .softmax import couple, exponential, finite_or_zero, inverse, scaled
-from .tiles import batch_rows, first_tile, of_batch, per_input, store_pairs, valid_inputs, valid_outputs, valid_rows
+from .tiles import (
+    batch_rows,
+    first_tile,
+    of_batch,
+    per_input,
+    store_pairs,
+    valid_inputs,
+    valid_outputs,
+    valid_rows,
+    where_valid,
+)
 from .vectors import centered, load_numbers, load_vectors, vector_tile
 from .votes import coupling_gradient, input_capsules, reread, routing_logits, votes_tile
 
@@ -34,6 +44,7 @@ def row_norm_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
+    MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     if logits_ptr is not None:
@@ -65,7 +76,7 @@ def row_norm_kernel(
                 x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, vectors, n, J, D, P, BB, JT, DP, LANES)
             V = load_vectors(state_ptr, vectors, n, J, D, P, JT, DP, LANES, S) if QUERY else None
             b = routing_logits(
-                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, n, (l_b, l_i, l_j), valid,
+                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, n, (l_b, l_i, l_j), valid, MASKED,
                 J, D, P, BB, JT, DP, LANES, WIDE
             )
             grown = tl.maximum(m, tl.max(b, 1))
@@ -79,7 +90,7 @@ def row_norm_kernel(
                     x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, n, (d_b, d_i, d_j), valid, True,
                     J, D, P, BB, JT, DP, LANES, WIDE
                 )
-                inner = inner * scale + tl.sum(tl.where(valid, e * dc, 0.0), 1)
+                inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, MASKED), 1)
             m = grown
         at = rows_ptr + (rows[0] * I + i) + rows[1] * I
         scale = inverse(total)
@@ -118,6 +129,7 @@ def coupling_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
+    MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     if logits_ptr is not None:
@@ -151,7 +163,7 @@ def coupling_kernel(
                 )
             V = load_vectors(V_ptr, vectors, first + n, J, D, P, JT, DP, LANES) if QUERY else None
             b = b + (routing_logits(
-                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), valid,
+                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), valid, MASKED,
                 J, D, P, BB, JT, DP, LANES, WIDE
             ),)
         c, _ = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)

@@ -9,7 +9,7 @@ hold a log-sum-exp that is given, 1 and 0. MODE "in": softmax over the input cap
 import triton
 import triton.language as tl
 
-from .tiles import per_input
+from .tiles import per_input, where_valid
 
 
 @triton.jit
@@ -106,7 +106,8 @@ def scaled(c, a, NT: tl.constexpr):
 
 @triton.jit
 def agreement_gradient(
-    c, dc, valid, rows_ptr, delta, dlse_ptr, rows, ok, i, B, I, NT: tl.constexpr, MODE: tl.constexpr
+    c, dc, valid, MASKED: tl.constexpr, rows_ptr, delta, dlse_ptr, rows, ok, i, B, I, NT: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """db = c (dc - sum c dc + dlse), summed over what the softmax runs over.
 
@@ -118,18 +119,18 @@ def agreement_gradient(
     db = ()
     if MODE == "in":
         for n in tl.static_range(NT):
-            db = db + (tl.where(valid[n], c[n] * (dc[n] - delta[n]), 0.0),)
+            db = db + (where_valid(valid[n], c[n] * (dc[n] - delta[n]), 0.0, MASKED),)
     elif MODE == "sigmoid":
         for n in tl.static_range(NT):
-            db = db + (tl.where(valid[n], c[n] * (1.0 - c[n]) * dc[n], 0.0),)
+            db = db + (where_valid(valid[n], c[n] * (1.0 - c[n]) * dc[n], 0.0, MASKED),)
     elif MODE == "none":
         for n in tl.static_range(NT):
-            db = db + (tl.where(valid[n], dc[n], 0.0),)
+            db = db + (where_valid(valid[n], dc[n], 0.0, MASKED),)
     else:
         if MODE == "out":
             inner = ()
             for n in tl.static_range(NT):
-                inner = inner + (tl.where(valid[n], c[n] * dc[n], 0.0),)
+                inner = inner + (where_valid(valid[n], c[n] * dc[n], 0.0, MASKED),)
             total = over_tiles(inner, NT)
             if dlse_ptr is not None:
                 total -= per_input(dlse_ptr, rows, ok, i, I)
@@ -137,5 +138,5 @@ def agreement_gradient(
             at = rows_ptr + ((2 * tl.cast(B, tl.int64) + rows[0]) * I + i) + rows[1] * I
             total = tl.load(at, mask=ok, other=0.0)
         for n in tl.static_range(NT):
-            db = db + (tl.where(valid[n], c[n] * (dc[n] - total[:, None]), 0.0),)
+            db = db + (where_valid(valid[n], c[n] * (dc[n] - total[:, None]), 0.0, MASKED),)
     return db

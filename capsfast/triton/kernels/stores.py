@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import columns, components, outputs, pose_rows, store_pairs
+from .tiles import columns, components, outputs, place, store_pairs
 
 
 @triton.jit
@@ -15,29 +15,63 @@ def add_to(at, value, within, stored):
 
 
 @triton.jit
+def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """Rows [M] and columns [M, 2] of a product [R, C], in the order in which tensor cores leave it: the compiler deals
+    out the M first to lanes, then to warps, then to registers. Four lanes have 32 bytes of a row, so that memory needs
+    no other order, and a store no exchange between lanes.
+
+    Of the warps DOWN have 16 rows each, one below the other, or ACROSS 8 rows each, twice, as weights_together() has it.
+    """
+    index = tl.arange(0, R * C // 2)
+    warp = index // 32 % (DOWN * ACROSS)
+    register = index // (32 * DOWN * ACROSS)
+    of_16 = (register // 2 % (R // (16 * DOWN * ACROSS))) * DOWN + warp % DOWN
+    row = ((of_16 * 2 + register % 2) * ACROSS + warp // DOWN) * 8 + index // 4 % 8
+    column = register // (R // (8 * DOWN * ACROSS)) * 8 + index % 4 * 2
+    return row, column[:, None] + tl.arange(0, 2)[None, :]
+
+
+@triton.jit
+def as_fragment(tile, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """A product [R, C] as [M, 2], in that order."""
+    R: tl.constexpr = tile.shape[0]
+    C: tl.constexpr = tile.shape[1]
+    parts = tl.reshape(tile, [R // (16 * DOWN * ACROSS), DOWN, 2, ACROSS, 8, C // 8, 4, 2])
+    return tl.reshape(tl.permute(parts, (5, 0, 2, 3, 1, 4, 6, 7)), [R * C // 2, 2])
+
+
+@triton.jit
 def add_weight_gradient(
     dw_ptr, value, n, k0, stored,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr,
-    KP: tl.constexpr, WIDE: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
+    LANES: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
-    j, d = columns(n, JT, DP, LANES, WIDE)
-    k = components(k0, KP, WIDE)
-    within = ((j < J) & (d < D))[:, None] & (k < K)[None, :]
-    add_to(dw_ptr + ((j * D + d) * K)[:, None] + k[None, :], value, within, stored)
+    ACROSS: tl.constexpr = JT * LANES // 4
+    DOWN: tl.constexpr = BB // 16 if JT * DP % (BB * ACROSS) == 0 else 1
+    column, k = fragment(JT * DP, KP, DOWN, ACROSS)
+    j, d = place(column, n, JT, DP, LANES, WIDE)
+    k += k0
+    within = ((j < J) & (d < D))[:, None] & (k < K)
+    add_to(dw_ptr + ((j * D + d) * K)[:, None] + k, as_fragment(value, DOWN, ACROSS), within, stored)
 
 
 @triton.jit
 def add_input_gradient(
-    dx_ptr, value, rows, inside, i, k0, I, stored, K: tl.constexpr, P: tl.constexpr, KP: tl.constexpr,
+    dx_ptr, value, rows, i, k0, I, stored, K: tl.constexpr, P: tl.constexpr, KP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Stores du of input capsule i for the rows, in [B, I, P K], components k from k0 on."""
-    k = components(k0, KP, WIDE)
-    at = dx_ptr + (rows[0] * I + i) * (P * K) + (rows[1] * I * (P * K))[:, None] + k[None, :]
-    if P > 1:
-        at += pose_rows(rows, K)[:, None]
-    add_to(at, value, inside[:, None] & (k < K)[None, :], stored)
+    BB: tl.constexpr = rows[1].shape[0]
+    PP: tl.constexpr = rows[2].shape[0]
+    row, k = fragment(BB, KP, BB // 16, 1)
+    k += k0
+    if WIDE:
+        row, k = row.to(tl.int64), k.to(tl.int64)
+    sample, pose = row // PP, row % PP
+    at = dx_ptr + (rows[0] * I + i) * (P * K) + (sample * I * (P * K) + pose * K)[:, None] + k
+    inside = (sample < rows[3]) & (pose < P)
+    add_to(at, as_fragment(value, BB // 16, 1), inside[:, None] & (k < K), stored)
 
 
 @triton.jit

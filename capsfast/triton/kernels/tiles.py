@@ -98,7 +98,12 @@ def outputs(n, JT: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def columns(n, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr):
     """j and d of the columns of tile n: [N] each."""
-    column = tl.arange(0, JT * DP)
+    return place(tl.arange(0, JT * DP), n, JT, DP, LANES, WIDE)
+
+
+@triton.jit
+def place(column, n, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr):
+    """j and d of some columns of tile n."""
     if WIDE:
         column = column.to(tl.int64)
     if LANES == 0:
@@ -147,6 +152,15 @@ def valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J: tl.constexpr, JT: tl.c
         at = out_mask_ptr + rows[0] * o_b + (rows[1] * o_b)[:, None] + (j * o_j)[None, :]
         valid = valid & (tl.load(at, mask=valid, other=0) != 0)
     return valid
+
+
+@triton.jit
+def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
+    """value, and other where not valid. SOME: a number that is not valid may matter. Rows of no sample do not: nothing
+    of them is stored, and they have no part in the softmax of others."""
+    if SOME:
+        value = tl.where(valid, value, other)
+    return value
 
 
 @triton.jit

@@ -148,14 +148,41 @@ def store_numbers(ptr, value, rows, ok, n, J: tl.constexpr, JT: tl.constexpr):
 
 
 @triton.jit
+def by_lane(x, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
+    """A tile [BB, N] as [BB, JT, LANES, components of a lane]."""
+    parts = tl.reshape(x, [x.shape[0], DP // (2 * LANES), JT, LANES, 2])
+    return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), [x.shape[0], JT, LANES, DP // LANES])
+
+
+@triton.jit
+def halves(x):
+    """The first and the second half of the last axis."""
+    parts = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], 2, x.shape[3] // 2])
+    return tl.split(tl.permute(parts, (0, 1, 2, 4, 3)))
+
+
+@triton.jit
+def chain(x, p, total):
+    """total + the dot products over the last axis, which a lane has: a multiply-add for each component. A sum of
+    products would be a tree, of as many additions beside the products."""
+    COUNT: tl.constexpr = x.shape[3]
+    if COUNT == 1:
+        total = tl.fma(tl.reshape(x, total.shape), tl.reshape(p, total.shape), total)
+    else:
+        x0, x1 = halves(x)
+        p0, p1 = halves(p)
+        total = chain(x1, p1, chain(x0, p0, total))
+    return total
+
+
+@triton.jit
 def score(x, p, rows, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
     """Dot products over d of two tiles [BB, N]: [BB, JT]. All rows of a pose have their sum."""
     if LANES == 0:
         found = tl.sum(tl.reshape(x * p, [BB, JT, DP]), 2)
     else:
         # What a lane has, then what the lanes of an output have.
-        found = tl.sum(tl.reshape(x * p, [BB, DP // (2 * LANES), JT, LANES, 2]), 1)
-        found = tl.sum(found, 3)
+        found = chain(by_lane(x, JT, DP, LANES), by_lane(p, JT, DP, LANES), tl.zeros([BB, JT, LANES], tl.float32))
         found = tl.reshape(found, [BB, JT]) if LANES == 1 else tl.sum(found, 2)
     PP: tl.constexpr = rows[2].shape[0]
     if PP > 1:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .products import product
-from .tiles import columns, components, per_pair, pose_rows
+from .tiles import columns, components, per_pair, pose_rows, where_valid
 from .vectors import load_numbers, score, slope
 
 
@@ -73,7 +73,7 @@ def votes_tile(
 
 @triton.jit
 def routing_logits(
-    x, V, logits_ptr, precision_ptr, prior_ptr, rows, at, i, n, ls, valid,
+    x, V, logits_ptr, precision_ptr, prior_ptr, rows, at, i, n, ls, valid, MASKED: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     LANES: tl.constexpr, WIDE: tl.constexpr,
     NOTHING: tl.constexpr = float("-inf"),
@@ -87,7 +87,7 @@ def routing_logits(
         b += load_numbers(prior_ptr, rows, valid, n, J, JT)
     if logits_ptr is not None:
         b += per_pair(logits_ptr, rows, i, n, ls, valid, JT, WIDE)
-    return tl.where(valid, b, NOTHING)
+    return where_valid(valid, b, NOTHING, MASKED or J % JT > 0)
 
 
 @triton.jit
