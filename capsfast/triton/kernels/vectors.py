@@ -33,7 +33,8 @@ def vector_tile(
         register = index // (32 * ACROSS * DOWN)
         row = index // (32 * ACROSS) % DOWN * 16 + register % 2 * 8 + index // 4 % 8
         # Rows outside are not used: they read the last ones, as for a mask the compiler would clear registers.
-        sample = (rows[0] + tl.minimum((row // PP).to(tl.int64), rows[3] - 1))[:, None]
+        last = (tl.minimum(rows[3], BB) - 1).to(rows[1].dtype)
+        local = tl.minimum((row // PP).to(rows[1].dtype), last)[:, None]
         j = (lane // LANES)[:, None]
         d = lane % LANES * (DP // LANES) + register // 2 % (DP // LANES // F) * F
         d = d[:, None] + tl.arange(0, F)[None, :]
@@ -43,7 +44,7 @@ def vector_tile(
             d += (tl.minimum(row % PP, P - 1) * C)[:, None]
         if TWO > 1:
             d += (index // M * D)[:, None]
-        at = (sample, j, d, within)
+        at = (rows[0], local, j, d, within)
     return at
 
 
@@ -51,7 +52,7 @@ def vector_tile(
 def reread_tiles(at, i32, LANES: tl.constexpr, AGAIN: tl.constexpr):
     """What vector_tile() returned, so that if AGAIN tiles are loaded in every turn of the loop: see votes.reread()."""
     if LANES > 0 and AGAIN:
-        at = (at[0] + (i32 >> 31), at[1], at[2], at[3])
+        at = (at[0] + (i32 >> 31), at[1], at[2], at[3], at[4])
     return at
 
 
@@ -69,13 +70,13 @@ def _load(
         tile = tl.load(place, mask=at[3][:, None] & ((j < J) & (d < D // P))[None, :], other=0.0, cache_modifier=CACHE)
     else:
         # A last group may have whole tiles outside. What they read is not used.
-        j = tl.minimum(n, (J - 1) // JT) * JT + at[1]
-        # 64 bits for the samples alone, so that what tiles and components add is part of the instruction.
-        place = ptr + at[0] * (J * S * D) + (j * (S * D) + at[2])
+        j = tl.minimum(n, (J - 1) // JT) * JT + at[2]
+        # A pointer to each sample first: then what tiles and components add is part of the instruction.
+        place = ptr + at[0] * (J * S * D) + at[1] * (J * S * D) + (j * (S * D) + at[3])
         if D // P == DP and J % JT == 0 and P & (P - 1) == 0:
             tile = tl.load(place, cache_modifier=CACHE)
         else:
-            tile = tl.load(place, mask=at[3] & (j < J), other=0.0, cache_modifier=CACHE)
+            tile = tl.load(place, mask=at[4] & (j < J), other=0.0, cache_modifier=CACHE)
     return tile
 
 
