@@ -212,6 +212,8 @@ class Call:
     @property
     def back_dot(self) -> str:
         """DOT of products with dvotes, which are float32 also if the inputs, the other operand, are 16-bit."""
+        if self.x.dtype == torch.bfloat16:
+            return "bf16x2"
         precision = dot_precision(self.x.dtype, self.tf32)
         return "tf32x2" if precision == "half" else precision
 

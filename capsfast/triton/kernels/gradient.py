@@ -192,12 +192,12 @@ def gradient_kernel(
                         da = ()
                         for n in tl.static_range(NT):
                             da = da + (where_valid(valid[n], c[n] * dc[n], 0.0, MASKED),)
-                        add_inputs_gradient(dactivation_ptr, over_tiles(da, NT), rows, once, i, I, group)
+                        add_inputs_gradient(dactivation_ptr, over_tiles(da, NT), rows, once, i, I, first)
                     if activation_ptr is not None:
                         dc = scaled(dc, a, NT)
                     db = agreement_gradient(c, dc, valid, MASKED, row_at, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
                     if drow_ptr is not None:
-                        add_inputs_gradient(drow_ptr, -over_tiles(db, NT), rows, once, i, I, group)
+                        add_inputs_gradient(drow_ptr, -over_tiles(db, NT), rows, once, i, I, first)
                     if activation_ptr is not None:
                         c = scaled(c, a, NT)
                     more_dx = ()
@@ -273,11 +273,11 @@ def gradient_kernel(
                     dw = more_dw
                 if COMMON and dx_ptr is not None:
                     add_common_votes_gradient(
-                        dx_ptr, tl.where(ok[:, None], dvotes, 0.0), rows, inside, i, I, group, D, DP, WIDE
+                        dx_ptr, tl.where(ok[:, None], dvotes, 0.0), rows, inside, i, I, first, D, DP, WIDE
                     )
                 if not VOTES and K <= KB and dx_ptr is not None:
                     add_input_gradient(
-                        dx_ptr, tl.where(ok[:, None], together(du, ACROSS), 0.0), rows, i, 0, I, group, K, P, KB, WIDE
+                        dx_ptr, tl.where(ok[:, None], together(du, ACROSS), 0.0), rows, i, 0, I, first, K, P, KB, WIDE
                     )
                 if SHARED and K > KB:
                     # The next input capsule adds to this dW, which other threads may have stored.

@@ -36,6 +36,12 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
     """
     if DOT == "half":
         acc = tl.dot(turned(a, TURN), b, acc, max_num_imprecise_acc=1)
+    elif DOT == "bf16x2":
+        bits = a.to(tl.int32, bitcast=True)
+        a_head = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        a_rest = (a - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+        acc = tl.dot(turned(a_rest, TURN), b, acc)
+        acc = tl.dot(turned(a_head, TURN), b, acc)
     elif DOT == "tf32":
         acc = tl.dot(turned(nearest(a), TURN), nearest(b), acc, input_precision="tf32", max_num_imprecise_acc=1)
     else:
@@ -102,7 +108,11 @@ def together(parts, ACROSS: tl.constexpr):
 def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr):
     """acc + dx w for a tile of dvotes dx [BB, N] and a weight [N, KP]: [BB, KP], or a part for every warp of a row."""
     PAIRS: tl.constexpr = w.dtype.primitive_bitwidth == 16
-    return product(columns_by_warp(dx, ACROSS, PAIRS), weights_by_warp(w.to(tl.float32), ACROSS, PAIRS), acc, DOT)
+    dx = columns_by_warp(dx, ACROSS, PAIRS)
+    # Of 16-bit operands a product sums over no fewer than 16 columns.
+    FITS: tl.constexpr = DOT != "bf16x2" or dx.shape[len(dx.shape) - 1] >= 16
+    w = weights_by_warp(w if DOT == "bf16x2" and FITS else w.to(tl.float32), ACROSS, PAIRS)
+    return product(dx, w, acc, DOT if FITS else "tf32x2")
 
 
 @triton.jit
@@ -111,7 +121,8 @@ def votes_to_weights(dx, u, ACROSS: tl.constexpr, DOT: tl.constexpr):
     BB: tl.constexpr = dx.shape[0]
     N: tl.constexpr = dx.shape[1]
     KP: tl.constexpr = u.shape[1]
-    u = u.to(tl.float32)
+    if DOT != "bf16x2":
+        u = u.to(tl.float32)
     if ACROSS == 1:
         dw = product(dx, u, tl.zeros([N, KP], tl.float32), DOT, True)
     else:

@@ -15,19 +15,22 @@ def add_to(at, value, within, stored):
 
 
 @triton.jit
-def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr):
     """Rows [M] and columns [M, 2] of a product [R, C], in the order in which tensor cores leave it: the compiler deals
     out the M first to lanes, then to warps, then to registers. Four lanes have 32 bytes of a row, so that memory needs
     no other order, and a store no exchange between lanes.
 
     Of the warps DOWN have 16 rows each, one below the other, or ACROSS 8 rows each, twice, as weights_together() has it.
     """
+    TWO: tl.constexpr = min(2, R // (8 * DOWN * ACROSS))
     index = tl.arange(0, R * C // 2)
     warp = index // 32 % (DOWN * ACROSS)
     register = index // (32 * DOWN * ACROSS)
-    of_16 = (register // 2 % (R // (16 * DOWN * ACROSS))) * DOWN + warp % DOWN
-    row = ((of_16 * 2 + register % 2) * ACROSS + warp // DOWN) * 8 + index // 4 % 8
+    of_16 = (register // TWO % (R // (8 * TWO * DOWN * ACROSS))) * DOWN + warp % DOWN
+    row = ((of_16 * TWO + register % TWO) * ACROSS + warp // DOWN) * 8 + index // 4 % 8
     column = register // (R // (8 * DOWN * ACROSS)) * 8 + index % 4 * 2
+    if WIDE:
+        row, column = row.to(tl.int64), column.to(tl.int64)
     return row, column[:, None] + tl.arange(0, 2)[None, :]
 
 
@@ -36,7 +39,8 @@ def as_fragment(tile, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """A product [R, C] as [M, 2], in that order."""
     R: tl.constexpr = tile.shape[0]
     C: tl.constexpr = tile.shape[1]
-    parts = tl.reshape(tile, [R // (16 * DOWN * ACROSS), DOWN, 2, ACROSS, 8, C // 8, 4, 2])
+    TWO: tl.constexpr = min(2, R // (8 * DOWN * ACROSS))
+    parts = tl.reshape(tile, [R // (8 * TWO * DOWN * ACROSS), DOWN, TWO, ACROSS, 8, C // 8, 4, 2])
     return tl.reshape(tl.permute(parts, (5, 0, 2, 3, 1, 4, 6, 7)), [R * C // 2, 2])
 
 
@@ -48,8 +52,8 @@ def add_weight_gradient(
 ):
     """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
     ACROSS: tl.constexpr = JT * LANES // 4
-    DOWN: tl.constexpr = BB // 16 if JT * DP % (BB * ACROSS) == 0 else 1
-    column, k = fragment(JT * DP, KP, DOWN, ACROSS)
+    DOWN: tl.constexpr = BB // 16 if ACROSS == 1 and JT * DP % BB == 0 else 1
+    column, k = fragment(JT * DP, KP, DOWN, ACROSS, WIDE)
     j, d = place(column, n, JT, DP, LANES, WIDE)
     k += k0
     within = ((j < J) & (d < D))[:, None] & (k < K)
@@ -64,10 +68,8 @@ def add_input_gradient(
     """Stores du of input capsule i for the rows, in [B, I, P K], components k from k0 on."""
     BB: tl.constexpr = rows[1].shape[0]
     PP: tl.constexpr = rows[2].shape[0]
-    row, k = fragment(BB, KP, BB // 16, 1)
+    row, k = fragment(BB, KP, BB // 16, 1, WIDE)
     k += k0
-    if WIDE:
-        row, k = row.to(tl.int64), k.to(tl.int64)
     sample, pose = row // PP, row % PP
     at = dx_ptr + (rows[0] * I + i) * (P * K) + (sample * I * (P * K) + pose * K)[:, None] + k
     inside = (sample < rows[3]) & (pose < P)
