@@ -211,7 +211,10 @@ class Call:
 
     @property
     def back_dot(self) -> str:
-        """DOT of products with dvotes, which are float32 also if the inputs, the other operand, are 16-bit."""
+        """DOT of products with dvotes, which are float32 also if the inputs, the other operand, are 16-bit.
+
+        Those of float16 are not split into two of it, as they may be out of its range.
+        """
         if self.x.dtype == torch.bfloat16:
             return "bf16x2"
         precision = dot_precision(self.x.dtype, self.tf32)

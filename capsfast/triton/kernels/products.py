@@ -28,7 +28,8 @@ def turned(a, TURN: tl.constexpr):
 def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
     """acc + a b, or if TURN acc + a^T b, by tensor cores. DOT "half": 16-bit operands. "tf32": one TF32 product.
     "tf32x3": three TF32 products, for the accuracy of float32. "tf32x2": two, for a b that was converted from 16 bits
-    and is exact in TF32.
+    and is exact in TF32. "bf16x2": two of bfloat16, for a b of it, with 16 bits of a: what is made of them is rounded
+    to eight. They take half of the matrix instructions, and a is turned by those that there are for 16-bit numbers.
 
     input_precision="tf32x3" is not used, as it also replaces infinities, with a select for every element. a is turned
     after it is split: then it goes through shared memory, else through many shuffles. max_num_imprecise_acc means
@@ -37,6 +38,7 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
     if DOT == "half":
         acc = tl.dot(turned(a, TURN), b, acc, max_num_imprecise_acc=1)
     elif DOT == "bf16x2":
+        # Cut rather than rounded, so that the upper halves of two numbers are one instruction.
         bits = a.to(tl.int32, bitcast=True)
         a_head = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         a_rest = (a - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)

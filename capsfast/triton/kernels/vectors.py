@@ -71,8 +71,8 @@ def _load(
     else:
         # A last group may have whole tiles outside. What they read is not used.
         j = tl.minimum(n, (J - 1) // JT) * JT + at[2]
-        # A pointer to each sample first: then what tiles and components add is part of the instruction.
-        place = ptr + at[0] * (J * S * D) + at[1] * (J * S * D) + (j * (S * D) + at[3])
+        # Tiles and components before samples: then what registers differ by is part of the instruction.
+        place = ptr + at[0] * (J * S * D) + (j * (S * D) + at[3]) + at[1] * (J * S * D)
         if D // P == DP and J % JT == 0 and P & (P - 1) == 0:
             tile = tl.load(place, cache_modifier=CACHE)
         else:
