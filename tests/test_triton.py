@@ -14,7 +14,7 @@ from capsfast import toolchain
 
 from .support import passes as support_passes
 from .support.accuracy import relative_l2
-from .support.passes import EVERYTHING, LINEAR, QUADRATIC, PassCase, normalized
+from .support.passes import EVERYTHING, LINEAR, QUADRATIC, WAYS, PassCase, normalized
 from .support.problems import PLAIN, Case, make, run
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +78,15 @@ def test_a_pass_is_as_exact_as_float32(tensor_cores: None) -> None:
     plain = errors(problem, "reference")
     for name, error in errors(problem, "triton").items():
         assert error < 2 * plain[name] + 1e-6, name
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_rows_of_no_sample_have_no_part_in_sums_over_samples(how: str) -> None:
+    """Votes of eleven of the rows of a tile are not those of a sample: about a center they are not 0."""
+    case = PassCase(query=True, precision=True, center=True, logits="IJ", second=True, normalize=how)
+    problem = support_passes.make((5, 3, 4, 16, 8), case, dtype=torch.float32)
+    for name, error in errors(problem, "triton").items():
+        assert error < 1e-5, name
 
 
 @pytest.mark.parametrize("I", [250, 1200])

@@ -228,7 +228,7 @@ def gradient_kernel(
                 u_back = u if VOTES or KB == KP else input_capsules(x_at, rows, ok, i, 0, xs, K, KB, WIDE)
                 for n in tl.static_range(NT):
                     if dl_ptr is not None:
-                        dl_n = tl.where(once[:, None], dl[n], 0.0) if P > 1 else dl[n]
+                        dl_n = tl.where(once[:, None], dl[n], 0.0) if SUM_LOGITS else dl[n]
                         store_logits_gradient(
                             dl_ptr, dl_n, rows, once, i, first + n, I, positions, split, tile - batch_start, J, JT,
                             WIDE, SUM_LOGITS

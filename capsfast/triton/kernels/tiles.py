@@ -156,8 +156,8 @@ def valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J: tl.constexpr, JT: tl.c
 
 @triton.jit
 def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
-    """value, and other where not valid. SOME: a number that is not valid may matter. Rows of no sample do not: nothing
-    of them is stored, and they have no part in the softmax of others."""
+    """value, and other where not valid. SOME: a number that is not valid may matter. Rows of no sample do not, as long as
+    sums over rows leave them out: nothing of them is stored, and they have no part in the softmax of others."""
     if SOME:
         value = tl.where(valid, value, other)
     return value
