@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import columns, components, outputs, pose_rows, store_pairs
+from .tiles import below, columns, components, existing, outputs, pose_rows, store_pairs
 
 
 @triton.jit
@@ -21,10 +21,11 @@ def add_weight_gradient(
     KP: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
-    j, d = columns(n, JT, DP, LANES, WIDE)
+    j, d = columns(0, JT, DP, LANES, WIDE)
     k = components(k0, KP, WIDE)
-    within = ((j < J) & (d < D))[:, None] & (k < K)[None, :]
-    add_to(dw_ptr + ((j * D + d) * K)[:, None] + k[None, :], value, within, stored)
+    within = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k, K, -(-K // KP) * KP)[None, :]
+    at = dw_ptr + (j * (D * K) + d * K)[:, None] + k[None, :] + tl.cast(n, tl.int64) * (JT * D * K)
+    add_to(at, value, within, stored)
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def add_input_gradient(
     at = dx_ptr + (rows[0] * I + i) * (P * K) + (rows[1] * I * (P * K))[:, None] + k[None, :]
     if P > 1:
         at += pose_rows(rows, K)[:, None]
-    add_to(at, value, inside[:, None] & (k < K)[None, :], stored)
+    add_to(at, value, inside[:, None] & below(k, K, -(-K // KP) * KP)[None, :], stored)
 
 
 @triton.jit

@@ -110,6 +110,19 @@ def columns(n, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl
 
 
 @triton.jit
+def below(index, LIMIT: tl.constexpr, MOST: tl.constexpr):
+    """index < LIMIT, for an index below MOST. Where that is always so it is a constant, which the compiler does not
+    find out: masks of it vanish, and are not taken through every pass of the compiler."""
+    return tl.full(index.shape, True, tl.int1) if LIMIT >= MOST else index < LIMIT
+
+
+@triton.jit
+def existing(n, j, J: tl.constexpr, JT: tl.constexpr):
+    """Which of the outputs j of tile n exist. A last group may have whole tiles outside."""
+    return tl.zeros(j.shape, tl.int32) + n * JT < J if J % JT == 0 else j < J
+
+
+@triton.jit
 def first_tile(group, J: tl.constexpr, JT: tl.constexpr, NT: tl.constexpr):
     """The first tile of a group of outputs. Of a single one it is a constant, and so are the offsets of its tiles."""
     return 0 if NT * JT >= J else group * NT
@@ -142,7 +155,7 @@ def valid_inputs(mask_ptr, rows, ok, i, m_b, m_i):
 def valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
     """Which outputs of tile n exist and are not masked, for each sample: [BB, JT]."""
     j = outputs(n, JT, WIDE)
-    valid = ok[:, None] & (j < J)[None, :]
+    valid = ok[:, None] & existing(n, j, J, JT)[None, :]
     if out_mask_ptr is not None:
         at = out_mask_ptr + rows[0] * o_b + (rows[1] * o_b)[:, None] + (j * o_j)[None, :]
         valid = valid & (tl.load(at, mask=valid, other=0) != 0)

@@ -69,13 +69,13 @@ def _load(
         tile = tl.load(place, mask=at[3][:, None] & ((j < J) & (d < D // P))[None, :], other=0.0, cache_modifier=CACHE)
     else:
         # A last group may have whole tiles outside. What they read is not used.
-        j = tl.minimum(n, (J - 1) // JT) * JT + at[1]
+        n = tl.minimum(n, (J - 1) // JT)
         # 64 bits for the samples alone, so that what tiles and components add is part of the instruction.
-        place = ptr + at[0] * (J * S * D) + (j * (S * D) + at[2])
+        place = ptr + at[0] * (J * S * D) + (at[1] * (S * D) + at[2]) + n * (JT * S * D)
         if D // P == DP and J % JT == 0 and P & (P - 1) == 0:
             tile = tl.load(place, cache_modifier=CACHE)
         else:
-            tile = tl.load(place, mask=at[3] & (j < J), other=0.0, cache_modifier=CACHE)
+            tile = tl.load(place, mask=at[3] & (n * JT + at[1] < J), other=0.0, cache_modifier=CACHE)
     return tile
 
 

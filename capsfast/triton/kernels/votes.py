@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .products import product
-from .tiles import columns, components, per_pair, pose_rows
+from .tiles import below, columns, components, existing, per_pair, pose_rows
 from .vectors import load_numbers, score, slope
 
 
@@ -24,7 +24,7 @@ def input_capsules(x_ptr, rows, ok, i, k0, xs, K: tl.constexpr, KP: tl.constexpr
     at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (k * xs[3])[None, :]
     if rows[2].shape[0] > 1:
         at += (pose_rows(rows, K) * xs[3])[:, None]
-    return tl.load(at, mask=ok[:, None] & (k < K)[None, :], other=0.0)
+    return tl.load(at, mask=ok[:, None] & below(k, K, -(-K // KP) * KP)[None, :], other=0.0)
 
 
 @triton.jit
@@ -34,10 +34,12 @@ def weight_tile(
     KP: tl.constexpr, WIDE: tl.constexpr,
 ):
     """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside."""
-    j, d = columns(n, JT, DP, LANES, WIDE)
+    j, d = columns(0, JT, DP, LANES, WIDE)
     k = components(k0, KP, WIDE)
     at = w_ptr + i * ws[0] + (j * ws[1] + d * ws[2])[:, None] + (k * ws[3])[None, :]
-    return tl.load(at, mask=((j < J) & (d < D))[:, None] & (k < K)[None, :], other=0.0)
+    at += tl.cast(n, tl.int64) * (JT * ws[1])
+    inside = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k, K, -(-K // KP) * KP)[None, :]
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
