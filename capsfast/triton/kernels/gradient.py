@@ -81,7 +81,6 @@ def gradient_kernel(
         rows = batch_rows(tile, B, positions, BB, PP, WIDE)
         inside, once = valid_rows(rows, P)
         vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
-        states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
         x_at = of_batch(x_ptr, rows, positions, x_jump)
         logits_at = logits_ptr
         if logits_ptr is not None:
@@ -151,7 +150,7 @@ def gradient_kernel(
                     for n in tl.static_range(NT):
                         V = None
                         if QUERY:
-                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R)
+                            V, ds = load_state(state_at, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         else:
                             ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         b = b + (routing_logits(
@@ -194,7 +193,7 @@ def gradient_kernel(
                     for n in tl.static_range(NT):
                         V = None
                         if QUERY:
-                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
+                            V, ds = load_state(state_at, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
                         else:
                             ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
                         part = dx[n] + spread(c[n], BB, JT, DP, LANES) * slope(
