@@ -289,11 +289,11 @@ def accumulate_gradient_kernel(
                 votes, V, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n, (l_b, l_i, l_j), here,
                 J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
             ),)
-            about = votes
+            s = None
             if s_ptr is not None:
-                about -= load_vectors(reread(s_ptr, i32, LANES > 0), vectors, first + n, J, D, P, JT, DP, LANES)
+                s = load_vectors(reread(s_ptr, i32, LANES > 0), vectors, first + n, J, D, P, JT, DP, LANES)
             dc = dc + (coupling_gradient(
-                about, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, beside, i, first + n, (d_b, d_i, d_j), here,
+                votes, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, beside, i, first + n, (d_b, d_i, d_j), here,
                 True, J, D, P, BB, JT, DP, LANES, WIDE
             ),)
             x = x + (votes,)

@@ -158,11 +158,11 @@ def gradient_kernel(
                             (l_b, l_i, l_j), valid[n], J, D, P, BB, JT, DP, LANES, WIDE,
                             0.0 if MODE == "none" else float("-inf")
                         ),)
-                        about = x[n]
+                        s = None
                         if s_ptr is not None:
-                            about -= load_vectors(s_ptr + at * D, vectors, first + n, J, D, P, JT, DP, LANES)
+                            s = load_vectors(s_ptr + at * D, vectors, first + n, J, D, P, JT, DP, LANES)
                         dc = dc + (coupling_gradient(
-                            about, ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
+                            x[n], s, ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
                             (d_b, d_i, d_j), valid[n], t == R - 1, J, D, P, BB, JT, DP, LANES, WIDE
                         ),)
                         if MODE == "in":

@@ -94,12 +94,20 @@ def routing_logits(
 
 @triton.jit
 def coupling_gradient(
-    x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, at, i, n, strides, valid, last,
+    x, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, at, i, n, strides, valid, last,
     J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     LANES: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n. dcoupling is that of the last iteration."""
-    dc = score(x, slope(ds, x, dsecond_ptr, 1.0, at, n, J, D, P, JT, DP, LANES), rows, BB, JT, DP, LANES)
+    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n. dcoupling is that of the last iteration.
+
+    s: sum_i c x, or None. With it s . ds + s^2 . dsecond is taken off, as (x - s) (ds + (x + s) dsecond).
+    """
+    about = x
+    if s is not None:
+        about = x - s
+        if dsecond_ptr is not None:
+            x += s
+    dc = score(about, slope(ds, x, dsecond_ptr, 1.0, at, n, J, D, P, JT, DP, LANES), rows, BB, JT, DP, LANES)
     if dmass_ptr is not None:
         dc += load_numbers(dmass_ptr, rows, valid, n, J, JT)
     if dcoupling_ptr is not None:
