@@ -105,6 +105,18 @@ def test_a_large_coupling_does_not_take_digits_from_the_others() -> None:
     assert errors(problem, "triton")["dlogits"] < 1.5e-6
 
 
+@pytest.mark.parametrize("second", [False, True])
+def test_a_saturated_softmax_over_the_input_capsules_in_a_pass(second: bool) -> None:
+    """Where one coupling is nearly 1 the gradients of all logits nearly vanish, as they do with einsum. Rounding them
+    once more or less makes a few times the error of einsum."""
+    case = PassCase(query=True, logits="BIJ", normalize="in", weights=second, second=second, precision=second)
+    problem = support_passes.make((4, 24, 5, 8, 4), case, dtype=torch.float32)
+    problem.inputs["logits"] *= 300
+    plain, found = errors(problem, "reference"), errors(problem, "triton")
+    for name in {"dlogits", "dquery", "dprecision"} & found.keys():
+        assert found[name] < 8 * plain[name], name
+
+
 def test_no_input_capsules_and_k_in_steps() -> None:
     problem = make((2, 0, 3, 4, 70), Case(shared=True, bias=True), dtype=torch.float32)
     got = run(problem, "triton")

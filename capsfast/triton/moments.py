@@ -25,7 +25,7 @@ class Through(NamedTuple):
     state: Tensor  # [B, J, 1, 2, D]: query and dfirst
     dcoupling: Tensor | None  # [B, I, J]
     rows: Tensor | None  # [3, B, I]
-    norm: tuple[Tensor | None, ...]  # maximum, 1 / sum, sum_i c dc, [B, J] each, for normalize="in"
+    norm: tuple[Tensor | None, ...]  # of normalize="in", as passes.gradient() takes it
     given: Given
 
 
@@ -157,7 +157,9 @@ def backward(
     norm: tuple[Tensor | None, ...] = Nothing
     beside = Given(dmass, dsecond, dlse)
     if call.normalize == "in":
-        norm = (*saved[5].unbind(0), _inward_total(call, beside, dfirst, dcoupling, saved), None)
+        # As in coupling_gradient(); an activation multiplies dc, but not s.
+        s = saved[1] if call.scores.activation is None else None
+        norm = (*saved[5].unbind(0), _inward_total(call, beside, dfirst, dcoupling, saved, s), s)
         beside = Given(dmass, dsecond)
     need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
     uniform = call.uniform_start and not need_activation
@@ -184,18 +186,26 @@ def backward(
 
 
 def _inward_total(
-    call: Call, given: Given, dfirst: Tensor | None, dcoupling: Tensor | None, saved: tuple[Tensor, ...]
+    call: Call,
+    given: Given,
+    dfirst: Tensor | None,
+    dcoupling: Tensor | None,
+    saved: tuple[Tensor, ...],
+    s: Tensor | None,
 ) -> Tensor:
-    """sum_i c dc - dlse [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these."""
+    """sum_i c dc - dlse [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these.
+
+    s: the first moment if s . dfirst + s^2 . dsecond is left out, as kernels/accumulate.py takes it off dc.
+    """
     B, _, J, *_ = call.sizes
     mass, first, second, weights, *_ = saved
     total = call.zeros(B, J)
     if given.mass is not None:
         total += given.mass * mass
-    if dfirst is not None:
+    if dfirst is not None and s is None:
         total += (dfirst * first).sum(2)
     if given.second is not None:
-        total += (given.second * second).sum(2)
+        total += (given.second * (second if s is None else second - s * s)).sum(2)
     if dcoupling is not None:
         total += call.over_inputs(dcoupling.float() * weights)
     return total if given.lse is None else total - given.lse

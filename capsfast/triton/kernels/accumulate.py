@@ -135,7 +135,8 @@ def accumulate_kernel(
                     V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, J, D, P, JT, DP, LANES)
                 b = b + (routing_logits(
                     votes, V_n, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n,
-                    (l_b, l_i, l_j), valid, MASKED, J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
+                    (l_b, l_i, l_j), valid, MASKED, J, D, P, BB, JT, DP, LANES, WIDE,
+                    0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
             if MODE == "in":
@@ -226,7 +227,6 @@ def accumulate_gradient_kernel(
     first = first_tile(tl.program_id(2), J, JT, NT)
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
-    states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
     C: tl.constexpr = D // P
     MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
@@ -285,18 +285,18 @@ def accumulate_gradient_kernel(
                 )
             V = None
             if QUERY:
-                V, ds = load_state(state, states, first + n, J, D, P, JT, DP, LANES, 2 * R)
+                V, ds = load_state(state, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
             else:
                 ds = load_vectors(state + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
             b = b + (routing_logits(
-                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n, (l_b, l_i, l_j), here, MASKED,
-                J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
+                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n, (l_b, l_i, l_j), here,
+                MASKED, J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
             ),)
-            about = votes
+            s = None
             if s_ptr is not None:
-                about -= load_vectors(reread(s_ptr, i32, LANES > 0), vectors, first + n, J, D, P, JT, DP, LANES)
+                s = load_vectors(reread(s_ptr, i32, LANES > 0), vectors, first + n, J, D, P, JT, DP, LANES)
             dc = dc + (coupling_gradient(
-                about, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, beside, i, first + n, (d_b, d_i, d_j), here,
+                votes, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, beside, i, first + n, (d_b, d_i, d_j), here,
                 True, J, D, P, BB, JT, DP, LANES, WIDE
             ),)
             x = x + (votes,)

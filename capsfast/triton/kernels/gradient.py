@@ -92,7 +92,6 @@ def gradient_kernel(
         rows = batch_rows(tile, B, positions, BB, PP, WIDE)
         inside, once = valid_rows(rows, P)
         vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
-        states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
         x_at = of_batch(x_ptr, rows, positions, x_jump)
         logits_at = logits_ptr
         if logits_ptr is not None:
@@ -162,7 +161,7 @@ def gradient_kernel(
                     for n in tl.static_range(NT):
                         V = None
                         if QUERY:
-                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R)
+                            V, ds = load_state(state_at, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         else:
                             ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         b = b + (routing_logits(
@@ -170,11 +169,11 @@ def gradient_kernel(
                             (l_b, l_i, l_j), valid[n], MASKED, J, D, P, BB, JT, DP, LANES, WIDE,
                             0.0 if MODE == "none" else float("-inf")
                         ),)
-                        about = x[n]
+                        s = None
                         if s_ptr is not None:
-                            about -= load_vectors(s_ptr + at * D, vectors, first + n, J, D, P, JT, DP, LANES)
+                            s = load_vectors(s_ptr + at * D, vectors, first + n, J, D, P, JT, DP, LANES)
                         dc = dc + (coupling_gradient(
-                            about, ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
+                            x[n], s, ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
                             (d_b, d_i, d_j), valid[n], t == R - 1, J, D, P, BB, JT, DP, LANES, WIDE
                         ),)
                         if MODE == "in":
@@ -205,7 +204,7 @@ def gradient_kernel(
                     for n in tl.static_range(NT):
                         V = None
                         if QUERY:
-                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
+                            V, ds = load_state(state_at, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
                         else:
                             ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
                         part = dx[n] + spread(c[n], BB, JT, DP, LANES) * slope(
@@ -251,7 +250,8 @@ def gradient_kernel(
                                 none = tl.zeros(du.shape, tl.float32)
                                 du_part = together(votes_to_inputs(dx[n], w_part, none, ACROSS, BACK_DOT), ACROSS)
                                 add_input_gradient(
-                                    dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, i, k0, I, first + n, K, P, KB, WIDE
+                                    dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, i, k0, I, first + n, K, P, KB,
+                                    WIDE
                                 )
                             # The next tile adds to what was stored here, which other threads may have done.
                             tl.debug_barrier()

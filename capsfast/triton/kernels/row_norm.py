@@ -87,8 +87,8 @@ def row_norm_kernel(
             if WITH_DS:
                 ds = load_vectors(state_ptr + D, vectors, n, J, D, P, JT, DP, LANES, S)
                 dc = coupling_gradient(
-                    x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, n, (d_b, d_i, d_j), valid, True,
-                    J, D, P, BB, JT, DP, LANES, WIDE
+                    x, None, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, n, (d_b, d_i, d_j), valid,
+                    True, J, D, P, BB, JT, DP, LANES, WIDE
                 )
                 inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, MASKED), 1)
             m = grown

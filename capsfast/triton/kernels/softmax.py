@@ -111,7 +111,7 @@ def agreement_gradient(
 ):
     """db = c (dc - sum c dc + dlse), summed over what the softmax runs over.
 
-    delta: for MODE "in" that sum, NT tiles, without what dc does not have: dc = (x - s) . ds, as for a large c the
+    delta: for MODE "in" that sum, NT tiles, without what dc does not have: if dc is of x - s, as for a large c the
     difference of x . ds and s . ds would lose its digits.
 
     dlse_ptr: [B, I] or None, for MODE "out"; in other modes it is part of delta or of the rows.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import columns, components, outputs, place, store_pairs
+from .tiles import below, columns, components, existing, outputs, place, store_pairs
 
 
 @triton.jit
@@ -20,7 +20,8 @@ def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.co
     out the M first to lanes, then to warps, then to registers. Four lanes have 32 bytes of a row, so that memory needs
     no other order, and a store no exchange between lanes.
 
-    Of the warps DOWN have 16 rows each, one below the other, or ACROSS 8 rows each, twice, as weights_together() has it.
+    Of the warps DOWN have 16 rows each, one below the other, or ACROSS 8 rows each, twice, as weights_together() has
+    it.
     """
     TWO: tl.constexpr = min(2, R // (8 * DOWN * ACROSS))
     index = tl.arange(0, R * C // 2)
@@ -54,10 +55,10 @@ def add_weight_gradient(
     ACROSS: tl.constexpr = JT * LANES // 4
     DOWN: tl.constexpr = BB // 16 if ACROSS == 1 and JT * DP % BB == 0 else 1
     column, k = fragment(JT * DP, KP, DOWN, ACROSS, WIDE)
-    j, d = place(column, n, JT, DP, LANES, WIDE)
-    k += k0
-    within = ((j < J) & (d < D))[:, None] & (k < K)
-    add_to(dw_ptr + ((j * D + d) * K)[:, None] + k, as_fragment(value, DOWN, ACROSS), within, stored)
+    j, d = place(column, JT, DP, LANES)
+    within = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k0 + k, K, -(-K // KP) * KP)
+    at = dw_ptr + (j * (D * K) + d * K)[:, None] + (k0 + k) + tl.cast(n, tl.int64) * (JT * D * K)
+    add_to(at, as_fragment(value, DOWN, ACROSS), within, stored)
 
 
 @triton.jit
@@ -69,11 +70,10 @@ def add_input_gradient(
     BB: tl.constexpr = rows[1].shape[0]
     PP: tl.constexpr = rows[2].shape[0]
     row, k = fragment(BB, KP, BB // 16, 1, WIDE)
-    k += k0
     sample, pose = row // PP, row % PP
-    at = dx_ptr + (rows[0] * I + i) * (P * K) + (sample * I * (P * K) + pose * K)[:, None] + k
-    inside = (sample < rows[3]) & (pose < P)
-    add_to(at, as_fragment(value, BB // 16, 1), inside[:, None] & (k < K), stored)
+    at = dx_ptr + (rows[0] * I + i) * (P * K) + (sample * I * (P * K) + pose * K)[:, None] + (k0 + k)
+    inside = ((sample < rows[3]) & below(pose, P, PP))[:, None] & below(k0 + k, K, -(-K // KP) * KP)
+    add_to(at, as_fragment(value, BB // 16, 1), inside, stored)
 
 
 @triton.jit

@@ -98,20 +98,35 @@ def outputs(n, JT: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def columns(n, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr):
     """j and d of the columns of tile n: [N] each."""
-    return place(tl.arange(0, JT * DP), n, JT, DP, LANES, WIDE)
+    column = tl.arange(0, JT * DP)
+    if WIDE:
+        column = column.to(tl.int64)
+    j, d = place(column, JT, DP, LANES)
+    return n * JT + j, d
 
 
 @triton.jit
-def place(column, n, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr):
-    """j and d of some columns of tile n."""
-    if WIDE:
-        column = column.to(tl.int64)
+def place(column, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
+    """Of columns of a tile: which of its outputs they belong to, and d."""
     if LANES == 0:
         j, d = column // DP, column % DP
     else:
         lane = column // 2 % (JT * LANES)
         j, d = lane // LANES, lane % LANES * (DP // LANES) + column // (2 * JT * LANES) * 2 + column % 2
-    return n * JT + j, d
+    return j, d
+
+
+@triton.jit
+def below(index, LIMIT: tl.constexpr, MOST: tl.constexpr):
+    """index < LIMIT, for an index below MOST. Where that is always so it is a constant, which the compiler does not
+    find out: masks of it vanish, and are not taken through every pass of the compiler."""
+    return tl.full(index.shape, True, tl.int1) if LIMIT >= MOST else index < LIMIT
+
+
+@triton.jit
+def existing(n, j, J: tl.constexpr, JT: tl.constexpr):
+    """Which of the outputs j of tile n exist. A last group may have whole tiles outside."""
+    return tl.zeros(j.shape, tl.int32) + n * JT < J if J % JT == 0 else j < J
 
 
 @triton.jit
@@ -147,7 +162,7 @@ def valid_inputs(mask_ptr, rows, ok, i, m_b, m_i):
 def valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
     """Which outputs of tile n exist and are not masked, for each sample: [BB, JT]."""
     j = outputs(n, JT, WIDE)
-    valid = ok[:, None] & (j < J)[None, :]
+    valid = ok[:, None] & existing(n, j, J, JT)[None, :]
     if out_mask_ptr is not None:
         at = out_mask_ptr + rows[0] * o_b + (rows[1] * o_b)[:, None] + (j * o_j)[None, :]
         valid = valid & (tl.load(at, mask=valid, other=0) != 0)
@@ -156,8 +171,8 @@ def valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J: tl.constexpr, JT: tl.c
 
 @triton.jit
 def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
-    """value, and other where not valid. SOME: a number that is not valid may matter. Rows of no sample do not, as long as
-    sums over rows leave them out: nothing of them is stored, and they have no part in the softmax of others."""
+    """value, and other where not valid. SOME: a number that is not valid may matter. Rows of no sample do not, as long
+    as sums over rows leave them out: nothing of them is stored, and they have no part in the softmax of others."""
     if SOME:
         value = tl.where(valid, value, other)
     return value

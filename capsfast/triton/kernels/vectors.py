@@ -9,13 +9,13 @@ from .tiles import columns, outputs, pose_rows
 @triton.jit
 def vector_tile(
     rows, inside, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
-    LANES: tl.constexpr, TWO: tl.constexpr = 1,
+    LANES: tl.constexpr,
 ):
     """What load_vectors() has to know of the rows, and of where the components of a tile are.
 
     The tile of a product is loaded as the tensor core leaves votes, so that neither goes through shared memory: as
     [M, F], where a lane has F components that follow each other. The compiler deals out the M first to lanes, then to
-    warps, then to registers. TWO = 2: beside it the tile of the vectors that follow in memory.
+    warps, then to registers.
     """
     if LANES == 0:
         at = (rows[0], rows[1], rows[2], inside)
@@ -28,7 +28,7 @@ def vector_tile(
         ACROSS: tl.constexpr = JT * LANES // 4
         F: tl.constexpr = min(4, DP // LANES)
         M: tl.constexpr = BB * JT * DP // F
-        index = tl.arange(0, TWO * M)
+        index = tl.arange(0, M)
         lane = index // 32 % ACROSS * 4 + index % 4
         register = index // (32 * ACROSS * DOWN)
         row = index // (32 * ACROSS) % DOWN * 16 + register % 2 * 8 + index // 4 % 8
@@ -42,8 +42,6 @@ def vector_tile(
         if P > 1:
             within = within & (row % PP < P)[:, None]
             d += (tl.minimum(row % PP, P - 1) * C)[:, None]
-        if TWO > 1:
-            d += (index // M * D)[:, None]
         at = (rows[0], local, j, d, within)
     return at
 
@@ -59,7 +57,7 @@ def reread_tiles(at, i32, LANES: tl.constexpr, AGAIN: tl.constexpr):
 @triton.jit
 def _load(
     ptr, at, n, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
-    LANES: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr,
+    LANES: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr, TWO: tl.constexpr = 1,
 ):
     CACHE: tl.constexpr = ".ca" if AGAIN else ""
     if LANES == 0:
@@ -70,21 +68,28 @@ def _load(
         tile = tl.load(place, mask=at[3][:, None] & ((j < J) & (d < D // P))[None, :], other=0.0, cache_modifier=CACHE)
     else:
         # A last group may have whole tiles outside. What they read is not used.
-        j = tl.minimum(n, (J - 1) // JT) * JT + at[2]
+        n = tl.minimum(n, (J - 1) // JT)
         # Tiles and components before samples: then what registers differ by is part of the instruction.
-        place = ptr + at[0] * (J * S * D) + (j * (S * D) + at[3]) + at[1] * (J * S * D)
+        place = ptr + at[0] * (J * S * D) + (at[2] * (S * D) + at[3]) + at[1] * (J * S * D)
+        if TWO > 1:
+            # The vectors that follow in memory too: [2, M, F].
+            place = place[None, :, :] + (tl.arange(0, TWO) * D)[:, None, None]
+        place += n * (JT * S * D)
         if D // P == DP and J % JT == 0 and P & (P - 1) == 0:
             tile = tl.load(place, cache_modifier=CACHE)
         else:
-            tile = tl.load(place, mask=at[4] & (j < J), other=0.0, cache_modifier=CACHE)
+            inside = at[4] & (n * JT + at[2] < J)
+            if TWO > 1:
+                inside = inside[None, :, :]
+            tile = tl.load(place, mask=inside, other=0.0, cache_modifier=CACHE)
     return tile
 
 
 @triton.jit
 def _as_votes(tile, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, TWO: tl.constexpr):
-    """A tile [M, F] as [BB, N], or two of them as [BB, N, 2]."""
-    F: tl.constexpr = tile.shape[1]
-    BB: tl.constexpr = tile.shape[0] * F // (TWO * JT * DP)
+    """A tile [M, F] as [BB, N], or two of them, [2, M, F], as [BB, N, 2]."""
+    F: tl.constexpr = tile.shape[TWO]
+    BB: tl.constexpr = tile.shape[TWO - 1] * F // (JT * DP)
     parts = tl.reshape(tile, [TWO, DP // LANES // F, 2, BB // 16, JT * LANES // 4, 8, 4, F // 2, 2])
     parts = tl.permute(parts, (3, 2, 5, 1, 7, 4, 6, 8, 0))
     return tl.reshape(parts, [BB, JT * DP] if TWO == 1 else [BB, JT * DP, 2])
@@ -112,9 +117,9 @@ def load_state(
     ptr, at, n, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     LANES: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr = False,
 ):
-    """Tile n of V and of ds, which follows it in memory. at: of both. One load for both is less to compile."""
+    """Tile n of V and of ds, which follows it in memory. One load for both is less to compile."""
     if LANES > 0:
-        V, ds = tl.split(_as_votes(_load(ptr, at, n, J, D, P, JT, DP, LANES, S, AGAIN), JT, DP, LANES, 2))
+        V, ds = tl.split(_as_votes(_load(ptr, at, n, J, D, P, JT, DP, LANES, S, AGAIN, 2), JT, DP, LANES, 2))
     else:
         V = load_vectors(ptr, at, n, J, D, P, JT, DP, LANES, S, AGAIN)
         ds = load_vectors(ptr + D, at, n, J, D, P, JT, DP, LANES, S, AGAIN)
@@ -149,26 +154,25 @@ def store_numbers(ptr, value, rows, ok, n, J: tl.constexpr, JT: tl.constexpr):
 
 
 @triton.jit
-def by_lane(x, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
-    """A tile [BB, N] as [BB, JT, LANES, components of a lane]."""
-    parts = tl.reshape(x, [x.shape[0], DP // (2 * LANES), JT, LANES, 2])
-    return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), [x.shape[0], JT, LANES, DP // LANES])
+def by_output(x, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
+    """A tile [BB, N] as [BB, JT, DP]. A lane has 2 neighbours of every 2 LANES."""
+    BB: tl.constexpr = x.shape[0]
+    parts = tl.reshape(x, [BB, DP // (2 * LANES), JT, 2 * LANES])
+    return tl.reshape(tl.permute(parts, (0, 2, 1, 3)), [BB, JT, DP])
 
 
 @triton.jit
 def halves(x):
     """The first and the second half of the last axis."""
-    parts = tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], 2, x.shape[3] // 2])
-    return tl.split(tl.permute(parts, (0, 1, 2, 4, 3)))
+    parts = tl.reshape(x, [x.shape[0], x.shape[1], 2, x.shape[2] // 2])
+    return tl.split(tl.permute(parts, (0, 1, 3, 2)))
 
 
 @triton.jit
 def chain(x, p, total):
-    """total + the dot products over the last axis, which a lane has: a multiply-add for each component. A sum of
-    products would be a tree, of as many additions beside the products."""
-    COUNT: tl.constexpr = x.shape[3]
-    if COUNT == 1:
-        total = tl.fma(tl.reshape(x, total.shape), tl.reshape(p, total.shape), total)
+    """total [BB, JT, F] + the sums of x p over parts of F of the last axis, one multiply-add after the other."""
+    if x.shape[2] == total.shape[2]:
+        total = tl.fma(x, p, total)
     else:
         x0, x1 = halves(x)
         p0, p1 = halves(p)
@@ -182,9 +186,11 @@ def score(x, p, rows, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANE
     if LANES == 0:
         found = tl.sum(tl.reshape(x * p, [BB, JT, DP]), 2)
     else:
-        # What a lane has, then what the lanes of an output have.
-        found = chain(by_lane(x, JT, DP, LANES), by_lane(p, JT, DP, LANES), tl.zeros([BB, JT, LANES], tl.float32))
-        found = tl.reshape(found, [BB, JT]) if LANES == 1 else tl.sum(found, 2)
+        # The compiler adds up what a lane has as a tree of products. Four multiply-adds in a chain first save a quarter
+        # of its instructions. More of them save little, and take the compiler long.
+        F: tl.constexpr = max(2 * LANES, DP // 4)
+        none = tl.zeros([BB, JT, F], tl.float32)
+        found = tl.sum(chain(by_output(x, JT, DP, LANES), by_output(p, JT, DP, LANES), none), 2)
     PP: tl.constexpr = rows[2].shape[0]
     if PP > 1:
         found = tl.sum(tl.reshape(found, [BB // PP, PP, JT]), 1)
@@ -198,7 +204,7 @@ def spread(c, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.co
     if LANES == 0:
         found = tl.broadcast_to(c[:, :, None], [BB, JT, DP])
     else:
-        found = tl.broadcast_to(c[:, None, :, None], [BB, DP // (2 * LANES), JT, 2 * LANES])
+        found = tl.broadcast_to(tl.reshape(c, [BB, 1, JT, 1]), [BB, DP // (2 * LANES), JT, 2 * LANES])
     return tl.reshape(found, [BB, JT * DP])
 
 

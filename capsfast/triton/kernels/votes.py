@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .products import product
-from .tiles import columns, components, per_pair, pose_rows, where_valid
+from .tiles import below, columns, components, existing, per_pair, pose_rows, where_valid
 from .vectors import load_numbers, score, slope
 
 
@@ -24,7 +24,7 @@ def input_capsules(x_ptr, rows, ok, i, k0, xs, K: tl.constexpr, KP: tl.constexpr
     at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (k * xs[3])[None, :]
     if rows[2].shape[0] > 1:
         at += (pose_rows(rows, K) * xs[3])[:, None]
-    return tl.load(at, mask=ok[:, None] & (k < K)[None, :], other=0.0)
+    return tl.load(at, mask=ok[:, None] & below(k, K, -(-K // KP) * KP)[None, :], other=0.0)
 
 
 @triton.jit
@@ -34,10 +34,12 @@ def weight_tile(
     KP: tl.constexpr, WIDE: tl.constexpr,
 ):
     """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside."""
-    j, d = columns(n, JT, DP, LANES, WIDE)
+    j, d = columns(0, JT, DP, LANES, WIDE)
     k = components(k0, KP, WIDE)
     at = w_ptr + i * ws[0] + (j * ws[1] + d * ws[2])[:, None] + (k * ws[3])[None, :]
-    return tl.load(at, mask=((j < J) & (d < D))[:, None] & (k < K)[None, :], other=0.0)
+    at += tl.cast(n, tl.int64) * (JT * ws[1])
+    inside = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k, K, -(-K // KP) * KP)[None, :]
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -92,12 +94,20 @@ def routing_logits(
 
 @triton.jit
 def coupling_gradient(
-    x, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, at, i, n, strides, valid, last,
+    x, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, at, i, n, strides, valid, last,
     J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     LANES: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n. dcoupling is that of the last iteration."""
-    dc = score(x, slope(ds, x, dsecond_ptr, 1.0, at, n, J, D, P, JT, DP, LANES), rows, BB, JT, DP, LANES)
+    """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n. dcoupling is that of the last iteration.
+
+    s: sum_i c x, or None. With it s . ds + s^2 . dsecond is taken off, as (x - s) (ds + (x + s) dsecond).
+    """
+    about = x
+    if s is not None:
+        about = x - s
+        if dsecond_ptr is not None:
+            x += s
+    dc = score(about, slope(ds, x, dsecond_ptr, 1.0, at, n, J, D, P, JT, DP, LANES), rows, BB, JT, DP, LANES)
     if dmass_ptr is not None:
         dc += load_numbers(dmass_ptr, rows, valid, n, J, JT)
     if dcoupling_ptr is not None:
