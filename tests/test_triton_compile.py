@@ -31,7 +31,14 @@ EM = {"precision": True, "center": True, "prior": True, "activation": True, "sec
 # Layers people train (B and I are not compiled in), one with every option, and both softmaxes.
 CALLS: dict[str, Row] = {
     "float32": {"shape": triton_table.SHAPE, "dtype": "float32", "case": {"coupling": False}},
-    "coupling": {"shape": triton_table.SHAPE, "dtype": "float32", "need": []},
+    "last": {"shape": triton_table.SHAPE, "dtype": "float32", "need": [], "kernels": ["accumulate_kernel"]},
+    "coupling": {
+        "shape": triton_table.SHAPE,
+        "dtype": "float32",
+        "case": {"softmax": "in"},
+        "need": [],
+        "kernels": ["coupling_kernel"],
+    },
     "moments": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM, "need": []},
     "update": {"shape": [32, 10, 16], "dtype": "float32", "op": "em_update"},
     # Few input capsules: the batch is split.

@@ -150,13 +150,13 @@ def accumulate_gradient(
     return _launch_cut(call, "accumulate_gradient", accumulate_gradient_kernel, cut, MODE=kind, R=call.iterations)
 
 
-def coupling(call: Call, V: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
-    def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
-        return None, (
-            *call.tensors, V, rows, *norm, out, *call.strides, *call.position_strides, *call.sizes[:2], chunk
-        )  # fmt: skip
+def coupling(call: Call, V: Tensor | None, norm: Tensor, out: Tensor) -> None:
+    """Fills out [B, I, J] for softmax "in". norm: [2, B, J], maximum and 1 / sum."""
 
-    _launch_cut(call, "coupling", coupling_kernel, cut, MODE=mode(call, "coupling"))
+    def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
+        return None, (*call.tensors, V, *norm, out, *call.strides, *call.position_strides, *call.sizes[:2], chunk)
+
+    _launch_cut(call, "coupling", coupling_kernel, cut)
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
