@@ -170,8 +170,11 @@ def test_offsets_beyond_32_bits_in_a_pass() -> None:
         assert torch.equal(value, wanted[key]), key
 
 
-def launches(problem: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that a forward and a backward of the problem launch, with the mode of those that have one."""
+def launches(problem: Any, monkeypatch: pytest.MonkeyPatch, need: tuple[str, ...] | None = None) -> list[str]:
+    """The kernels that a forward and a backward of the problem launch, with the mode of those that have one.
+
+    need: the inputs with a gradient, if not all of them.
+    """
     from triton.runtime.interpreter import GridExecutor
 
     found, launch = [], GridExecutor.__call__
@@ -182,7 +185,7 @@ def launches(problem: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     with monkeypatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", remember)
-        run(problem, "triton")
+        run(problem, "triton", need)
     return found
 
 
@@ -219,6 +222,33 @@ ACCUMULATE, MOMENTS, SUMS, GRADIENT = (
 )
 def test_what_a_pass_launches(case: PassCase, J: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches(support_passes.make((2, 2, J, 3, 1), case, dtype=torch.float32), monkeypatch) == kernels
+
+
+ITERATION = ["accumulate_kernel out", "update_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("case", "J", "kernels"),
+    [
+        (Case(), 3, ["accumulate_kernel uniform", "update_kernel", *ITERATION, *ITERATION]),
+        # The only iteration has all couplings equal. They are to be written, so they are computed.
+        (Case(num_iterations=1), 3, ITERATION),
+        (Case(num_iterations=1, logits="BIJ"), 3, ITERATION),
+        (Case(num_iterations=1), 330, ["row_norm_kernel", "accumulate_kernel row_norm", "update_kernel"]),
+        # No coupling is known before all input capsules are.
+        (Case(num_iterations=1, softmax="in"), 3, ["accumulate_kernel uniform", "update_kernel", "coupling_kernel"]),
+    ],
+    ids=str,
+)
+def test_the_coupling_is_written_by_the_last_iteration(
+    case: Case, J: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make((2, 2, J, 3, 2), case, dtype=torch.float32)
+    assert launches(problem, monkeypatch, need=()) == kernels
+    found, wanted = run(problem, "triton", need=()), run(problem.to(torch.float64), "reference", need=())
+    assert set(found) == {"v", "c"}
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("op", ["route_votes", "votes_pass"])

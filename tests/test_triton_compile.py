@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,14 @@ EM = {"precision": True, "center": True, "prior": True, "activation": True, "sec
 # Layers people train (B and I are not compiled in), one with every option, and both softmaxes.
 CALLS: dict[str, Row] = {
     "float32": {"shape": triton_table.SHAPE, "dtype": "float32", "case": {"coupling": False}},
-    "coupling": {"shape": triton_table.SHAPE, "dtype": "float32", "need": []},
+    "last": {"shape": triton_table.SHAPE, "dtype": "float32", "need": [], "kernels": ["accumulate_kernel"]},
+    "coupling": {
+        "shape": triton_table.SHAPE,
+        "dtype": "float32",
+        "case": {"softmax": "in"},
+        "need": [],
+        "kernels": ["coupling_kernel"],
+    },
     "moments": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM, "need": []},
     "update": {"shape": [32, 10, 16], "dtype": "float32", "op": "em_update"},
     # Few input capsules: the batch is split.
@@ -130,12 +138,12 @@ MOST = {
 HALF = 0.79
 
 
-def start(calls: dict[str, Row], *what: str) -> "subprocess.Popen[str]":
+def start(calls: dict[str, Row], *what: str, module: str = "triton_compile") -> "subprocess.Popen[str]":
     root = Path(capsfast.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     listed = [{"op": "dynamic_routing", **call, "name": name} for name, call in calls.items()]
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.triton_compile", *what],
+        [sys.executable, "-W", "ignore", "-m", f"tests.support.{module}", *what],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -300,13 +308,14 @@ def test_tensor_cores_do_not_sum_over_input_capsules(rows: list[Row]) -> None:
 
 
 def test_grids_are_made_for_what_fits(layer: list[Row]) -> None:
-    """As many warps of a multiprocessor as the registers of the compiled kernel allow."""
-    from capsfast.triton import config
-
-    for row in layer:
-        choice = config.TABLE.get(row["kernel"].removesuffix("_kernel"))
-        if choice is not None and row["mode"] != "uniform":
-            assert row["resident"] * row["warps"] == choice.resident, text(row)
+    """As many programs as a GPU holds of the compiled kernel: of the uniform pass twice as many as of the others."""
+    resident = {triton_table.name(row): row["resident"] for row in layer if row["capability"] == 90}
+    launches = result(start({}, "grids", module="triton_host"))
+    assert {triton_table.name(row) for row in launches} == set(triton_table.PASSES)
+    for row in launches:
+        assert row["same"] and row["held"] == 132 * resident[triton_table.name(row)], row
+        # Whole splits and batch tiles; of the gradient pass a program has few input capsules.
+        assert 0.85 < row["programs"] / row["held"] <= (2 if row["kernel"] == "gradient_kernel" else 1), row
 
 
 # A product over K in two steps, between groups of outputs and the loop over input capsules; only what is looked at.
@@ -373,8 +382,10 @@ def test_of_a_turn_that_takes_two_input_capsules_half_is_counted() -> None:
 
 
 def test_programs_that_fit_a_multiprocessor() -> None:
-    def resident(**sizes: int) -> int:
-        return triton_listing.resident(90, **sizes)
+    from capsfast.triton.occupancy import of_multiprocessor
+
+    def resident(capability: int = 90, **sizes: int) -> int:
+        return of_multiprocessor(triton_listing.device(capability), **sizes)
 
     assert resident(registers=226, shared=11520, warps=2) == 4
     assert resident(registers=168, shared=13824, warps=4) == 3
@@ -382,6 +393,29 @@ def test_programs_that_fit_a_multiprocessor() -> None:
     assert resident(registers=32, shared=0, warps=1) == 32
     assert resident(registers=32, shared=0, warps=4) == 16
     assert resident(registers=32, shared=100 * 1024, warps=1) == 2
+    assert resident(89, registers=32, shared=0, warps=1) == 24
+
+
+def test_what_torch_says_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from capsfast.triton import occupancy
+
+    # Of torch 2.10 and an RTX 3090.
+    said = {
+        "multi_processor_count": 82,
+        "regs_per_multiprocessor": 65536,
+        "shared_memory_per_multiprocessor": 102400,
+        "max_threads_per_multi_processor": 1536,
+        "warp_size": 32,
+        "major": 8,
+        "minor": 6,
+    }
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**said))
+    monkeypatch.setattr(occupancy, "device_of", occupancy.device_of.__wrapped__)
+    found = occupancy.device_of(torch.device("cuda", 0))
+    assert found == triton_listing.device(86)._replace(multiprocessors=82)
+    assert occupancy.device_of(torch.device("cpu")) is None
 
 
 def test_only_the_first_call_of_a_layer_compiles() -> None:

@@ -11,7 +11,7 @@ from .support.problems import EMULATED, OPS, PLAIN, Op, make
 if toolchain.why_no_triton():
     pytest.skip(toolchain.why_no_triton(), allow_module_level=True)
 
-from capsfast.triton import config
+from capsfast.triton import config, occupancy
 from capsfast.triton.launch import Call
 
 KERNELS = ("accumulate", "accumulate_gradient", "gradient", "coupling")
@@ -50,6 +50,6 @@ def test_one_program_adds_up_tiles_of_the_batch_and_input_capsules() -> None:
     for shape in EMULATED:
         u, weight = make(shape).inputs.values()
         call = Call(u.float(), weight.float(), None, None, None, None, PLAIN.options)
-        cuts.append(call.split_gradient())
+        cuts.append(call.split_gradient(occupancy.INTERPRETED))
     assert any(chunk > 1 and tiles > 1 for _, chunk, _, tiles in cuts)
     assert any(splits > 1 for _, _, splits, _ in cuts)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 if not toolchain.why_no_triton():
-    from capsfast.triton import config, replay, tune
+    from capsfast.triton import config, occupancy, replay, tune
     from capsfast.triton.config import Choice, Layer
     from capsfast.triton.launch import Call
 
@@ -51,34 +51,32 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
             assert given.columns * across >= cut.NT * columns
 
 
-def test_partial_sums_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Call, "wanted_programs", lambda self, kernel: 4096)
+def test_partial_sums_are_bounded() -> None:
     u = torch.empty(1, 1, 64).expand(1, 100_000, 64)
     weight = torch.empty(1, 1000, 16, 64)
     call = Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
-    assert call.split("accumulate")[0] <= 256
-    chunks, _, splits, _ = call.split_gradient()
+    assert call.split("accumulate", 4096)[0] <= 256
+    chunks, _, splits, _ = call.split_gradient(4096)
     assert 4 * weight.numel() * chunks * splits <= 256 * 1024**2
     # A grid has no more programs along its second axis.
     call = Call(
         torch.empty(1, 1, 8).expand(1, 10**6, 8), torch.empty(1, 10, 16, 8).expand(10**6, -1, -1, -1), *(None,) * 5
     )  # type: ignore[arg-type]
-    assert call.split_gradient()[0] <= 65535
+    assert call.split_gradient(4096)[0] <= 65535
 
 
 @pytest.mark.parametrize("I", [1, 7, 1152, 1_000_000])
 @pytest.mark.parametrize("B", [1, 128, 4096])
 @pytest.mark.parametrize("shared", [False, True])
-def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Call, "wanted_programs", lambda self, kernel: 528)  # 132 multiprocessors
+def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool) -> None:
     u = torch.empty(1, 1, 8).expand(B, I, 8)
     weight = torch.empty(1, 10, 16, 8).expand(1 if shared else I, -1, -1, -1)
     call = Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
     for kernel in ("accumulate", "accumulate_gradient", "row_norm", "coupling"):
-        splits, chunk = call.split(kernel)
+        splits, chunk = call.split(kernel, 528)
         assert (splits - 1) * chunk < I <= splits * chunk
         assert splits <= 256
-    chunks, chunk, splits, each = call.split_gradient()
+    chunks, chunk, splits, each = call.split_gradient(528)
     batch_tiles = -(-B // call.tiles("gradient").BB)
     assert (chunks - 1) * chunk < I <= chunks * chunk
     assert (splits - 1) * each < batch_tiles <= splits * each
@@ -102,11 +100,8 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Launches:
         if "NT" in kwargs:
             found[self.fn.__name__.removesuffix("_kernel")] = (*(kwargs[name] for name in CUT), self.grid)
 
-    def wanted_programs(self: Any, kernel: str) -> int:
-        return -(-4 * self.choice(kernel).resident // self.tiles(kernel).warps)
-
     monkeypatch.setattr(GridExecutor, "__call__", remember)
-    monkeypatch.setattr(Call, "wanted_programs", wanted_programs)
+    monkeypatch.setattr(occupancy, "INTERPRETED", 16)
     return found
 
 
@@ -151,9 +146,9 @@ def test_tune_keeps_what_was_fastest_and_its_table_is_used(
     cuts: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = {
-        "accumulate": Choice(80, 8, 16, 0, 2),
-        "accumulate_gradient": Choice(160, 8, 24, 0, 1),
-        "gradient": Choice(80, 8, 8, 4, 2),
+        "accumulate": Choice(80, 8, 2, 0, 2),
+        "accumulate_gradient": Choice(160, 8, 3, 0, 1),
+        "gradient": Choice(80, 8, 1, 4, 2),
     }
 
     def timer(function: Any) -> float:
@@ -169,9 +164,8 @@ def test_tune_keeps_what_was_fastest_and_its_table_is_used(
     rows = tune.tune(u, weight, PLAIN.options, timer)
     assert defaults == config.TABLE
     assert {row["kernel"]: row["choice"] for row in rows} == best
-    assert (
-        "accumulate Choice(columns=20, warps=8, resident=8, chunk=0, down=2): RuntimeError" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "accumulate Choice(columns=20, warps=8, waves=1, chunk=0, down=2): RuntimeError" in said
 
     path = tmp_path / "table.json"
     tune.write(path, rows)
@@ -193,7 +187,7 @@ def test_the_tuned_tile_sizes_compute_the_same(monkeypatch: pytest.MonkeyPatch) 
     for kernel, given in (
         ("accumulate", Choice(16, 2)),
         ("accumulate_gradient", Choice(16, 1)),
-        ("gradient", Choice(16, 2, 16, 2)),
+        ("gradient", Choice(16, 2, 3, 2)),
     ):
         monkeypatch.setitem(config.TABLE, kernel, given)
     for name, value in run(problem, "triton").items():

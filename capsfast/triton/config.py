@@ -31,18 +31,18 @@ class Choice(NamedTuple):
     """How one kernel is cut.
 
     columns: how many padded columns (j, d) a warp may hold. warps: the most that share the columns of a row.
-    resident: for how many warps per multiprocessor the grid is made. chunk: the most input capsules of a program, or 0
-    for as few programs as fill the device. down: warps of a program, 16 rows each, if a warp holds whole rows.
+    waves: for how many times the programs that the device holds at once the grid is made. chunk: the most input
+    capsules of a program, or 0 for as few programs as that. down: warps of a program, 16 rows each, if a warp holds
+    whole rows.
     """
 
     columns: int
     warps: int
-    resident: int = 8
+    waves: float = 1
     chunk: int = 0
     down: int = 1
 
 
-# Warps of 255 registers, which is what most kernels take, are at most eight on a multiprocessor: resident.
 TABLE = {
     # 160 columns of 16 rows are 80 registers each for the sums and the votes; V is read again for every input capsule.
     # Two warps, one below the other, read W once for 32 samples. Four would make the compiler take the instructions of
@@ -62,15 +62,15 @@ TABLE = {
     "gradient quadratic": Choice(80, 8, chunk=8, down=2),
     # Votes that are read lie in registers as memory has them: 16 columns of a tile are a warp's. Sums, votes and V
     # of 80 columns are 40 registers each.
-    "accumulate votes": Choice(80, 8, 16),
+    "accumulate votes": Choice(80, 8),
     # Beside these ds.
-    "accumulate_gradient votes": Choice(64, 8, 16),
-    "gradient votes": Choice(40, 8, 16, chunk=8),
-    "row_norm votes": Choice(64, 8, 16),
-    "coupling votes": Choice(64, 8, 16),
-    "accumulate votes quadratic": Choice(48, 8, 16),
-    "accumulate_gradient votes quadratic": Choice(40, 8, 16),
-    "gradient votes quadratic": Choice(32, 8, 16, chunk=8),
+    "accumulate_gradient votes": Choice(64, 8),
+    "gradient votes": Choice(40, 8, chunk=8),
+    "row_norm votes": Choice(64, 8),
+    "coupling votes": Choice(64, 8),
+    "accumulate votes quadratic": Choice(48, 8),
+    "accumulate_gradient votes quadratic": Choice(40, 8),
+    "gradient votes quadratic": Choice(32, 8, chunk=8),
 }
 
 
@@ -200,8 +200,8 @@ def tuned(name: str, device: str) -> dict[tuple[str, Layer], Choice]:
         for chosen in found.values():
             if chosen.warps not in (1, 2, 4, 8, 16) or chosen.down not in (1, 2) or chosen.columns < 16:
                 raise ValueError("warps must be a power of two up to 16, down 1 or 2, columns at least 16")
-            if chosen.resident < 1 or chosen.chunk < 0:
-                raise ValueError("resident must be positive, chunk not negative")
+            if not 0 < chosen.waves < 4 or chosen.chunk < 0:
+                raise ValueError("waves must be positive and less than 4, chunk not negative")
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -24,11 +24,6 @@ MOST_PARTIAL_WEIGHTS = 256 * 1024**2
 MOST_CHUNKS = 65535
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
     """DOT of the votes' product (kernels/products.py): of float32 one TF32 product if that is allowed, else three."""
     if dtype != torch.float32:
@@ -52,15 +47,6 @@ class Scores(NamedTuple):
     center: Tensor | None = None  # [B, J, D]
     prior: Tensor | None = None  # [B, J]
     activation: Tensor | None = None  # [B, I]
-
-
-class Plan(NamedTuple):
-    """How a kernel is launched. chunk: input capsules of a split. constants: keyword arguments of every launch."""
-
-    tiles: Tiles
-    splits: int
-    chunk: int
-    constants: dict[str, Any]
 
 
 @dataclass
@@ -235,10 +221,9 @@ class Call:
     def tiles(self, kernel: str) -> Tiles:
         return config.tiles(kernel, self.layer, self.choice(kernel))
 
-    def plan(self, kernel: str) -> Plan:
-        tiles = self.tiles(kernel)
-        splits, chunk = self.split(kernel)
-        return Plan(tiles, splits, chunk, {**self.shape(tiles), **self.precision, **tiles.launch})
+    def constants(self, tiles: Tiles) -> dict[str, Any]:
+        """Keyword arguments of every launch."""
+        return {**self.shape(tiles), **self.precision, **tiles.launch}
 
     def shape(self, tiles: Tiles) -> dict[str, int]:
         """Sizes and inner strides, which are compile-time constants: then offsets in a tile need no registers."""
@@ -258,23 +243,19 @@ class Call:
             return self.x.shape[0] * cdiv(self.positions, tiles.BB)
         return cdiv(self.sizes[0], tiles.BB // power_of_two(self.poses))
 
-    def wanted_programs(self, kernel: str) -> int:
-        if not self.x.is_cuda:
-            return 3  # the interpreter runs them one by one: few, but enough to split every sum
-        return cdiv(multiprocessors(self.x.device) * self.choice(kernel).resident, self.tiles(kernel).warps)
-
-    def split(self, kernel: str) -> tuple[int, int]:
-        """(splits, input capsules of a split): with the tiles of batch and outputs, they fill the device."""
+    def split(self, kernel: str, programs: int) -> tuple[int, int]:
+        """(splits, input capsules of a split): with the tiles of batch and outputs, waves of so many programs."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
         others = self.batch_tiles(tiles) * (1 if kernel == "row_norm" else tiles.groups)
-        chunk = cdiv(max(I, 1), min(cdiv(self.wanted_programs(kernel), others), MOST_SPLITS, max(I, 1)))
+        wanted = math.ceil(programs * self.choice(kernel).waves)
+        chunk = cdiv(max(I, 1), min(cdiv(wanted, others), MOST_SPLITS, max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
-    def split_gradient(self) -> tuple[int, int, int, int]:
+    def split_gradient(self, programs: int) -> tuple[int, int, int, int]:
         """(chunks, input capsules of a chunk, splits of the batch, batch tiles of a split) for the gradient pass."""
         B, I, *_ = self.sizes
-        wanted = self.wanted_programs("gradient")
+        wanted = math.ceil(programs * self.choice("gradient").waves)
         if self.shared:
             # A shared weight has a partial dW per program, so no more programs are made than fill the device.
             assert self.weight is not None

@@ -112,7 +112,7 @@ def forward(
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         sums = passes.update_moments(call, partial, online, factor, norm)
         if norm is not None and weights is not None:
-            passes.coupling(call, call.scores.query, None, (norm[0], norm[1]), weights)
+            passes.coupling(call, call.scores.query, norm, weights)
         if norm is not None and return_lse:
             log_sum = _log_sum(norm[0], norm[1])
     assert sums.mass is not None

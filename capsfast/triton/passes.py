@@ -1,11 +1,13 @@
 """A function for each kernel, which launches it. The device of the call must be the current one."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..options import NO_SQUASH, Options, PassOptions
+from . import occupancy
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.gradient import gradient_kernel
@@ -24,6 +26,7 @@ class Given(NamedTuple):
 
 
 NOTHING = Given()
+Filled = TypeVar("Filled")
 
 
 class Sums(NamedTuple):
@@ -56,13 +59,32 @@ def row_norm(
     call: Call, state: Tensor | None, dcoupling: Tensor | None, rows: Tensor, with_ds: bool, given: Given = NOTHING
 ) -> None:
     """Fills rows [3, B, I]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
-    tiles, splits, chunk, constants = call.plan("row_norm")
-    B, I, *_ = call.sizes
-    launch(row_norm_kernel, (call.batch_tiles(tiles), splits),
-        *call.tensors, dcoupling, *given, state, rows, *call.strides, *pair_strides(dcoupling),
-        *call.position_strides, call.jump(dcoupling), B, I, chunk, tiles.groups,
-        **constants, WITH_DS=with_ds, R=call.iterations,
-    )  # fmt: skip
+
+    def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
+        return None, (
+            *call.tensors, dcoupling, *given, state, rows, *call.strides, *pair_strides(dcoupling),
+            *call.position_strides, call.jump(dcoupling), *call.sizes[:2], chunk, call.tiles("row_norm").groups,
+        )  # fmt: skip
+
+    _launch_cut(call, "row_norm", row_norm_kernel, cut, WITH_DS=with_ds, R=call.iterations)
+
+
+def _launch_cut(
+    call: Call, name: str, kernel: Any, cut: Callable[[int, int], tuple[Filled, tuple[Any, ...]]], **constants: Any
+) -> Filled:
+    """Launches a kernel in as many programs as fill the device.
+
+    cut: makes what the kernel fills, which is returned, and the arguments, of splits and input capsules of a split.
+    """
+    tiles = call.tiles(name)
+    constants |= call.constants(tiles)
+    # Of no splits nothing is allocated, but what the compiler is told of the arguments is the same.
+    programs = occupancy.of_device(call.x.device, kernel, lambda: cut(0, 0)[1], constants)
+    splits, chunk = call.split(name, programs)
+    filled, arguments = cut(splits, chunk)
+    groups = 1 if name == "row_norm" else tiles.groups
+    launch(kernel, (call.batch_tiles(tiles), splits, groups), *arguments, **constants)
+    return filled
 
 
 def accumulate(
@@ -78,19 +100,20 @@ def accumulate(
     In a routing pass V is the query, and the sums are those of all moments. Fills coupling [B, I, J], except for
     softmax "in", and lse [B, I], if the mode is "out".
     """
-    tiles, splits, chunk, constants = call.plan("accumulate")
     B, I, J, *_ = call.sizes
     kind = "uniform" if uniform else mode(call, "accumulate")
     of_pass = call.options if isinstance(call.options, PassOptions) else None
-    sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
-    online = call.new(2, splits, B, J) if kind == "in" else None
-    launch(accumulate_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
-        *call.tensors, V, rows, sums.first, online, sums.mass, sums.second,
-        None if kind == "in" else coupling, lse if kind == "out" else None, *call.strides,
-        *call.position_strides, B, I, chunk,
-        **constants, MODE=kind,
-    )  # fmt: skip
-    return sums, online
+
+    def cut(splits: int, chunk: int) -> tuple[tuple[Sums, Tensor | None], tuple[Any, ...]]:
+        sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
+        online = call.new(2, splits, B, J) if kind == "in" else None
+        return (sums, online), (
+            *call.tensors, V, rows, sums.first, online, sums.mass, sums.second,
+            None if kind == "in" else coupling, lse if kind == "out" else None,
+            *call.strides, *call.position_strides, B, I, chunk,
+        )  # fmt: skip
+
+    return _launch_cut(call, "accumulate", accumulate_kernel, cut, MODE=kind)
 
 
 def _partial_sums(call: Call, splits: int, mass: bool, second: bool) -> Sums:
@@ -115,25 +138,25 @@ def accumulate_gradient(
 
     norm: for softmax "in" maximum, 1 / sum, delta, [B, J] each, and s [B, J, D], as kernels/accumulate.py has them.
     """
-    tiles, splits, chunk, constants = call.plan("accumulate_gradient")
-    B, I, *_ = call.sizes
-    sums = _partial_sums(call, splits, *wanted)
-    launch(accumulate_gradient_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
-        *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *pair_strides(dcoupling),
-        *call.position_strides, call.jump(dcoupling), B, I, chunk,
-        **constants, MODE=mode(call, "accumulate_gradient"), R=call.iterations,
-    )  # fmt: skip
-    return sums
+    kind = mode(call, "accumulate_gradient")
+
+    def cut(splits: int, chunk: int) -> tuple[Sums, tuple[Any, ...]]:
+        sums = _partial_sums(call, splits, *wanted)
+        return sums, (
+            *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *pair_strides(dcoupling),
+            *call.position_strides, call.jump(dcoupling), *call.sizes[:2], chunk,
+        )  # fmt: skip
+
+    return _launch_cut(call, "accumulate_gradient", accumulate_gradient_kernel, cut, MODE=kind, R=call.iterations)
 
 
-def coupling(call: Call, V: Tensor | None, rows: Tensor | None, norm: tuple[Tensor | None, ...], out: Tensor) -> None:
-    tiles, splits, chunk, constants = call.plan("coupling")
-    B, I, *_ = call.sizes
-    launch(coupling_kernel, (call.batch_tiles(tiles), splits, tiles.groups),
-        *call.tensors, V, rows, *norm, out, *call.strides,
-        *call.position_strides, B, I, chunk,
-        **constants, MODE=mode(call, "coupling"),
-    )  # fmt: skip
+def coupling(call: Call, V: Tensor | None, norm: Tensor, out: Tensor) -> None:
+    """Fills out [B, I, J] for softmax "in". norm: [2, B, J], maximum and 1 / sum."""
+
+    def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
+        return None, (*call.tensors, V, *norm, out, *call.strides, *call.position_strides, *call.sizes[:2], chunk)
+
+    _launch_cut(call, "coupling", coupling_kernel, cut)
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
@@ -221,8 +244,9 @@ def update_gradient(call: Call, partial: Tensor, G: Tensor, s: Tensor, ds: Tenso
     )  # fmt: skip
 
 
-def _parts(call: Call, splits: int, like: Tensor) -> Tensor:
+def _parts(call: Call, splits: int, like: Tensor | None) -> Tensor:
     """Room for partial sums. Those of a single split need no adding up."""
+    assert like is not None
     return call.new(*(() if splits == 1 else (splits,)), *like.shape)
 
 
@@ -257,34 +281,42 @@ def gradient(
     uniform: in iteration start all couplings are equal. dactivation [B, I] and drow [B, I], the gradient of a
     log-sum-exp that is given, are filled unless they are None.
     """
-    tiles, _, _, constants = call.plan("gradient")
-    chunks, chunk, splits, batch_tiles = call.split_gradient()
+    tiles = call.tiles("gradient")
     B, I, J, D, K = call.sizes
     need_x, need_weight, need_logits = needed
-    dx = dw = dl = None
+    dx = dl = None
     if need_x:
         # du is a sum over groups of outputs and, if K takes several steps, over tiles; dvotes that all outputs share
         # are one over groups. The kernel adds these to memory one after the other, so it has to be float32.
         grouped = tiles.groups > 1
         in_parts = call.common and grouped if call.votes_given else grouped or K > tiles.KP
         dx = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
-    if need_weight:
-        # Partial sums, one per split of the batch, or for a shared weight one per program.
-        assert call.weight is not None
-        dw = _parts(call, chunks * splits if call.shared else splits, call.weight)
     sum_logits = call.logits is not None and call.logits.dim() == 2
-    if need_logits:
+    if need_logits and not sum_logits:
         assert call.logits is not None
-        dl = _parts(call, splits, call.logits) if sum_logits else call.new_pairs(call.logits.dtype)
+        dl = call.new_pairs(call.logits.dtype)
     factor = uniform_factor(call) if uniform else (None, 0.0)
-    launch(gradient_kernel, (splits, chunks),
-        *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, dl, dactivation, drow, *call.strides,
-        *pair_strides(dcoupling), *call.position_strides, call.jump(dcoupling), B, I, chunk, batch_tiles, tiles.groups,
-        factor[1],
-        **constants, BACK_DOT=call.back_dot, MODE=mode(call, "gradient"),
-        START=start + uniform, R=call.iterations, UNIFORM=uniform, AGREEMENT=call.agreement, SHARED=call.shared,
-        COMMON=call.common, SUM_LOGITS=sum_logits,
-    )  # fmt: skip
+    constants = call.constants(tiles) | {
+        "BACK_DOT": call.back_dot, "MODE": mode(call, "gradient"), "START": start + uniform, "R": call.iterations,
+        "UNIFORM": uniform, "AGREEMENT": call.agreement, "SHARED": call.shared, "COMMON": call.common,
+        "SUM_LOGITS": sum_logits,
+    }  # fmt: skip
+
+    def cut(chunks: int, chunk: int, splits: int, batch_tiles: int) -> tuple[Any, ...]:
+        # Partial sums, one per split of the batch, or for a shared weight one per program.
+        dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
+        sums = _parts(call, splits, call.logits) if need_logits and sum_logits else dl
+        return dw, sums, (
+            *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, sums, dactivation, drow,
+            *call.strides, *pair_strides(dcoupling), *call.position_strides, call.jump(dcoupling), B, I, chunk,
+            batch_tiles, tiles.groups, factor[1],
+        )  # fmt: skip
+
+    # As in _launch_cut().
+    programs = occupancy.of_device(call.x.device, gradient_kernel, lambda: cut(0, 0, 0, 0)[2], constants)
+    chunks, chunk, splits, batch_tiles = call.split_gradient(programs)
+    dw, dl, arguments = cut(chunks, chunk, splits, batch_tiles)
+    launch(gradient_kernel, (splits, chunks), *arguments, **constants)
     if dw is not None:
         assert call.weight is not None
         dw = _add_up(call, dw, call.weight)

@@ -72,6 +72,12 @@ def edition() -> int:
     return _edition
 
 
+def forget() -> None:
+    """All calls are worked out anew."""
+    with _lock:
+        _recordings.clear()
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes a device the current one: Triton launches there, on its current stream."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:

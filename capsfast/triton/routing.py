@@ -28,25 +28,23 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
     V: Tensor | None = None if call.uniform_start and not (return_coupling and r == 1) else call.zeros(B, J, D)
     rows: Tensor | None = None
     for t in range(r):
-        uniform = t == 0 and call.uniform_start
+        last = t == r - 1
+        # Of softmax "in" the coupling is known when all splits are added up, so it takes a pass of its own.
+        given = coupling if return_coupling and last and not inward else None
+        uniform = t == 0 and call.uniform_start and given is None
         if split_outputs and not uniform:
             assert V is not None
             rows = call.new(3, B, I) if rows is None else rows
             passes.row_norm(call, V, None, rows, False)
-        sums, online = passes.accumulate(call, V, rows, uniform)
+        sums, online = passes.accumulate(call, V, rows, uniform, given)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
-        last = t == r - 1
         if not last:
             following = call.new(B, J, D) if V is None else V
         kept = (norm[0, t], norm[1, t]) if inward else (None, None)
         passes.update(call, sums.first, online, factor, V, s[t], kept, None if last else following, v if last else None)
         V = V if last else following
-    if return_coupling:
-        assert V is not None
-        if passes.mode(call, "coupling") == "row_norm" and rows is None:
-            rows = call.new(3, B, I)
-            passes.row_norm(call, V, None, rows, False)
-        passes.coupling(call, V, rows, (norm[0, -1], norm[1, -1]) if inward else (None, None), coupling)
+    if return_coupling and inward:
+        passes.coupling(call, V, norm[:, -1], coupling)
     return v, coupling, s, norm
 
 

@@ -17,15 +17,16 @@ from torch import Tensor
 from ..files import write_text
 from ..options import Options, PassOptions
 from ..reference.votes_pass import PassParameters
-from . import config, dynamic_routing, moments, routing_pass
-from .config import Choice
+from . import config, dynamic_routing, moments, replay, routing_pass
+from .config import Choice, Layer
 from .launch import Call
+from .recorder import noted
 
 # Values to try beside the default, for each field of config.Choice.
-CANDIDATES = {
+CANDIDATES: dict[str, tuple[Any, ...]] = {
     "columns": (20, 40, 80, 120, 160, 240),
     "warps": (1, 2, 4, 8),
-    "resident": (4, 8, 12, 16, 24),
+    "waves": (0.5, 1, 2, 3),
     "chunk": (2, 4, 8, 16, 32),
     "down": (1, 2),
 }
@@ -58,14 +59,11 @@ def gpu_milliseconds(function: Callable[[], Any]) -> float:
 class Workload(NamedTuple):
     """A forward and a backward of one layer, which repeat recorded launches, or else the host would be timed."""
 
-    call: Callable[[], Call]
+    layer: Layer
     run: Callable[[], None]
 
 
 def of_dynamic_routing(u: Tensor, weight: Tensor, options: Options) -> Workload:
-    def call() -> Call:
-        return Call(u, weight, None, None, None, None, options)
-
     given = (u, weight, None, None, None, None)
     v, *saved = dynamic_routing.forward(*given, *options.of_op(), False, False)
     dv = torch.randn_like(v)
@@ -74,7 +72,7 @@ def of_dynamic_routing(u: Tensor, weight: Tensor, options: Options) -> Workload:
         dynamic_routing.forward(*given, *options.of_op(), False, False)
         dynamic_routing.backward(dv, None, *given, *saved, *options.of_op(), False, True, True, False, False)
 
-    return Workload(call, run)
+    return Workload(Call(*given, options).layer, run)
 
 
 def of_routing_pass(u: Tensor, weight: Tensor, options: PassOptions) -> Workload:
@@ -83,10 +81,6 @@ def of_routing_pass(u: Tensor, weight: Tensor, options: PassOptions) -> Workload
     draw = functools.partial(torch.rand, device=u.device)
     # Positive, as a precision and an activation are.
     parameters = PassParameters(precision=draw(B, J, D), center=draw(B, J, D), prior=draw(B, J), activation=draw(B, I))
-
-    def call() -> Call:
-        return moments.call(u, weight, parameters, options)
-
     given = (u, weight, *parameters)
     saved = routing_pass.forward(*given, *options, False, False, False)
     gradients = (*saved[:2], saved[2] if options.second else None, None, None)
@@ -96,13 +90,15 @@ def of_routing_pass(u: Tensor, weight: Tensor, options: PassOptions) -> Workload
         routing_pass.forward(*given, *options, False, False, False)
         routing_pass.backward(*gradients, *given, *saved, *options, False, *needed)
 
-    return Workload(call, run)
+    return Workload(moments.call(u, weight, parameters, options).layer, run)
 
 
-def launched(call: Call, kernel: str) -> tuple[Any, ...]:
-    """Tiles and grid of a kernel: choices that lead to the same are one."""
-    kernel = kernel.removesuffix(" quadratic")
-    return call.tiles(kernel), call.split_gradient() if kernel == "gradient" else call.split(kernel)
+def launched(run: Callable[[], None]) -> tuple[Any, ...]:
+    """Kernels, grids and constants of a run, which is recorded: choices that lead to the same are one."""
+    replay.forget()
+    with noted() as found:
+        run()
+    return tuple(found)
 
 
 def tune(
@@ -132,21 +128,20 @@ def tune(
     rows = []
     with contextlib.ExitStack() as held:
         for kernel in QUADRATIC if passing else KERNELS:
-            call = work.call()
-            if kernel == "row_norm" and all(call.tiles(other).groups == 1 for other in KERNELS[:3]):
+            tried = {launched(work.run)}
+            if not any(name == f"{kernel.removesuffix(' quadratic')}_kernel" for (name, *_) in next(iter(tried))):
                 continue
             best = config.TABLE[kernel]
             first = least = timer(work.run)
-            tried = {launched(call, kernel)}
             for name, values in CANDIDATES.items():
                 for value in values if name != "chunk" or kernel.startswith("gradient") else ():
                     candidate = best._replace(**{name: value})
                     with using(kernel, candidate):
-                        call = work.call()
-                        if launched(call, kernel) in tried:
-                            continue
-                        tried.add(launched(call, kernel))
                         try:
+                            launches = launched(work.run)
+                            if launches in tried:
+                                continue
+                            tried.add(launches)
                             took = timer(work.run)
                         except Exception as error:
                             say(f"{kernel} {candidate}: {type(error).__name__}")
@@ -159,7 +154,7 @@ def tune(
                 {
                     "device": device,
                     "kernel": kernel,
-                    "layer": call.layer,
+                    "layer": work.layer,
                     "choice": best,
                     "milliseconds": least,
                     "default_milliseconds": first,

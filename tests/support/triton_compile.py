@@ -140,6 +140,8 @@ def _compile(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, An
 
 
 def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    from capsfast.triton.occupancy import of_multiprocessor
+
     kernel, _, kwargs = launched
     compiled = _compile(capability, launched)
     ptx, warps, shared = compiled.asm["ptx"], kwargs.get("num_warps", 4), compiled.metadata.shared
@@ -157,7 +159,7 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
         **usage,
         "spills": triton_listing.spills(code()) if usage["stack"] else 0,
-        "resident": triton_listing.resident(capability, usage["registers"], shared, warps),
+        "resident": of_multiprocessor(triton_listing.device(capability), usage["registers"], shared, warps),
         **triton_listing.measured(compiled.asm["ttgir"], code, warps, kwargs),
     }
 

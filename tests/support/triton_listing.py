@@ -25,6 +25,14 @@ LIMITS = {80: (164, 64, 32), 86: (100, 48, 16), 89: (100, 48, 24), 90: (228, 64,
 LIMITS[120] = LIMITS[89]
 
 
+def device(capability: int) -> Any:
+    """What capsfast.triton.occupancy.device_of() says of a GPU."""
+    from capsfast.triton.occupancy import Device
+
+    kib, warps, programs = LIMITS[capability]
+    return Device(MULTIPROCESSORS, 65536, kib * 1024, warps, programs)
+
+
 class Scf(NamedTuple):
     """A loop of TTGIR. trips: None if they are known at run time only."""
 
@@ -159,15 +167,6 @@ def spills(code: Code) -> int:
     """Loads and stores of local memory in the innermost loops."""
     inner = [loop for loop in code.loops if not code.loops_within(loop)]
     return sum(x.kind in ("LDL", "STL") for loop in inner for x in code.within(loop.blocks))
-
-
-def resident(capability: int, registers: int, shared: int, warps: int) -> int:
-    """Programs that a multiprocessor holds at once."""
-    kib, most_warps, most = LIMITS[capability]
-    # Registers of a warp come in 256, a quarter of the 64K to each scheduler. Of shared memory the system takes 1 KiB.
-    of_warp = -(-registers * 32 // 256) * 256
-    by_registers = 65536 // SCHEDULERS // of_warp * SCHEDULERS // warps
-    return min(by_registers, most_warps // warps, most, kib * 1024 // (-(-shared // 128) * 128 + 1024))
 
 
 def microseconds(instructions: float, tiles: float) -> float:

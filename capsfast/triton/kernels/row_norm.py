@@ -1,4 +1,5 @@
-"""Two more passes: row_norm, for a softmax over more outputs than a program holds, and the one that writes c."""
+"""Two more passes: row_norm, for a softmax over more outputs than a program holds, and the one that writes c of a
+softmax over the input capsules."""
 
 import triton
 import triton.language as tl
@@ -105,14 +106,13 @@ def row_norm_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr"]
+    do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr"]
 )
 def coupling_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,  # of a pass: float32 [B, J, D] twice, [B, J], [B, I], or None
     V_ptr,  # [B, J, D] float32, if QUERY
-    rows_ptr,  # [3, B, I] float32, MODE "row_norm"
-    norm_ptr, inverse_ptr,  # [B, J] float32, MODE "in"
+    norm_ptr, inverse_ptr,  # [B, J] float32
     coupling_ptr,  # [B, I, J], out
     x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
     positions, s_i, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
@@ -121,9 +121,9 @@ def coupling_kernel(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr,
 ):
-    """Writes the coupling of one iteration. Programs are cut as in accumulate.py."""
+    """Programs are cut as in accumulate.py."""
     rows = batch_rows(tl.program_id(0), B, positions, BB, PP, WIDE)
     first = first_tile(tl.program_id(2), J, JT, NT)
     inside, once = valid_rows(rows, P)
@@ -137,11 +137,10 @@ def coupling_kernel(
     ws = (w_i, w_j, w_d, w_k)
     maximum = ()
     inverses = ()
-    if MODE == "in":
-        for n in tl.static_range(NT):
-            pairs = valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE)
-            maximum = maximum + (load_numbers(norm_ptr, rows, pairs, first + n, J, JT),)
-            inverses = inverses + (load_numbers(inverse_ptr, rows, pairs, first + n, J, JT),)
+    for n in tl.static_range(NT):
+        pairs = valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE)
+        maximum = maximum + (load_numbers(norm_ptr, rows, pairs, first + n, J, JT),)
+        inverses = inverses + (load_numbers(inverse_ptr, rows, pairs, first + n, J, JT),)
     lo = tl.program_id(1) * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
@@ -166,7 +165,7 @@ def coupling_kernel(
                 x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), valid, MASKED,
                 J, D, P, BB, JT, DP, LANES, WIDE
             ),)
-        c, _ = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
+        c, _ = couple(b, None, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, "in")
         if activation_ptr is not None:
             c = scaled(c, per_input(activation_ptr, rows, ok, i, I), NT)
         for n in tl.static_range(NT):
