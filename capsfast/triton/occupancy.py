@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .recorder import ALWAYS
+
 # The interpreter runs programs one by one: few, but enough to split every sum.
 INTERPRETED = 3
 # The most programs of a multiprocessor, which torch does not tell, by capability; 32 on the others.
@@ -53,7 +55,7 @@ def of_device(
     there = device_of(device)
     if there is None:
         return INTERPRETED
-    compiled = kernel.warmup(*arguments(), grid=(1,), **constants)
+    compiled = kernel.warmup(*arguments(), grid=(1,), **constants, **ALWAYS)
     compiled._init_handles()  # loads it, as the launch will
     at_once = of_multiprocessor(there, compiled.n_regs, compiled.metadata.shared, compiled.metadata.num_warps)
     return there.multiprocessors * at_once

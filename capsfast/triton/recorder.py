@@ -201,8 +201,13 @@ def arrange(memories: list[Memory]) -> int:
     return max(memory.offset + memory.bytes for memory in placed)
 
 
+# Options of every launch. Sums of products are multiply-adds, which from Triton 3.10 on is not what it does by itself.
+ALWAYS = {"enable_fp_fusion": True}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launches a kernel, and notes that if the call is recorded."""
+    constants |= ALWAYS
     if getattr(_active, "noted", None) is not None:
         _active.noted.append((kernel.fn.__name__, grid, tuple(constants.items())))
     recorder: Recorder | None = getattr(_active, "recorder", None)

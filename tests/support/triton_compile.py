@@ -108,7 +108,7 @@ def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
                 known[(n,)] = [["tt.divisibility", 16]]
         else:
             types[parameter.name] = "fp32"
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in kwargs}
     return types, constants, known, options
 
 
@@ -154,6 +154,7 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
         "mode": kwargs.get("MODE", ""),
         "warps": warps,
         "shared": shared,
+        "fused": kwargs.get("enable_fp_fusion", False),
         "mma": sorted(set(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|mma)\.sync[\w.]*|tcgen05\.mma[\w.]*", ptx))),
         "narrow_loads": len(re.findall(r"\bld\.global(?!\S*\.v4\.b32)", ptx)),
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
