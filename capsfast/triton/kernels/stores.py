@@ -23,7 +23,7 @@ def add_weight_gradient(
     """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
     j, d = columns(0, JT, DP, LANES, WIDE)
     k = components(k0, KP, WIDE)
-    within = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k, K, -(-K // KP) * KP)[None, :]
+    within = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k, K, KP)[None, :]
     at = dw_ptr + (j * (D * K) + d * K)[:, None] + k[None, :] + tl.cast(n, tl.int64) * (JT * D * K)
     add_to(at, value, within, stored)
 
@@ -38,7 +38,7 @@ def add_input_gradient(
     at = dx_ptr + (rows[0] * I + i) * (P * K) + (rows[1] * I * (P * K))[:, None] + k[None, :]
     if P > 1:
         at += pose_rows(rows, K)[:, None]
-    add_to(at, value, inside[:, None] & below(k, K, -(-K // KP) * KP)[None, :], stored)
+    add_to(at, value, inside[:, None] & below(k, K, KP)[None, :], stored)
 
 
 @triton.jit
