@@ -243,7 +243,7 @@ def accumulate_gradient_kernel(
             mass = mass + (tl.zeros([BB, JT], tl.float32),)
         if second_ptr is not None:
             second = second + (tl.zeros([BB, JT * DP], tl.float32),)
-        known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
+        known = known + (valid_outputs(None, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
 
     lo = split * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
@@ -267,7 +267,11 @@ def accumulate_gradient_kernel(
                 u, x_ptr, w_at, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
                 BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
             )
-            here = known[n] & ok[:, None]
+            outputs = known[n]
+            if out_mask_ptr is not None:
+                # Kept, it would take the registers that are missing here, unlike in the forward.
+                outputs = valid_outputs(reread(out_mask_ptr, i32, True), rows, inside, first + n, o_b, o_j, J, JT, WIDE)
+            here = outputs & ok[:, None]
             if QUADRATIC:
                 votes = centered(
                     votes, center_ptr, mask_ptr, out_mask_ptr, here, beside, first + n, J, D, P, BB, JT, DP, LANES
