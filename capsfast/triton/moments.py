@@ -16,7 +16,7 @@ from ..reference.votes_pass import PassParameters
 from . import passes
 from .launch import Call, Scores
 from .passes import Given
-from .routing import Nothing, zeros
+from .routing import Nothing, aligned, zeros
 
 
 class Through(NamedTuple):
@@ -158,7 +158,7 @@ def backward(
     beside = Given(dmass, dsecond, dlse)
     if call.normalize == "in":
         # As in coupling_gradient(); an activation multiplies dc, but not s.
-        s = saved[1] if call.scores.activation is None else None
+        s = aligned(saved[1]) if call.scores.activation is None else None
         norm = (*saved[5].unbind(0), _inward_total(call, beside, dfirst, dcoupling, saved, s), s)
         beside = Given(dmass, dsecond)
     need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed

@@ -64,6 +64,7 @@ def backward(
         return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
+    s = aligned(s)
     state = passes.restore(call, s, dv.contiguous())
     delta: Tensor | None = None
     if inward and dcoupling is not None:
@@ -120,6 +121,11 @@ def backward(
 
 def _given(call: Call) -> tuple[Tensor | None, ...]:
     return (call.x, call.weight, call.logits, call.bias)
+
+
+def aligned(s: Tensor) -> Tensor:
+    """s at a multiple of 16 bytes, which kernels take for granted. Only part of another tensor may be elsewhere."""
+    return s.clone() if s.data_ptr() % 16 else s
 
 
 def zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:

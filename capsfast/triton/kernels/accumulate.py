@@ -240,24 +240,13 @@ def accumulate_gradient_kernel(
     mass = ()
     second = ()
     known = ()
-    maximum = ()
-    inverses = ()
-    delta = ()
     for n in tl.static_range(NT):
         acc = acc + (tl.zeros([BB, JT * DP], tl.float32),)
         if mass_ptr is not None:
             mass = mass + (tl.zeros([BB, JT], tl.float32),)
         if second_ptr is not None:
             second = second + (tl.zeros([BB, JT * DP], tl.float32),)
-        pairs = valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE)
-        known = known + (pairs,)
-        if MODE == "in":
-            maximum = maximum + (load_numbers(norm_ptr, rows, pairs, first + n, J, JT),)
-            inverses = inverses + (load_numbers(inverse_ptr, rows, pairs, first + n, J, JT),)
-            if delta_ptr is None:
-                delta = delta + (tl.zeros([BB, JT], tl.float32),)
-            else:
-                delta = delta + (load_numbers(delta_ptr, rows, pairs, first + n, J, JT),)
+        known = known + (valid_outputs(None, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
 
     lo = split * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
@@ -273,12 +262,19 @@ def accumulate_gradient_kernel(
         b = ()
         dc = ()
         valid = ()
+        maximum = ()
+        inverses = ()
+        delta = ()
         for n in tl.static_range(NT):
             votes = votes_tile(
                 u, x_ptr, w_at, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
                 BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
             )
-            here = known[n] & ok[:, None]
+            outputs = known[n]
+            if out_mask_ptr is not None:
+                # Kept, it would take the registers that are missing here, unlike in the forward.
+                outputs = valid_outputs(reread(out_mask_ptr, i32, True), rows, inside, first + n, o_b, o_j, J, JT, WIDE)
+            here = outputs & ok[:, None]
             if QUADRATIC:
                 votes = centered(
                     votes, center_ptr, mask_ptr, out_mask_ptr, here, beside, first + n, J, D, P, BB, JT, DP, LANES
@@ -294,13 +290,25 @@ def accumulate_gradient_kernel(
             ),)
             s = None
             if s_ptr is not None:
-                s = load_vectors(reread(s_ptr, i32, LANES > 0), vectors, first + n, J, D, P, JT, DP, LANES)
+                s_at = reread(s_ptr, i32, LANES > 0)
+                if D % 4 == 0:
+                    # s[t] is aligned as s is, whatever B. Else lanes would read 4 bytes, in a layout of their own.
+                    s_at = tl.multiple_of(s_at, 16)
+                s = load_vectors(s_at, vectors, first + n, J, D, P, JT, DP, LANES)
             dc = dc + (coupling_gradient(
                 votes, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, beside, i, first + n, (d_b, d_i, d_j), here,
                 True, J, D, P, BB, JT, DP, LANES, WIDE
             ),)
             x = x + (votes,)
             valid = valid + (here,)
+            if MODE == "in":
+                # Read here, they take no registers between the input capsules, and have the layout of b at once.
+                maximum = maximum + (load_numbers(reread(norm_ptr, i32, True), rows, known[n], first + n, J, JT),)
+                inverses = inverses + (load_numbers(reread(inverse_ptr, i32, True), rows, known[n], first + n, J, JT),)
+                if delta_ptr is None:
+                    delta = delta + (tl.zeros([BB, JT], tl.float32),)
+                else:
+                    delta = delta + (load_numbers(reread(delta_ptr, i32, True), rows, known[n], first + n, J, JT),)
         c, _ = couple(b, rows_ptr, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
         if activation_ptr is not None:
             dc = scaled(dc, per_input(activation_ptr, rows, ok, i, I), NT)

@@ -171,7 +171,11 @@ def gradient_kernel(
                         ),)
                         s = None
                         if s_ptr is not None:
-                            s = load_vectors(s_ptr + at * D, vectors, first + n, J, D, P, JT, DP, LANES)
+                            s_at = s_ptr + at * D
+                            if D % 4 == 0:
+                                # As in accumulate.py.
+                                s_at = tl.multiple_of(s_at, 16)
+                            s = load_vectors(s_at, vectors, first + n, J, D, P, JT, DP, LANES)
                         dc = dc + (coupling_gradient(
                             x[n], s, ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
                             (d_b, d_i, d_j), valid[n], t == R - 1, J, D, P, BB, JT, DP, LANES, WIDE

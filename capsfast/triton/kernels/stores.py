@@ -56,7 +56,7 @@ def add_weight_gradient(
     DOWN: tl.constexpr = BB // 16 if ACROSS == 1 and JT * DP % BB == 0 else 1
     column, k = fragment(JT * DP, KP, DOWN, ACROSS, WIDE)
     j, d = place(column, JT, DP, LANES)
-    within = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k0 + k, K, -(-K // KP) * KP)
+    within = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k0 + k, K, KP)
     at = dw_ptr + (j * (D * K) + d * K)[:, None] + (k0 + k) + tl.cast(n, tl.int64) * (JT * D * K)
     add_to(at, as_fragment(value, DOWN, ACROSS), within, stored)
 
@@ -72,7 +72,7 @@ def add_input_gradient(
     row, k = fragment(BB, KP, BB // 16, 1, WIDE)
     sample, pose = row // PP, row % PP
     at = dx_ptr + (rows[0] * I + i) * (P * K) + (sample * I * (P * K) + pose * K)[:, None] + (k0 + k)
-    inside = ((sample < rows[3]) & below(pose, P, PP))[:, None] & below(k0 + k, K, -(-K // KP) * KP)
+    inside = ((sample < rows[3]) & below(pose, P, PP))[:, None] & below(k0 + k, K, KP)
     add_to(at, as_fragment(value, BB // 16, 1), inside, stored)
 
 

@@ -117,10 +117,11 @@ def place(column, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def below(index, LIMIT: tl.constexpr, MOST: tl.constexpr):
-    """index < LIMIT, for an index below MOST. Where that is always so it is a constant, which the compiler does not
-    find out: masks of it vanish, and are not taken through every pass of the compiler."""
-    return tl.full(index.shape, True, tl.int1) if LIMIT >= MOST else index < LIMIT
+def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
+    """index < LIMIT, for one of the tiles of STEP that cover LIMIT. Where they fit it is a constant, which the compiler
+    does not find out: masks of it vanish, and are not taken through every pass of the compiler."""
+    FITS: tl.constexpr = LIMIT > 0 and LIMIT % STEP == 0
+    return tl.full(index.shape, True, tl.int1) if FITS else index < LIMIT
 
 
 @triton.jit

@@ -24,7 +24,7 @@ def input_capsules(x_ptr, rows, ok, i, k0, xs, K: tl.constexpr, KP: tl.constexpr
     at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (k * xs[3])[None, :]
     if rows[2].shape[0] > 1:
         at += (pose_rows(rows, K) * xs[3])[:, None]
-    return tl.load(at, mask=ok[:, None] & below(k, K, -(-K // KP) * KP)[None, :], other=0.0)
+    return tl.load(at, mask=ok[:, None] & below(k, K, KP)[None, :], other=0.0)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def weight_tile(
     k = components(k0, KP, WIDE)
     at = w_ptr + i * ws[0] + (j * ws[1] + d * ws[2])[:, None] + (k * ws[3])[None, :]
     at += tl.cast(n, tl.int64) * (JT * ws[1])
-    inside = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k, K, -(-K // KP) * KP)[None, :]
+    inside = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k, K, KP)[None, :]
     return tl.load(at, mask=inside, other=0.0)
 
 
