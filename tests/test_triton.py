@@ -27,6 +27,7 @@ if not toolchain.why_no_triton():
 
     from capsfast.triton import config
     from capsfast.triton.config import Choice
+    from capsfast.triton.kernels.accumulate import accumulate_gradient_kernel
     from capsfast.triton.kernels.stores import add_weight_gradient
 
     @triton.jit
@@ -228,6 +229,21 @@ def test_the_coupling_is_written_by_the_last_iteration(
     assert set(found) == {"v", "c"}
     for name, value in found.items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spatial", [(), (3,)], ids=str)
+def test_what_is_not_contiguous_is_copied(spatial: tuple[int, ...]) -> None:
+    """Logits, masks and the gradient of the coupling: kernels are not told of their strides."""
+    case = Case(logits="BIJ", mask=True, out_mask=True, spatial=spatial)
+    problem = make((3, 4, 5, 6, 2), case, "route_votes", torch.float32)
+    wanted = run(problem, "triton")
+    for values in (problem.inputs, problem.masks, problem.gradients):
+        for name in values.keys() - {"votes", "v"}:
+            values[name] = values[name].mT.contiguous().mT
+            assert not values[name].is_contiguous()
+    given = run(problem, "triton")
+    assert all(torch.equal(value, wanted[name]) for name, value in given.items())
+    assert not {"l_b", "m_b", "o_b", "d_b"} & set(accumulate_gradient_kernel.arg_names)
 
 
 @pytest.mark.parametrize("op", ["route_votes", "votes_pass"])

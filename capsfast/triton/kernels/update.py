@@ -23,9 +23,9 @@ def sum_splits(partial_ptr, at, within, splits, plane, SB: tl.constexpr):
 
 
 @triton.jit
-def row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J: tl.constexpr):
+def row_is_valid(out_mask_ptr, rows, ok):
     if out_mask_ptr is not None:
-        ok = ok & (tl.load(out_mask_ptr + (rows // J) * o_b + (rows % J) * o_j, mask=ok, other=0) != 0)
+        ok = ok & (tl.load(out_mask_ptr + rows, mask=ok, other=0) != 0)
     return ok
 
 
@@ -49,7 +49,7 @@ def update_kernel(
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
     next_ptr,  # [B, J, D] float32, out: V + v, or None
     v_ptr,  # [B, J, D], out, or None
-    o_b, o_j, B, splits, factor, eps,
+    B, splits, factor, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     ONLINE: tl.constexpr, LEAKY: tl.constexpr, KIND: tl.constexpr,
 ):
@@ -94,7 +94,7 @@ def update_kernel(
     tl.store(s_ptr + at, s, mask=within)
     if bias_ptr is not None:
         s += load_bias(bias_ptr, rows, d, within, J, D)
-    v = tl.where(row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)[:, None], squash(s, eps, KIND), 0.0)
+    v = tl.where(row_is_valid(out_mask_ptr, rows, ok)[:, None], squash(s, eps, KIND), 0.0)
     if v_ptr is not None:
         tl.store(v_ptr + at, v, mask=within)
     if next_ptr is not None:
@@ -115,7 +115,7 @@ def moments_kernel(
     out_mask_ptr,
     first_ptr, mass_ptr, second_ptr,  # [B, J, D], [B, J], [B, J, D] float32, out; None as their partial sums
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
-    o_b, o_j, B, splits, factor,
+    B, splits, factor,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     ONLINE: tl.constexpr, LEAKY: tl.constexpr,
 ):
@@ -161,7 +161,7 @@ def moments_kernel(
             tl.store(norm_ptr + rows, tl.zeros([RB], tl.float32), mask=ok)
     if norm_ptr is not None:
         tl.store(inverse_ptr + rows, each, mask=ok)
-    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)[:, None]
+    alive = row_is_valid(out_mask_ptr, rows, ok)[:, None]
     tl.store(first_ptr + at, tl.where(alive, first * each[:, None], 0.0), mask=within)
     if mass_ptr is not None:
         tl.store(mass_ptr + rows[:, None], tl.where(alive, mass * each[:, None], 0.0), mask=ok[:, None])
@@ -176,7 +176,7 @@ def restore_kernel(
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
     state_ptr,  # [B, J, R, 2, D] float32, out: [..., t, 0, :] is V of iteration t, [..., -1, 1, :] ds of the last one
-    o_b, o_j, B, eps,
+    B, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
     LAST: tl.constexpr,
 ):
@@ -186,7 +186,7 @@ def restore_kernel(
     d = tl.arange(0, DP)
     within = ok[:, None] & (d < D)[None, :]
     at = (rows * D)[:, None] + d[None, :]
-    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
+    alive = row_is_valid(out_mask_ptr, rows, ok)
     dv = tl.load(dv_ptr + at, mask=within, other=0.0).to(tl.float32)
     V = tl.zeros([RB, DP], tl.float32)
     to = (rows * (2 * R * D))[:, None] + d[None, :]
@@ -223,7 +223,7 @@ def update_gradient_kernel(
     out_mask_ptr,
     s_ptr,  # [B, J, D] float32, of the iteration whose ds is computed
     ds_ptr,  # points to ds of that iteration in [B, J, R, 2, D] float32, out
-    o_b, o_j, B, splits, eps,
+    B, splits, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr, R: tl.constexpr,
     KIND: tl.constexpr,
 ):
@@ -235,7 +235,7 @@ def update_gradient_kernel(
     dv = tl.load(G_ptr + at, mask=within, other=0.0)
     dv += sum_splits(partial_ptr, at, within, splits, tl.cast(B, tl.int64) * J * D, SB)
     tl.store(G_ptr + at, dv, mask=within)
-    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
+    alive = row_is_valid(out_mask_ptr, rows, ok)
     to = (rows * (2 * R * D))[:, None] + d[None, :]
     store_ds(s_ptr + at, dv, bias_ptr, ds_ptr + to, rows, alive, d, within, eps, J, D, KIND)
 
