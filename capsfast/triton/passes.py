@@ -195,7 +195,7 @@ def update(
     launch(update_kernel, grid,
         partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v,
         call.sizes[0], partial.shape[0], factor[1], call.options.eps,
-        **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
+        **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
     )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def update_moments(
     launch(moments_kernel, grid,
         *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm.unbind(0)),
         B, partial.first.shape[0], factor[1],
-        **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
+        **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
     )  # fmt: skip
     return sums
 
