@@ -25,8 +25,9 @@ if not toolchain.why_no_triton():
     import triton
     import triton.language as tl
 
-    from capsfast.triton import config
+    from capsfast.triton import config, occupancy, replay
     from capsfast.triton.config import Choice
+    from capsfast.triton.kernels.accumulate import accumulate_gradient_kernel
     from capsfast.triton.kernels.stores import add_weight_gradient
 
     @triton.jit
@@ -249,6 +250,40 @@ def test_the_coupling_is_written_by_the_last_iteration(
     assert set(found) == {"v", "c"}
     for name, value in found.items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["out", "in"])
+@pytest.mark.parametrize("op", ["dynamic_routing", "routing_pass"])
+def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the interpreter's three make one step."""
+    if op == "routing_pass":
+        problem = support_passes.make((2, 40, 3, 6, 2), replace(normalized(EVERYTHING, how), leaky=True), op)
+    else:
+        problem = make((2, 40, 3, 6, 2), Case(softmax=how, logits="BIJ", leaky=True), op)
+    wanted = run(problem.to(torch.float64), "reference")
+    before = run(problem.to(torch.float32), "triton")
+    monkeypatch.setattr(occupancy, "INTERPRETED", 40)
+    replay.forget()
+    found = run(problem.to(torch.float32), "triton")
+    replay.forget()
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), wanted[name].double(), rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(value, before[name]) for name, value in found.items()), "sums have the same parts"
+
+
+@pytest.mark.parametrize("spatial", [(), (3,)], ids=str)
+def test_what_is_not_contiguous_is_copied(spatial: tuple[int, ...]) -> None:
+    """Logits, masks and the gradient of the coupling: kernels are not told of their strides."""
+    case = Case(logits="BIJ", mask=True, out_mask=True, spatial=spatial)
+    problem = make((3, 4, 5, 6, 2), case, "route_votes", torch.float32)
+    wanted = run(problem, "triton")
+    for values in (problem.inputs, problem.masks, problem.gradients):
+        for name in values.keys() - {"votes", "v"}:
+            values[name] = values[name].mT.contiguous().mT
+            assert not values[name].is_contiguous()
+    given = run(problem, "triton")
+    assert all(torch.equal(value, wanted[name]) for name, value in given.items())
+    assert not {"l_b", "m_b", "o_b", "d_b"} & set(accumulate_gradient_kernel.arg_names)
 
 
 @pytest.mark.parametrize("op", ["route_votes", "votes_pass"])

@@ -53,6 +53,12 @@ LOOPS = ["accumulate_kernel", "row_norm_kernel", "accumulate_gradient_kernel", "
 MORE_CALLS: dict[str, Row] = {
     "bfloat16": {"shape": triton_table.SHAPE, "dtype": "bfloat16", "case": {"coupling": False}},
     "votes": {"shape": [32, 64, 10, 16, 1], "dtype": "float32", "op": "route_votes", "kernels": LOOPS},
+    "J=100, logits": {
+        "shape": [16, 32, 100, 16, 8],
+        "dtype": "float32",
+        "case": {"logits": "BIJ"},
+        "kernels": ["accumulate_kernel", "accumulate_gradient_kernel"],
+    },
     "D=512": {"shape": [16, 16, 2, 512, 64], "dtype": "float32", "case": {"coupling": False}, "kernels": LOOPS},
     "softmax in": {
         "shape": [32, 64, 10, 16, 8],
@@ -220,6 +226,7 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
 SPILLS = {
     "J=1000": 30,
     "J=1000, backward": 30,
+    "J=100, logits": 10,
     "D=512": 8,
     "EM": 12,
     "EM, in": 60,
@@ -451,8 +458,8 @@ def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:
 def test_sizes_of_a_batch_are_not_compiled_in() -> None:
     """Nor the number of input capsules or positions."""
     base = {"op": "dynamic_routing", "dtype": "float32"}
-    # Strides that are multiples of 16 are known as such: the same I, or none of them.
-    shapes = [[B, I, 10, 16, 8] for B, I in ((1, 6), (16, 6), (33, 6), (7, 1002))]
+    # Of the strides of u, which are arguments, it is known whether 16 divides them. Here it does.
+    shapes = [[B, I, 10, 16, 8] for B, I in ((1, 6), (16, 6), (33, 6), (7, 1002), (5, 16))]
     cases: tuple[Row, ...] = ({}, {"softmax": "in", **ALL}, {"logits": "IJ", "mask": True})
     groups = [[{**base, "case": case, "shape": shape} for shape in shapes] for case in cases]
     base = {"op": "votes_pass", "dtype": "float32", "shape": [2, 6, 10, 16, 1]}

@@ -39,10 +39,8 @@ def _arguments(
         "SOFTMAX": o.nonlinearity == "softmax",
         "num_warps": min(8, max(1, JP * DP // NUMBERS_OF_A_WARP)),
     }
-    mask = bytes_of(out_mask)
-    strides = (0, 0) if mask is None else mask.stride()
-    numbers = (*strides, float(o.floor), float(o.momentum), float(o.cost_scale), float(o.inverse_temperature))
-    return (mass, first, second, center, last, beta_a, beta_u, mask), numbers, constants
+    numbers = (float(o.floor), float(o.momentum), float(o.cost_scale), float(o.inverse_temperature))
+    return (mass, first, second, center, last, beta_a, beta_u, bytes_of(out_mask)), numbers, constants
 
 
 @replayed

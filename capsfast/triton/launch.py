@@ -36,7 +36,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def bytes_of(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.view(torch.uint8)
+    return None if mask is None else mask.view(torch.uint8).contiguous()
 
 
 class Scores(NamedTuple):
@@ -52,7 +52,7 @@ class Scores(NamedTuple):
 @dataclass
 class Call:
     """A call. x: u [B, I, P K], or without a weight [I or 1, J, D / P, K] votes [B, I, J or 1, D]. Tensors may have any
-    strides. tf32: allowed.
+    strides; of all but x and the weight kernels get contiguous ones, if need be copies. tf32: allowed.
 
     outputs: J, if x does not say it. scores: None for the routing ops, which score with V. With votes [B, I, J, D, S]
     every position is a sample, of which the masks and scores have a row each. Logits [B, I, J, S] stay as they are.
@@ -81,8 +81,7 @@ class Call:
             self.poses = poses(self.x, self.weight)
             self.sizes = (B, I, self.weight.shape[1], width(self.x, self.weight), self.weight.shape[3])
         self.mask, self.out_mask = bytes_of(self.mask), bytes_of(self.out_mask)
-        if self.bias is not None:
-            self.bias = self.bias.contiguous()
+        self.logits, self.bias = (None if each is None else each.contiguous() for each in (self.logits, self.bias))
 
     @property
     def positions(self) -> int | None:
@@ -96,6 +95,11 @@ class Call:
     @property
     def shared(self) -> bool:
         return self.weight is not None and self.weight.shape[0] == 1
+
+    @property
+    def shared_logits(self) -> bool:
+        """Whether all samples have the same logits [I, J]."""
+        return self.logits is not None and self.logits.dim() == 2
 
     @property
     def common(self) -> bool:
@@ -139,31 +143,22 @@ class Call:
 
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
-        """The strides over samples and i, and those of logits and masks. shape() has the others."""
+        """The strides over samples (or positions) and i, and that of the weight over i. shape() has the others."""
         w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
-        pairs, mask = pair_strides(self.logits), matrix_strides(self.mask)
-        x_i = 0 if self.positions is not None else self.x.stride(1)  # see position_strides
-        return (_sample_stride(self.x, 4), x_i, w_i, *pairs, *mask, *self.out_strides)
+        if self.positions is not None:
+            return (self.x.stride(4), 0, w_i)  # see position_strides
+        return (self.x.stride(0), self.x.stride(1), w_i)
 
     @functools.cached_property
     def position_strides(self) -> tuple[int | None, ...]:
-        """What positions need beside strides: how many there are, strides over i, j, d, and jump() of x and logits.
+        """What positions need beside strides: how many there are, strides of x over i, j, d, and what its address gains
+        from the last position of b to the first of b + 1, beyond a stride over positions.
 
         They are arguments of a launch, so that other positions are no other kernel.
         """
         if self.positions is None:
-            return (None,) * 6
-        return (self.positions, *self.x.stride()[1:4], self.jump(self.x), self.jump(self.logits))
-
-    def jump(self, tensor: Tensor | None) -> int | None:
-        """What an address gains from the last position of b to the first of b + 1, beyond a stride over positions."""
-        if self.positions is None or tensor is None:
-            return None
-        return 0 if tensor.dim() == 2 else tensor.stride(0) - self.positions * tensor.stride(-1)
-
-    @property
-    def out_strides(self) -> tuple[int, ...]:
-        return matrix_strides(self.out_mask)
+            return (None,) * 5
+        return (self.positions, *self.x.stride()[1:4], self.x.stride(0) - self.positions * self.x.stride(4))
 
     @functools.cached_property
     def precision(self) -> dict[str, Any]:
@@ -171,6 +166,7 @@ class Call:
             "VOTES": self.votes_given,
             "DOT": dot_precision(self.x.dtype, self.tf32),
             "WIDE": self.wide,
+            "SHARED_LOGITS": self.shared_logits,
             "LEAKY": self.options.leaky,
             "QUERY": self.scores is None or self.scores.query is not None,
             "QUADRATIC": self.quadratic,
@@ -181,14 +177,15 @@ class Call:
         """WIDE: whether offsets within the samples of a tile, all outputs and all K may need 64 bits."""
         B, I, J, D, K = self.sizes
         samples, positions = max(self.tiles(kernel).BB for kernel in KERNELS), self.positions
-        # The gradients of inputs, numbers [B, I], and V and ds of all iterations.
-        inputs = samples * I * max(J * D, self.poses * K, J) if positions is None else samples + J * D * positions
-        reach = [inputs, samples * I, samples * 2 * self.iterations * J * D]
-        for tensor, axes in ((self.x, 4), (self.logits, 3), (self.mask, 2), (self.out_mask, 2)):
-            if tensor is not None:
-                # Logits [I, J] have no axis of samples.
-                batch = 0 if tensor is self.logits and tensor.dim() == 2 else _sample_stride(tensor, axes)
-                reach.append(samples * batch + sum((n - 1) * stride for n, stride in _inner(tensor, axes)))
+        # The gradients of inputs and logits, numbers [B, I], and V and ds of all iterations.
+        inputs = samples * I * max(J * D, self.poses * K) if positions is None else samples + J * D * positions
+        of_x = zip(self.x.shape[2:4], self.x.stride()[2:4], strict=True)
+        reach = [
+            inputs,
+            samples * I,
+            samples * 2 * self.iterations * J * D,
+            samples * self.strides[0] + sum((n - 1) * stride for n, stride in of_x),
+        ]
         if self.weight is not None:
             j_d_k = zip(self.weight.shape[1:], self.weight.stride()[1:], strict=True)
             # Beside the weight its gradient, which is contiguous.
@@ -282,25 +279,3 @@ class Call:
 
     def zeros(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.float32, device=self.x.device)
-
-
-def _inner(tensor: Tensor, axes: int) -> list[tuple[int, int]]:
-    """Sizes and strides of the axes after b and i, or after the first of two axes, without that of positions."""
-    behind = 2 if tensor.dim() > 2 else 1
-    return list(zip(tensor.shape[behind:axes], tensor.stride()[behind:axes], strict=True))
-
-
-def _sample_stride(tensor: Tensor, axes: int) -> int:
-    """From a sample to the next: along the batch, or along the positions that a tensor has behind these axes."""
-    return tensor.stride(axes if tensor.dim() > axes else 0)
-
-
-def pair_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """The strides over samples, i and j of a tensor [B, I, J], [B, I, J, S] or [I, J]."""
-    if tensor is None:
-        return (0, 0, 0)
-    return (0, *tensor.stride()) if tensor.dim() == 2 else (_sample_stride(tensor, 3), *tensor.stride()[1:3])
-
-
-def matrix_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if tensor is None else tensor.stride()

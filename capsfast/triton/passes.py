@@ -13,7 +13,7 @@ from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import coupling_kernel, row_norm_kernel
 from .kernels.update import add_up_kernel, moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
-from .launch import Call, cdiv, pair_strides
+from .launch import Call, cdiv
 from .recorder import launch
 
 
@@ -62,8 +62,8 @@ def row_norm(
 
     def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
         return None, (
-            *call.tensors, dcoupling, *given, state, rows, *call.strides, *pair_strides(dcoupling),
-            *call.position_strides, call.jump(dcoupling), *call.sizes[:2], chunk, call.tiles("row_norm").groups,
+            *call.tensors, dcoupling, *given, state, rows, *call.strides, *call.position_strides,
+            *call.sizes[:2], chunk, call.tiles("row_norm").groups,
         )  # fmt: skip
 
     _launch_cut(call, "row_norm", row_norm_kernel, cut, WITH_DS=with_ds, R=call.iterations)
@@ -143,8 +143,8 @@ def accumulate_gradient(
     def cut(splits: int, chunk: int) -> tuple[Sums, tuple[Any, ...]]:
         sums = _partial_sums(call, splits, *wanted)
         return sums, (
-            *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *pair_strides(dcoupling),
-            *call.position_strides, call.jump(dcoupling), *call.sizes[:2], chunk,
+            *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *call.position_strides,
+            *call.sizes[:2], chunk,
         )  # fmt: skip
 
     return _launch_cut(call, "accumulate_gradient", accumulate_gradient_kernel, cut, MODE=kind, R=call.iterations)
@@ -193,9 +193,9 @@ def update(
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call, last=v is not None)
     launch(update_kernel, grid,
-        partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v, *call.out_strides,
+        partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v,
         call.sizes[0], partial.shape[0], factor[1], call.options.eps,
-        **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
+        **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
     )  # fmt: skip
 
 
@@ -216,8 +216,8 @@ def update_moments(
     )
     launch(moments_kernel, grid,
         *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm.unbind(0)),
-        *call.out_strides, B, partial.first.shape[0], factor[1],
-        **shape, SB=_splits_at_once(shape), ONLINE=online is not None, LEAKY=call.options.leaky, num_warps=4,
+        B, partial.first.shape[0], factor[1],
+        **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
     )  # fmt: skip
     return sums
 
@@ -229,7 +229,7 @@ def restore(call: Call, s: Tensor, dv: Tensor) -> Tensor:
     state = call.new(B, J, R, 2, D)
     grid, shape = _update_grid(call)
     launch(restore_kernel, grid,
-        s, dv, call.bias, call.out_mask, state, *call.out_strides, B, call.options.eps,
+        s, dv, call.bias, call.out_mask, state, B, call.options.eps,
         **shape, LAST=_update_grid(call, last=True)[1]["KIND"], R=R, num_warps=4,
     )  # fmt: skip
     return state
@@ -239,7 +239,7 @@ def update_gradient(call: Call, partial: Tensor, G: Tensor, s: Tensor, ds: Tenso
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
     launch(update_gradient_kernel, grid,
-        partial, G, call.bias, call.out_mask, s, ds, *call.out_strides, call.sizes[0], partial.shape[0],
+        partial, G, call.bias, call.out_mask, s, ds, call.sizes[0], partial.shape[0],
         call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
     )  # fmt: skip
 
@@ -291,24 +291,22 @@ def gradient(
         grouped = tiles.groups > 1
         in_parts = call.common and grouped if call.votes_given else grouped or K > tiles.KP
         dx = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
-    sum_logits = call.logits is not None and call.logits.dim() == 2
-    if need_logits and not sum_logits:
+    if need_logits and not call.shared_logits:
         assert call.logits is not None
         dl = call.new_pairs(call.logits.dtype)
     factor = uniform_factor(call) if uniform else (None, 0.0)
     constants = call.constants(tiles) | {
         "BACK_DOT": call.back_dot, "MODE": mode(call, "gradient"), "START": start + uniform, "R": call.iterations,
         "UNIFORM": uniform, "AGREEMENT": call.agreement, "SHARED": call.shared, "COMMON": call.common,
-        "SUM_LOGITS": sum_logits,
     }  # fmt: skip
 
     def cut(chunks: int, chunk: int, splits: int, batch_tiles: int) -> tuple[Any, ...]:
         # Partial sums, one per split of the batch, or for a shared weight one per program.
         dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
-        sums = _parts(call, splits, call.logits) if need_logits and sum_logits else dl
+        sums = _parts(call, splits, call.logits) if need_logits and call.shared_logits else dl
         return dw, sums, (
             *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, sums, dactivation, drow,
-            *call.strides, *pair_strides(dcoupling), *call.position_strides, call.jump(dcoupling), B, I, chunk,
+            *call.strides, *call.position_strides, B, I, chunk,
             batch_tiles, tiles.groups, factor[1],
         )  # fmt: skip
 
@@ -320,7 +318,7 @@ def gradient(
     if dw is not None:
         assert call.weight is not None
         dw = _add_up(call, dw, call.weight)
-    if dl is not None and sum_logits:
+    if dl is not None and call.shared_logits:
         assert call.logits is not None
         dl = _add_up(call, dl, call.logits)
     return None if dx is None else dx.to(call.x.dtype), dw, dl

@@ -37,13 +37,13 @@ def accumulate_kernel(
     second_ptr,  # [splits, B, J, D] float32, out: sum_i c x^2, or None
     coupling_ptr,  # [B, I, J], out, or None; not for MODE "in" and "uniform"
     lse_ptr,  # [B, I] float32, out for MODE "out": log-sum-exp, or None
-    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
-    positions, s_i, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr,
+    positions, s_i, s_j, s_d, x_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
@@ -59,9 +59,9 @@ def accumulate_kernel(
     MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    if logits_ptr is not None:
-        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
+    ls = (I, positions, SHARED_LOGITS, NT * JT < J)
+    cs = (I, positions, False, NT * JT < J)
     acc = ()
     mass = ()
     second = ()
@@ -78,7 +78,7 @@ def accumulate_kernel(
         if MODE != "uniform":
             if QUERY and LANES == 0:
                 V = V + (load_vectors(V_ptr, vectors, first + n, J, D, P, JT, DP, LANES),)
-            known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
+            known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, J, JT),)
         if MODE == "in":
             maximum = maximum + (tl.full([BB, JT], float("-inf"), tl.float32),)
             total = total + (tl.zeros([BB, JT], tl.float32),)
@@ -86,7 +86,7 @@ def accumulate_kernel(
     lo = split * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
-        ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        ok = valid_inputs(mask_ptr, rows, inside, i, I)
         w_at = w_ptr
         if not VOTES:
             w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
@@ -135,7 +135,7 @@ def accumulate_kernel(
                     V_n = load_vectors(reread(V_ptr, i32, True), vectors, first + n, J, D, P, JT, DP, LANES)
                 b = b + (routing_logits(
                     votes, V_n, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n,
-                    (l_b, l_i, l_j), valid, MASKED, J, D, P, BB, JT, DP, LANES, WIDE,
+                    ls, valid, MASKED, J, D, P, BB, JT, DP, LANES, WIDE,
                     0.0 if MODE == "none" else float("-inf")
                 ),)
                 x = x + (votes,)
@@ -174,7 +174,7 @@ def accumulate_kernel(
                     if second_ptr is not None:
                         seconds = seconds + (second[n] + weighted * x[n],)
                     if coupling_ptr is not None:
-                        store_pairs(coupling_ptr, c[n], rows, once, i, first + n, I, positions, J, JT, WIDE)
+                        store_pairs(coupling_ptr, c[n], rows, once, i, first + n, cs, J, JT, WIDE)
         acc = sums
         if mass_ptr is not None:
             mass = masses
@@ -212,13 +212,13 @@ def accumulate_gradient_kernel(
     partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
-    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
-    positions, s_i, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr,
+    positions, s_i, s_j, s_d, x_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
     """Partial sums of sum_i db votes, which one iteration adds to G, and those that a pass needs beside it."""
@@ -231,11 +231,9 @@ def accumulate_gradient_kernel(
     MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    if logits_ptr is not None:
-        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
-    if dcoupling_ptr is not None:
-        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
+    ls = (I, positions, SHARED_LOGITS, NT * JT < J)
+    cs = (I, positions, False, NT * JT < J)
     acc = ()
     mass = ()
     second = ()
@@ -246,12 +244,12 @@ def accumulate_gradient_kernel(
             mass = mass + (tl.zeros([BB, JT], tl.float32),)
         if second_ptr is not None:
             second = second + (tl.zeros([BB, JT * DP], tl.float32),)
-        known = known + (valid_outputs(None, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
+        known = known + (valid_outputs(None, rows, inside, first + n, J, JT),)
 
     lo = split * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
-        ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        ok = valid_inputs(mask_ptr, rows, inside, i, I)
         w_at = w_ptr
         if not VOTES:
             w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
@@ -273,7 +271,7 @@ def accumulate_gradient_kernel(
             outputs = known[n]
             if out_mask_ptr is not None:
                 # Kept, it would take the registers that are missing here, unlike in the forward.
-                outputs = valid_outputs(reread(out_mask_ptr, i32, True), rows, inside, first + n, o_b, o_j, J, JT, WIDE)
+                outputs = valid_outputs(reread(out_mask_ptr, i32, True), rows, inside, first + n, J, JT)
             here = outputs & ok[:, None]
             if QUADRATIC:
                 votes = centered(
@@ -285,7 +283,7 @@ def accumulate_gradient_kernel(
             else:
                 ds = load_vectors(state + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
             b = b + (routing_logits(
-                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n, (l_b, l_i, l_j), here,
+                votes, V, logits_ptr, precision_ptr, prior_ptr, rows, beside, i, first + n, ls, here,
                 MASKED, J, D, P, BB, JT, DP, LANES, WIDE, 0.0 if MODE == "none" else float("-inf")
             ),)
             s = None
@@ -296,7 +294,7 @@ def accumulate_gradient_kernel(
                     s_at = tl.multiple_of(s_at, 16)
                 s = load_vectors(s_at, vectors, first + n, J, D, P, JT, DP, LANES)
             dc = dc + (coupling_gradient(
-                votes, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, beside, i, first + n, (d_b, d_i, d_j), here,
+                votes, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, beside, i, first + n, cs, here,
                 True, J, D, P, BB, JT, DP, LANES, WIDE
             ),)
             x = x + (votes,)

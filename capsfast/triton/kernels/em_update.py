@@ -92,9 +92,9 @@ def activate(logit, SOFTMAX: tl.constexpr):
 
 
 @triton.jit
-def is_alive(out_mask_ptr, b, j, there, o_b, o_j):
+def is_alive(out_mask_ptr, at, there):
     if out_mask_ptr is not None:
-        there = there & (tl.load(out_mask_ptr + b * o_b + j * o_j, mask=there, other=0) != 0)
+        there = there & (tl.load(out_mask_ptr + at, mask=there, other=0) != 0)
     return there
 
 
@@ -108,7 +108,7 @@ def em_update_kernel(
     poses_ptr,  # [B, J, D] float32, out
     precision_ptr,  # [B, J, D] float32, out; None in the final iteration
     score_ptr,  # [B, J] float32, out
-    o_b, o_j, floor, momentum, cost_scale, rate,
+    floor, momentum, cost_scale, rate,
     J: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, DP: tl.constexpr, HELD: tl.constexpr,
     ISOTROPIC: tl.constexpr, VARIANCE: tl.constexpr, MEAN: tl.constexpr, COMPONENT: tl.constexpr,
     SOFTMAX: tl.constexpr,
@@ -118,7 +118,7 @@ def em_update_kernel(
     there = j < J
     within = there[:, None] & (d < D)[None, :]
     at = (b * J + j)[:, None] * D + d[None, :]
-    alive = is_alive(out_mask_ptr, b, j, there, o_b, o_j)
+    alive = is_alive(out_mask_ptr, b * J + j, there)
     mass = tl.load(mass_ptr + b * J + j, mask=there, other=0.0)
     center = load_rows(center_ptr, at, within)
     n, shift, held, raw, variance = gaussians(
@@ -149,7 +149,7 @@ def em_update_gradient_kernel(
     dfirst_ptr, dsecond_ptr, dcenter_ptr,  # [B, J, D]
     dlast_ptr,  # [B, J, D] or None
     dbeta_a_ptr, dbeta_u_ptr,  # [B, J]: the share of a sample in the gradient of beta_a, and of a number of beta_u
-    o_b, o_j, floor, momentum, cost_scale, rate,
+    floor, momentum, cost_scale, rate,
     J: tl.constexpr, D: tl.constexpr, JP: tl.constexpr, DP: tl.constexpr, HELD: tl.constexpr,
     ISOTROPIC: tl.constexpr, VARIANCE: tl.constexpr, MEAN: tl.constexpr, COMPONENT: tl.constexpr,
     SOFTMAX: tl.constexpr, FINAL: tl.constexpr,
@@ -160,7 +160,7 @@ def em_update_gradient_kernel(
     within = there[:, None] & (d < D)[None, :]
     row = b * J + j
     at = row[:, None] * D + d[None, :]
-    alive = is_alive(out_mask_ptr, b, j, there, o_b, o_j)
+    alive = is_alive(out_mask_ptr, b * J + j, there)
     mass = tl.load(mass_ptr + row, mask=there, other=0.0)
     first, second = load_rows(first_ptr, at, within), load_rows(second_ptr, at, within)
     n, shift, held, raw, variance = gaussians(

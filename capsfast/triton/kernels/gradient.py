@@ -57,18 +57,18 @@ def gradient_kernel(
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], [B, I, 1, D] if COMMON, or None
     dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
-    dl_ptr,  # out: [B, I, J] or, if SUM_LOGITS, [splits, I, J], or None
+    dl_ptr,  # out: [B, I, J] or, if SHARED_LOGITS, [splits, I, J], or None
     dactivation_ptr, drow_ptr,  # out, of a pass: [B, I] float32, or None. drow: of a log-sum-exp that is given
-    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
-    positions, s_i, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr,
+    positions, s_i, s_j, s_d, x_jump,  # of votes with positions, or None
     B, I, chunk, tiles, groups, factor,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, BACK_DOT: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, BACK_DOT: tl.constexpr,
     LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
     START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
-    SHARED: tl.constexpr, COMMON: tl.constexpr, SUM_LOGITS: tl.constexpr,
+    SHARED: tl.constexpr, COMMON: tl.constexpr,
 ):
     """START: the first iteration whose coupling depends on the pair (i, j). UNIFORM: the iteration before START has a
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". COMMON: all outputs have the same votes.
@@ -80,6 +80,8 @@ def gradient_kernel(
     hi = tl.minimum(lo + chunk, I)
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     ws = (w_i, w_j, w_d, w_k)
+    ls = (I, positions, SHARED_LOGITS, NT * JT < J)
+    cs = (I, positions, False, NT * JT < J)
     plane = tl.cast(B, tl.int64) * J
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(B, positions, BB, PP))
@@ -93,12 +95,6 @@ def gradient_kernel(
         inside, once = valid_rows(rows, P)
         vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
         x_at = of_batch(x_ptr, rows, positions, x_jump)
-        logits_at = logits_ptr
-        if logits_ptr is not None:
-            logits_at = of_batch(logits_ptr, rows, positions, l_jump)
-        dcoupling_at = dcoupling_ptr
-        if dcoupling_ptr is not None:
-            dcoupling_at = of_batch(dcoupling_ptr, rows, positions, d_jump)
         if factor_ptr is not None:
             each = tl.load(factor_ptr + rows[0] + rows[1], mask=inside, other=0.0)
         else:
@@ -108,12 +104,12 @@ def gradient_kernel(
             known = ()
             dw = ()
             for n in tl.static_range(NT):
-                known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE),)
+                known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, J, JT),)
                 if keep_dw:
                     dw = dw + (tl.zeros([JT * DP, KB], tl.float32),)
             for i32 in range(lo, hi):
                 i = tl.cast(i32, tl.int64)
-                ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+                ok = valid_inputs(mask_ptr, rows, inside, i, I)
                 u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_at, rows, ok, i, 0, xs, K, KP, WIDE)
                 x = ()
                 valid = ()
@@ -165,8 +161,8 @@ def gradient_kernel(
                         else:
                             ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         b = b + (routing_logits(
-                            x[n], V, logits_at, precision_ptr, prior_ptr, rows, vectors, i, first + n,
-                            (l_b, l_i, l_j), valid[n], MASKED, J, D, P, BB, JT, DP, LANES, WIDE,
+                            x[n], V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n,
+                            ls, valid[n], MASKED, J, D, P, BB, JT, DP, LANES, WIDE,
                             0.0 if MODE == "none" else float("-inf")
                         ),)
                         s = None
@@ -177,8 +173,8 @@ def gradient_kernel(
                                 s_at = tl.multiple_of(s_at, 16)
                             s = load_vectors(s_at, vectors, first + n, J, D, P, JT, DP, LANES)
                         dc = dc + (coupling_gradient(
-                            x[n], s, ds, dcoupling_at, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
-                            (d_b, d_i, d_j), valid[n], t == R - 1, J, D, P, BB, JT, DP, LANES, WIDE
+                            x[n], s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
+                            cs, valid[n], t == R - 1, J, D, P, BB, JT, DP, LANES, WIDE
                         ),)
                         if MODE == "in":
                             maximum = maximum + (load_numbers(norm_ptr + at, rows, known[n], first + n, J, JT),)
@@ -231,10 +227,10 @@ def gradient_kernel(
                 u_back = u if VOTES or KB == KP else input_capsules(x_at, rows, ok, i, 0, xs, K, KB, WIDE)
                 for n in tl.static_range(NT):
                     if dl_ptr is not None:
-                        dl_n = tl.where(once[:, None], dl[n], 0.0) if SUM_LOGITS else dl[n]
+                        dl_n = tl.where(once[:, None], dl[n], 0.0) if SHARED_LOGITS else dl[n]
                         store_logits_gradient(
-                            dl_ptr, dl_n, rows, once, i, first + n, I, positions, split, tile - batch_start, J, JT,
-                            WIDE, SUM_LOGITS
+                            dl_ptr, dl_n, rows, once, i, first + n, cs, split, tile - batch_start, J, JT,
+                            WIDE, SHARED_LOGITS
                         )
                     if VOTES:
                         if COMMON:

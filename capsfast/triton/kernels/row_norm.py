@@ -28,13 +28,13 @@ def row_norm_kernel(
     dmass_ptr, dsecond_ptr, dlse_ptr,  # of a pass: float32 [B, J], [B, J, D], [B, I], or None
     state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
     rows_ptr,  # [3, B, I] float32, out
-    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j, d_b, d_i, d_j,
-    positions, s_i, s_j, s_d, x_jump, l_jump, d_jump,  # of votes with positions, or None
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr,
+    positions, s_i, s_j, s_d, x_jump,  # of votes with positions, or None
     B, I, chunk, groups,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
 ):
     """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Takes the outputs tile by tile.
@@ -48,17 +48,15 @@ def row_norm_kernel(
     MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    if logits_ptr is not None:
-        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
-    if dcoupling_ptr is not None:
-        dcoupling_ptr = of_batch(dcoupling_ptr, rows, positions, d_jump)
     ws = (w_i, w_j, w_d, w_k)
+    ls = (I, positions, SHARED_LOGITS, False)
+    cs = (I, positions, False, False)
     S: tl.constexpr = 2 * R if WITH_DS else 1
     plane = tl.cast(B, tl.int64) * I
     lo = tl.program_id(1) * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
-        ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        ok = valid_inputs(mask_ptr, rows, inside, i, I)
         w_at = w_ptr
         if not VOTES:
             w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
@@ -72,12 +70,12 @@ def row_norm_kernel(
                 u, x_ptr, w_at, mask_ptr, rows, ok, i, n, xs, ws, J, C, K,
                 BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
             )
-            valid = valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J, JT, WIDE)
+            valid = valid_outputs(out_mask_ptr, rows, ok, n, J, JT)
             if QUADRATIC:
                 x = centered(x, center_ptr, mask_ptr, out_mask_ptr, valid, vectors, n, J, D, P, BB, JT, DP, LANES)
             V = load_vectors(state_ptr, vectors, n, J, D, P, JT, DP, LANES, S) if QUERY else None
             b = routing_logits(
-                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, n, (l_b, l_i, l_j), valid, MASKED,
+                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, n, ls, valid, MASKED,
                 J, D, P, BB, JT, DP, LANES, WIDE
             )
             grown = tl.maximum(m, tl.max(b, 1))
@@ -88,7 +86,7 @@ def row_norm_kernel(
             if WITH_DS:
                 ds = load_vectors(state_ptr + D, vectors, n, J, D, P, JT, DP, LANES, S)
                 dc = coupling_gradient(
-                    x, None, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, n, (d_b, d_i, d_j), valid,
+                    x, None, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, n, cs, valid,
                     True, J, D, P, BB, JT, DP, LANES, WIDE
                 )
                 inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, MASKED), 1)
@@ -114,13 +112,13 @@ def coupling_kernel(
     V_ptr,  # [B, J, D] float32, if QUERY
     norm_ptr, inverse_ptr,  # [B, J] float32
     coupling_ptr,  # [B, I, J], out
-    x_b, x_i: tl.constexpr, w_i: tl.constexpr, l_b, l_i, l_j, m_b, m_i, o_b, o_j,
-    positions, s_i, s_j, s_d, x_jump, l_jump,  # of votes with positions, or None
+    x_b, x_i: tl.constexpr, w_i: tl.constexpr,
+    positions, s_i, s_j, s_d, x_jump,  # of votes with positions, or None
     B, I, chunk,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, LEAKY: tl.constexpr,
+    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
     QUERY: tl.constexpr, QUADRATIC: tl.constexpr,
 ):
     """Programs are cut as in accumulate.py."""
@@ -132,19 +130,19 @@ def coupling_kernel(
     MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
-    if logits_ptr is not None:
-        logits_ptr = of_batch(logits_ptr, rows, positions, l_jump)
     ws = (w_i, w_j, w_d, w_k)
+    ls = (I, positions, SHARED_LOGITS, NT * JT < J)
+    cs = (I, positions, False, NT * JT < J)
     maximum = ()
     inverses = ()
     for n in tl.static_range(NT):
-        pairs = valid_outputs(out_mask_ptr, rows, inside, first + n, o_b, o_j, J, JT, WIDE)
+        pairs = valid_outputs(out_mask_ptr, rows, inside, first + n, J, JT)
         maximum = maximum + (load_numbers(norm_ptr, rows, pairs, first + n, J, JT),)
         inverses = inverses + (load_numbers(inverse_ptr, rows, pairs, first + n, J, JT),)
     lo = tl.program_id(1) * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         i = tl.cast(i32, tl.int64)
-        ok = valid_inputs(mask_ptr, rows, inside, i, m_b, m_i)
+        ok = valid_inputs(mask_ptr, rows, inside, i, I)
         w_at = w_ptr
         if not VOTES:
             w_at = reread(w_ptr, i32, w_i == 0 and J * D * K > 4096)
@@ -155,18 +153,18 @@ def coupling_kernel(
                 u, x_ptr, w_at, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
                 BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
             )
-            valid = valid_outputs(out_mask_ptr, rows, ok, first + n, o_b, o_j, J, JT, WIDE)
+            valid = valid_outputs(out_mask_ptr, rows, ok, first + n, J, JT)
             if QUADRATIC:
                 x = centered(
                     x, center_ptr, mask_ptr, out_mask_ptr, valid, vectors, first + n, J, D, P, BB, JT, DP, LANES
                 )
             V = load_vectors(V_ptr, vectors, first + n, J, D, P, JT, DP, LANES) if QUERY else None
             b = b + (routing_logits(
-                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n, (l_b, l_i, l_j), valid, MASKED,
+                x, V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n, ls, valid, MASKED,
                 J, D, P, BB, JT, DP, LANES, WIDE
             ),)
         c, _ = couple(b, None, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, "in")
         if activation_ptr is not None:
             c = scaled(c, per_input(activation_ptr, rows, ok, i, I), NT)
         for n in tl.static_range(NT):
-            store_pairs(coupling_ptr, c[n], rows, once, i, first + n, I, positions, J, JT, WIDE)
+            store_pairs(coupling_ptr, c[n], rows, once, i, first + n, cs, J, JT, WIDE)

@@ -110,12 +110,12 @@ def add_inputs_gradient(ptr, value, rows, inside, i, I, stored):
 
 @triton.jit
 def store_logits_gradient(
-    dl_ptr, value, rows, inside, i, n, I, positions, split, stored,
+    dl_ptr, value, rows, inside, i, n, sizes, split, stored,
     J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
 ):
     """Stores tile n of dlogits of input capsule i: per sample in [B, I, J] or, if SUM, summed in [splits, I, J]."""
     j = outputs(n, JT, WIDE)
     if SUM:
-        add_to(dl_ptr + (tl.cast(split, tl.int64) * I + i) * J + j, tl.sum(value, 0), j < J, stored)
+        add_to(dl_ptr + (tl.cast(split, tl.int64) * sizes[0] + i) * J + j, tl.sum(value, 0), j < J, stored)
     else:
-        store_pairs(dl_ptr, value, rows, inside, i, n, I, positions, J, JT, WIDE)
+        store_pairs(dl_ptr, value, rows, inside, i, n, sizes, J, JT, WIDE)

@@ -22,9 +22,10 @@ Pose matrices are P rows of a tile for every sample, padded to PP. They share th
 is that of vectors, with D / P components. What a sample has once, such as its logits and coupling, is the same in all
 its rows, and the first of them stores it.
 
-Votes with positions, [B, I, J, D, S], have B S samples, and a tile has those of one b. x_b, l_b and d_b then are
-strides over positions, and x_jump, l_jump and d_jump are added for every b before. Tensors [B, I, J] and [B, I, J, D]
-have the positions behind; all others, such as [B, J, D] and [B, I], have a row for each sample.
+Votes with positions, [B, I, J, D, S], have B S samples, and a tile has those of one b. x_b then is the stride over
+positions, and x_jump is added for every b before. Tensors [B, I, J] and [B, I, J, D] have the positions behind; all
+others, such as [B, J, D] and [B, I], have a row for each sample. All but u, votes and the weight are contiguous. Logits
+[I, J] (SHARED_LOGITS) are those of every sample. ls and cs are what pairs() has to know of logits and of couplings.
 """
 
 import triton
@@ -120,7 +121,7 @@ def place(column, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
 def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
     """index < LIMIT, for one of the tiles of STEP that cover LIMIT. Where they fit it is a constant, which the compiler
     does not find out: masks of it vanish, and are not taken through every pass of the compiler."""
-    FITS: tl.constexpr = LIMIT > 0 and LIMIT % STEP == 0
+    FITS: tl.constexpr = LIMIT > 0 and LIMIT // STEP * STEP == LIMIT
     return tl.full(index.shape, True, tl.int1) if FITS else index < LIMIT
 
 
@@ -146,26 +147,25 @@ def components(k0, KP: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def per_input(ptr, rows, ok, i, I):
-    """Float32 numbers [B, I] of input capsule i: [BB], 0 where not ok."""
+    """Numbers [B, I] of input capsule i: [BB], 0 where not ok."""
     return tl.load(ptr + (rows[0] * I + i) + rows[1] * I, mask=ok, other=0.0)
 
 
 @triton.jit
-def valid_inputs(mask_ptr, rows, ok, i, m_b, m_i):
+def valid_inputs(mask_ptr, rows, ok, i, I):
     """For which samples input capsule i is not masked: [BB]."""
     if mask_ptr is not None:
-        at = mask_ptr + (rows[0] * m_b + i * m_i) + rows[1] * m_b
-        ok = ok & (tl.load(at, mask=ok, other=0) != 0)
+        ok = ok & (per_input(mask_ptr, rows, ok, i, I) != 0)
     return ok
 
 
 @triton.jit
-def valid_outputs(out_mask_ptr, rows, ok, n, o_b, o_j, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
+def valid_outputs(out_mask_ptr, rows, ok, n, J: tl.constexpr, JT: tl.constexpr):
     """Which outputs of tile n exist and are not masked, for each sample: [BB, JT]."""
-    j = outputs(n, JT, WIDE)
+    j = outputs(n, JT, False)
     valid = ok[:, None] & existing(n, j, J, JT)[None, :]
     if out_mask_ptr is not None:
-        at = out_mask_ptr + rows[0] * o_b + (rows[1] * o_b)[:, None] + (j * o_j)[None, :]
+        at = out_mask_ptr + rows[0] * J + (rows[1] * J)[:, None] + j[None, :]
         valid = valid & (tl.load(at, mask=valid, other=0) != 0)
     return valid
 
@@ -180,20 +180,34 @@ def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
 
 
 @triton.jit
-def per_pair(ptr, rows, i, n, strides, valid, JT: tl.constexpr, WIDE: tl.constexpr):
-    """Numbers [B, I, J] of tile n as float32 [BB, JT], 0 where not valid."""
-    j = outputs(n, JT, WIDE)
-    at = ptr + (rows[0] * strides[0] + i * strides[1]) + (rows[1] * strides[0])[:, None] + (j * strides[2])[None, :]
-    return tl.load(at, mask=valid, other=0.0).to(tl.float32)
+def pairs(ptr, rows, i, n, sizes, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
+    """Addresses of the numbers of tile n and input capsule i in [B, I, J]: [BB, JT].
 
-
-@triton.jit
-def store_pairs(ptr, value, rows, inside, i, n, I, positions, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
-    """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
+    sizes: I, positions, whether all samples have the same [I, J], and whether there are groups of outputs. Of these the
+    compiler would keep what the addresses of all tiles have beside i, for which there is no room.
+    """
+    I, positions, shared, grouped = sizes
     j = outputs(n, JT, WIDE)
-    if positions is None:
+    if grouped:
+        j += (i >> 63).to(tl.int32)  # 0, which it does not know
+    if shared:
+        at = ptr + i * J + (rows[1] * 0)[:, None] + j[None, :]
+    elif positions is None:
         at = ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
     else:
         batch = rows[0] // positions
         at = ptr + rows[0] + ((batch * I + i) * J - batch) * positions + rows[1][:, None] + (j * positions)[None, :]
-    tl.store(at, value, mask=inside[:, None] & (j < J)[None, :])
+    return at
+
+
+@triton.jit
+def per_pair(ptr, rows, i, n, sizes, valid, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
+    """Numbers [B, I, J] of tile n as float32 [BB, JT], 0 where not valid."""
+    return tl.load(pairs(ptr, rows, i, n, sizes, J, JT, WIDE), mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_pairs(ptr, value, rows, inside, i, n, sizes, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
+    """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
+    at = pairs(ptr, rows, i, n, sizes, J, JT, WIDE)
+    tl.store(at, value, mask=inside[:, None] & (outputs(n, JT, WIDE) < J)[None, :])

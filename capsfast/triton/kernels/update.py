@@ -11,21 +11,64 @@ from .squash import squash, squash_gradient
 
 
 @triton.jit
-def sum_splits(partial_ptr, at, within, splits, plane, SB: tl.constexpr):
-    """Rows at the offsets ``at`` [RB, DP], summed over the splits, in SB sums side by side that are added last."""
+def sum_splits(partial_ptr, at, within, splits, plane, online, SB: tl.constexpr):
+    """Rows at the offsets ``at`` [RB, DP], summed over the splits, in SB sums side by side that are added last.
+
+    online: where every split is a softmax of its own, the maxima [splits, B, J], their rows, which of them exist, B J,
+    and the maximum of all, [RB]; else None first.
+    """
     total = tl.zeros([SB, at.shape[0], at.shape[1]], tl.float32)
     for start in range(0, splits, SB):
         split = start + tl.arange(0, SB)
         there = (split < splits)[:, None, None] & within[None, :, :]
         offset = tl.cast(split, tl.int64)[:, None, None] * plane + at[None, :, :]
-        total += tl.load(partial_ptr + offset, mask=there, other=0.0)
+        part = tl.load(partial_ptr + offset, mask=there, other=0.0)
+        if online[0] is not None:
+            part *= tl.exp(maxima(online, split, splits) - online[4][None, :])[:, :, None]
+        total += part
     return tl.sum(total, 0)
 
 
 @triton.jit
-def row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J: tl.constexpr):
+def maxima(online, split, splits):
+    """[SB, RB], -inf where there is no split."""
+    at = tl.cast(split, tl.int64)[:, None] * online[3] + online[1][None, :]
+    return tl.load(online[0] + at, mask=(split < splits)[:, None] & online[2][None, :], other=float("-inf"))
+
+
+@triton.jit
+def common_factor(
+    online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, rows, ok, splits, plane,
+    J: tl.constexpr, SB: tl.constexpr, LEAKY: tl.constexpr,
+):
+    """What a row is multiplied by, the coupling of a uniform pass or 1 / sum of a softmax, and the maximum of that, 0
+    in place of -inf. Both are stored for softmax "in"; after a uniform pass all logits are 0, and so is the maximum.
+    """
+    m = tl.full([rows.shape[0]], 0.0 if LEAKY else float("-inf"), tl.float32)
+    each = tl.zeros([rows.shape[0]], tl.float32) + factor
+    if online_ptr is not None:
+        for start in range(0, splits, SB):
+            m = tl.maximum(m, tl.max(maxima((online_ptr, rows, ok, plane), start + tl.arange(0, SB), splits), 0))
+    m = finite_or_zero(m)
+    if online_ptr is not None:
+        online = (online_ptr, rows, ok, plane, m)
+        totals_ptr = online_ptr + splits * plane
+        total = tl.sum(sum_splits(totals_ptr, rows[:, None], ok[:, None], splits, plane, online, SB), 1)
+        if LEAKY:
+            total += tl.exp(-m)
+        each = inverse(total)
+    elif factor_ptr is not None:
+        each = tl.load(factor_ptr + rows // J, mask=ok, other=0.0)
+    if norm_ptr is not None:
+        tl.store(norm_ptr + rows, m, mask=ok)
+        tl.store(inverse_ptr + rows, each, mask=ok)
+    return each, m
+
+
+@triton.jit
+def row_is_valid(out_mask_ptr, rows, ok):
     if out_mask_ptr is not None:
-        ok = ok & (tl.load(out_mask_ptr + (rows // J) * o_b + (rows % J) * o_j, mask=ok, other=0) != 0)
+        ok = ok & (tl.load(out_mask_ptr + rows, mask=ok, other=0) != 0)
     return ok
 
 
@@ -40,7 +83,7 @@ def load_bias(bias_ptr, rows, d, within, J: tl.constexpr, D: tl.constexpr):
 )
 def update_kernel(
     partial_ptr,  # [splits, B, J, D] float32
-    online_ptr,  # [2, splits, B, J] float32, if ONLINE: maximum and sum of exponentials of each split
+    online_ptr,  # [2, splits, B, J] float32, for softmax "in": maximum and sum of exponentials of each split, or None
     factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
@@ -49,9 +92,9 @@ def update_kernel(
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
     next_ptr,  # [B, J, D] float32, out: V + v, or None
     v_ptr,  # [B, J, D], out, or None
-    o_b, o_j, B, splits, factor, eps,
+    B, splits, factor, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
-    ONLINE: tl.constexpr, LEAKY: tl.constexpr, KIND: tl.constexpr,
+    LEAKY: tl.constexpr, KIND: tl.constexpr,
 ):
     rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
     ok = rows < tl.cast(B, tl.int64) * J
@@ -59,42 +102,15 @@ def update_kernel(
     within = ok[:, None] & (d < D)[None, :]
     at = (rows * D)[:, None] + d[None, :]
     plane = tl.cast(B, tl.int64) * J
-    if ONLINE:
-        # Combines the splits, each a softmax over its own input capsules, in order.
-        m = tl.full([RB], 0.0 if LEAKY else float("-inf"), tl.float32)
-        total = tl.full([RB], 1.0 if LEAKY else 0.0, tl.float32)
-        s = tl.zeros([RB, DP], tl.float32)
-        for split in range(splits):
-            here = tl.cast(split, tl.int64) * plane
-            part_m = tl.load(online_ptr + here + rows, mask=ok, other=float("-inf"))
-            part_total = tl.load(online_ptr + splits * plane + here + rows, mask=ok, other=0.0)
-            part = tl.load(partial_ptr + here * D + at, mask=within, other=0.0)
-            grown = tl.maximum(m, part_m)
-            least = finite_or_zero(grown)
-            old = tl.exp(m - least)
-            new = tl.exp(part_m - least)
-            s = s * old[:, None] + part * new[:, None]
-            total = total * old + part_total * new
-            m = grown
-        scale = inverse(total)
-        s = s * scale[:, None]
-        tl.store(norm_ptr + rows, finite_or_zero(m), mask=ok)
-        tl.store(inverse_ptr + rows, scale, mask=ok)
-    else:
-        s = sum_splits(partial_ptr, at, within, splits, plane * D, SB)
-        if factor_ptr is not None:
-            each = tl.load(factor_ptr + rows // J, mask=ok, other=0.0)
-        else:
-            each = tl.zeros([RB], tl.float32) + factor
-        s = s * each[:, None]
-        if norm_ptr is not None:
-            # After a uniform pass of softmax "in" the maximum is 0, as all logits are.
-            tl.store(norm_ptr + rows, tl.zeros([RB], tl.float32), mask=ok)
-            tl.store(inverse_ptr + rows, each, mask=ok)
+    each, m = common_factor(
+        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, rows, ok, splits, plane, J, SB, LEAKY
+    )
+    online = (online_ptr, rows, ok, plane, m)
+    s = sum_splits(partial_ptr, at, within, splits, plane * D, online, SB) * each[:, None]
     tl.store(s_ptr + at, s, mask=within)
     if bias_ptr is not None:
         s += load_bias(bias_ptr, rows, d, within, J, D)
-    v = tl.where(row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)[:, None], squash(s, eps, KIND), 0.0)
+    v = tl.where(row_is_valid(out_mask_ptr, rows, ok)[:, None], squash(s, eps, KIND), 0.0)
     if v_ptr is not None:
         tl.store(v_ptr + at, v, mask=within)
     if next_ptr is not None:
@@ -110,14 +126,14 @@ def moments_kernel(
     partial_ptr,  # [splits, B, J, D] float32
     partial_mass_ptr,  # [splits, B, J] float32 or None
     partial_second_ptr,  # [splits, B, J, D] float32 or None
-    online_ptr,  # [2, splits, B, J] float32, if ONLINE: maximum and sum of exponentials of each split
+    online_ptr,  # [2, splits, B, J] float32, for softmax "in": maximum and sum of exponentials of each split, or None
     factor_ptr,  # [B] float32 or None: the coupling of a uniform pass
     out_mask_ptr,
     first_ptr, mass_ptr, second_ptr,  # [B, J, D], [B, J], [B, J, D] float32, out; None as their partial sums
     norm_ptr, inverse_ptr,  # [B, J] float32, out for softmax "in"
-    o_b, o_j, B, splits, factor,
+    B, splits, factor,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
-    ONLINE: tl.constexpr, LEAKY: tl.constexpr,
+    LEAKY: tl.constexpr,
 ):
     """Adds up the partial sums of a routing pass; 0 for masked outputs, whose votes may be NaN."""
     rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
@@ -126,46 +142,18 @@ def moments_kernel(
     within = ok[:, None] & (d < D)[None, :]
     at = (rows * D)[:, None] + d[None, :]
     plane = tl.cast(B, tl.int64) * J
-    first = tl.zeros([RB, DP], tl.float32)
-    second = tl.zeros([RB, DP], tl.float32)
-    mass = tl.zeros([RB, 1], tl.float32)
-    if ONLINE:
-        m = tl.full([RB], 0.0 if LEAKY else float("-inf"), tl.float32)
-        for split in range(splits):
-            here = tl.cast(split, tl.int64) * plane
-            m = tl.maximum(m, tl.load(online_ptr + here + rows, mask=ok, other=float("-inf")))
-        m = finite_or_zero(m)
-        total = tl.exp(-m) if LEAKY else tl.zeros([RB], tl.float32)
-        for split in range(splits):
-            here = tl.cast(split, tl.int64) * plane
-            part = tl.exp(tl.load(online_ptr + here + rows, mask=ok, other=float("-inf")) - m)
-            total += part * tl.load(online_ptr + splits * plane + here + rows, mask=ok, other=0.0)
-            first += part[:, None] * tl.load(partial_ptr + here * D + at, mask=within, other=0.0)
-            if partial_mass_ptr is not None:
-                mass += (part * tl.load(partial_mass_ptr + here + rows, mask=ok, other=0.0))[:, None]
-            if partial_second_ptr is not None:
-                second += part[:, None] * tl.load(partial_second_ptr + here * D + at, mask=within, other=0.0)
-        each = inverse(total)
-        tl.store(norm_ptr + rows, m, mask=ok)
-    else:
-        first = sum_splits(partial_ptr, at, within, splits, plane * D, SB)
-        if partial_mass_ptr is not None:
-            mass = sum_splits(partial_mass_ptr, rows[:, None], ok[:, None], splits, plane, SB)
-        if partial_second_ptr is not None:
-            second = sum_splits(partial_second_ptr, at, within, splits, plane * D, SB)
-        if factor_ptr is not None:
-            each = tl.load(factor_ptr + rows // J, mask=ok, other=0.0)
-        else:
-            each = tl.zeros([RB], tl.float32) + factor
-        if norm_ptr is not None:
-            tl.store(norm_ptr + rows, tl.zeros([RB], tl.float32), mask=ok)
-    if norm_ptr is not None:
-        tl.store(inverse_ptr + rows, each, mask=ok)
-    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)[:, None]
+    each, m = common_factor(
+        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, rows, ok, splits, plane, J, SB, LEAKY
+    )
+    online = (online_ptr, rows, ok, plane, m)
+    alive = row_is_valid(out_mask_ptr, rows, ok)[:, None]
+    first = sum_splits(partial_ptr, at, within, splits, plane * D, online, SB)
     tl.store(first_ptr + at, tl.where(alive, first * each[:, None], 0.0), mask=within)
     if mass_ptr is not None:
+        mass = sum_splits(partial_mass_ptr, rows[:, None], ok[:, None], splits, plane, online, SB)
         tl.store(mass_ptr + rows[:, None], tl.where(alive, mass * each[:, None], 0.0), mask=ok[:, None])
     if second_ptr is not None:
+        second = sum_splits(partial_second_ptr, at, within, splits, plane * D, online, SB)
         tl.store(second_ptr + at, tl.where(alive, second * each[:, None], 0.0), mask=within)
 
 
@@ -176,7 +164,7 @@ def restore_kernel(
     bias_ptr,  # [J, D] contiguous or None
     out_mask_ptr,
     state_ptr,  # [B, J, R, 2, D] float32, out: [..., t, 0, :] is V of iteration t, [..., -1, 1, :] ds of the last one
-    o_b, o_j, B, eps,
+    B, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
     LAST: tl.constexpr,
 ):
@@ -186,7 +174,7 @@ def restore_kernel(
     d = tl.arange(0, DP)
     within = ok[:, None] & (d < D)[None, :]
     at = (rows * D)[:, None] + d[None, :]
-    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
+    alive = row_is_valid(out_mask_ptr, rows, ok)
     dv = tl.load(dv_ptr + at, mask=within, other=0.0).to(tl.float32)
     V = tl.zeros([RB, DP], tl.float32)
     to = (rows * (2 * R * D))[:, None] + d[None, :]
@@ -223,7 +211,7 @@ def update_gradient_kernel(
     out_mask_ptr,
     s_ptr,  # [B, J, D] float32, of the iteration whose ds is computed
     ds_ptr,  # points to ds of that iteration in [B, J, R, 2, D] float32, out
-    o_b, o_j, B, splits, eps,
+    B, splits, eps,
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr, R: tl.constexpr,
     KIND: tl.constexpr,
 ):
@@ -233,9 +221,9 @@ def update_gradient_kernel(
     within = ok[:, None] & (d < D)[None, :]
     at = (rows * D)[:, None] + d[None, :]
     dv = tl.load(G_ptr + at, mask=within, other=0.0)
-    dv += sum_splits(partial_ptr, at, within, splits, tl.cast(B, tl.int64) * J * D, SB)
+    dv += sum_splits(partial_ptr, at, within, splits, tl.cast(B, tl.int64) * J * D, (None,), SB)
     tl.store(G_ptr + at, dv, mask=within)
-    alive = row_is_valid(out_mask_ptr, rows, ok, o_b, o_j, J)
+    alive = row_is_valid(out_mask_ptr, rows, ok)
     to = (rows * (2 * R * D))[:, None] + d[None, :]
     store_ds(s_ptr + at, dv, bias_ptr, ds_ptr + to, rows, alive, d, within, eps, J, D, KIND)
 
@@ -249,4 +237,4 @@ def add_up_kernel(
 ):
     """A program has WIDTH of the n sums."""
     at = tl.cast(tl.program_id(0), tl.int64) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(sum_ptr + at, sum_splits(partial_ptr, at, at < n, splits, n, SB), mask=at < n)
+    tl.store(sum_ptr + at, sum_splits(partial_ptr, at, at < n, splits, n, (None,), SB), mask=at < n)

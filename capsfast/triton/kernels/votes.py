@@ -75,12 +75,15 @@ def votes_tile(
 
 @triton.jit
 def routing_logits(
-    x, V, logits_ptr, precision_ptr, prior_ptr, rows, at, i, n, ls, valid, MASKED: tl.constexpr,
+    x, V, logits_ptr, precision_ptr, prior_ptr, rows, at, i, n, sizes, valid, MASKED: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     LANES: tl.constexpr, WIDE: tl.constexpr,
     NOTHING: tl.constexpr = float("-inf"),
 ):
-    """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING where not valid. V: a tile or None."""
+    """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING where not valid. V: a tile or None.
+
+    sizes: of the logits, as tiles.pairs() takes them.
+    """
     if V is None and precision_ptr is None:
         b = tl.zeros([BB, JT], tl.float32)
     else:
@@ -88,13 +91,13 @@ def routing_logits(
     if prior_ptr is not None:
         b += load_numbers(prior_ptr, rows, valid, n, J, JT)
     if logits_ptr is not None:
-        b += per_pair(logits_ptr, rows, i, n, ls, valid, JT, WIDE)
+        b += per_pair(logits_ptr, rows, i, n, sizes, valid, J, JT, WIDE)
     return where_valid(valid, b, NOTHING, MASKED or J % JT > 0)
 
 
 @triton.jit
 def coupling_gradient(
-    x, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, at, i, n, strides, valid, last,
+    x, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, at, i, n, sizes, valid, last,
     J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     LANES: tl.constexpr, WIDE: tl.constexpr,
 ):
@@ -111,5 +114,5 @@ def coupling_gradient(
     if dmass_ptr is not None:
         dc += load_numbers(dmass_ptr, rows, valid, n, J, JT)
     if dcoupling_ptr is not None:
-        dc += per_pair(dcoupling_ptr, rows, i, n, strides, valid & last, JT, WIDE)
+        dc += per_pair(dcoupling_ptr, rows, i, n, sizes, valid & last, J, JT, WIDE)
     return dc
