@@ -143,6 +143,11 @@ MOST = {
 # Instructions of a forward and a backward in bfloat16, of those in float32.
 HALF = 0.79
 
+# Operations of the gradient kernel in Triton's first representation. One pass of the compiler (tritongpu-coalesce)
+# takes a time that grows with their square, for every load and store: at 930 operations it was half of all. Seconds
+# depend on what else a machine does.
+OPERATIONS = 700
+
 
 def start(calls: dict[str, Row], *what: str, module: str = "triton_compile") -> "subprocess.Popen[str]":
     root = Path(capsfast.__file__).parent.parent
@@ -221,18 +226,12 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
         assert all(name.startswith("mma.sync") for name in row["mma"]), text(row)
 
 
-# Accesses to spilled registers in a loop: groups of many outputs, the end of what is served, second moments,
-# and all options at once, above all with softmax "in", which carries three more numbers per output.
+# Accesses to spilled registers in a loop: groups of many outputs, second moments, and all options at once.
 SPILLS = {
-    "J=1000": 30,
-    "J=1000, backward": 30,
     "J=100, logits": 10,
-    "D=512": 8,
-    "EM": 12,
-    "EM, in": 60,
-    "EM, J=1000": 60,
-    "softmax in": 200,
-    "all options": 30,
+    "EM, in": 16,
+    "EM, J=1000": 50,
+    "softmax in": 25,
 }
 
 
@@ -276,6 +275,12 @@ def test_an_input_capsule_takes_few_instructions(dtype: str, name: str, layer: l
         found, most = triton_table.limited(row), MOST[dtype, name]
         over = {what: (n, limit) for what, n, limit in zip(triton_table.LIMITED, found, most, strict=True) if n > limit}
         assert not over, f"{over} in {text(row)}"
+
+
+def test_there_is_little_to_compile(layer: list[Row]) -> None:
+    for row in layer:
+        if row["kernel"] == "gradient_kernel":
+            assert row["operations"] <= OPERATIONS, text(row)
 
 
 def test_half_the_bytes_take_no_more_instructions(layer: list[Row]) -> None:
