@@ -154,30 +154,19 @@ def store_numbers(ptr, value, rows, ok, n, J: tl.constexpr, JT: tl.constexpr):
 
 
 @triton.jit
-def by_output(x, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
-    """A tile [BB, N] as [BB, JT, DP]. A lane has 2 neighbours of every 2 LANES."""
+def parts(x, PARTS: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
+    """A tile [BB, N] as a tuple of 1, 2 or 4 tiles [BB, JT, M, 2 LANES], what follows each other of what a lane has."""
     BB: tl.constexpr = x.shape[0]
-    parts = tl.reshape(x, [BB, DP // (2 * LANES), JT, 2 * LANES])
-    return tl.reshape(tl.permute(parts, (0, 2, 1, 3)), [BB, JT, DP])
-
-
-@triton.jit
-def halves(x):
-    """The first and the second half of the last axis."""
-    parts = tl.reshape(x, [x.shape[0], x.shape[1], 2, x.shape[2] // 2])
-    return tl.split(tl.permute(parts, (0, 1, 3, 2)))
-
-
-@triton.jit
-def chain(x, p, total):
-    """total [BB, JT, F] + the sums of x p over parts of F of the last axis, one multiply-add after the other."""
-    if x.shape[2] == total.shape[2]:
-        total = tl.fma(x, p, total)
+    M: tl.constexpr = DP // (2 * LANES * PARTS)
+    if PARTS == 4:
+        x = tl.permute(tl.reshape(x, [BB, 2, 2, M, JT, 2 * LANES]), (0, 4, 3, 5, 2, 1))
+        first, second = tl.split(x)
+        found = tl.split(first) + tl.split(second)
+    elif PARTS == 2:
+        found = tl.split(tl.permute(tl.reshape(x, [BB, 2, M, JT, 2 * LANES]), (0, 3, 2, 4, 1)))
     else:
-        x0, x1 = halves(x)
-        p0, p1 = halves(p)
-        total = chain(x1, p1, chain(x0, p0, total))
-    return total
+        found = (tl.permute(tl.reshape(x, [BB, M, JT, 2 * LANES]), (0, 2, 1, 3)),)
+    return found
 
 
 @triton.jit
@@ -186,11 +175,15 @@ def score(x, p, rows, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANE
     if LANES == 0:
         found = tl.sum(tl.reshape(x * p, [BB, JT, DP]), 2)
     else:
-        # The compiler adds up what a lane has as a tree of products. Four multiply-adds in a chain first save a quarter
-        # of its instructions. More of them save little, and take the compiler long.
-        F: tl.constexpr = max(2 * LANES, DP // 4)
-        none = tl.zeros([BB, JT, F], tl.float32)
-        found = tl.sum(chain(by_output(x, JT, DP, LANES), by_output(p, JT, DP, LANES), none), 2)
+        # The compiler adds up what a lane has as a tree of products. Up to four multiply-adds in a chain first save a
+        # quarter of its instructions. More of them save little, and take the compiler long.
+        PARTS: tl.constexpr = min(4, DP // (2 * LANES))
+        xs = parts(x, PARTS, JT, DP, LANES)
+        ps = parts(p, PARTS, JT, DP, LANES)
+        total = xs[0] * ps[0]
+        for n in tl.static_range(1, PARTS):
+            total = tl.fma(xs[n], ps[n], total)
+        found = tl.sum(tl.reshape(total, [BB, JT, DP // PARTS]), 2)
     PP: tl.constexpr = rows[2].shape[0]
     if PP > 1:
         found = tl.sum(tl.reshape(found, [BB // PP, PP, JT]), 1)
