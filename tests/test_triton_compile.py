@@ -146,7 +146,7 @@ HALF = 0.79
 # Operations of the gradient kernel in Triton's first representation. One pass of the compiler (tritongpu-coalesce)
 # takes a time that grows with their square, for every load and store: at 930 operations it was half of all. Seconds
 # depend on what else a machine does.
-OPERATIONS = 700
+OPERATIONS = 820
 
 
 def start(calls: dict[str, Row], *what: str, module: str = "triton_compile") -> "subprocess.Popen[str]":
@@ -228,10 +228,14 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
 
 # Accesses to spilled registers in a loop: groups of many outputs, second moments, and all options at once.
 SPILLS = {
-    "J=100, logits": 10,
-    "EM, in": 16,
-    "EM, J=1000": 50,
-    "softmax in": 25,
+    ("J=100, logits", "accumulate_gradient_kernel"): 4,
+    ("J=100, logits", "gradient_kernel"): 200,
+    ("EM", "accumulate_gradient_kernel"): 10,
+    ("EM, in", "accumulate_gradient_kernel"): 8,
+    ("EM, J=1000", "accumulate_gradient_kernel"): 10,
+    ("EM, J=1000", "gradient_kernel"): 40,
+    ("softmax in", "accumulate_gradient_kernel"): 12,
+    ("softmax in", "gradient_kernel"): 10,
 }
 
 
@@ -240,9 +244,10 @@ def test_no_register_spills(rows: list[Row]) -> None:
         # With registers left, the compiler has spilled a few of its own accord, for one more program at a time. Else
         # an address that few instructions of the loop need.
         of_its_own_accord = 8 if row["registers"] < 255 else 2
-        assert row["spills"] <= max(SPILLS.get(row["name"], 0), of_its_own_accord), text(row)
+        spills = SPILLS.get((row["name"], row["kernel"]))
+        assert row["spills"] <= max(spills or 0, of_its_own_accord), text(row)
         # Outside of the loops a few addresses.
-        assert row["stack"] <= (1536 if row["name"] in SPILLS else 128), text(row)
+        assert row["stack"] <= (128 if spills is None else 768), text(row)
 
 
 def test_shared_memory_within_the_device(rows: list[Row]) -> None:
