@@ -69,8 +69,8 @@ def _load(
     else:
         # A last group may have whole tiles outside. What they read is not used.
         n = tl.minimum(n, (J - 1) // JT)
-        # Tiles and components before samples: then what registers differ by is part of the instruction, and what is known
-        # of the alignment of ptr is not lost, as it is where two numbers are added to a pointer.
+        # Tiles and components before samples: then what registers differ by is part of the instruction, and what is
+        # known of the alignment of ptr is not lost, as it is where two numbers are added to a pointer.
         place = ptr + (at[2] * (S * D) + at[3]) + at[0] * (J * S * D) + at[1] * (J * S * D)
         if TWO > 1:
             # The vectors that follow in memory too: [2, M, F].
