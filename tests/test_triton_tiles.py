@@ -51,6 +51,15 @@ def test_tiles_cover_every_output_once(shape: tuple[int, int, int], itemsize: in
             assert given.columns * across >= cut.NT * columns
 
 
+@pytest.mark.parametrize("kernel", ["accumulate", "accumulate_gradient", "gradient"])
+@pytest.mark.parametrize(("J", "D"), [(10, 16), (11, 16), (21, 16), (100, 16), (7, 32), (10, 8)])
+def test_a_warp_has_whole_outputs_where_that_takes_little_padding(J: int, D: int, kernel: str) -> None:
+    """Else their dot products would go through shared memory, one after the other."""
+    cut = config.tiles(kernel, config.Layer(J, D, 8, 4), config.TABLE[kernel])
+    assert cut.LANES <= 4
+    assert cut.NT * cut.JT * cut.groups * cut.DP <= 1.15 * J * D
+
+
 def test_partial_sums_are_bounded() -> None:
     u = torch.empty(1, 1, 64).expand(1, 100_000, 64)
     weight = torch.empty(1, 1000, 16, 64)

@@ -22,6 +22,8 @@ ROWS = 16
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
 # A larger K is taken in steps of this size, as the tiles of W of a step have to fit the registers.
 LARGEST_K = 32
+# Columns that an output is worth whose dot products cross warps, see _cut().
+EXCHANGE = 16
 # Loads are pipelined if the tiles that are loaded ahead take no more bytes of shared memory than this. A program may
 # have 99 KiB on every GPU from 8.0 on (that much on 8.6, 8.9 and 12.0); changes of layout need some of it.
 SHARED = 64 * 1024
@@ -169,7 +171,11 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
 
 
 def _cut(J: int, D: int, across: int) -> tuple[int, int, int, int]:
-    """(DP, LANES, JT, NT) of tiles that as many warps have, with the fewest columns of padding."""
+    """(DP, LANES, JT, NT) of tiles that as many warps have, with the fewest columns of padding.
+
+    Outputs with more than four lanes are spread over warps. Their dot products go through shared memory, which costs as
+    much as EXCHANGE more columns (in instructions of the compiled kernels, J from 3 to 100 and D of 16 and 64).
+    """
     found = []
     for log in range(3 + across.bit_length() - 1):
         LANES = 1 << log
@@ -177,7 +183,8 @@ def _cut(J: int, D: int, across: int) -> tuple[int, int, int, int]:
         JT = 4 * across // LANES
         NT = -(-J // JT)
         # Of the same padding a tile of 32 columns.
-        found.append((NT * JT * DP, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
+        columns = NT * JT * (DP + (EXCHANGE if LANES > 4 else 0))
+        found.append((columns, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
     return min(found)[2:]
 
 
