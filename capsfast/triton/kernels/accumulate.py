@@ -227,6 +227,7 @@ def accumulate_gradient_kernel(
     first = first_tile(tl.program_id(2), J, JT, NT)
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
+    states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
     C: tl.constexpr = D // P
     MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
@@ -279,7 +280,7 @@ def accumulate_gradient_kernel(
                 )
             V = None
             if QUERY:
-                V, ds = load_state(state, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
+                V, ds = load_state(state, states, first + n, J, D, P, JT, DP, LANES, 2 * R)
             else:
                 ds = load_vectors(state + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
             b = b + (routing_logits(

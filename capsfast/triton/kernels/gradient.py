@@ -94,6 +94,7 @@ def gradient_kernel(
         rows = batch_rows(tile, B, positions, BB, PP, WIDE)
         inside, once = valid_rows(rows, P)
         vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
+        states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
         x_at = of_batch(x_ptr, rows, positions, x_jump)
         if factor_ptr is not None:
             each = tl.load(factor_ptr + rows[0] + rows[1], mask=inside, other=0.0)
@@ -157,7 +158,7 @@ def gradient_kernel(
                     for n in tl.static_range(NT):
                         V = None
                         if QUERY:
-                            V, ds = load_state(state_at, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
+                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         else:
                             ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
                         b = b + (routing_logits(
@@ -204,7 +205,7 @@ def gradient_kernel(
                     for n in tl.static_range(NT):
                         V = None
                         if QUERY:
-                            V, ds = load_state(state_at, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
+                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
                         else:
                             ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
                         part = dx[n] + spread(c[n], BB, JT, DP, LANES) * slope(

@@ -9,13 +9,14 @@ from .tiles import columns, outputs, pose_rows
 @triton.jit
 def vector_tile(
     rows, inside, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, TWO: tl.constexpr = 1,
 ):
     """What load_vectors() has to know of the rows, and of where the components of a tile are.
 
     The tile of a product is loaded as the tensor core leaves votes, so that neither goes through shared memory: as
     [M, F], where a lane has F components that follow each other. The compiler deals out the M first to lanes, then to
-    warps, then to registers.
+    warps, then to registers. TWO = 2: beside it the tile of the vectors that follow in memory, for load_state(). An axis
+    of its own for these would be dealt out first by some releases of the compiler.
     """
     if LANES == 0:
         at = (rows[0], rows[1], rows[2], inside)
@@ -28,7 +29,7 @@ def vector_tile(
         ACROSS: tl.constexpr = JT * LANES // 4
         F: tl.constexpr = min(4, DP // LANES)
         M: tl.constexpr = BB * JT * DP // F
-        index = tl.arange(0, M)
+        index = tl.arange(0, TWO * M)
         lane = index // 32 % ACROSS * 4 + index % 4
         register = index // (32 * ACROSS * DOWN)
         row = index // (32 * ACROSS) % DOWN * 16 + register % 2 * 8 + index // 4 % 8
@@ -42,6 +43,8 @@ def vector_tile(
         if P > 1:
             within = within & (row % PP < P)[:, None]
             d += (tl.minimum(row % PP, P - 1) * C)[:, None]
+        if TWO > 1:
+            d += (index // M * D)[:, None]
         at = (rows[0], local, j, d, within)
     return at
 
@@ -57,7 +60,7 @@ def reread_tiles(at, i32, LANES: tl.constexpr, AGAIN: tl.constexpr):
 @triton.jit
 def _load(
     ptr, at, n, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
-    LANES: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr, TWO: tl.constexpr = 1,
+    LANES: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr,
 ):
     CACHE: tl.constexpr = ".ca" if AGAIN else ""
     if LANES == 0:
@@ -72,25 +75,19 @@ def _load(
         # Tiles and components before samples: then what registers differ by is part of the instruction, and what is
         # known of the alignment of ptr is not lost, as it is where two numbers are added to a pointer.
         place = ptr + (at[2] * (S * D) + at[3]) + at[0] * (J * S * D) + at[1] * (J * S * D)
-        if TWO > 1:
-            # The vectors that follow in memory too: [2, M, F].
-            place = place[None, :, :] + (tl.arange(0, TWO) * D)[:, None, None]
         place += n * (JT * S * D)
         if D // P == DP and J % JT == 0 and P & (P - 1) == 0:
             tile = tl.load(place, cache_modifier=CACHE)
         else:
-            inside = at[4] & (n * JT + at[2] < J)
-            if TWO > 1:
-                inside = inside[None, :, :]
-            tile = tl.load(place, mask=inside, other=0.0, cache_modifier=CACHE)
+            tile = tl.load(place, mask=at[4] & (n * JT + at[2] < J), other=0.0, cache_modifier=CACHE)
     return tile
 
 
 @triton.jit
 def _as_votes(tile, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, TWO: tl.constexpr):
-    """A tile [M, F] as [BB, N], or two of them, [2, M, F], as [BB, N, 2]."""
-    F: tl.constexpr = tile.shape[TWO]
-    BB: tl.constexpr = tile.shape[TWO - 1] * F // (JT * DP)
+    """A tile [M, F] as [BB, N], or two of them as [BB, N, 2]."""
+    F: tl.constexpr = tile.shape[1]
+    BB: tl.constexpr = tile.shape[0] * F // (TWO * JT * DP)
     parts = tl.reshape(tile, [TWO, DP // LANES // F, 2, BB // 16, JT * LANES // 4, 8, 4, F // 2, 2])
     parts = tl.permute(parts, (3, 2, 5, 1, 7, 4, 6, 8, 0))
     return tl.reshape(parts, [BB, JT * DP] if TWO == 1 else [BB, JT * DP, 2])
@@ -118,9 +115,9 @@ def load_state(
     ptr, at, n, J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
     LANES: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr = False,
 ):
-    """Tile n of V and of ds, which follows it in memory. One load for both is less to compile."""
+    """Tile n of V and of ds, which follows it in memory. at: of both. One load for both is less to compile."""
     if LANES > 0:
-        V, ds = tl.split(_as_votes(_load(ptr, at, n, J, D, P, JT, DP, LANES, S, AGAIN, 2), JT, DP, LANES, 2))
+        V, ds = tl.split(_as_votes(_load(ptr, at, n, J, D, P, JT, DP, LANES, S, AGAIN), JT, DP, LANES, 2))
     else:
         V = load_vectors(ptr, at, n, J, D, P, JT, DP, LANES, S, AGAIN)
         ds = load_vectors(ptr + D, at, n, J, D, P, JT, DP, LANES, S, AGAIN)
