@@ -1,6 +1,6 @@
 """What is Triton's own: tiles, TF32, offsets beyond 32 bits, the tuned table, what is said where it is absent."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -116,6 +116,64 @@ def test_a_saturated_softmax_over_the_input_capsules_in_a_pass(second: bool) -> 
     plain, found = errors(problem, "reference"), errors(problem, "triton")
     for name in {"dlogits", "dquery", "dprecision"} & found.keys():
         assert found[name] < 8 * plain[name], name
+
+
+def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """The gradients of the Triton kernels are those of float64."""
+    found = []
+    for backend, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        leaves = [value.to(dtype).requires_grad_() for value in inputs]
+        output = function(*leaves, backend=backend)
+        found.append(torch.autograd.grad(output.square().sum(), leaves))
+    for truth, value in zip(*found, strict=True):
+        assert relative_l2(value.double(), truth) < 1e-4
+
+
+def test_votes_of_the_positions_of_one_sample() -> None:
+    """Its sums are a view of a tensor whose positions are behind."""
+
+    def first(votes: torch.Tensor, query: torch.Tensor, backend: str) -> torch.Tensor:
+        return capsfast.votes_pass(votes, query=query, normalize="in", backend=backend).first
+
+    gradients(first, [torch.randn(1, 3, 4, 2, 3), torch.randn(1, 4, 2, 3)])
+
+
+@pytest.mark.parametrize("how", ["out", "sigmoid"])
+def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
+    """The last group has tiles of no outputs. They have V and the center of others."""
+    J, D = 48, 16
+    query, center = torch.randn(2, 3, J, D) * 0.3
+
+    def first(*inputs: torch.Tensor, backend: str) -> torch.Tensor:
+        names = ("u", "weight", "query", "center", "activation")
+        return capsfast.routing_pass(**dict(zip(names, inputs, strict=True)), normalize=how, backend=backend).first
+
+    u, weight = torch.randn(3, 2, 8), torch.randn(2, J, D, 8) * 0.2
+    cut = config.tiles("gradient", config.Layer(J, D, 8, 4), config.TABLE["gradient quadratic"])
+    assert cut.groups * cut.NT * cut.JT > J and J % cut.JT == 0
+    gradients(first, [u, weight, query, center, torch.rand(3, 2)])
+
+
+def test_tiles_outside_do_not_overflow() -> None:
+    """Their logits would be 0 where those of all outputs are less than exp() can hold the inverse of."""
+
+    def routed(u: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
+        logits = torch.full((3, 56), -100.0, dtype=u.dtype)
+        return capsfast.dynamic_routing(u, weight, logits=logits, backend=backend)
+
+    gradients(routed, [torch.randn(2, 3, 4), torch.randn(3, 56, 32, 4) * 0.2])
+
+
+def test_rows_of_no_sample_do_not_overflow() -> None:
+    """About a center their votes are large, those of samples are not."""
+    u, weight = torch.randn(5, 3, 8) * 0.05 + 1, torch.randn(3, 4, 8, 8) * 0.05 + 0.6
+    center = torch.einsum("bik,ijdk->bijd", u, weight).mean(1)
+
+    def first(u: torch.Tensor, weight: torch.Tensor, query: torch.Tensor, backend: str) -> torch.Tensor:
+        about = center.to(u)
+        return capsfast.routing_pass(u, weight, query=query, center=about, normalize="in", backend=backend).first
+
+    gradients(first, [u, weight, torch.full((5, 4, 8), -3.0)])
 
 
 def test_no_input_capsules_and_k_in_steps() -> None:

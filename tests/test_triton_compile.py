@@ -228,7 +228,7 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
 
 # Accesses to spilled registers in a loop: groups of many outputs, second moments, and all options at once.
 SPILLS = {
-    ("J=100, logits", "accumulate_gradient_kernel"): 8,
+    ("J=100, logits", "accumulate_gradient_kernel"): 16,
     ("J=100, logits", "gradient_kernel"): 50,
     ("EM", "accumulate_gradient_kernel"): 10,
     ("EM, in", "accumulate_gradient_kernel"): 8,

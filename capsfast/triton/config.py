@@ -210,7 +210,9 @@ def tuned(name: str, device: str) -> dict[tuple[str, Layer], Choice]:
             if chosen.warps not in (1, 2, 4, 8, 16) or chosen.down not in (1, 2) or chosen.columns < 16:
                 raise ValueError("warps must be a power of two up to 16, down 1 or 2, columns at least 16")
             if not 0 < chosen.waves < 4 or chosen.chunk < 0:
-                raise ValueError("waves must be positive and less than 4, chunk not negative")
+                raise ValueError(
+                    "waves must be positive and less than 4 (older tables have warps there), chunk not negative"
+                )
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

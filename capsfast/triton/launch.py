@@ -246,7 +246,8 @@ class Call:
         tiles = self.tiles(kernel)
         others = self.batch_tiles(tiles) * (1 if kernel == "row_norm" else tiles.groups)
         wanted = math.ceil(programs * self.choice(kernel).waves)
-        chunk = cdiv(max(I, 1), min(cdiv(wanted, others), MOST_SPLITS, max(I, 1)))
+        # Rounded down: a few programs more would take as long as another wave.
+        chunk = cdiv(max(I, 1), min(max(1, wanted // others), MOST_SPLITS, max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
     def split_gradient(self, programs: int) -> tuple[int, int, int, int]:
@@ -261,6 +262,10 @@ class Call:
         chunk = max(fair if self.shared else min(self.choice("gradient").chunk, fair), cdiv(I, MOST_CHUNKS))
         chunks = cdiv(max(I, 1), chunk)
         batch = self.batch_tiles(self.tiles("gradient"))
+        if not self.shared and 1 < wanted // min(cdiv(wanted, chunks), batch) < chunks < wanted:
+            # Longer chunks rather than a few programs more than fit.
+            chunk = cdiv(I, wanted // min(cdiv(wanted, chunks), batch))
+            chunks = cdiv(I, chunk)
         each = cdiv(batch, min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch))
         return chunks, chunk, cdiv(batch, each), each
 

@@ -10,6 +10,8 @@ from .recorder import ALWAYS
 
 # The interpreter runs programs one by one: few, but enough to split every sum.
 INTERPRETED = 3
+# What most kernels take of a thread's registers: all.
+MOST_REGISTERS = 255
 # The most programs of a multiprocessor, which torch does not tell, by capability; 32 on the others.
 MOST = {(8, 6): 16, (8, 7): 16, (8, 9): 24, (11, 0): 24, (12, 0): 24, (12, 1): 24}
 
@@ -56,6 +58,9 @@ def of_device(
     if there is None:
         return INTERPRETED
     compiled = kernel.warmup(*arguments(), grid=(1,), **constants, **ALWAYS)
-    compiled._init_handles()  # loads it, as the launch will
-    at_once = of_multiprocessor(there, compiled.n_regs, compiled.metadata.shared, compiled.metadata.num_warps)
-    return there.multiprocessors * at_once
+    try:
+        compiled._init_handles()  # loads it, as the launch will
+        registers, shared = compiled.n_regs or MOST_REGISTERS, compiled.metadata.shared
+    except AttributeError:  # private parts, which a later release may not have, or a hook of the user's is in the way
+        registers, shared = MOST_REGISTERS, 0
+    return there.multiprocessors * of_multiprocessor(there, registers, shared, constants.get("num_warps", 4))

@@ -124,7 +124,9 @@ def _given(call: Call) -> tuple[Tensor | None, ...]:
 
 
 def aligned(s: Tensor) -> Tensor:
-    """s at a multiple of 16 bytes, which kernels take for granted. Only part of another tensor may be elsewhere."""
+    """s contiguous and at a multiple of 16 bytes, which kernels take for granted. Only part of another tensor may be
+    elsewhere, and positions of one sample a view."""
+    s = s.contiguous()
     return s.clone() if s.data_ptr() % 16 else s
 
 

@@ -86,7 +86,13 @@ def gradient_kernel(
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(B, positions, BB, PP))
     C: tl.constexpr = D // P
-    MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
+    # As where_valid() has it: a last group may have tiles outside.
+    MASKED: tl.constexpr = (
+        mask_ptr is not None
+        or out_mask_ptr is not None
+        or center_ptr is not None
+        or (NT * JT < J and J % (NT * JT) > 0)
+    )
     KB: tl.constexpr = KP if K > 8 else 8  # what a product does not sum over needs no 16
     keep_dw: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
     ACROSS: tl.constexpr = JT * LANES // 4  # warps that have the columns of a row; 0 if votes are given

@@ -45,7 +45,13 @@ def row_norm_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
-    MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
+    # As where_valid() has it: a last group may have tiles outside.
+    MASKED: tl.constexpr = (
+        mask_ptr is not None
+        or out_mask_ptr is not None
+        or center_ptr is not None
+        or (NT * JT < J and J % (NT * JT) > 0)
+    )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     ws = (w_i, w_j, w_d, w_k)
@@ -127,7 +133,13 @@ def coupling_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
-    MASKED: tl.constexpr = mask_ptr is not None or out_mask_ptr is not None
+    # As where_valid() has it: a last group may have tiles outside.
+    MASKED: tl.constexpr = (
+        mask_ptr is not None
+        or out_mask_ptr is not None
+        or center_ptr is not None
+        or (NT * JT < J and J % (NT * JT) > 0)
+    )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     ws = (w_i, w_j, w_d, w_k)

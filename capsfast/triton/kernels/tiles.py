@@ -172,8 +172,10 @@ def valid_outputs(out_mask_ptr, rows, ok, n, J: tl.constexpr, JT: tl.constexpr):
 
 @triton.jit
 def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
-    """value, and other where not valid. SOME: a number that is not valid may matter. Rows of no sample do not, as long
-    as sums over rows leave them out: nothing of them is stored, and they have no part in the softmax of others."""
+    """value, and other where not valid. SOME: a number that is not valid may matter. It does where votes may be NaN, or
+    with a center are not 0, and in tiles outside, which have the V of others: a coupling may then be infinite, and its
+    product with 0 NaN. Else rows of no sample and padding have votes of 0, and no part in a sum.
+    """
     if SOME:
         value = tl.where(valid, value, other)
     return value

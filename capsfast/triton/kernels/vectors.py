@@ -15,8 +15,8 @@ def vector_tile(
 
     The tile of a product is loaded as the tensor core leaves votes, so that neither goes through shared memory: as
     [M, F], where a lane has F components that follow each other. The compiler deals out the M first to lanes, then to
-    warps, then to registers. TWO = 2: beside it the tile of the vectors that follow in memory, for load_state(). An axis
-    of its own for these would be dealt out first by some releases of the compiler.
+    warps, then to registers. TWO = 2: beside it the tile of the vectors that follow in memory, for load_state(). An
+    axis of its own for these would be dealt out first by some releases of the compiler.
     """
     if LANES == 0:
         at = (rows[0], rows[1], rows[2], inside)
