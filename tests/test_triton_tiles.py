@@ -75,7 +75,7 @@ def test_partial_sums_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("I", [1, 7, 1152, 1_000_000])
-@pytest.mark.parametrize("B", [1, 128, 4096])
+@pytest.mark.parametrize("B", [1, 128, 320, 480, 2048, 4096])
 @pytest.mark.parametrize("shared", [False, True])
 def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool) -> None:
     u = torch.empty(1, 1, 8).expand(B, I, 8)
@@ -85,10 +85,13 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool) -> None:
         splits, chunk = call.split(kernel, 528)
         assert (splits - 1) * chunk < I <= splits * chunk
         assert splits <= 256
+        # No more programs than fit at once, unless the batch alone has more: the rest would take as long again.
+        assert splits == 1 or splits * -(-B // call.tiles(kernel).BB) <= 528
     chunks, chunk, splits, each = call.split_gradient(528)
     batch_tiles = -(-B // call.tiles("gradient").BB)
     assert (chunks - 1) * chunk < I <= chunks * chunk
     assert (splits - 1) * each < batch_tiles <= splits * each
+    assert splits == 1 or chunks * splits <= 528
     # Partial dW: at most a few times the weight, or what the device has programs for.
     assert chunks * splits <= 528 if shared else splits * I <= max(4 * I, 2 * 528 * 8)
 

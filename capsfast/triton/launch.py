@@ -262,12 +262,12 @@ class Call:
         chunk = max(fair if self.shared else min(self.choice("gradient").chunk, fair), cdiv(I, MOST_CHUNKS))
         chunks = cdiv(max(I, 1), chunk)
         batch = self.batch_tiles(self.tiles("gradient"))
-        if not self.shared and 1 < wanted // min(cdiv(wanted, chunks), batch) < chunks < wanted:
+        parts = min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch)
+        if parts > 1:
             # Longer chunks rather than a few programs more than fit.
-            chunk = cdiv(I, wanted // min(cdiv(wanted, chunks), batch))
-            chunks = cdiv(I, chunk)
-        each = cdiv(batch, min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch))
-        return chunks, chunk, cdiv(batch, each), each
+            chunk = max(chunk, cdiv(I, wanted // parts))
+        each = cdiv(batch, max(parts, 1))
+        return cdiv(max(I, 1), chunk), chunk, cdiv(batch, max(each, 1)), each
 
     def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.x.device)
