@@ -440,6 +440,18 @@ def test_what_torch_says_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert occupancy.device_of(torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize("compiled", [None, SimpleNamespace()])
+def test_what_a_kernel_takes_may_not_be_known(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of the user's keeps Triton from compiling, or a release has no such parts: then as if it took all."""
+    import torch
+
+    from capsfast.triton import occupancy
+
+    monkeypatch.setattr(occupancy, "device_of", lambda device: triton_listing.device(90)._replace(multiprocessors=132))
+    kernel = SimpleNamespace(warmup=lambda *args, **constants: compiled)
+    assert occupancy.of_device(torch.device("cuda", 0), kernel, tuple, {"num_warps": 2}) == 132 * 4
+
+
 def test_only_the_first_call_of_a_layer_compiles() -> None:
     first, other_batch = result(start({}, "first-call", "4", "8", "8"))
     assert 0 < first["kernels"] <= 10

@@ -220,7 +220,13 @@ class Call:
 
     def constants(self, tiles: Tiles) -> dict[str, Any]:
         """Keyword arguments of every launch."""
-        return {**self.shape(tiles), **self.precision, **tiles.launch}
+        return {**self.shape(tiles), **self.precision, "MASKED": self.masked(tiles), **tiles.launch}
+
+    def masked(self, tiles: Tiles) -> bool:
+        """MASKED: whether kernels have to ask which pairs are valid, see where_valid() in kernels/tiles.py."""
+        center = None if self.scores is None else self.scores.center
+        grouped = tiles.groups > 1 and self.sizes[2] % (tiles.NT * tiles.JT) > 0  # the last group has tiles outside
+        return grouped or any(value is not None for value in (self.mask, self.out_mask, center))
 
     def shape(self, tiles: Tiles) -> dict[str, int]:
         """Sizes and inner strides, which are compile-time constants: then offsets in a tile need no registers."""

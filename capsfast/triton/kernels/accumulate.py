@@ -44,7 +44,7 @@ def accumulate_kernel(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr,
 ):
     """MODE as in softmax.py, or "uniform": in the first pass without logits all couplings are equal and taken as 1.
 
@@ -56,13 +56,6 @@ def accumulate_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
-    # As where_valid() has it: a last group may have tiles outside.
-    MASKED: tl.constexpr = (
-        mask_ptr is not None
-        or out_mask_ptr is not None
-        or center_ptr is not None
-        or (NT * JT < J and J % (NT * JT) > 0)
-    )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     ws = (w_i, w_j, w_d, w_k)
@@ -225,7 +218,7 @@ def accumulate_gradient_kernel(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr, R: tl.constexpr,
 ):
     """Partial sums of sum_i db votes, which one iteration adds to G, and those that a pass needs beside it."""
     rows = batch_rows(tl.program_id(0), B, positions, BB, PP, WIDE)
@@ -235,13 +228,6 @@ def accumulate_gradient_kernel(
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
     C: tl.constexpr = D // P
-    # As where_valid() has it: a last group may have tiles outside.
-    MASKED: tl.constexpr = (
-        mask_ptr is not None
-        or out_mask_ptr is not None
-        or center_ptr is not None
-        or (NT * JT < J and J % (NT * JT) > 0)
-    )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     ws = (w_i, w_j, w_d, w_k)

@@ -66,7 +66,7 @@ def gradient_kernel(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, BACK_DOT: tl.constexpr,
-    LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MODE: tl.constexpr,
+    LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr,
     START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
     SHARED: tl.constexpr, COMMON: tl.constexpr,
 ):
@@ -86,13 +86,6 @@ def gradient_kernel(
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(B, positions, BB, PP))
     C: tl.constexpr = D // P
-    # As where_valid() has it: a last group may have tiles outside.
-    MASKED: tl.constexpr = (
-        mask_ptr is not None
-        or out_mask_ptr is not None
-        or center_ptr is not None
-        or (NT * JT < J and J % (NT * JT) > 0)
-    )
     KB: tl.constexpr = KP if K > 8 else 8  # what a product does not sum over needs no 16
     keep_dw: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
     ACROSS: tl.constexpr = JT * LANES // 4  # warps that have the columns of a row; 0 if votes are given

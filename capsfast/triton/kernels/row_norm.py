@@ -35,7 +35,7 @@ def row_norm_kernel(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, WITH_DS: tl.constexpr, R: tl.constexpr,
 ):
     """Maximum and 1 / sum of every row (b, i) of logits and, if WITH_DS, sum_j c dc. Takes the outputs tile by tile.
 
@@ -45,13 +45,6 @@ def row_norm_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
-    # As where_valid() has it: a last group may have tiles outside.
-    MASKED: tl.constexpr = (
-        mask_ptr is not None
-        or out_mask_ptr is not None
-        or center_ptr is not None
-        or (NT * JT < J and J % (NT * JT) > 0)
-    )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     ws = (w_i, w_j, w_d, w_k)
@@ -125,7 +118,7 @@ def coupling_kernel(
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr, NT: tl.constexpr,
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, LEAKY: tl.constexpr,
-    QUERY: tl.constexpr, QUADRATIC: tl.constexpr,
+    QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr,
 ):
     """Programs are cut as in accumulate.py."""
     rows = batch_rows(tl.program_id(0), B, positions, BB, PP, WIDE)
@@ -133,13 +126,6 @@ def coupling_kernel(
     inside, once = valid_rows(rows, P)
     vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
     C: tl.constexpr = D // P
-    # As where_valid() has it: a last group may have tiles outside.
-    MASKED: tl.constexpr = (
-        mask_ptr is not None
-        or out_mask_ptr is not None
-        or center_ptr is not None
-        or (NT * JT < J and J % (NT * JT) > 0)
-    )
     xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
     x_ptr = of_batch(x_ptr, rows, positions, x_jump)
     ws = (w_i, w_j, w_d, w_k)
