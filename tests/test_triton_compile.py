@@ -37,7 +37,7 @@ CALLS: dict[str, Row] = {
         "dtype": "float32",
         "case": {"softmax": "in"},
         "need": [],
-        "kernels": ["coupling_kernel"],
+        "kernels": ["accumulate_kernel"],
     },
     "moments": {"shape": [32, 64, 10, 16, 8], "dtype": "float32", "op": "routing_pass", "case": EM, "need": []},
     "update": {"shape": [32, 10, 16], "dtype": "float32", "op": "em_update"},
@@ -118,13 +118,7 @@ MOST_CALLS: dict[str, Row] = {
     },
     "J=32": {"shape": [32, 64, 32, 16, 16], "dtype": "float32", "case": {"coupling": False}},
 }
-MAKES_VOTES = (
-    "accumulate_kernel",
-    "accumulate_gradient_kernel",
-    "gradient_kernel",
-    "row_norm_kernel",
-    "coupling_kernel",
-)
+MAKES_VOTES = ("accumulate_kernel", "accumulate_gradient_kernel", "gradient_kernel", "row_norm_kernel")
 
 
 # The most that a pass may execute for 16 rows and one input capsule, in any build of triton_table.BUILDS: instructions

@@ -14,7 +14,7 @@ if toolchain.why_no_triton():
 from capsfast.triton import config, occupancy
 from capsfast.triton.launch import Call
 
-KERNELS = ("accumulate", "accumulate_gradient", "gradient", "coupling")
+KERNELS = ("accumulate", "accumulate_gradient", "gradient")
 
 
 def tiles(kernel: str, shape: Shape, itemsize: int = 4, votes: bool = False) -> config.Tiles:

@@ -81,7 +81,7 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool) -> None:
     u = torch.empty(1, 1, 8).expand(B, I, 8)
     weight = torch.empty(1, 10, 16, 8).expand(1 if shared else I, -1, -1, -1)
     call = Call(u, weight, None, None, None, None, None)  # type: ignore[arg-type]
-    for kernel in ("accumulate", "accumulate_gradient", "row_norm", "coupling"):
+    for kernel in ("accumulate", "accumulate_gradient", "row_norm"):
         splits, chunk = call.split(kernel, 528)
         assert (splits - 1) * chunk < I <= splits * chunk
         assert splits <= 256

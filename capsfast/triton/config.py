@@ -57,7 +57,6 @@ TABLE = {
     "gradient": Choice(160, 8, chunk=8, down=2),
     # Takes one tile after the other and keeps only a few numbers per row.
     "row_norm": Choice(160, 8, down=2),
-    "coupling": Choice(160, 8, down=2),
     # A pass with precision, center or second moments has second sums, or reads two more vectors.
     "accumulate quadratic": Choice(80, 8, down=2),
     "accumulate_gradient quadratic": Choice(80, 8, down=2),
@@ -69,7 +68,6 @@ TABLE = {
     "accumulate_gradient votes": Choice(64, 8),
     "gradient votes": Choice(40, 8, chunk=8),
     "row_norm votes": Choice(64, 8),
-    "coupling votes": Choice(64, 8),
     "accumulate votes quadratic": Choice(48, 8),
     "accumulate_gradient votes quadratic": Choice(40, 8),
     "gradient votes quadratic": Choice(32, 8, chunk=8),

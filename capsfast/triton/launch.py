@@ -15,7 +15,7 @@ from . import config
 from .config import Choice, Layer, Tiles, power_of_two
 
 # The kernels that make votes.
-KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm", "coupling")
+KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm")
 # Sums are cut into no more parts: of a small batch few programs add them up, one part after the other.
 MOST_SPLITS = 256
 # Bytes of the partial dW of a shared weight.

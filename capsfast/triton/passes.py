@@ -11,7 +11,7 @@ from . import occupancy
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.gradient import gradient_kernel
-from .kernels.row_norm import coupling_kernel, row_norm_kernel
+from .kernels.row_norm import row_norm_kernel
 from .kernels.update import add_up_kernel, moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv
 from .recorder import launch
@@ -108,7 +108,7 @@ def accumulate(
         sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
         online = call.new(2, splits, B, J) if kind == "in" else None
         return (sums, online), (
-            *call.tensors, V, rows, sums.first, online, sums.mass, sums.second,
+            *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
             None if kind == "in" else coupling, lse if kind == "out" else None,
             *call.strides, *call.position_strides, B, I, chunk,
         )  # fmt: skip
@@ -154,9 +154,12 @@ def coupling(call: Call, V: Tensor | None, norm: Tensor, out: Tensor) -> None:
     """Fills out [B, I, J] for softmax "in". norm: [2, B, J], maximum and 1 / sum."""
 
     def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
-        return None, (*call.tensors, V, *norm, out, *call.strides, *call.position_strides, *call.sizes[:2], chunk)
+        return None, (
+            *call.tensors, V, None, *norm, None, None, None, None, out, None,
+            *call.strides, *call.position_strides, *call.sizes[:2], chunk,
+        )  # fmt: skip
 
-    _launch_cut(call, "coupling", coupling_kernel, cut)
+    _launch_cut(call, "accumulate", accumulate_kernel, cut, MODE="in")
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:

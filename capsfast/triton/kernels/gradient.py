@@ -16,8 +16,9 @@ ds_t are loaded twice, once for the coefficients c_t and db_t and once for the s
 import triton
 import triton.language as tl
 
+from .coefficients import coefficients
 from .products import together, votes_to_inputs, votes_to_weights
-from .softmax import agreement_gradient, couple, over_tiles, scaled
+from .softmax import Norms, over_tiles, scaled
 from .stores import (
     add_common_votes_gradient,
     add_input_gradient,
@@ -27,18 +28,60 @@ from .stores import (
     store_votes_gradient,
 )
 from .tiles import (
+    Given,
+    Inputs,
+    Shape,
     batch_rows,
     batch_tiles,
     first_tile,
-    of_batch,
     per_input,
-    valid_inputs,
     valid_outputs,
-    valid_rows,
     where_valid,
+    zeros,
 )
-from .vectors import centered, load_numbers, load_state, load_vectors, slope, spread, vector_tile
-from .votes import coupling_gradient, input_capsules, routing_logits, votes_tile, weight_tile
+from .vectors import further, load_state, load_vectors, slope, spread, vector_tile
+from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
+
+
+@triton.jit
+def uniform_slopes(
+    inputs, given, ds_ptr, factor, x, valid, rows, vectors, here, first, T: tl.constexpr, S: tl.constexpr
+):
+    """dvotes of an iteration all of whose couplings are equal. factor: these couplings, [BB]."""
+    dx = ()
+    for n in tl.static_range(T.NT):
+        c = where_valid(valid[n], tl.broadcast_to(factor[:, None], [T.BB, T.JT]), 0.0, T.MASKED)
+        if inputs.activation is not None:
+            c *= per_input(inputs.activation, rows, here.ok, here.i, inputs)[:, None]
+        ds = load_vectors(ds_ptr, vectors, first + n, T, S)
+        dx = dx + (spread(c, T) * slope(ds, x[n], given.dsecond, 2.0, vectors, first + n, T),)
+    return dx
+
+
+@triton.jit
+def add_slopes(
+    dx, inputs, given, state_ptr, c, db, x, vectors, states, first,
+    T: tl.constexpr, R: tl.constexpr, AGREEMENT: tl.constexpr,
+):
+    """dvotes of an iteration, c (ds + 2 dsecond x) + db (V - precision x), added to all tiles of dx."""
+    found = ()
+    for n in tl.static_range(T.NT):
+        V, ds = load_state(state_ptr, vectors, states, first + n, T, 2 * R, True)
+        part = dx[n] + spread(c[n], T) * slope(ds, x[n], given.dsecond, 2.0, vectors, first + n, T, True)
+        if AGREEMENT:
+            part += spread(db[n], T) * slope(
+                V if T.QUERY else None, x[n], inputs.precision, -1.0, vectors, first + n, T, True
+            )
+        found = found + (part,)
+    return found
+
+
+@triton.jit
+def add_tiles(tiles, more, T: tl.constexpr):
+    found = ()
+    for n in tl.static_range(T.NT):
+        found = found + (tiles[n] + more[n],)
+    return found
 
 
 @triton.jit(
@@ -46,21 +89,17 @@ from .votes import coupling_gradient, input_capsules, routing_logits, votes_tile
 )
 def gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
-    precision_ptr, center_ptr, prior_ptr, activation_ptr,  # of a pass: float32 [B, J, D] twice, [B, J], [B, I], or None
-    dcoupling_ptr,
-    dmass_ptr, dsecond_ptr, dlse_ptr,  # of a pass: float32 [B, J], [B, J, D], [B, I], or None
+    precision_ptr, center_ptr, prior_ptr, activation_ptr,
+    dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
     state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32, so that offsets between them are constants
-    rows_ptr,  # [R, 3, B, I] float32, MODE "row_norm"
-    norm_ptr, inverse_ptr,  # [R, B, J] float32, MODE "in"
-    delta_ptr,  # [R, B, J] float32 or None, MODE "in": sum_i c dc, or without s_ptr's part
-    s_ptr,  # [R, B, J, D] float32 or None, MODE "in": sum_i c x
+    rows_ptr, norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # [R, ...] of all iterations, see softmax.Norms
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], [B, I, 1, D] if COMMON, or None
     dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
     dl_ptr,  # out: [B, I, J] or, if SHARED_LOGITS, [splits, I, J], or None
     dactivation_ptr, drow_ptr,  # out, of a pass: [B, I] float32, or None. drow: of a log-sum-exp that is given
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
-    positions, s_i, s_j, s_d, x_jump,  # of votes with positions, or None
+    positions, s_i, s_j, s_d, x_jump,
     B, I, chunk, tiles, groups, factor,
     x_j: tl.constexpr, x_d: tl.constexpr, w_j: tl.constexpr, w_d: tl.constexpr, w_k: tl.constexpr,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
@@ -74,221 +113,138 @@ def gradient_kernel(
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". COMMON: all outputs have the same votes.
     tiles: batch tiles of a split.
     """
+    T: tl.constexpr = Shape(
+        J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
+        NT * JT < J
+    )
+    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
+    inputs = Inputs(
+        x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr, precision_ptr, center_ptr, prior_ptr, activation_ptr,
+        xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump
+    )
+    given = Given(dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr)
     # Splits first: if their number divides that of the multiprocessors, all programs of one have the same V and ds.
     split = tl.program_id(0)
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
-    xs = (x_b, x_i, x_j, x_d) if positions is None else (x_b, s_i, s_j, s_d)
-    ws = (w_i, w_j, w_d, w_k)
-    ls = (I, positions, SHARED_LOGITS, NT * JT < J)
-    cs = (I, positions, False, NT * JT < J)
     plane = tl.cast(B, tl.int64) * J
     batch_start = split * tiles
-    batch_end = tl.minimum(batch_start + tiles, batch_tiles(B, positions, BB, PP))
+    batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
     C: tl.constexpr = D // P
     KB: tl.constexpr = KP if K > 8 else 8  # what a product does not sum over needs no 16
-    keep_dw: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
+    KEEP_DW: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
     ACROSS: tl.constexpr = JT * LANES // 4  # warps that have the columns of a row; 0 if votes are given
     for tile in range(batch_start, batch_end):
-        rows = batch_rows(tile, B, positions, BB, PP, WIDE)
-        inside, once = valid_rows(rows, P)
-        vectors = vector_tile(rows, inside, J, D, P, JT, DP, LANES)
-        states = vector_tile(rows, inside, J, D, P, JT, DP, LANES, 2)
-        x_at = of_batch(x_ptr, rows, positions, x_jump)
+        rows = batch_rows(tile, inputs, T)
+        vectors = vector_tile(rows, T)
+        states = vector_tile(rows, T, 2)
         if factor_ptr is not None:
-            each = tl.load(factor_ptr + rows[0] + rows[1], mask=inside, other=0.0)
+            each = tl.load(factor_ptr + rows.first + rows.local, mask=rows.inside, other=0.0)
         else:
             each = tl.zeros([BB], tl.float32) + factor
         for group in range(groups):
-            first = first_tile(group, J, JT, NT)
+            first = first_tile(group, T)
             known = ()
             dw = ()
             for n in tl.static_range(NT):
-                known = known + (valid_outputs(out_mask_ptr, rows, inside, first + n, J, JT),)
-                if keep_dw:
+                known = known + (valid_outputs(out_mask_ptr, rows, rows.inside, first + n, T),)
+                if KEEP_DW:
                     dw = dw + (tl.zeros([JT * DP, KB], tl.float32),)
             for i32 in range(lo, hi):
-                i = tl.cast(i32, tl.int64)
-                ok = valid_inputs(mask_ptr, rows, inside, i, I)
-                u = tl.zeros([1], tl.float32) if VOTES else input_capsules(x_at, rows, ok, i, 0, xs, K, KP, WIDE)
+                here = input_capsule(inputs, rows, i32, T)
                 x = ()
                 valid = ()
                 for n in tl.static_range(NT):
-                    votes = votes_tile(
-                        u, x_at, w_ptr, mask_ptr, rows, ok, i, first + n, xs, ws, J, C, K,
-                        BB, JT, DP, LANES, KP, VOTES, DOT, WIDE
-                    )
-                    pairs = known[n] & ok[:, None]
-                    if QUADRATIC:
-                        votes = centered(
-                            votes, center_ptr, mask_ptr, out_mask_ptr, pairs, vectors, first + n,
-                            J, D, P, BB, JT, DP, LANES
-                        )
-                    x = x + (votes,)
-                    valid = valid + (pairs,)
-                if activation_ptr is not None:
-                    a = per_input(activation_ptr, rows, ok, i, I)
+                    valid = valid + (known[n] & here.ok[:, None],)
+                    x = x + (votes_about_center(inputs, rows, vectors, here, first + n, valid[n], T),)
 
-                dx = ()
+                dx = zeros(JT * DP, T)
+                if UNIFORM:
+                    ds_ptr = state_ptr + (2 * START - 1) * D
+                    dx = uniform_slopes(inputs, given, ds_ptr, each, x, valid, rows, vectors, here, first, T, 2 * R)
                 dl = ()
-                for n in tl.static_range(NT):
-                    part = tl.zeros([BB, JT * DP], tl.float32)
-                    if UNIFORM:
-                        c0 = where_valid(valid[n], tl.broadcast_to(each[:, None], [BB, JT]), 0.0, MASKED)
-                        if activation_ptr is not None:
-                            c0 *= a[:, None]
-                        ds = load_vectors(
-                            state_ptr + (2 * START - 1) * D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R
-                        )
-                        part = spread(c0, BB, JT, DP, LANES) * slope(
-                            ds, x[n], dsecond_ptr, 2.0, vectors, first + n, J, D, P, JT, DP, LANES
-                        )
-                    dx = dx + (part,)
-                    if dl_ptr is not None:
-                        dl = dl + (tl.zeros([BB, JT], tl.float32),)
+                if dl_ptr is not None:
+                    dl = zeros(JT, T)
                 for t in range(START, R):
                     at = t * plane
                     state_at = state_ptr + 2 * t * D
-                    b = ()
-                    dc = ()
-                    maximum = ()
-                    inverses = ()
-                    delta = ()
-                    for n in tl.static_range(NT):
-                        V = None
-                        if QUERY:
-                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R)
-                        else:
-                            ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R)
-                        b = b + (routing_logits(
-                            x[n], V, logits_ptr, precision_ptr, prior_ptr, rows, vectors, i, first + n,
-                            ls, valid[n], MASKED, J, D, P, BB, JT, DP, LANES, WIDE,
-                            0.0 if MODE == "none" else float("-inf")
-                        ),)
-                        s = None
-                        if s_ptr is not None:
-                            s_at = s_ptr + at * D
-                            if D % 4 == 0:
-                                # As in accumulate.py.
-                                s_at = tl.multiple_of(s_at, 16)
-                            s = load_vectors(s_at, vectors, first + n, J, D, P, JT, DP, LANES)
-                        dc = dc + (coupling_gradient(
-                            x[n], s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, vectors, i, first + n,
-                            cs, valid[n], t == R - 1, J, D, P, BB, JT, DP, LANES, WIDE
-                        ),)
-                        if MODE == "in":
-                            maximum = maximum + (load_numbers(norm_ptr + at, rows, known[n], first + n, J, JT),)
-                            inverses = inverses + (load_numbers(inverse_ptr + at, rows, known[n], first + n, J, JT),)
-                            if delta_ptr is None:
-                                delta = delta + (tl.zeros([BB, JT], tl.float32),)
-                            else:
-                                delta = delta + (load_numbers(delta_ptr + at, rows, known[n], first + n, J, JT),)
-                    row_at = rows_ptr
-                    if MODE == "row_norm":
-                        row_at = rows_ptr + 3 * t * tl.cast(B, tl.int64) * I
-                    c, _ = couple(b, row_at, (maximum, inverses), rows, ok, i, B, I, NT, LEAKY, MODE)
+                    norms = Norms(
+                        rows_ptr + 3 * t * tl.cast(B, tl.int64) * I if MODE == "row_norm" else None,
+                        norm_ptr + at if MODE == "in" else None,
+                        inverse_ptr + at if MODE == "in" else None,
+                        None if delta_ptr is None else delta_ptr + at,
+                        None if s_ptr is None else further(s_ptr, at * D, T),
+                    )
+                    c, dc, db = coefficients(
+                        inputs, given, norms, state_at, x, valid, rows, vectors, states, here, known, first,
+                        t == R - 1, T, R, MODE
+                    )
                     if dactivation_ptr is not None:
                         da = ()
                         for n in tl.static_range(NT):
                             da = da + (where_valid(valid[n], c[n] * dc[n], 0.0, MASKED),)
-                        add_inputs_gradient(dactivation_ptr, over_tiles(da, NT), rows, once, i, I, first)
-                    if activation_ptr is not None:
-                        dc = scaled(dc, a, NT)
-                    db = agreement_gradient(c, dc, valid, MASKED, row_at, delta, dlse_ptr, rows, ok, i, B, I, NT, MODE)
+                        add_inputs_gradient(dactivation_ptr, over_tiles(da, T), inputs, rows, here, first)
                     if drow_ptr is not None:
-                        add_inputs_gradient(drow_ptr, -over_tiles(db, NT), rows, once, i, I, first)
+                        add_inputs_gradient(drow_ptr, -over_tiles(db, T), inputs, rows, here, first)
                     if activation_ptr is not None:
-                        c = scaled(c, a, NT)
-                    more_dx = ()
-                    more_dl = ()
-                    for n in tl.static_range(NT):
-                        V = None
-                        if QUERY:
-                            V, ds = load_state(state_at, states, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
-                        else:
-                            ds = load_vectors(state_at + D, vectors, first + n, J, D, P, JT, DP, LANES, 2 * R, True)
-                        part = dx[n] + spread(c[n], BB, JT, DP, LANES) * slope(
-                            ds, x[n], dsecond_ptr, 2.0, vectors, first + n, J, D, P, JT, DP, LANES, True
-                        )
-                        if AGREEMENT:
-                            part += spread(db[n], BB, JT, DP, LANES) * slope(
-                                V, x[n], precision_ptr, -1.0, vectors, first + n, J, D, P, JT, DP, LANES, True
-                            )
-                        more_dx = more_dx + (part,)
-                        if dl_ptr is not None:
-                            more_dl = more_dl + (dl[n] + db[n],)
-                    dx = more_dx
+                        c = scaled(c, per_input(activation_ptr, rows, here.ok, here.i, inputs), T)
+                    dx = add_slopes(dx, inputs, given, state_at, c, db, x, vectors, states, first, T, R, AGREEMENT)
                     if dl_ptr is not None:
-                        dl = more_dl
+                        dl = add_tiles(dl, db, T)
 
                 more_dw = ()
                 du = tl.zeros([BB, KB] if ACROSS <= 1 else [ACROSS, BB, KB], tl.float32)
                 dvotes = tl.zeros([BB, DP], tl.float32)
-                u_back = u if VOTES or KB == KP else input_capsules(x_at, rows, ok, i, 0, xs, K, KB, WIDE)
+                u_back = here.u if VOTES or KB == KP else pose_tile(inputs, rows, here.ok, here.i, 0, T, KB)
                 for n in tl.static_range(NT):
                     if dl_ptr is not None:
-                        dl_n = tl.where(once[:, None], dl[n], 0.0) if SHARED_LOGITS else dl[n]
                         store_logits_gradient(
-                            dl_ptr, dl_n, rows, once, i, first + n, cs, split, tile - batch_start, J, JT,
-                            WIDE, SHARED_LOGITS
+                            dl_ptr, dl[n], inputs, rows, here, first + n, split, tile - batch_start, T
                         )
                     if VOTES:
                         if COMMON:
                             dvotes += tl.sum(tl.reshape(dx[n], [BB, JT, DP]), 1)
                         elif dx_ptr is not None:
-                            store_votes_gradient(
-                                dx_ptr, tl.where(ok[:, None], dx[n], 0.0), rows, inside, i, first + n, I, positions,
-                                J, D, JT, DP, LANES, WIDE
-                            )
+                            store_votes_gradient(dx_ptr, dx[n], inputs, rows, here, first + n, T)
                     else:
                         if dx_ptr is not None and K <= KB:
-                            w = weight_tile(w_ptr, i, first + n, 0, ws, J, C, K, JT, DP, LANES, KB, WIDE)
+                            w = weight_tile(w_ptr, inputs, here.i, first + n, 0, T, KB)
                             du = votes_to_inputs(dx[n], w, du, ACROSS, BACK_DOT)
                         if dx_ptr is not None and K > KB:
                             for k0 in range(0, K, KB):
-                                w_part = weight_tile(w_ptr, i, first + n, k0, ws, J, C, K, JT, DP, LANES, KB, WIDE)
+                                w_part = weight_tile(w_ptr, inputs, here.i, first + n, k0, T, KB)
                                 none = tl.zeros(du.shape, tl.float32)
                                 du_part = together(votes_to_inputs(dx[n], w_part, none, ACROSS, BACK_DOT), ACROSS)
-                                add_input_gradient(
-                                    dx_ptr, tl.where(ok[:, None], du_part, 0.0), rows, i, k0, I, first + n, K, P, KB,
-                                    WIDE
-                                )
+                                add_input_gradient(dx_ptr, du_part, inputs, rows, here, k0, first + n, T, KB)
                             # The next tile adds to what was stored here, which other threads may have done.
                             tl.debug_barrier()
-                        if keep_dw:
+                        if KEEP_DW:
                             more_dw = more_dw + (dw[n] + votes_to_weights(dx[n], u_back, ACROSS, BACK_DOT),)
                         elif dw_ptr is not None:
-                            owner = tl.cast(split, tl.int64) * I + i
+                            owner = tl.cast(split, tl.int64) * I + here.i
                             stored = tile - batch_start
                             if SHARED:
                                 owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
                                 stored += i32 - lo
                             for k0 in range(0, K, KB):
-                                u_k = u_back if K <= KB else input_capsules(x_at, rows, ok, i, k0, xs, K, KB, WIDE)
+                                u_k = u_back if K <= KB else pose_tile(inputs, rows, here.ok, here.i, k0, T, KB)
                                 add_weight_gradient(
                                     dw_ptr + owner * (J * C * K), votes_to_weights(dx[n], u_k, ACROSS, BACK_DOT),
-                                    first + n, k0, stored, J, C, K, BB, JT, DP, LANES, KB, WIDE
+                                    first + n, k0, stored, T, KB
                                 )
-                if keep_dw:
+                if KEEP_DW:
                     dw = more_dw
                 if COMMON and dx_ptr is not None:
-                    add_common_votes_gradient(
-                        dx_ptr, tl.where(ok[:, None], dvotes, 0.0), rows, inside, i, I, first, D, DP, WIDE
-                    )
+                    add_common_votes_gradient(dx_ptr, dvotes, inputs, rows, here, first, T)
                 if not VOTES and K <= KB and dx_ptr is not None:
-                    add_input_gradient(
-                        dx_ptr, tl.where(ok[:, None], together(du, ACROSS), 0.0), rows, i, 0, I, first, K, P, KB, WIDE
-                    )
+                    add_input_gradient(dx_ptr, together(du, ACROSS), inputs, rows, here, 0, first, T, KB)
                 if SHARED and K > KB:
                     # The next input capsule adds to this dW, which other threads may have stored.
                     tl.debug_barrier()
             # The next tile or group adds to what other threads may have stored.
             tl.debug_barrier()
-            if keep_dw:
+            if KEEP_DW:
                 owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
                 for n in tl.static_range(NT):
-                    add_weight_gradient(
-                        dw_ptr + owner * (J * C * K), dw[n], first + n, 0,
-                        tile - batch_start, J, C, K, BB, JT, DP, LANES, KB, WIDE
-                    )
+                    add_weight_gradient(dw_ptr + owner * (J * C * K), dw[n], first + n, 0, tile - batch_start, T, KB)
                 tl.debug_barrier()

@@ -1,15 +1,17 @@
 """Coupling coefficients of one input capsule i from its routing logits b; both are tuples of NT tiles [BB, JT].
 
 MODE "out": softmax over the outputs; the tiles hold all of them. MODE "row_norm": softmax over the outputs; the tiles
-hold some of them. row_norm has computed each row's maximum, 1 / sum and sum_j c dc, rows_ptr [3, B, I]; or the rows
-hold a log-sum-exp that is given, 1 and 0. MODE "in": softmax over the input capsules, whose maximum and 1 / sum,
-[B, J] each, are known from the forward. MODE "sigmoid": of every logit. MODE "none": the logits are the coupling.
+hold some of them. MODE "in": softmax over the input capsules. MODE "sigmoid": of every logit. MODE "none": the logits
+are the coupling.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from .tiles import per_input, where_valid
+from .vectors import load_numbers
 
 
 @triton.jit
@@ -31,63 +33,72 @@ def exponential(x):
 
 
 @triton.jit
-def over_tiles(tiles, NT: tl.constexpr):
+def over_tiles(tiles, T: tl.constexpr):
     """The sum of tiles [BB, JT] over their columns: [BB]. Tiles are added up first, as lanes take more to add."""
     total = tiles[0]
-    for n in tl.static_range(1, NT):
+    for n in tl.static_range(1, T.NT):
         total += tiles[n]
     return tl.sum(total, 1)
 
 
 @triton.jit
-def over_outputs(b, NT: tl.constexpr, LEAKY: tl.constexpr):
+def over_outputs(b, T: tl.constexpr):
     """c of all tiles and the log-sum-exp [BB], -inf where there is no finite logit."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     most = b[0]
-    for n in tl.static_range(1, NT):
+    for n in tl.static_range(1, T.NT):
         most = tl.maximum(most, b[n])
     m = tl.max(most, 1)
-    if LEAKY:
+    if T.LEAKY:
         m = tl.maximum(m, 0.0)
     m = finite_or_zero(m)
     # All exponents of a row have the rounding error of this product, so it cancels.
     shift = m * LOG2_E
     exponentials = ()
-    for n in tl.static_range(NT):
+    for n in tl.static_range(T.NT):
         exponentials = exponentials + (tl.exp2(b[n] * LOG2_E - shift[:, None]),)
-    total = over_tiles(exponentials, NT)
-    if LEAKY:
+    total = over_tiles(exponentials, T)
+    if T.LEAKY:
         total += tl.exp2(-shift)
     scale = inverse(total)[:, None]
     c = ()
-    for n in tl.static_range(NT):
+    for n in tl.static_range(T.NT):
         c = c + (exponentials[n] * scale,)
     return c, tl.where(total == 0.0, float("-inf"), m + tl.log(total))
 
 
+class Norms(NamedTuple):
+    """What a softmax takes over the passes before it. Pointers, float32."""
+
+    rows: Any  # [3, B, I], for MODE "row_norm": maximum, 1 / sum and sum_j c dc; or a given log-sum-exp, 1 and 0
+    maximum: Any  # [B, J], for MODE "in", as all that follow
+    inverse: Any  # [B, J]: 1 / sum
+    delta: Any  # [B, J] or None: sum_i c dc, without s . ds + s^2 . dsecond if there is s
+    s: Any  # [B, J, D] or None: sum_i c x
+
+
 @triton.jit
-def couple(
-    b, rows_ptr, norm, rows, ok, i, B, I, NT: tl.constexpr, LEAKY: tl.constexpr, MODE: tl.constexpr
-):
-    """c of all tiles and, for MODE "out" alone, the log-sum-exp. norm: for MODE "in" a pair (maximum, 1 / sum) of
-    tuples of NT tiles [BB, JT]."""
+def couple(b, norms, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl.constexpr):
+    """c of all tiles and, for MODE "out" alone, the log-sum-exp. known: which outputs there are."""
     log_sum = tl.zeros([1], tl.float32)
     if MODE == "out":
-        c, log_sum = over_outputs(b, NT, LEAKY)
+        c, log_sum = over_outputs(b, T)
     elif MODE == "row_norm":
-        at = rows_ptr + (rows[0] * I + i) + rows[1] * I
-        m = tl.load(at, mask=ok, other=0.0)
-        scale = tl.load(at + tl.cast(B, tl.int64) * I, mask=ok, other=0.0)
+        at = norms.rows + (rows.first * inputs.I + here.i) + rows.local * inputs.I
+        m = tl.load(at, mask=here.ok, other=0.0)
+        scale = tl.load(at + tl.cast(inputs.B, tl.int64) * inputs.I, mask=here.ok, other=0.0)
         c = ()
-        for n in tl.static_range(NT):
+        for n in tl.static_range(T.NT):
             c = c + (exponential(b[n] - m[:, None]) * scale[:, None],)
     elif MODE == "in":
         c = ()
-        for n in tl.static_range(NT):
-            c = c + (exponential(b[n] - norm[0][n]) * norm[1][n],)
+        for n in tl.static_range(T.NT):
+            maximum = load_numbers(norms.maximum, rows, known[n], first + n, T)
+            scale = load_numbers(norms.inverse, rows, known[n], first + n, T)
+            c = c + (exponential(b[n] - maximum) * scale,)
     elif MODE == "sigmoid":
         c = ()
-        for n in tl.static_range(NT):
+        for n in tl.static_range(T.NT):
             c = c + (tl.sigmoid(b[n]),)
     else:
         tl.static_assert(MODE == "none")
@@ -96,47 +107,49 @@ def couple(
 
 
 @triton.jit
-def scaled(c, a, NT: tl.constexpr):
+def scaled(c, a, T: tl.constexpr):
     """All tiles times a number per sample, a [BB]."""
     product = ()
-    for n in tl.static_range(NT):
+    for n in tl.static_range(T.NT):
         product = product + (c[n] * a[:, None],)
     return product
 
 
 @triton.jit
 def agreement_gradient(
-    c, dc, valid, MASKED: tl.constexpr, rows_ptr, delta, dlse_ptr, rows, ok, i, B, I, NT: tl.constexpr,
-    MODE: tl.constexpr,
+    c, dc, valid, norms, dlse_ptr, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl.constexpr
 ):
     """db = c (dc - sum c dc + dlse), summed over what the softmax runs over.
 
-    delta: for MODE "in" that sum, NT tiles, without what dc does not have: if dc is of x - s, as for a large c the
-    difference of x . ds and s . ds would lose its digits.
+    If dc is of x - s, the sum has no s . ds either: for a large c the difference of x . ds and s . ds would lose its
+    digits.
 
     dlse_ptr: [B, I] or None, for MODE "out"; in other modes it is part of delta or of the rows.
     """
     db = ()
     if MODE == "in":
-        for n in tl.static_range(NT):
-            db = db + (where_valid(valid[n], c[n] * (dc[n] - delta[n]), 0.0, MASKED),)
+        for n in tl.static_range(T.NT):
+            about = dc[n]
+            if norms.delta is not None:
+                about -= load_numbers(norms.delta, rows, known[n], first + n, T)
+            db = db + (where_valid(valid[n], c[n] * about, 0.0, T.MASKED),)
     elif MODE == "sigmoid":
-        for n in tl.static_range(NT):
-            db = db + (where_valid(valid[n], c[n] * (1.0 - c[n]) * dc[n], 0.0, MASKED),)
+        for n in tl.static_range(T.NT):
+            db = db + (where_valid(valid[n], c[n] * (1.0 - c[n]) * dc[n], 0.0, T.MASKED),)
     elif MODE == "none":
-        for n in tl.static_range(NT):
-            db = db + (where_valid(valid[n], dc[n], 0.0, MASKED),)
+        for n in tl.static_range(T.NT):
+            db = db + (where_valid(valid[n], dc[n], 0.0, T.MASKED),)
     else:
         if MODE == "out":
             inner = ()
-            for n in tl.static_range(NT):
-                inner = inner + (where_valid(valid[n], c[n] * dc[n], 0.0, MASKED),)
-            total = over_tiles(inner, NT)
+            for n in tl.static_range(T.NT):
+                inner = inner + (where_valid(valid[n], c[n] * dc[n], 0.0, T.MASKED),)
+            total = over_tiles(inner, T)
             if dlse_ptr is not None:
-                total -= per_input(dlse_ptr, rows, ok, i, I)
+                total -= per_input(dlse_ptr, rows, here.ok, here.i, inputs)
         else:
-            at = rows_ptr + ((2 * tl.cast(B, tl.int64) + rows[0]) * I + i) + rows[1] * I
-            total = tl.load(at, mask=ok, other=0.0)
-        for n in tl.static_range(NT):
-            db = db + (where_valid(valid[n], c[n] * (dc[n] - total[:, None]), 0.0, MASKED),)
+            at = norms.rows + ((2 * tl.cast(inputs.B, tl.int64) + rows.first) * inputs.I + here.i)
+            total = tl.load(at + rows.local * inputs.I, mask=here.ok, other=0.0)
+        for n in tl.static_range(T.NT):
+            db = db + (where_valid(valid[n], c[n] * (dc[n] - total[:, None]), 0.0, T.MASKED),)
     return db

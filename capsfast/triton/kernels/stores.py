@@ -46,76 +46,69 @@ def as_fragment(tile, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def add_weight_gradient(
-    dw_ptr, value, n, k0, stored,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
-    LANES: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr,
-):
-    """Stores tile n of dW [J, D, K] of an input capsule, components k from k0 on."""
-    ACROSS: tl.constexpr = JT * LANES // 4
-    DOWN: tl.constexpr = BB // 16 if ACROSS == 1 and JT * DP % BB == 0 else 1
-    column, k = fragment(JT * DP, KP, DOWN, ACROSS, WIDE)
-    j, d = place(column, JT, DP, LANES)
-    within = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k0 + k, K, KP)
-    at = dw_ptr + (j * (D * K) + d * K)[:, None] + (k0 + k) + tl.cast(n, tl.int64) * (JT * D * K)
+def add_weight_gradient(dw_ptr, value, n, k0, stored, T: tl.constexpr, KP: tl.constexpr):
+    """Stores tile n of dW [J, D / P, K] of an input capsule, components k from k0 on."""
+    C: tl.constexpr = T.D // T.P
+    ACROSS: tl.constexpr = T.JT * T.LANES // 4
+    DOWN: tl.constexpr = T.BB // 16 if ACROSS == 1 and T.JT * T.DP % T.BB == 0 else 1
+    column, k = fragment(T.JT * T.DP, KP, DOWN, ACROSS, T.WIDE)
+    j, d = place(column, T)
+    within = (existing(n, n * T.JT + j, T) & below(d, C, T.DP))[:, None] & below(k0 + k, T.K, KP)
+    at = dw_ptr + (j * (C * T.K) + d * T.K)[:, None] + (k0 + k) + tl.cast(n, tl.int64) * (T.JT * C * T.K)
     add_to(at, as_fragment(value, DOWN, ACROSS), within, stored)
 
 
 @triton.jit
-def add_input_gradient(
-    dx_ptr, value, rows, i, k0, I, stored, K: tl.constexpr, P: tl.constexpr, KP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Stores du of input capsule i for the rows, in [B, I, P K], components k from k0 on."""
-    BB: tl.constexpr = rows[1].shape[0]
-    PP: tl.constexpr = rows[2].shape[0]
-    row, k = fragment(BB, KP, BB // 16, 1, WIDE)
-    sample, pose = row // PP, row % PP
-    at = dx_ptr + (rows[0] * I + i) * (P * K) + (sample * I * (P * K) + pose * K)[:, None] + (k0 + k)
-    inside = ((sample < rows[3]) & below(pose, P, PP))[:, None] & below(k0 + k, K, KP)
-    add_to(at, as_fragment(value, BB // 16, 1), inside, stored)
+def add_input_gradient(dx_ptr, value, inputs, rows, here, k0, stored, T: tl.constexpr, KP: tl.constexpr):
+    """Stores du of an input capsule for the rows, in [B, I, P K], components k from k0 on."""
+    value = tl.where(here.ok[:, None], value, 0.0)
+    row, k = fragment(T.BB, KP, T.BB // 16, 1, T.WIDE)
+    sample, pose = row // T.PP, row % T.PP
+    NUMBERS: tl.constexpr = T.P * T.K
+    at = dx_ptr + (rows.first * inputs.I + here.i) * NUMBERS
+    at = at + (sample * inputs.I * NUMBERS + pose * T.K)[:, None] + (k0 + k)
+    inside = ((sample < rows.count) & below(pose, T.P, T.PP))[:, None] & below(k0 + k, T.K, KP)
+    add_to(at, as_fragment(value, T.BB // 16, 1), inside, stored)
 
 
 @triton.jit
-def store_votes_gradient(
-    dx_ptr, value, rows, inside, i, n, I, positions,
-    J: tl.constexpr, D: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
-):
-    """Stores tile n of dvotes of input capsule i for the samples, in [B, I, J, D]."""
-    j, d = columns(n, JT, DP, LANES, WIDE)
-    if positions is None:
-        at = dx_ptr + (rows[0] * I + i) * (J * D) + (rows[1] * I * (J * D))[:, None] + (j * D + d)[None, :]
+def store_votes_gradient(dx_ptr, value, inputs, rows, here, n, T: tl.constexpr):
+    """Stores tile n of dvotes of an input capsule for the samples, in [B, I, J, D]."""
+    value = tl.where(here.ok[:, None], value, 0.0)
+    j, d = columns(n, T, T.WIDE)
+    NUMBERS: tl.constexpr = T.J * T.D
+    if inputs.positions is None:
+        at = dx_ptr + (rows.first * inputs.I + here.i) * NUMBERS
+        at = at + (rows.local * inputs.I * NUMBERS)[:, None] + (j * T.D + d)[None, :]
     else:
-        batch = rows[0] // positions
-        at = dx_ptr + rows[0] + ((batch * I + i) * (J * D) - batch) * positions
-        at = at + rows[1][:, None] + ((j * D + d) * positions)[None, :]
-    tl.store(at, value, mask=inside[:, None] & ((j < J) & (d < D))[None, :])
+        batch = rows.first // inputs.positions
+        at = dx_ptr + rows.first + ((batch * inputs.I + here.i) * NUMBERS - batch) * inputs.positions
+        at = at + rows.local[:, None] + ((j * T.D + d) * inputs.positions)[None, :]
+    tl.store(at, value, mask=rows.inside[:, None] & ((j < T.J) & (d < T.D))[None, :])
 
 
 @triton.jit
-def add_common_votes_gradient(
-    dx_ptr, value, rows, inside, i, I, stored, D: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr
-):
-    """Stores dvotes [BB, DP] of input capsule i for the samples, in [B, I, 1, D]: of votes that all outputs share."""
-    d = components(0, DP, WIDE)
-    at = dx_ptr + (rows[0] * I + i) * D + (rows[1] * I * D)[:, None] + d[None, :]
-    add_to(at, value, inside[:, None] & (d < D)[None, :], stored)
+def add_common_votes_gradient(dx_ptr, value, inputs, rows, here, stored, T: tl.constexpr):
+    """Stores dvotes [BB, DP] of an input capsule for the samples, in [B, I, 1, D]: of votes that all outputs share."""
+    value = tl.where(here.ok[:, None], value, 0.0)
+    d = components(0, T.DP, T.WIDE)
+    at = dx_ptr + (rows.first * inputs.I + here.i) * T.D + (rows.local * inputs.I * T.D)[:, None] + d[None, :]
+    add_to(at, value, rows.inside[:, None] & (d < T.D)[None, :], stored)
 
 
 @triton.jit
-def add_inputs_gradient(ptr, value, rows, inside, i, I, stored):
-    """Stores a number of input capsule i for each sample, [BB], in [B, I]."""
-    add_to(ptr + (rows[0] * I + i) + rows[1] * I, value, inside, stored)
+def add_inputs_gradient(ptr, value, inputs, rows, here, stored):
+    """Stores a number of an input capsule for each sample, [BB], in [B, I]."""
+    add_to(ptr + (rows.first * inputs.I + here.i) + rows.local * inputs.I, value, rows.once, stored)
 
 
 @triton.jit
-def store_logits_gradient(
-    dl_ptr, value, rows, inside, i, n, sizes, split, stored,
-    J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr, SUM: tl.constexpr,
-):
-    """Stores tile n of dlogits of input capsule i: per sample in [B, I, J] or, if SUM, summed in [splits, I, J]."""
-    j = outputs(n, JT, WIDE)
-    if SUM:
-        add_to(dl_ptr + (tl.cast(split, tl.int64) * sizes[0] + i) * J + j, tl.sum(value, 0), j < J, stored)
+def store_logits_gradient(dl_ptr, value, inputs, rows, here, n, split, stored, T: tl.constexpr):
+    """Stores tile n of dlogits of an input capsule: per sample in [B, I, J] or, if SHARED_LOGITS, summed in
+    [splits, I, J]."""
+    if T.SHARED_LOGITS:
+        j = outputs(n, T, T.WIDE)
+        total = tl.sum(tl.where(rows.once[:, None], value, 0.0), 0)
+        add_to(dl_ptr + (tl.cast(split, tl.int64) * inputs.I + here.i) * T.J + j, total, j < T.J, stored)
     else:
-        store_pairs(dl_ptr, value, rows, inside, i, n, sizes, J, JT, WIDE)
+        store_pairs(dl_ptr, value, inputs, rows, here.i, n, T)

@@ -1,10 +1,8 @@
 """What every kernel does with a tile [BB, N]: BB samples, N columns. A column is one component d of one output j.
 
-A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. rows is
-(number of the first sample, the sample of every row from there on [BB], the rows of a pose [PP], samples there are).
-Strides are tuples: xs of u (b, i, -, k) or votes (b, i, j, d), ws of the weight (i, j, d, k). The address of a tile is
-64-bit. Offsets within it are 32-bit, which takes half the registers, unless they may be too large (WIDE, launch.py);
-those of [J, D] within a sample always are.
+A kernel holds a tuple of NT tiles with N = JT * DP columns each: JT outputs, their D components padded to DP. The
+address of a tile is 64-bit. Offsets within it are 32-bit, which takes half the registers, unless they may be too large
+(WIDE, launch.py); those of [J, D] within a sample always are.
 
 The columns of votes that are read are output after output (LANES = 0). Those of a product lie such that LANES
 neighbouring lanes of a warp have all of an output: a dot product over d is one within lanes and a sum over a few of
@@ -22,119 +20,190 @@ Pose matrices are P rows of a tile for every sample, padded to PP. They share th
 is that of vectors, with D / P components. What a sample has once, such as its logits and coupling, is the same in all
 its rows, and the first of them stores it.
 
-Votes with positions, [B, I, J, D, S], have B S samples, and a tile has those of one b. x_b then is the stride over
-positions, and x_jump is added for every b before. Tensors [B, I, J] and [B, I, J, D] have the positions behind; all
-others, such as [B, J, D] and [B, I], have a row for each sample. All but u, votes and the weight are contiguous. Logits
-[I, J] (SHARED_LOGITS) are those of every sample. ls and cs are what pairs() has to know of logits and of couplings.
+Votes with positions, [B, I, J, D, S], have B S samples, and a tile has those of one b. Tensors [B, I, J] and
+[B, I, J, D] have the positions behind; all others, such as [B, J, D] and [B, I], have a row for each sample. All but u,
+votes and the weight are contiguous. Logits [I, J] (SHARED_LOGITS) are those of every sample.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
+class Shape(NamedTuple):
+    """T, what a kernel is compiled for.
+
+    The layer, how tiles cut it (config.Tiles), and whether: VOTES are given; offsets are WIDE; the softmax is LEAKY;
+    there is a QUERY; something is QUADRATIC beyond the score with it and the first moment; pairs may be MASKED; there
+    is more than one group of outputs (GROUPED). DOT: how votes are computed, see products.py.
+    """
+
+    J: Any
+    D: Any
+    K: Any
+    P: Any
+    PP: Any
+    BB: Any
+    JT: Any
+    DP: Any
+    LANES: Any
+    KP: Any
+    NT: Any
+    VOTES: Any
+    DOT: Any
+    WIDE: Any
+    SHARED_LOGITS: Any
+    LEAKY: Any
+    QUERY: Any
+    QUADRATIC: Any
+    MASKED: Any
+    GROUPED: Any
+
+
+class Inputs(NamedTuple):
+    """Pointers that every kernel has, strides, and sizes that it is not compiled for.
+
+    xs: strides of u (b, i, -, k) or of votes (b, i, j, d), the first over positions if there are any. ws: of the weight
+    (i, j, d, k). jump: what the address of x gains from a b to the next, beyond strides over positions.
+    """
+
+    x: Any
+    w: Any
+    logits: Any
+    mask: Any
+    out_mask: Any
+    precision: Any  # of a pass, as all that follow: float32 [B, J, D] twice, [B, J], [B, I], or None
+    center: Any
+    prior: Any
+    activation: Any
+    xs: Any
+    ws: Any
+    B: Any
+    I: Any
+    positions: Any
+    jump: Any
+
+
+class Given(NamedTuple):
+    """Pointers to gradients of outputs, float32 but for dcoupling, each of which may be None."""
+
+    dcoupling: Any  # [B, I, J]
+    dmass: Any  # of a pass, as all that follow: [B, J], [B, J, D], [B, I]
+    dsecond: Any
+    dlse: Any
+
+
+class Rows(NamedTuple):
+    """The samples of a tile: the number of the first, of every row from there on [BB], and how many there are from
+    there on. x: the pointer from which strides lead to them. pose: the rows of a pose [PP]. inside: which rows exist;
+    once: of these the first of every sample."""
+
+    first: Any
+    local: Any
+    count: Any
+    x: Any
+    pose: Any
+    inside: Any
+    once: Any
+
+
+class Capsule(NamedTuple):
+    """An input capsule: its number in 32 bits and in 64, which samples have it [BB], the first KP components of its
+    poses [BB, KP] unless votes are given, and the pointer to the weights."""
+
+    i32: Any
+    i: Any
+    ok: Any
+    u: Any
+    w: Any
+
+
 @triton.jit
-def batch_rows(tile, B, positions, BB: tl.constexpr, PP: tl.constexpr, WIDE: tl.constexpr):
-    local = tl.arange(0, BB)
-    if WIDE:
+def batch_rows(tile, inputs, T: tl.constexpr):
+    local = tl.arange(0, T.BB)
+    if T.WIDE:
         local = local.to(tl.int64)
-    if PP > 1:
-        local = local // PP
-    if positions is None:
-        first = tl.cast(tile, tl.int64) * (BB // PP)
-        count = B - first
+    if T.PP > 1:
+        local = local // T.PP
+    x = inputs.x
+    if inputs.positions is None:
+        first = tl.cast(tile, tl.int64) * (T.BB // T.PP)
+        count = inputs.B - first
     else:
-        tiles = (positions + BB - 1) // BB
-        first = tl.cast(tile // tiles, tl.int64) * positions + (tile % tiles) * BB
-        count = (first // positions + 1) * positions - first
-    return first, local, tl.arange(0, PP), count
-
-
-@triton.jit
-def valid_rows(rows, P: tl.constexpr):
-    """Which rows exist, and of these the first of every sample: [BB] each."""
-    inside = rows[1] < rows[3]
+        tiles = (inputs.positions + T.BB - 1) // T.BB
+        first = tl.cast(tile // tiles, tl.int64) * inputs.positions + (tile % tiles) * T.BB
+        count = (first // inputs.positions + 1) * inputs.positions - first
+        x += first // inputs.positions * inputs.jump
+    inside = local < count
     once = inside
-    if P > 1:
-        pose = pose_rows(rows, 1)
-        inside = inside & (pose < P)
+    if T.P > 1:
+        pose = pose_rows(1, T)
+        inside = inside & (pose < T.P)
         once = once & (pose == 0)
-    return inside, once
+    return Rows(first, local, count, x, tl.arange(0, T.PP), inside, once)
 
 
 @triton.jit
-def batch_tiles(B, positions, BB: tl.constexpr, PP: tl.constexpr):
+def batch_tiles(inputs, T: tl.constexpr):
     """How many tiles have all samples."""
-    if positions is None:
-        tiles = (B + BB // PP - 1) // (BB // PP)
+    if inputs.positions is None:
+        tiles = (inputs.B + T.BB // T.PP - 1) // (T.BB // T.PP)
     else:
-        tiles = B // positions * ((positions + BB - 1) // BB)
+        tiles = inputs.B // inputs.positions * ((inputs.positions + T.BB - 1) // T.BB)
     return tiles
 
 
 @triton.jit
-def of_batch(ptr, rows, positions, jump):
-    """The pointer from which the strides over positions lead to the samples."""
-    if positions is not None:
-        ptr += rows[0] // positions * jump
-    return ptr
-
-
-@triton.jit
-def pose_rows(rows, OFFSET: tl.constexpr):
+def pose_rows(OFFSET: tl.constexpr, T: tl.constexpr):
     """OFFSET times every row's number in its pose: [BB]."""
-    BB: tl.constexpr = rows[1].shape[0]
-    PP: tl.constexpr = rows[2].shape[0]
-    return (tl.arange(0, BB) % PP).to(rows[1].dtype) * OFFSET
+    return (tl.arange(0, T.BB) % T.PP).to(tl.int64 if T.WIDE else tl.int32) * OFFSET
 
 
 @triton.jit
-def outputs(n, JT: tl.constexpr, WIDE: tl.constexpr):
+def first_tile(group, T: tl.constexpr):
+    """The first tile of a group of outputs. Of a single one it is a constant, and so are the offsets of its tiles."""
+    return group * T.NT if T.GROUPED else 0
+
+
+@triton.jit
+def zeros(N: tl.constexpr, T: tl.constexpr):
+    """NT tiles [BB, N]."""
+    tiles = ()
+    for _ in tl.static_range(T.NT):
+        tiles = tiles + (tl.zeros([T.BB, N], tl.float32),)
+    return tiles
+
+
+@triton.jit
+def outputs(n, T: tl.constexpr, WIDE: tl.constexpr = False):
     """The output capsules j of tile n: [JT]."""
-    j = n * JT + tl.arange(0, JT)
+    j = n * T.JT + tl.arange(0, T.JT)
     if WIDE:
         j = j.to(tl.int64)
     return j
 
 
 @triton.jit
-def columns(n, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr):
+def columns(n, T: tl.constexpr, WIDE: tl.constexpr = False):
     """j and d of the columns of tile n: [N] each."""
-    column = tl.arange(0, JT * DP)
+    column = tl.arange(0, T.JT * T.DP)
     if WIDE:
         column = column.to(tl.int64)
-    j, d = place(column, JT, DP, LANES)
-    return n * JT + j, d
+    j, d = place(column, T)
+    return n * T.JT + j, d
 
 
 @triton.jit
-def place(column, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
+def place(column, T: tl.constexpr):
     """Of columns of a tile: which of its outputs they belong to, and d."""
-    if LANES == 0:
-        j, d = column // DP, column % DP
+    if T.LANES == 0:
+        j, d = column // T.DP, column % T.DP
     else:
-        lane = column // 2 % (JT * LANES)
-        j, d = lane // LANES, lane % LANES * (DP // LANES) + column // (2 * JT * LANES) * 2 + column % 2
+        lane = column // 2 % (T.JT * T.LANES)
+        j = lane // T.LANES
+        d = lane % T.LANES * (T.DP // T.LANES) + column // (2 * T.JT * T.LANES) * 2 + column % 2
     return j, d
-
-
-@triton.jit
-def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
-    """index < LIMIT, for one of the tiles of STEP that cover LIMIT. Where they fit it is a constant, which the compiler
-    does not find out: masks of it vanish, and are not taken through every pass of the compiler."""
-    FITS: tl.constexpr = LIMIT > 0 and LIMIT // STEP * STEP == LIMIT
-    return tl.full(index.shape, True, tl.int1) if FITS else index < LIMIT
-
-
-@triton.jit
-def existing(n, j, J: tl.constexpr, JT: tl.constexpr):
-    """Which of the outputs j of tile n exist. A last group may have whole tiles outside."""
-    return tl.zeros(j.shape, tl.int32) + n * JT < J if J % JT == 0 else j < J
-
-
-@triton.jit
-def first_tile(group, J: tl.constexpr, JT: tl.constexpr, NT: tl.constexpr):
-    """The first tile of a group of outputs. Of a single one it is a constant, and so are the offsets of its tiles."""
-    return 0 if NT * JT >= J else group * NT
 
 
 @triton.jit
@@ -146,26 +215,41 @@ def components(k0, KP: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def per_input(ptr, rows, ok, i, I):
-    """Numbers [B, I] of input capsule i: [BB], 0 where not ok."""
-    return tl.load(ptr + (rows[0] * I + i) + rows[1] * I, mask=ok, other=0.0)
+def below(index, LIMIT: tl.constexpr, STEP: tl.constexpr):
+    """index < LIMIT, for one of the tiles of STEP that cover LIMIT. Where they fit it is a constant, which the compiler
+    does not find out: masks of it vanish, and are not taken through every pass of the compiler."""
+    FITS: tl.constexpr = LIMIT > 0 and LIMIT // STEP * STEP == LIMIT
+    return tl.full(index.shape, True, tl.int1) if FITS else index < LIMIT
 
 
 @triton.jit
-def valid_inputs(mask_ptr, rows, ok, i, I):
+def existing(n, j, T: tl.constexpr):
+    """Which of the outputs j of tile n exist. A last group may have whole tiles outside."""
+    return tl.zeros(j.shape, tl.int32) + n * T.JT < T.J if T.J % T.JT == 0 else j < T.J
+
+
+@triton.jit
+def per_input(ptr, rows, ok, i, inputs):
+    """Numbers [B, I] of input capsule i: [BB], 0 where not ok."""
+    return tl.load(ptr + (rows.first * inputs.I + i) + rows.local * inputs.I, mask=ok, other=0.0)
+
+
+@triton.jit
+def valid_inputs(inputs, rows, i):
     """For which samples input capsule i is not masked: [BB]."""
-    if mask_ptr is not None:
-        ok = ok & (per_input(mask_ptr, rows, ok, i, I) != 0)
+    ok = rows.inside
+    if inputs.mask is not None:
+        ok = ok & (per_input(inputs.mask, rows, ok, i, inputs) != 0)
     return ok
 
 
 @triton.jit
-def valid_outputs(out_mask_ptr, rows, ok, n, J: tl.constexpr, JT: tl.constexpr):
+def valid_outputs(out_mask_ptr, rows, ok, n, T: tl.constexpr):
     """Which outputs of tile n exist and are not masked, for each sample: [BB, JT]."""
-    j = outputs(n, JT, False)
-    valid = ok[:, None] & existing(n, j, J, JT)[None, :]
+    j = outputs(n, T)
+    valid = ok[:, None] & existing(n, j, T)[None, :]
     if out_mask_ptr is not None:
-        at = out_mask_ptr + rows[0] * J + (rows[1] * J)[:, None] + j[None, :]
+        at = out_mask_ptr + rows.first * T.J + (rows.local * T.J)[:, None] + j[None, :]
         valid = valid & (tl.load(at, mask=valid, other=0) != 0)
     return valid
 
@@ -182,34 +266,32 @@ def where_valid(valid, value, other: tl.constexpr, SOME: tl.constexpr):
 
 
 @triton.jit
-def pairs(ptr, rows, i, n, sizes, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
-    """Addresses of the numbers of tile n and input capsule i in [B, I, J]: [BB, JT].
-
-    sizes: I, positions, whether all samples have the same [I, J], and whether there are groups of outputs. Of these the
-    compiler would keep what the addresses of all tiles have beside i, for which there is no room.
-    """
-    I, positions, shared, grouped = sizes
-    j = outputs(n, JT, WIDE)
-    if grouped:
-        j += (i >> 63).to(tl.int32)  # 0, which it does not know
-    if shared:
-        at = ptr + i * J + (rows[1] * 0)[:, None] + j[None, :]
-    elif positions is None:
-        at = ptr + (rows[0] * I + i) * J + (rows[1] * I * J)[:, None] + j[None, :]
+def pairs(ptr, inputs, rows, i, n, T: tl.constexpr, SHARED: tl.constexpr):
+    """Addresses of the numbers of tile n and input capsule i in [B, I, J] or, if SHARED, in [I, J]: [BB, JT]."""
+    j = outputs(n, T, T.WIDE)
+    if T.GROUPED:
+        # 0, which the compiler does not know. Else it would keep what the addresses of all tiles have beside i, for
+        # which there is no room.
+        j += (i >> 63).to(tl.int32)
+    if SHARED:
+        at = ptr + i * T.J + (rows.local * 0)[:, None] + j[None, :]
+    elif inputs.positions is None:
+        at = ptr + (rows.first * inputs.I + i) * T.J + (rows.local * inputs.I * T.J)[:, None] + j[None, :]
     else:
-        batch = rows[0] // positions
-        at = ptr + rows[0] + ((batch * I + i) * J - batch) * positions + rows[1][:, None] + (j * positions)[None, :]
+        batch = rows.first // inputs.positions
+        at = ptr + rows.first + ((batch * inputs.I + i) * T.J - batch) * inputs.positions
+        at = at + rows.local[:, None] + (j * inputs.positions)[None, :]
     return at
 
 
 @triton.jit
-def per_pair(ptr, rows, i, n, sizes, valid, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
-    """Numbers [B, I, J] of tile n as float32 [BB, JT], 0 where not valid."""
-    return tl.load(pairs(ptr, rows, i, n, sizes, J, JT, WIDE), mask=valid, other=0.0).to(tl.float32)
+def per_pair(ptr, inputs, rows, i, n, valid, T: tl.constexpr, SHARED: tl.constexpr = False):
+    """Numbers [B, I, J], or [I, J], of tile n as float32 [BB, JT], 0 where not valid."""
+    return tl.load(pairs(ptr, inputs, rows, i, n, T, SHARED), mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_pairs(ptr, value, rows, inside, i, n, sizes, J: tl.constexpr, JT: tl.constexpr, WIDE: tl.constexpr):
+def store_pairs(ptr, value, inputs, rows, i, n, T: tl.constexpr):
     """Stores numbers [BB, JT] of tile n and input capsule i in [B, I, J]."""
-    at = pairs(ptr, rows, i, n, sizes, J, JT, WIDE)
-    tl.store(at, value, mask=inside[:, None] & (outputs(n, JT, WIDE) < J)[None, :])
+    at = pairs(ptr, inputs, rows, i, n, T, False)
+    tl.store(at, value, mask=rows.once[:, None] & (outputs(n, T, T.WIDE) < T.J)[None, :])

@@ -4,8 +4,18 @@ import triton
 import triton.language as tl
 
 from .products import product
-from .tiles import below, columns, components, existing, per_pair, pose_rows, where_valid
-from .vectors import load_numbers, score, slope
+from .tiles import (
+    Capsule,
+    below,
+    columns,
+    components,
+    existing,
+    per_pair,
+    pose_rows,
+    valid_inputs,
+    where_valid,
+)
+from .vectors import load_numbers, load_vectors, score, slope, spread
 
 
 @triton.jit
@@ -18,89 +28,102 @@ def reread(ptr, i32, AGAIN: tl.constexpr):
 
 
 @triton.jit
-def input_capsules(x_ptr, rows, ok, i, k0, xs, K: tl.constexpr, KP: tl.constexpr, WIDE: tl.constexpr):
-    """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside."""
-    k = components(k0, KP, WIDE)
-    at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (k * xs[3])[None, :]
-    if rows[2].shape[0] > 1:
-        at += (pose_rows(rows, K) * xs[3])[:, None]
-    return tl.load(at, mask=ok[:, None] & below(k, K, KP)[None, :], other=0.0)
+def input_capsule(inputs, rows, i32, T: tl.constexpr, SHARED: tl.constexpr = False):
+    """SHARED: all input capsules have the weight of the first."""
+    i = tl.cast(i32, tl.int64)
+    ok = valid_inputs(inputs, rows, i)
+    if T.VOTES:
+        w, u = rows.x, tl.zeros([1], tl.float32)
+    else:
+        w = reread(inputs.w, i32, SHARED and T.J * T.D * T.K > 4096)
+        u = pose_tile(inputs, rows, ok, i, 0, T, T.KP)
+    return Capsule(i32, i, ok, u, w)
 
 
 @triton.jit
-def weight_tile(
-    w_ptr, i, n, k0, ws,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr,
-    KP: tl.constexpr, WIDE: tl.constexpr,
-):
+def pose_tile(inputs, rows, ok, i, k0, T: tl.constexpr, KP: tl.constexpr):
+    """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside."""
+    k = components(k0, KP, T.WIDE)
+    x_b, x_i, _, x_k = inputs.xs
+    at = rows.x + (rows.first * x_b + i * x_i) + (rows.local * x_b)[:, None] + (k * x_k)[None, :]
+    if T.PP > 1:
+        at += (pose_rows(T.K, T) * x_k)[:, None]
+    return tl.load(at, mask=ok[:, None] & below(k, T.K, KP)[None, :], other=0.0)
+
+
+@triton.jit
+def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
     """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside."""
-    j, d = columns(0, JT, DP, LANES, WIDE)
-    k = components(k0, KP, WIDE)
-    at = w_ptr + i * ws[0] + (j * ws[1] + d * ws[2])[:, None] + (k * ws[3])[None, :]
-    at += tl.cast(n, tl.int64) * (JT * ws[1])
-    inside = (existing(n, n * JT + j, J, JT) & below(d, D, DP))[:, None] & below(k, K, KP)[None, :]
+    j, d = columns(0, T, T.WIDE)
+    k = components(k0, KP, T.WIDE)
+    w_i, w_j, w_d, w_k = inputs.ws
+    at = w_ptr + i * w_i + (j * w_j + d * w_d)[:, None] + (k * w_k)[None, :]
+    at += tl.cast(n, tl.int64) * (T.JT * w_j)
+    inside = (existing(n, n * T.JT + j, T) & below(d, T.D // T.P, T.DP))[:, None] & below(k, T.K, KP)[None, :]
     return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
-def votes_tile(
-    u, x_ptr, w_ptr, mask_ptr, rows, ok, i, n, xs, ws,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr, KP: tl.constexpr,
-    VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-):
-    """Tile n of the votes of input capsule i: if VOTES they are read, else computed as W_ij u_i, with D components a
-    row. u: the first KP components of the pose.
+def votes_tile(inputs, rows, here, n, T: tl.constexpr):
+    """Tile n of the votes of an input capsule: if VOTES they are read, else computed as W_ij u_i, with D / P components
+    a row.
 
     tl.dot does not sum over i: tensor cores round sums towards zero, an error that would grow with I.
     """
-    if VOTES:
-        j, d = columns(n, JT, DP, LANES, WIDE)
-        inside = ok[:, None] & ((j < J) & (d < D))[None, :]
-        at = x_ptr + (rows[0] * xs[0] + i * xs[1]) + (rows[1] * xs[0])[:, None] + (j * xs[2] + d * xs[3])[None, :]
+    if T.VOTES:
+        x_b, x_i, x_j, x_d = inputs.xs
+        j, d = columns(n, T, T.WIDE)
+        inside = here.ok[:, None] & ((j < T.J) & (d < T.D // T.P))[None, :]
+        at = rows.x + (rows.first * x_b + here.i * x_i) + (rows.local * x_b)[:, None] + (j * x_j + d * x_d)[None, :]
         votes = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
-        w = weight_tile(w_ptr, i, n, 0, ws, J, D, K, JT, DP, LANES, KP, WIDE)
-        votes = product(u, tl.trans(w), tl.zeros([BB, JT * DP], tl.float32), DOT)
-        if K > KP:
-            for k0 in range(KP, K, KP):
-                more = input_capsules(x_ptr, rows, ok, i, k0, xs, K, KP, WIDE)
-                w_more = weight_tile(w_ptr, i, n, k0, ws, J, D, K, JT, DP, LANES, KP, WIDE)
-                votes = product(more, tl.trans(w_more), votes, DOT)
-        if mask_ptr is not None:
+        w = weight_tile(here.w, inputs, here.i, n, 0, T, T.KP)
+        votes = product(here.u, tl.trans(w), tl.zeros([T.BB, T.JT * T.DP], tl.float32), T.DOT)
+        if T.K > T.KP:
+            for k0 in range(T.KP, T.K, T.KP):
+                more = pose_tile(inputs, rows, here.ok, here.i, k0, T, T.KP)
+                w_more = weight_tile(here.w, inputs, here.i, n, k0, T, T.KP)
+                votes = product(more, tl.trans(w_more), votes, T.DOT)
+        if inputs.mask is not None:
             # The weight of a masked input capsule may hold NaN.
-            votes = tl.where(ok[:, None], votes, 0.0)
+            votes = tl.where(here.ok[:, None], votes, 0.0)
     return votes
 
 
 @triton.jit
-def routing_logits(
-    x, V, logits_ptr, precision_ptr, prior_ptr, rows, at, i, n, sizes, valid, MASKED: tl.constexpr,
-    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
-    LANES: tl.constexpr, WIDE: tl.constexpr,
-    NOTHING: tl.constexpr = float("-inf"),
-):
-    """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING where not valid. V: a tile or None.
+def votes_about_center(inputs, rows, vectors, here, n, valid, T: tl.constexpr):
+    """Tile n of x, the votes or what is left of them about the center.
 
-    sizes: of the logits, as tiles.pairs() takes them.
+    If QUADRATIC it is 0 for masked pairs: the votes of a masked output capsule may be NaN, and a coupling of 0 does not
+    hide that where it multiplies x.
     """
-    if V is None and precision_ptr is None:
-        b = tl.zeros([BB, JT], tl.float32)
-    else:
-        b = score(x, slope(V, x, precision_ptr, -0.5, at, n, J, D, P, JT, DP, LANES), rows, BB, JT, DP, LANES)
-    if prior_ptr is not None:
-        b += load_numbers(prior_ptr, rows, valid, n, J, JT)
-    if logits_ptr is not None:
-        b += per_pair(logits_ptr, rows, i, n, sizes, valid, J, JT, WIDE)
-    return where_valid(valid, b, NOTHING, MASKED or J % JT > 0)
+    x = votes_tile(inputs, rows, here, n, T)
+    if T.QUADRATIC:
+        if inputs.center is not None:
+            x -= load_vectors(inputs.center, vectors, n, T)
+        if inputs.mask is not None or inputs.out_mask is not None:
+            x = tl.where(spread(valid, T), x, 0.0)
+    return x
 
 
 @triton.jit
-def coupling_gradient(
-    x, s, ds, dcoupling_ptr, dmass_ptr, dsecond_ptr, rows, at, i, n, sizes, valid, last,
-    J: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BB: tl.constexpr, JT: tl.constexpr, DP: tl.constexpr,
-    LANES: tl.constexpr, WIDE: tl.constexpr,
+def routing_logits(
+    inputs, x, V, rows, vectors, here, n, valid, T: tl.constexpr, NOTHING: tl.constexpr = float("-inf")
 ):
+    """b = logits + prior + x . V - 1/2 sum_d precision x^2 of tile n, NOTHING where not valid. V: a tile, if there is a
+    QUERY."""
+    b = tl.zeros([T.BB, T.JT], tl.float32)
+    if T.QUERY or inputs.precision is not None:
+        b = score(x, slope(V if T.QUERY else None, x, inputs.precision, -0.5, vectors, n, T), T)
+    if inputs.prior is not None:
+        b += load_numbers(inputs.prior, rows, valid, n, T)
+    if inputs.logits is not None:
+        b += per_pair(inputs.logits, inputs, rows, here.i, n, valid, T, T.SHARED_LOGITS)
+    return where_valid(valid, b, NOTHING, T.MASKED or T.J % T.JT > 0)
+
+
+@triton.jit
+def coupling_gradient(inputs, given, x, s, ds, rows, vectors, here, n, valid, last, T: tl.constexpr):
     """dc = dcoupling + dmass + x . ds + x^2 . dsecond of tile n. dcoupling is that of the last iteration.
 
     s: sum_i c x, or None. With it s . ds + s^2 . dsecond is taken off, as (x - s) (ds + (x + s) dsecond).
@@ -108,11 +131,11 @@ def coupling_gradient(
     about = x
     if s is not None:
         about = x - s
-        if dsecond_ptr is not None:
+        if given.dsecond is not None:
             x += s
-    dc = score(about, slope(ds, x, dsecond_ptr, 1.0, at, n, J, D, P, JT, DP, LANES), rows, BB, JT, DP, LANES)
-    if dmass_ptr is not None:
-        dc += load_numbers(dmass_ptr, rows, valid, n, J, JT)
-    if dcoupling_ptr is not None:
-        dc += per_pair(dcoupling_ptr, rows, i, n, sizes, valid & last, J, JT, WIDE)
+    dc = score(about, slope(ds, x, given.dsecond, 1.0, vectors, n, T), T)
+    if given.dmass is not None:
+        dc += load_numbers(given.dmass, rows, valid, n, T)
+    if given.dcoupling is not None:
+        dc += per_pair(given.dcoupling, inputs, rows, here.i, n, valid & last, T)
     return dc
