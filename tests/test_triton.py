@@ -322,12 +322,12 @@ def test_the_coupling_is_written_by_the_last_iteration(
 def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the interpreter's three make one step."""
     if op == "routing_pass":
-        problem = support_passes.make((2, 40, 3, 6, 2), replace(normalized(EVERYTHING, how), leaky=True), op)
+        problem = support_passes.make((2, 20, 3, 6, 2), replace(normalized(EVERYTHING, how), leaky=True), op)
     else:
-        problem = make((2, 40, 3, 6, 2), Case(softmax=how, logits="BIJ", leaky=True), op)
+        problem = make((2, 20, 3, 6, 2), Case(softmax=how, logits="BIJ", leaky=True), op)
     wanted = run(problem.to(torch.float64), "reference")
     before = run(problem.to(torch.float32), "triton")
-    monkeypatch.setattr(occupancy, "INTERPRETED", 40)
+    monkeypatch.setattr(occupancy, "INTERPRETED", 20)
     replay.forget()
     found = run(problem.to(torch.float32), "triton")
     replay.forget()

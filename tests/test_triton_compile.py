@@ -228,8 +228,9 @@ SPILLS = {
     ("EM, in", "accumulate_gradient_kernel"): 8,
     ("EM, J=1000", "accumulate_gradient_kernel"): 10,
     ("EM, J=1000", "gradient_kernel"): 40,
-    ("softmax in", "accumulate_gradient_kernel"): 12,
-    ("softmax in", "gradient_kernel"): 20,
+    ("K=64", "gradient_kernel"): 40,
+    ("softmax in", "accumulate_gradient_kernel"): 8,
+    ("softmax in", "gradient_kernel"): 14,
 }
 
 

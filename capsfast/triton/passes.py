@@ -289,10 +289,9 @@ def gradient(
     need_x, need_weight, need_logits = needed
     dx = dl = None
     if need_x:
-        # du is a sum over groups of outputs and, if K takes several steps, over tiles; dvotes that all outputs share
-        # are one over groups. The kernel adds these to memory one after the other, so it has to be float32.
-        grouped = tiles.groups > 1
-        in_parts = call.common and grouped if call.votes_given else grouped or K > tiles.KP
+        # du and dvotes that all outputs share are sums over groups of outputs. The kernel adds these to memory one
+        # after the other, so it has to be float32.
+        in_parts = tiles.groups > 1 and (call.common or not call.votes_given)
         dx = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
     if need_logits and not call.shared_logits:
         assert call.logits is not None

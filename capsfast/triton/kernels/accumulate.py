@@ -9,7 +9,7 @@ the order in which programs run.
 import triton
 import triton.language as tl
 
-from .coefficients import coefficients
+from .coefficients import agreement, coefficients
 from .softmax import Norms, couple, exponential, finite_or_zero, scaled
 from .tiles import Given, Inputs, Shape, batch_rows, first_tile, per_input, store_pairs, valid_outputs, zeros
 from .vectors import further, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
@@ -116,8 +116,7 @@ def accumulate_kernel(
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         here = input_capsule(inputs, rows, i32, T, w_i == 0)
         beside = reread_tiles(vectors, i32, T)
-        if activation_ptr is not None:
-            a = per_input(activation_ptr, rows, here.ok, here.i, inputs)
+        a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None
         x = ()
         b = ()
         more = ((), (), ())
@@ -235,8 +234,11 @@ def accumulate_gradient_kernel(
             None if delta_ptr is None else reread(delta_ptr, i32, True),
             None if s_ptr is None else further(s_ptr, (i32 >> 31) * 16 if LANES > 0 else 0, T),  # as in reread()
         )
+        state_at = reread(state_ptr, i32, LANES > 0)
         x = ()
         valid = ()
+        b = ()
+        dc = ()
         for n in tl.static_range(NT):
             outputs = known[n]
             if out_mask_ptr is not None:
@@ -244,10 +246,13 @@ def accumulate_gradient_kernel(
                 outputs = valid_outputs(reread(out_mask_ptr, i32, True), rows, rows.inside, first + n, T)
             valid = valid + (outputs & here.ok[:, None],)
             x = x + (votes_about_center(inputs, rows, beside, here, first + n, valid[n], T),)
-        _, _, db = coefficients(
-            inputs, given, norms, reread(state_ptr, i32, LANES > 0), x, valid, rows, beside, states, here, known, first,
-            True, T, R, MODE
-        )
+            b_n, dc_n = agreement(
+                inputs, given, norms, state_at, x[n], valid[n], rows, beside, states, here, first + n, True, T, R, MODE
+            )
+            b = b + (b_n,)
+            dc = dc + (dc_n,)
+        a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None
+        _, db = coefficients(b, dc, a, inputs, given, norms, valid, rows, here, known, first, T, MODE)
         more = ((), (), ())
         for n in tl.static_range(NT):
             more = add_tile(sums, more, n, None, db[n], x[n], mass_ptr, second_ptr, T)

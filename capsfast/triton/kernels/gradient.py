@@ -16,7 +16,7 @@ ds_t are loaded twice, once for the coefficients c_t and db_t and once for the s
 import triton
 import triton.language as tl
 
-from .coefficients import coefficients
+from .coefficients import agreement, coefficients
 from .products import together, votes_to_inputs, votes_to_weights
 from .softmax import Norms, over_tiles, scaled
 from .stores import (
@@ -45,14 +45,15 @@ from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
 
 @triton.jit
 def uniform_slopes(
-    inputs, given, ds_ptr, factor, x, valid, rows, vectors, here, first, T: tl.constexpr, S: tl.constexpr
+    given, ds_ptr, factor, a, x, valid, vectors, first, T: tl.constexpr, S: tl.constexpr
 ):
-    """dvotes of an iteration all of whose couplings are equal. factor: these couplings, [BB]."""
+    """dvotes of an iteration all of whose couplings are equal. factor: these couplings, [BB]; a: the activation, or
+    None."""
     dx = ()
     for n in tl.static_range(T.NT):
         c = where_valid(valid[n], tl.broadcast_to(factor[:, None], [T.BB, T.JT]), 0.0, T.MASKED)
-        if inputs.activation is not None:
-            c *= per_input(inputs.activation, rows, here.ok, here.i, inputs)[:, None]
+        if a is not None:
+            c *= a[:, None]
         ds = load_vectors(ds_ptr, vectors, first + n, T, S)
         dx = dx + (spread(c, T) * slope(ds, x[n], given.dsecond, 2.0, vectors, first + n, T),)
     return dx
@@ -82,6 +83,48 @@ def add_tiles(tiles, more, T: tl.constexpr):
     for n in tl.static_range(T.NT):
         found = found + (tiles[n] + more[n],)
     return found
+
+
+@triton.jit
+def weight_products(
+    dx, u, dw_ptr, n, k0, stored, T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, KEEP_DW: tl.constexpr
+):
+    """Tile n of dW as a tuple of one if KEEP_DW, else stored, and none."""
+    dw = ()
+    if KEEP_DW or dw_ptr is not None:
+        value = votes_to_weights(dx, u, T.JT * T.LANES // 4, BACK_DOT)
+        if KEEP_DW:
+            dw = (value,)
+        else:
+            add_weight_gradient(dw_ptr, value, n, k0, stored, T, KB)
+    return dw
+
+
+@triton.jit
+def add_products(
+    inputs, dx, rows, here, k0, first, du_ptr, dw_ptr, stored,
+    T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, KEEP_DW: tl.constexpr,
+):
+    """Stores components k from k0 on of du and dW of an input capsule. dx: dvotes, NT tiles. stored: whether there are
+    parts of this dW before. If KEEP_DW, dW is returned, NT tiles [N, KB]."""
+    ACROSS: tl.constexpr = T.JT * T.LANES // 4  # warps that have the columns of a row
+    # du and dW of a tile have their operands in common, but only of few components is there room for both.
+    TOGETHER: tl.constexpr = T.K <= KB
+    u = here.u if T.K <= KB and KB == T.KP else pose_tile(inputs, rows, here.ok, here.i, k0, T, KB)
+    du = tl.zeros([T.BB, KB] if ACROSS <= 1 else [ACROSS, T.BB, KB], tl.float32)
+    dw = ()
+    if not TOGETHER:
+        for n in tl.static_range(T.NT):
+            weight_products(dx[n], u, dw_ptr, first + n, k0, stored, T, KB, BACK_DOT, False)
+    for n in tl.static_range(T.NT):
+        if du_ptr is not None:
+            w = weight_tile(here.w, inputs, here.i, first + n, k0, T, KB)
+            du = votes_to_inputs(dx[n], w, du, ACROSS, BACK_DOT)
+        if TOGETHER:
+            dw = dw + weight_products(dx[n], u, dw_ptr, first + n, k0, stored, T, KB, BACK_DOT, KEEP_DW)
+    if du_ptr is not None:
+        add_input_gradient(du_ptr, together(du, ACROSS), inputs, rows, here, k0, first, T, KB)
+    return dw
 
 
 @triton.jit(
@@ -133,7 +176,6 @@ def gradient_kernel(
     C: tl.constexpr = D // P
     KB: tl.constexpr = KP if K > 8 else 8  # what a product does not sum over needs no 16
     KEEP_DW: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
-    ACROSS: tl.constexpr = JT * LANES // 4  # warps that have the columns of a row; 0 if votes are given
     for tile in range(batch_start, batch_end):
         rows = batch_rows(tile, inputs, T)
         vectors = vector_tile(rows, T)
@@ -152,6 +194,7 @@ def gradient_kernel(
                     dw = dw + (tl.zeros([JT * DP, KB], tl.float32),)
             for i32 in range(lo, hi):
                 here = input_capsule(inputs, rows, i32, T)
+                a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None
                 x = ()
                 valid = ()
                 for n in tl.static_range(NT):
@@ -161,7 +204,7 @@ def gradient_kernel(
                 dx = zeros(JT * DP, T)
                 if UNIFORM:
                     ds_ptr = state_ptr + (2 * START - 1) * D
-                    dx = uniform_slopes(inputs, given, ds_ptr, each, x, valid, rows, vectors, here, first, T, 2 * R)
+                    dx = uniform_slopes(given, ds_ptr, each, a, x, valid, vectors, first, T, 2 * R)
                 dl = ()
                 if dl_ptr is not None:
                     dl = zeros(JT, T)
@@ -175,10 +218,16 @@ def gradient_kernel(
                         None if delta_ptr is None else delta_ptr + at,
                         None if s_ptr is None else further(s_ptr, at * D, T),
                     )
-                    c, dc, db = coefficients(
-                        inputs, given, norms, state_at, x, valid, rows, vectors, states, here, known, first,
-                        t == R - 1, T, R, MODE
-                    )
+                    b = ()
+                    dc = ()
+                    for n in tl.static_range(NT):
+                        b_n, dc_n = agreement(
+                            inputs, given, norms, state_at, x[n], valid[n], rows, vectors, states, here, first + n,
+                            t == R - 1, T, R, MODE
+                        )
+                        b = b + (b_n,)
+                        dc = dc + (dc_n,)
+                    c, db = coefficients(b, dc, a, inputs, given, norms, valid, rows, here, known, first, T, MODE)
                     if dactivation_ptr is not None:
                         da = ()
                         for n in tl.static_range(NT):
@@ -187,60 +236,37 @@ def gradient_kernel(
                     if drow_ptr is not None:
                         add_inputs_gradient(drow_ptr, -over_tiles(db, T), inputs, rows, here, first)
                     if activation_ptr is not None:
-                        c = scaled(c, per_input(activation_ptr, rows, here.ok, here.i, inputs), T)
+                        c = scaled(c, a, T)
                     dx = add_slopes(dx, inputs, given, state_at, c, db, x, vectors, states, first, T, R, AGREEMENT)
                     if dl_ptr is not None:
                         dl = add_tiles(dl, db, T)
 
-                more_dw = ()
-                du = tl.zeros([BB, KB] if ACROSS <= 1 else [ACROSS, BB, KB], tl.float32)
-                dvotes = tl.zeros([BB, DP], tl.float32)
-                u_back = here.u if VOTES or KB == KP else pose_tile(inputs, rows, here.ok, here.i, 0, T, KB)
-                for n in tl.static_range(NT):
-                    if dl_ptr is not None:
+                if dl_ptr is not None:
+                    for n in tl.static_range(NT):
                         store_logits_gradient(
                             dl_ptr, dl[n], inputs, rows, here, first + n, split, tile - batch_start, T
                         )
-                    if VOTES:
-                        if COMMON:
-                            dvotes += tl.sum(tl.reshape(dx[n], [BB, JT, DP]), 1)
-                        elif dx_ptr is not None:
-                            store_votes_gradient(dx_ptr, dx[n], inputs, rows, here, first + n, T)
-                    else:
-                        if dx_ptr is not None and K <= KB:
-                            w = weight_tile(w_ptr, inputs, here.i, first + n, 0, T, KB)
-                            du = votes_to_inputs(dx[n], w, du, ACROSS, BACK_DOT)
-                        if dx_ptr is not None and K > KB:
-                            for k0 in range(0, K, KB):
-                                w_part = weight_tile(w_ptr, inputs, here.i, first + n, k0, T, KB)
-                                none = tl.zeros(du.shape, tl.float32)
-                                du_part = together(votes_to_inputs(dx[n], w_part, none, ACROSS, BACK_DOT), ACROSS)
-                                add_input_gradient(dx_ptr, du_part, inputs, rows, here, k0, first + n, T, KB)
-                            # The next tile adds to what was stored here, which other threads may have done.
-                            tl.debug_barrier()
-                        if KEEP_DW:
-                            more_dw = more_dw + (dw[n] + votes_to_weights(dx[n], u_back, ACROSS, BACK_DOT),)
-                        elif dw_ptr is not None:
-                            owner = tl.cast(split, tl.int64) * I + here.i
-                            stored = tile - batch_start
-                            if SHARED:
-                                owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
-                                stored += i32 - lo
-                            for k0 in range(0, K, KB):
-                                u_k = u_back if K <= KB else pose_tile(inputs, rows, here.ok, here.i, k0, T, KB)
-                                add_weight_gradient(
-                                    dw_ptr + owner * (J * C * K), votes_to_weights(dx[n], u_k, ACROSS, BACK_DOT),
-                                    first + n, k0, stored, T, KB
-                                )
-                if KEEP_DW:
-                    dw = more_dw
                 if COMMON and dx_ptr is not None:
-                    add_common_votes_gradient(dx_ptr, dvotes, inputs, rows, here, first, T)
-                if not VOTES and K <= KB and dx_ptr is not None:
-                    add_input_gradient(dx_ptr, together(du, ACROSS), inputs, rows, here, 0, first, T, KB)
-                if SHARED and K > KB:
-                    # The next input capsule adds to this dW, which other threads may have stored.
-                    tl.debug_barrier()
+                    add_common_votes_gradient(dx_ptr, dx, inputs, rows, here, first, T)
+                elif VOTES and dx_ptr is not None:
+                    for n in tl.static_range(NT):
+                        store_votes_gradient(dx_ptr, dx[n], inputs, rows, here, first + n, T)
+                elif KEEP_DW:
+                    dw = add_tiles(dw, add_products(
+                        inputs, dx, rows, here, 0, first, dx_ptr, None, 0, T, KB, BACK_DOT, True
+                    ), T)
+                elif not VOTES:
+                    owner = tl.cast(split, tl.int64) * I + here.i
+                    stored = tile - batch_start
+                    if SHARED:
+                        owner = tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)
+                        stored += i32 - lo
+                    dw_at = None if dw_ptr is None else dw_ptr + owner * (J * C * K)
+                    for k0 in range(0, K, KB):
+                        add_products(inputs, dx, rows, here, k0, first, dx_ptr, dw_at, stored, T, KB, BACK_DOT, False)
+                    if SHARED:
+                        # The next input capsule adds to this dW, which other threads may have stored.
+                        tl.debug_barrier()
             # The next tile or group adds to what other threads may have stored.
             tl.debug_barrier()
             if KEEP_DW:

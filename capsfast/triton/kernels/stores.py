@@ -88,8 +88,12 @@ def store_votes_gradient(dx_ptr, value, inputs, rows, here, n, T: tl.constexpr):
 
 
 @triton.jit
-def add_common_votes_gradient(dx_ptr, value, inputs, rows, here, stored, T: tl.constexpr):
-    """Stores dvotes [BB, DP] of an input capsule for the samples, in [B, I, 1, D]: of votes that all outputs share."""
+def add_common_votes_gradient(dx_ptr, tiles, inputs, rows, here, stored, T: tl.constexpr):
+    """Stores dvotes of an input capsule for the samples, in [B, I, 1, D]: of votes that all outputs share. tiles: those
+    of all outputs."""
+    value = tl.zeros([T.BB, T.DP], tl.float32)
+    for n in tl.static_range(T.NT):
+        value += tl.sum(tl.reshape(tiles[n], [T.BB, T.JT, T.DP]), 1)
     value = tl.where(here.ok[:, None], value, 0.0)
     d = components(0, T.DP, T.WIDE)
     at = dx_ptr + (rows.first * inputs.I + here.i) * T.D + (rows.local * inputs.I * T.D)[:, None] + d[None, :]

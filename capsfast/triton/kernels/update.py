@@ -3,11 +3,32 @@
 A program has RB rows. A row is one output capsule of one sample, its D components padded to DP.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .softmax import finite_or_zero, inverse
 from .squash import squash, squash_gradient
+
+
+class Own(NamedTuple):
+    """The rows of a program: their numbers, which of them exist, [RB]; d [DP]; offsets in [B, J, D] and which of them
+    are within, [RB, DP]."""
+
+    rows: Any
+    ok: Any
+    d: Any
+    at: Any
+    within: Any
+
+
+@triton.jit
+def own_rows(B, J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr):
+    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
+    ok = rows < tl.cast(B, tl.int64) * J
+    d = tl.arange(0, DP)
+    return Own(rows, ok, d, (rows * D)[:, None] + d[None, :], ok[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -38,12 +59,13 @@ def maxima(online, split, splits):
 
 @triton.jit
 def common_factor(
-    online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, rows, ok, splits, plane,
+    online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, own, splits, plane,
     J: tl.constexpr, SB: tl.constexpr, LEAKY: tl.constexpr,
 ):
     """What a row is multiplied by, the coupling of a uniform pass or 1 / sum of a softmax, and the maximum of that, 0
     in place of -inf. Both are stored for softmax "in"; after a uniform pass all logits are 0, and so is the maximum.
     """
+    rows, ok = own.rows, own.ok
     m = tl.full([rows.shape[0]], 0.0 if LEAKY else float("-inf"), tl.float32)
     each = tl.zeros([rows.shape[0]], tl.float32) + factor
     if online_ptr is not None:
@@ -66,15 +88,19 @@ def common_factor(
 
 
 @triton.jit
-def row_is_valid(out_mask_ptr, rows, ok):
+def row_is_valid(out_mask_ptr, own):
+    ok = own.ok
     if out_mask_ptr is not None:
-        ok = ok & (tl.load(out_mask_ptr + rows, mask=ok, other=0) != 0)
+        ok = ok & (tl.load(out_mask_ptr + own.rows, mask=ok, other=0) != 0)
     return ok
 
 
 @triton.jit
-def load_bias(bias_ptr, rows, d, within, J: tl.constexpr, D: tl.constexpr):
-    return tl.load(bias_ptr + ((rows % J) * D)[:, None] + d[None, :], mask=within, other=0.0).to(tl.float32)
+def add_bias(s, bias_ptr, own, J: tl.constexpr, D: tl.constexpr):
+    if bias_ptr is not None:
+        at = bias_ptr + ((own.rows % J) * D)[:, None] + own.d[None, :]
+        s += tl.load(at, mask=own.within, other=0.0).to(tl.float32)
+    return s
 
 
 # These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
@@ -96,27 +122,22 @@ def update_kernel(
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr,
     LEAKY: tl.constexpr, KIND: tl.constexpr,
 ):
-    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
-    ok = rows < tl.cast(B, tl.int64) * J
-    d = tl.arange(0, DP)
-    within = ok[:, None] & (d < D)[None, :]
-    at = (rows * D)[:, None] + d[None, :]
+    own = own_rows(B, J, D, DP, RB)
     plane = tl.cast(B, tl.int64) * J
     each, m = common_factor(
-        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, rows, ok, splits, plane, J, SB, LEAKY
+        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, own, splits, plane, J, SB, LEAKY
     )
-    online = (online_ptr, rows, ok, plane, m)
-    s = sum_splits(partial_ptr, at, within, splits, plane * D, online, SB) * each[:, None]
-    tl.store(s_ptr + at, s, mask=within)
-    if bias_ptr is not None:
-        s += load_bias(bias_ptr, rows, d, within, J, D)
-    v = tl.where(row_is_valid(out_mask_ptr, rows, ok)[:, None], squash(s, eps, KIND), 0.0)
+    online = (online_ptr, own.rows, own.ok, plane, m)
+    s = sum_splits(partial_ptr, own.at, own.within, splits, plane * D, online, SB) * each[:, None]
+    tl.store(s_ptr + own.at, s, mask=own.within)
+    s = add_bias(s, bias_ptr, own, J, D)
+    v = tl.where(row_is_valid(out_mask_ptr, own)[:, None], squash(s, eps, KIND), 0.0)
     if v_ptr is not None:
-        tl.store(v_ptr + at, v, mask=within)
+        tl.store(v_ptr + own.at, v, mask=own.within)
     if next_ptr is not None:
         if V_ptr is not None:
-            v += tl.load(V_ptr + at, mask=within, other=0.0)
-        tl.store(next_ptr + at, v, mask=within)
+            v += tl.load(V_ptr + own.at, mask=own.within, other=0.0)
+        tl.store(next_ptr + own.at, v, mask=own.within)
 
 
 @triton.jit(
@@ -136,25 +157,32 @@ def moments_kernel(
     LEAKY: tl.constexpr,
 ):
     """Adds up the partial sums of a routing pass; 0 for masked outputs, whose votes may be NaN."""
-    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
-    ok = rows < tl.cast(B, tl.int64) * J
-    d = tl.arange(0, DP)
-    within = ok[:, None] & (d < D)[None, :]
-    at = (rows * D)[:, None] + d[None, :]
+    own = own_rows(B, J, D, DP, RB)
     plane = tl.cast(B, tl.int64) * J
     each, m = common_factor(
-        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, rows, ok, splits, plane, J, SB, LEAKY
+        online_ptr, factor_ptr, factor, norm_ptr, inverse_ptr, own, splits, plane, J, SB, LEAKY
     )
-    online = (online_ptr, rows, ok, plane, m)
-    alive = row_is_valid(out_mask_ptr, rows, ok)[:, None]
-    first = sum_splits(partial_ptr, at, within, splits, plane * D, online, SB)
-    tl.store(first_ptr + at, tl.where(alive, first * each[:, None], 0.0), mask=within)
+    online = (online_ptr, own.rows, own.ok, plane, m)
+    alive = row_is_valid(out_mask_ptr, own)[:, None]
+    first = sum_splits(partial_ptr, own.at, own.within, splits, plane * D, online, SB)
+    tl.store(first_ptr + own.at, tl.where(alive, first * each[:, None], 0.0), mask=own.within)
     if mass_ptr is not None:
-        mass = sum_splits(partial_mass_ptr, rows[:, None], ok[:, None], splits, plane, online, SB)
-        tl.store(mass_ptr + rows[:, None], tl.where(alive, mass * each[:, None], 0.0), mask=ok[:, None])
+        mass = sum_splits(partial_mass_ptr, own.rows[:, None], own.ok[:, None], splits, plane, online, SB)
+        tl.store(mass_ptr + own.rows[:, None], tl.where(alive, mass * each[:, None], 0.0), mask=own.ok[:, None])
     if second_ptr is not None:
-        second = sum_splits(partial_second_ptr, at, within, splits, plane * D, online, SB)
-        tl.store(second_ptr + at, tl.where(alive, second * each[:, None], 0.0), mask=within)
+        second = sum_splits(partial_second_ptr, own.at, own.within, splits, plane * D, online, SB)
+        tl.store(second_ptr + own.at, tl.where(alive, second * each[:, None], 0.0), mask=own.within)
+
+
+@triton.jit
+def store_ds(
+    s_ptr, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps,
+    J: tl.constexpr, D: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
+):
+    """ds, from dv and v = squash(s + bias), to what ds_ptr points to in [B, J, R, 2, D]."""
+    s = add_bias(tl.load(s_ptr + own.at, mask=own.within, other=0.0), bias_ptr, own, J, D)
+    ds = tl.where(row_is_valid(out_mask_ptr, own)[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
+    tl.store(ds_ptr + (own.rows * (2 * R * D))[:, None] + own.d[None, :], ds, mask=own.within)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -169,38 +197,18 @@ def restore_kernel(
     LAST: tl.constexpr,
 ):
     """KIND: the squash of the iterations; LAST: that of the last one."""
-    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
-    ok = rows < tl.cast(B, tl.int64) * J
-    d = tl.arange(0, DP)
-    within = ok[:, None] & (d < D)[None, :]
-    at = (rows * D)[:, None] + d[None, :]
-    alive = row_is_valid(out_mask_ptr, rows, ok)
-    dv = tl.load(dv_ptr + at, mask=within, other=0.0).to(tl.float32)
+    own = own_rows(B, J, D, DP, RB)
+    alive = row_is_valid(out_mask_ptr, own)
+    plane = tl.cast(B, tl.int64) * J * D
     V = tl.zeros([RB, DP], tl.float32)
-    to = (rows * (2 * R * D))[:, None] + d[None, :]
-    tl.store(state_ptr + to, V, mask=within)
+    to = state_ptr + (own.rows * (2 * R * D))[:, None] + own.d[None, :]
+    tl.store(to, V, mask=own.within)
     for t in range(1, R):
-        s = tl.load(s_ptr + at, mask=within, other=0.0)
-        if bias_ptr is not None:
-            s += load_bias(bias_ptr, rows, d, within, J, D)
-        V += tl.where(alive[:, None], squash(s, eps, KIND), 0.0)
-        at += tl.cast(B, tl.int64) * J * D
-        tl.store(state_ptr + 2 * t * D + to, V, mask=within)
-    to += (2 * R - 1) * D
-    store_ds(s_ptr + at, dv, bias_ptr, state_ptr + to, rows, alive, d, within, eps, J, D, LAST)
-
-
-@triton.jit
-def store_ds(
-    s_ptrs, dv, bias_ptr, ds_ptrs, rows, alive, d, within, eps,
-    J: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
-):
-    """ds, from dv and v = squash(s + bias)."""
-    s = tl.load(s_ptrs, mask=within, other=0.0)
-    if bias_ptr is not None:
-        s += load_bias(bias_ptr, rows, d, within, J, D)
-    ds = tl.where(alive[:, None], squash_gradient(s, dv, eps, KIND), 0.0)
-    tl.store(ds_ptrs, ds, mask=within)
+        s = tl.load(s_ptr + (t - 1) * plane + own.at, mask=own.within, other=0.0)
+        V += tl.where(alive[:, None], squash(add_bias(s, bias_ptr, own, J, D), eps, KIND), 0.0)
+        tl.store(to + 2 * t * D, V, mask=own.within)
+    dv = tl.load(dv_ptr + own.at, mask=own.within, other=0.0).to(tl.float32)
+    store_ds(s_ptr + (R - 1) * plane, dv, bias_ptr, out_mask_ptr, state_ptr + (2 * R - 1) * D, own, eps, J, D, R, LAST)
 
 
 @triton.jit(do_not_specialize=["B", "splits"], do_not_specialize_on_alignment=["s_ptr"])
@@ -215,17 +223,11 @@ def update_gradient_kernel(
     J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RB: tl.constexpr, SB: tl.constexpr, R: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    rows = tl.cast(tl.program_id(0), tl.int64) * RB + tl.arange(0, RB)
-    ok = rows < tl.cast(B, tl.int64) * J
-    d = tl.arange(0, DP)
-    within = ok[:, None] & (d < D)[None, :]
-    at = (rows * D)[:, None] + d[None, :]
-    dv = tl.load(G_ptr + at, mask=within, other=0.0)
-    dv += sum_splits(partial_ptr, at, within, splits, tl.cast(B, tl.int64) * J * D, (None,), SB)
-    tl.store(G_ptr + at, dv, mask=within)
-    alive = row_is_valid(out_mask_ptr, rows, ok)
-    to = (rows * (2 * R * D))[:, None] + d[None, :]
-    store_ds(s_ptr + at, dv, bias_ptr, ds_ptr + to, rows, alive, d, within, eps, J, D, KIND)
+    own = own_rows(B, J, D, DP, RB)
+    dv = tl.load(G_ptr + own.at, mask=own.within, other=0.0)
+    dv += sum_splits(partial_ptr, own.at, own.within, splits, tl.cast(B, tl.int64) * J * D, (None,), SB)
+    tl.store(G_ptr + own.at, dv, mask=own.within)
+    store_ds(s_ptr, dv, bias_ptr, out_mask_ptr, ds_ptr, own, eps, J, D, R, KIND)
 
 
 @triton.jit(do_not_specialize=["splits"])
