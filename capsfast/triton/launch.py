@@ -141,24 +141,24 @@ class Call:
         scores = Scores() if self.scores is None else self.scores
         return (self.x, self.weight, self.logits, self.mask, self.out_mask, *scores[1:])
 
-    @functools.cached_property
-    def strides(self) -> tuple[int, ...]:
-        """The strides over samples (or positions) and i, and that of the weight over i. shape() has the others."""
-        w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
-        if self.positions is not None:
-            return (self.x.stride(4), 0, w_i)  # see position_strides
-        return (self.x.stride(0), self.x.stride(1), w_i)
+    @property
+    def sample_stride(self) -> int:
+        """Of x, over samples or positions."""
+        return self.x.stride(0 if self.positions is None else 4)
 
     @functools.cached_property
-    def position_strides(self) -> tuple[int | None, ...]:
-        """What positions need beside strides: how many there are, strides of x over i, j, d, and what its address gains
-        from the last position of b to the first of b + 1, beyond a stride over positions.
+    def walk(self) -> tuple[int | None, ...]:
+        """Arguments of every launch: the stride of x over samples, those of x and the weight over i; what positions
+        need beside, or None; B and I. shape() has the other strides.
 
-        They are arguments of a launch, so that other positions are no other kernel.
+        Of positions that is how many there are, strides of x over i, j, d, and what its address gains from the last
+        position of b to the first of b + 1, beyond a stride over positions: so other positions are no other kernel.
         """
+        w_i = 0 if self.weight is None or self.shared else self.weight.stride(0)
         if self.positions is None:
-            return (None,) * 5
-        return (self.positions, *self.x.stride()[1:4], self.x.stride(0) - self.positions * self.x.stride(4))
+            return (self.sample_stride, self.x.stride(1), w_i, *(None,) * 5, *self.sizes[:2])
+        jump = self.x.stride(0) - self.positions * self.sample_stride
+        return (self.sample_stride, 0, w_i, self.positions, *self.x.stride()[1:4], jump, *self.sizes[:2])
 
     @functools.cached_property
     def precision(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Call:
             inputs,
             samples * I,
             samples * 2 * self.iterations * J * D,
-            samples * self.strides[0] + sum((n - 1) * stride for n, stride in of_x),
+            samples * self.sample_stride + sum((n - 1) * stride for n, stride in of_x),
         ]
         if self.weight is not None:
             j_d_k = zip(self.weight.shape[1:], self.weight.stride()[1:], strict=True)
@@ -235,7 +235,7 @@ class Call:
         if self.common:
             x = (0, x[1])
         if self.positions is not None:
-            x = (0, 0)  # arguments of the launch, see position_strides
+            x = (0, 0)  # arguments of the launch, see walk
         w = (0, 0, 0) if self.weight is None else self.weight.stride()[1:]
         inner = dict(zip(("x_j", "x_d", "w_j", "w_d", "w_k"), (*x, *w), strict=True))
         cut = {"BB": tiles.BB, "JT": tiles.JT, "DP": tiles.DP, "LANES": tiles.LANES, "KP": tiles.KP, "NT": tiles.NT}

@@ -15,8 +15,8 @@ from ..options import PassOptions
 from ..reference.votes_pass import PassParameters
 from . import passes
 from .launch import Call, Scores
-from .passes import Given
-from .routing import Nothing, aligned, zeros
+from .passes import Given, Norms
+from .routing import aligned, zeros
 
 
 class Through(NamedTuple):
@@ -24,8 +24,7 @@ class Through(NamedTuple):
 
     state: Tensor  # [B, J, 1, 2, D]: query and dfirst
     dcoupling: Tensor | None  # [B, I, J]
-    rows: Tensor | None  # [3, B, I]
-    norm: tuple[Tensor | None, ...]  # of normalize="in", as passes.gradient() takes it
+    norms: Norms
     given: Given
 
 
@@ -112,7 +111,7 @@ def forward(
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         sums = passes.update_moments(call, partial, online, factor, norm)
         if norm is not None and weights is not None:
-            passes.coupling(call, call.scores.query, norm, weights)
+            passes.coupling(call, call.scores.query, Norms(None, *norm), weights)
         if norm is not None and return_lse:
             log_sum = _log_sum(norm[0], norm[1])
     assert sums.mass is not None
@@ -154,12 +153,13 @@ def backward(
         state[:, :, 0, 1] = dfirst
     if call.scores.query is not None:
         state[:, :, 0, 0] = call.scores.query
-    norm: tuple[Tensor | None, ...] = Nothing
+    norms = Norms()
     beside = Given(dmass, dsecond, dlse)
     if call.normalize == "in":
         # As in coupling_gradient(); an activation multiplies dc, but not s.
         s = aligned(saved[1]) if call.scores.activation is None else None
-        norm = (*saved[5].unbind(0), _inward_total(call, beside, dfirst, dcoupling, saved, s), s)
+        delta = _inward_total(call, beside, dfirst, dcoupling, saved, s)
+        norms = Norms(None, saved[5][0], saved[5][1], delta, s)
         beside = Given(dmass, dsecond)
     need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
     uniform = call.uniform_start and not need_activation
@@ -168,7 +168,7 @@ def backward(
     if call.normalize == "out" and split_outputs and not uniform:
         rows = call.new(3, B, I)
         passes.row_norm(call, state, dcoupling, rows, True, beside)
-    through = Through(state, dcoupling, rows, norm, beside)
+    through = Through(state, dcoupling, norms._replace(rows=rows), beside)
     of_scores = _score_gradients(call, through, dfirst, saved, need_scores)
     found: tuple[Tensor | None, ...] = (None,) * 5
     if I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse):

@@ -25,6 +25,17 @@ class Given(NamedTuple):
     lse: Tensor | None = None  # [B, I], for normalize="out"
 
 
+class Norms(NamedTuple):
+    """What a softmax takes over the passes before it, float32; in a gradient of several iterations with an axis for
+    these in front."""
+
+    rows: Tensor | None = None  # [3, B, I], for MODE "row_norm": maximum, 1 / sum and sum_j c dc
+    maximum: Tensor | None = None  # [B, J], for MODE "in", as all that follow
+    inverse: Tensor | None = None  # [B, J]: 1 / sum
+    delta: Tensor | None = None  # [B, J]: sum_i c dc, without s . ds + s^2 . dsecond if there is s
+    s: Tensor | None = None  # [B, J, D]: sum_i c x
+
+
 NOTHING = Given()
 Filled = TypeVar("Filled")
 
@@ -62,8 +73,7 @@ def row_norm(
 
     def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
         return None, (
-            *call.tensors, dcoupling, *given, state, rows, *call.strides, *call.position_strides,
-            *call.sizes[:2], chunk, call.tiles("row_norm").groups,
+            *call.tensors, dcoupling, *given, state, rows, *call.walk, chunk, call.tiles("row_norm").groups,
         )  # fmt: skip
 
     _launch_cut(call, "row_norm", row_norm_kernel, cut, WITH_DS=with_ds, R=call.iterations)
@@ -110,7 +120,7 @@ def accumulate(
         return (sums, online), (
             *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
             None if kind == "in" else coupling, lse if kind == "out" else None,
-            *call.strides, *call.position_strides, B, I, chunk,
+            *call.walk, chunk,
         )  # fmt: skip
 
     return _launch_cut(call, "accumulate", accumulate_kernel, cut, MODE=kind)
@@ -129,34 +139,28 @@ def accumulate_gradient(
     call: Call,
     state: Tensor,
     dcoupling: Tensor | None,
-    rows: Tensor | None,
-    norm: tuple[Tensor | None, ...],
+    norms: Norms,
     given: Given = NOTHING,
     wanted: tuple[bool, bool] = (False, False),
 ) -> Sums:
-    """Partial sums over i of db x, which an iteration adds to G, and if wanted of db and of db x^2.
-
-    norm: for softmax "in" maximum, 1 / sum, delta, [B, J] each, and s [B, J, D], as kernels/accumulate.py has them.
-    """
+    """Partial sums over i of db x, which an iteration adds to G, and if wanted of db and of db x^2."""
     kind = mode(call, "accumulate_gradient")
 
     def cut(splits: int, chunk: int) -> tuple[Sums, tuple[Any, ...]]:
         sums = _partial_sums(call, splits, *wanted)
         return sums, (
-            *call.tensors, dcoupling, *given, state, rows, *norm, *sums, *call.strides, *call.position_strides,
-            *call.sizes[:2], chunk,
+            *call.tensors, dcoupling, *given, state, *norms, *sums, *call.walk, chunk,
         )  # fmt: skip
 
     return _launch_cut(call, "accumulate_gradient", accumulate_gradient_kernel, cut, MODE=kind, R=call.iterations)
 
 
-def coupling(call: Call, V: Tensor | None, norm: Tensor, out: Tensor) -> None:
-    """Fills out [B, I, J] for softmax "in". norm: [2, B, J], maximum and 1 / sum."""
+def coupling(call: Call, V: Tensor | None, norms: Norms, out: Tensor) -> None:
+    """Fills out [B, I, J] for softmax "in"."""
 
     def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
         return None, (
-            *call.tensors, V, None, *norm, None, None, None, None, out, None,
-            *call.strides, *call.position_strides, *call.sizes[:2], chunk,
+            *call.tensors, V, *norms[:3], None, None, None, None, out, None, *call.walk, chunk,
         )  # fmt: skip
 
     _launch_cut(call, "accumulate", accumulate_kernel, cut, MODE="in")
@@ -270,8 +274,7 @@ def gradient(
     call: Call,
     state: Tensor,
     dcoupling: Tensor | None,
-    rows: Tensor | None,
-    norm: tuple[Tensor | None, ...],
+    norms: Norms,
     given: Given,
     start: int,
     uniform: bool,
@@ -307,9 +310,8 @@ def gradient(
         dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
         sums = _parts(call, splits, call.logits) if need_logits and call.shared_logits else dl
         return dw, sums, (
-            *call.tensors, dcoupling, *given, state, rows, *norm, factor[0], dx, dw, sums, dactivation, drow,
-            *call.strides, *call.position_strides, B, I, chunk,
-            batch_tiles, tiles.groups, factor[1],
+            *call.tensors, dcoupling, *given, state, *norms, factor[0], dx, dw, sums, dactivation, drow,
+            *call.walk, chunk, batch_tiles, tiles.groups, factor[1],
         )  # fmt: skip
 
     # As in _launch_cut().

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from . import passes
 from .launch import Call
-from .passes import NOTHING
-
-# In place of what softmax "in" alone has: maximum, 1 / sum, delta and s, as kernels/accumulate.py explains them.
-Nothing: tuple[None, None, None, None] = (None, None, None, None)
+from .passes import NOTHING, Norms
 
 
 def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,7 +41,7 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
         passes.update(call, sums.first, online, factor, V, s[t], kept, None if last else following, v if last else None)
         V = V if last else following
     if return_coupling and inward:
-        passes.coupling(call, V, norm[:, -1], coupling)
+        passes.coupling(call, V, Norms(None, *norm[:, -1]), coupling)
     return v, coupling, s, norm
 
 
@@ -71,13 +68,14 @@ def backward(
         delta = call.zeros(r, B, J)
         delta[-1] = call.over_inputs(coupling.float() * dcoupling)
 
-    def norm_of(t: int | slice) -> tuple[Tensor | None, ...]:
-        return (norm[0, t], norm[1, t], None if delta is None else delta[t], s[t]) if inward else Nothing
-
     start = 0 if call.agreement else r - 1
     first_varied = max(start, 1) if call.uniform_start else start
     split_outputs = not inward and any(call.tiles(kernel).groups > 1 for kernel in ("accumulate_gradient", "gradient"))
     rows = call.new(r, 3, B, I) if split_outputs else None
+    norms = Norms(rows, norm[0], norm[1], delta, s) if inward else Norms(rows)
+
+    def norms_of(t: int) -> Norms:
+        return Norms(*(None if each is None else each[t] for each in norms))
 
     def of_last(t: int) -> Tensor | None:
         return dcoupling if t == r - 1 else None
@@ -90,8 +88,7 @@ def backward(
     if start == 0 and r > 1:
         G: Tensor | None = None
         for t in range(r - 1, 0, -1):
-            row = None if rows is None else rows[t]
-            partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), row, norm_of(t)).first
+            partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), norms_of(t)).first
             if G is None:
                 # What the first of these passes adds is added to its own last part, which needs no zeros.
                 G, partial = partial[-1], partial[:-1]
@@ -108,8 +105,7 @@ def backward(
         )
     elif need_x or need_weight or need_logits:
         uniform = start == 0 and call.uniform_start
-        norms = norm_of(slice(None))
-        found = passes.gradient(call, state, dcoupling, rows, norms, NOTHING, start, uniform, needed[:3])
+        found = passes.gradient(call, state, dcoupling, norms, NOTHING, start, uniform, needed[:3])
         dx, dweight, dlogits = (
             new if new is not None else old for new, old in zip(found, (dx, dweight, dlogits), strict=True)
         )
