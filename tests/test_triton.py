@@ -28,8 +28,8 @@ if not toolchain.why_no_triton():
     from capsfast.triton import config, occupancy, replay
     from capsfast.triton.config import Choice
     from capsfast.triton.kernels.accumulate import accumulate_gradient_kernel
+    from capsfast.triton.kernels.arguments import Shape
     from capsfast.triton.kernels.stores import add_weight_gradient
-    from capsfast.triton.kernels.tiles import Shape
 
     @triton.jit
     def store_weight_gradient(at, value_ptr, K: tl.constexpr) -> None:

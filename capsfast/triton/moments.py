@@ -14,8 +14,9 @@ from torch import Tensor
 from ..options import PassOptions
 from ..reference.votes_pass import PassParameters
 from . import passes
+from .kernels.arguments import Norms
 from .launch import Call, Scores
-from .passes import Given, Norms
+from .passes import Given
 from .routing import aligned, zeros
 
 
@@ -195,7 +196,7 @@ def _inward_total(
 ) -> Tensor:
     """sum_i c dc - dlse [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these.
 
-    s: the first moment if s . dfirst + s^2 . dsecond is left out, as kernels/accumulate.py takes it off dc.
+    s: the first moment if s . dfirst + s^2 . dsecond is left out, as kernels/coefficients.py takes it off dc.
     """
     B, _, J, *_ = call.sizes
     mass, first, second, weights, *_ = saved

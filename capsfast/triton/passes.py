@@ -10,6 +10,7 @@ from ..options import NO_SQUASH, Options, PassOptions
 from . import occupancy
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
+from .kernels.arguments import Norms
 from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import row_norm_kernel
 from .kernels.update import add_up_kernel, moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
@@ -23,17 +24,6 @@ class Given(NamedTuple):
     mass: Tensor | None = None  # [B, J]
     second: Tensor | None = None  # [B, J, D]
     lse: Tensor | None = None  # [B, I], for normalize="out"
-
-
-class Norms(NamedTuple):
-    """What a softmax takes over the passes before it, float32; in a gradient of several iterations with an axis for
-    these in front."""
-
-    rows: Tensor | None = None  # [3, B, I], for MODE "row_norm": maximum, 1 / sum and sum_j c dc
-    maximum: Tensor | None = None  # [B, J], for MODE "in", as all that follow
-    inverse: Tensor | None = None  # [B, J]: 1 / sum
-    delta: Tensor | None = None  # [B, J]: sum_i c dc, without s . ds + s^2 . dsecond if there is s
-    s: Tensor | None = None  # [B, J, D]: sum_i c x
 
 
 NOTHING = Given()

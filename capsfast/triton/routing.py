@@ -6,8 +6,9 @@ All launches go to the current stream, and nothing waits for a result, so that a
 from torch import Tensor
 
 from . import passes
+from .kernels.arguments import Norms
 from .launch import Call
-from .passes import NOTHING, Norms
+from .passes import NOTHING
 
 
 def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

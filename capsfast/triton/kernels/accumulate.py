@@ -9,9 +9,10 @@ the order in which programs run.
 import triton
 import triton.language as tl
 
+from .arguments import Given, Inputs, Norms, Shape
 from .coefficients import agreement, coefficients
-from .softmax import Norms, couple, exponential, finite_or_zero, scaled
-from .tiles import Given, Inputs, Shape, batch_rows, first_tile, per_input, store_pairs, valid_outputs, zeros
+from .softmax import couple, exponential, finite_or_zero, scaled
+from .tiles import batch_rows, first_tile, per_input, store_pairs, valid_outputs, zeros
 from .vectors import further, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
 from .votes import input_capsule, reread, routing_logits, votes_about_center
 
@@ -61,7 +62,7 @@ def accumulate_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     V_ptr,  # [B, J, D] float32, if QUERY
-    rows_ptr, norm_ptr, inverse_ptr,  # see softmax.Norms; for MODE "in" known after all sums, for a second pass
+    rows_ptr, norm_ptr, inverse_ptr,  # see arguments.Norms; for MODE "in" known after all sums, for a second pass
     partial_ptr,  # [splits, B, J, D] float32, out: sum_i c x, or None in that
     online_ptr,  # [2, splits, B, J] float32, out for MODE "in": maximum and sum of exponentials
     mass_ptr,  # [splits, B, J] float32, out: sum_i c, or None
@@ -155,7 +156,7 @@ def accumulate_kernel(
             maximum = maxima
             total = totals
         elif MODE != "uniform":
-            norms = Norms(rows_ptr, norm_ptr, inverse_ptr, None, None)
+            norms = Norms(rows_ptr, norm_ptr, inverse_ptr)
             c, log_sum = couple(b, norms, inputs, rows, here, known, first, T, MODE)
             if lse_ptr is not None:
                 tl.store(lse_ptr + (rows.first * I + here.i) + rows.local * I, log_sum, mask=rows.once)
@@ -188,7 +189,7 @@ def accumulate_gradient_kernel(
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
     state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
-    rows_ptr, norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # of this iteration, see softmax.Norms
+    rows_ptr, norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # of this iteration, see arguments.Norms
     partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None

@@ -16,9 +16,10 @@ ds_t are loaded twice, once for the coefficients c_t and db_t and once for the s
 import triton
 import triton.language as tl
 
+from .arguments import Given, Inputs, Norms, Shape
 from .coefficients import agreement, coefficients
 from .products import together, votes_to_inputs, votes_to_weights
-from .softmax import Norms, over_tiles, scaled
+from .softmax import over_tiles, scaled
 from .stores import (
     add_common_votes_gradient,
     add_input_gradient,
@@ -28,9 +29,6 @@ from .stores import (
     store_votes_gradient,
 )
 from .tiles import (
-    Given,
-    Inputs,
-    Shape,
     batch_rows,
     batch_tiles,
     first_tile,
@@ -135,7 +133,7 @@ def gradient_kernel(
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
     state_ptr,  # V and ds of every iteration, [B, J, R, 2, D] float32, so that offsets between them are constants
-    rows_ptr, norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # [R, ...] of all iterations, see softmax.Norms
+    rows_ptr, norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # [R, ...] of all iterations, see arguments.Norms
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], [B, I, 1, D] if COMMON, or None
     dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None

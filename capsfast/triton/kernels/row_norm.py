@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
+from .arguments import Given, Inputs, Shape
 from .softmax import exponential, finite_or_zero, inverse
-from .tiles import Given, Inputs, Shape, batch_rows, per_input, valid_outputs, where_valid
+from .tiles import batch_rows, per_input, valid_outputs, where_valid
 from .vectors import load_vectors, vector_tile
 from .votes import coupling_gradient, input_capsule, routing_logits, votes_about_center
 

@@ -5,8 +5,6 @@ hold some of them. MODE "in": softmax over the input capsules. MODE "sigmoid": o
 are the coupling.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -65,16 +63,6 @@ def over_outputs(b, T: tl.constexpr):
     for n in tl.static_range(T.NT):
         c = c + (exponentials[n] * scale,)
     return c, tl.where(total == 0.0, float("-inf"), m + tl.log(total))
-
-
-class Norms(NamedTuple):
-    """What a softmax takes over the passes before it. Pointers, float32."""
-
-    rows: Any  # [3, B, I], for MODE "row_norm": maximum, 1 / sum and sum_j c dc; or a given log-sum-exp, 1 and 0
-    maximum: Any  # [B, J], for MODE "in", as all that follow
-    inverse: Any  # [B, J]: 1 / sum
-    delta: Any  # [B, J] or None: sum_i c dc, without s . ds + s^2 . dsecond if there is s
-    s: Any  # [B, J, D] or None: sum_i c x
 
 
 @triton.jit

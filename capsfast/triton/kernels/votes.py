@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
+from .arguments import Capsule
 from .products import product
 from .tiles import (
-    Capsule,
     below,
     columns,
     components,
