@@ -1,5 +1,6 @@
 """How Triton kernels are cut: tiles, splits, the table of tile sizes, and tune, which measures others."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,23 @@ def test_splits_cover_all_input_capsules(B: int, I: int, shared: bool) -> None:
     assert splits == 1 or chunks * splits <= 528
     # Partial dW: at most a few times the weight, or what the device has programs for.
     assert chunks * splits <= 528 if shared else splits * I <= max(4 * I, 2 * 528 * 8)
+
+
+@pytest.mark.parametrize("least", [8, 16])
+@pytest.mark.parametrize("kernel", ["accumulate", "gradient"])
+def test_a_warp_has_columns_enough_for_a_product_over_them(
+    kernel: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of du, in which Triton up to 3.8 sums over no fewer than 16 float32 numbers: outputs may have fewer of them."""
+    monkeypatch.setattr(config, "SMALLEST_K", {4: least, 2: 16})
+    try:
+        for J, D, itemsize in itertools.product((1, 2, 3, 10, 40), (1, 2, 4, 8, 16, 64), (2, 4)):
+            config.tiles.cache_clear()
+            cut = config.tiles(kernel, Layer(J, D, 8, itemsize), config.TABLE[kernel])
+            columns = 4 * cut.DP // cut.LANES
+            assert columns >= least, (J, D, cut)
+    finally:
+        config.tiles.cache_clear()
 
 
 # Of a launch: how it is cut.

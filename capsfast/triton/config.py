@@ -18,7 +18,8 @@ import triton
 # padded. Of votes with positions, 16 are whole sectors of memory; with 32 the outputs would sooner need row_norm,
 # which reads all votes again.
 ROWS = 16
-# The smallest K of tl.dot, by bytes of an element. Triton up to 3.8 requires 16 for all dtypes, later ones 32 bytes.
+# The fewest that tl.dot sums over, by bytes of an element. Triton up to 3.8 requires 16 of all dtypes, later ones 32
+# bytes.
 SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16, 2: 16}
 # A larger K is taken in steps of this size, as the tiles of W of a step have to fit the registers.
 LARGEST_K = 32
@@ -177,7 +178,8 @@ def _cut(J: int, D: int, across: int) -> tuple[int, int, int, int]:
     found = []
     for log in range(3 + across.bit_length() - 1):
         LANES = 1 << log
-        DP = max(power_of_two(D), 2 * LANES)
+        # A warp has 4 DP / LANES columns of a row, over which the product of dvotes and the weight is summed.
+        DP = max(power_of_two(D), SMALLEST_K[4] * LANES // 4)
         JT = 4 * across // LANES
         NT = -(-J // JT)
         # Of the same padding a tile of 32 columns.

@@ -196,7 +196,7 @@ def _inward_total(
 ) -> Tensor:
     """sum_i c dc - dlse [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these.
 
-    s: the first moment if s . dfirst + s^2 . dsecond is left out, as kernels/coefficients.py takes it off dc.
+    s: the first moment if s . dfirst + s^2 . dsecond is left out, as kernels/votes.py takes it off dc.
     """
     B, _, J, *_ = call.sizes
     mass, first, second, weights, *_ = saved

@@ -40,7 +40,7 @@ def release() -> str:
 
 
 def name(row: Row) -> str:
-    return "uniform" if row["mode"] == "uniform" else str(row["kernel"]).removesuffix("_kernel")
+    return row["mode"] if row["mode"] in ("uniform", "coupling") else str(row["kernel"]).removesuffix("_kernel")
 
 
 def passes(rows: Iterable[Row], dtype: str, capability: int) -> dict[str, Row]:

@@ -83,23 +83,21 @@ class Norms(NamedTuple):
 
 class Rows(NamedTuple):
     """The samples of a tile: the number of the first, of every row from there on [BB], and how many there are from
-    there on. x: the pointer from which strides lead to them. pose: the rows of a pose [PP]. inside: which rows exist;
-    once: of these the first of every sample."""
+    there on. x: the pointer from which strides lead to them. inside: which rows exist; once: of these the first of
+    every sample."""
 
     first: Any
     local: Any
     count: Any
     x: Any
-    pose: Any
     inside: Any
     once: Any
 
 
 class Capsule(NamedTuple):
-    """An input capsule: its number in 32 bits and in 64, which samples have it [BB], the first KP components of its
+    """An input capsule: its number in 64 bits, which samples have it [BB], the first KP components of its
     poses [BB, KP] unless votes are given, and the pointer to the weights."""
 
-    i32: Any
     i: Any
     ok: Any
     u: Any

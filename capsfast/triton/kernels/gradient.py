@@ -2,9 +2,9 @@
 
 V_t is what iteration t scored with; t counts from 0, so V_0 = 0. Program (split, chunk) has the input capsules of its
 chunk and the batch tiles of its split. No other program writes du of these, or dW of these input capsules in
-partial[split]; tiles of outputs and of the batch after the first are added to what it stored before. So there are no
-atomics, and no sum depends on the order in which programs run. passes.py adds up the splits of dW in order. A weight
-that all input capsules share has a partial dW per program.
+partial[split]; groups of outputs and tiles of the batch after the first are added to what it stored before. So there
+are no atomics, and no sum depends on the order in which programs run. passes.py adds up the splits of dW in order. A
+weight that all input capsules share has a partial dW per program.
 
 A routing pass is one iteration. V is its query, ds the gradient of its first moment, and with x, the votes about a
 center, dvotes = c (ds + 2 dsecond x) + db (V - precision x).

@@ -1,4 +1,5 @@
-"""What the gradient pass writes. Tiles of outputs and of the batch after the first are added to what is there."""
+"""What the gradient pass writes. Groups of outputs and tiles of the batch after the first are added to what is there.
+"""
 
 import triton
 import triton.language as tl

@@ -53,7 +53,7 @@ def batch_rows(tile, inputs, T: tl.constexpr):
         pose = pose_rows(1, T)
         inside = inside & (pose < T.P)
         once = once & (pose == 0)
-    return Rows(first, local, count, x, tl.arange(0, T.PP), inside, once)
+    return Rows(first, local, count, x, inside, once)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ def input_capsule(inputs, rows, i32, T: tl.constexpr, SHARED: tl.constexpr = Fal
     else:
         w = reread(inputs.w, i32, SHARED and T.J * T.D * T.K > 4096)
         u = pose_tile(inputs, rows, ok, i, 0, T, T.KP)
-    return Capsule(i32, i, ok, u, w)
+    return Capsule(i, ok, u, w)
 
 
 @triton.jit
