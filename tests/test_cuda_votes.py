@@ -296,7 +296,7 @@ def test_a_sum_of_the_logits_over_samples_goes_to_the_general_kernels() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usual(dtype=[torch.float32], case=CASES[:2])
+@pytest.mark.usual(dtype=[torch.float32], case=CASES[1:2])
 def test_a_sample_too_large_for_a_block_goes_to_the_general_kernels(case: Case, dtype: torch.dtype) -> None:
     problem = votes_of((2, 40 * 1024 // dtype.itemsize // 16, 4, 16), case, dtype)
     check_general(problem, clusters=False, shared_bytes=99 * KIB)
