@@ -454,15 +454,12 @@ def test_only_the_first_call_of_a_layer_compiles() -> None:
     assert other_batch["kernels"] == 0
 
 
-# CPU seconds of Triton and ptxas for the kernel that has all iterations in it, of twelve of them to three.
-TWELVE_TO_THREE = 1.25
-
-
 def test_many_iterations_do_not_take_long_to_compile() -> None:
+    """The kernel that has all iterations in it has them in a loop, so it has no more to compile."""
     layer = {"shape": [32, 64, 4, 8, 8], "dtype": "float32", "kernels": ["gradient_kernel"]}
     calls = {f"r={r}": {**layer, "case": {"coupling": False, "num_iterations": r}} for r in (3, 12)}
-    three, twelve = (row["seconds"] for row in result(start(calls, "seconds")))
-    assert twelve <= TWELVE_TO_THREE * three, (three, twelve)
+    three, twelve = (row["operations"] for row in result(start(calls, "90")))
+    assert twelve == three > 100
 
 
 def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:
