@@ -226,6 +226,7 @@ SPILLS = {
     ("J=100, logits", "gradient_kernel"): 50,
     ("EM", "accumulate_gradient_kernel"): 10,
     ("EM, in", "accumulate_gradient_kernel"): 10,
+    ("EM, in", "gradient_kernel"): 12,
     ("EM, J=1000", "accumulate_gradient_kernel"): 10,
     ("EM, J=1000", "gradient_kernel"): 40,
     ("K=64", "gradient_kernel"): 40,
