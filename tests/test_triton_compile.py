@@ -220,7 +220,7 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
         assert all(name.startswith("mma.sync") for name in row["mma"]), text(row)
 
 
-# Accesses to spilled registers in a loop: groups of many outputs, second moments, and all options at once.
+# Accesses to spilled registers in a loop: groups of many outputs, second moments, K above 32, and all options at once.
 SPILLS = {
     ("J=100, logits", "accumulate_gradient_kernel"): 16,
     ("J=100, logits", "gradient_kernel"): 50,

@@ -2,6 +2,8 @@
 
 Triton's cache of compiled kernels knows the text of kernels and their functions, not of these classes. A field that is
 added or moved has to change the calls, which are positional, and so changes that text.
+
+Every kernel makes its own, in the same lines: with Triton 3.6 a function cannot return a tuple with None in it.
 """
 
 from typing import Any, NamedTuple

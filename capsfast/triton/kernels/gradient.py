@@ -262,7 +262,7 @@ def gradient_kernel(
                     dw_at = None if dw_ptr is None else dw_ptr + owner * (J * C * K)
                     for k0 in range(0, K, KB):
                         add_products(inputs, dx, rows, here, k0, first, dx_ptr, dw_at, stored, T, KB, BACK_DOT, False)
-                    if SHARED:
+                    if SHARED and dw_ptr is not None:
                         # The next input capsule adds to this dW, which other threads may have stored.
                         tl.debug_barrier()
             # The next tile or group adds to what other threads may have stored.
