@@ -25,7 +25,7 @@ if not toolchain.why_no_triton():
     import triton
     import triton.language as tl
 
-    from capsfast.triton import config, occupancy, replay
+    from capsfast.triton import config, occupancy, passes, replay
     from capsfast.triton.config import Choice
     from capsfast.triton.kernels.accumulate import accumulate_gradient_kernel
     from capsfast.triton.kernels.arguments import Shape
@@ -132,6 +132,53 @@ def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor])
         assert relative_l2(value.double(), truth) < 1e-4
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(num_iterations=2, bias=True),
+        Case(logits="BIJ", mask=True, out_mask=True, leaky=True),
+        Case(num_iterations=4, shared=True),
+        Case(softmax="in", poses=2),
+        Case(gradient="last"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V and ds of all iterations and a tile of outputs, or all outputs and nothing else, or neither."""
+    problem = make((17, 3, 11, 8, 4), case, dtype=dtype)
+    found = run(problem, "triton")
+    for held, columns in ((0, 48), (0, 160), (1000, 160)):
+        monkeypatch.setattr(passes, "MOST_HELD", held)
+        for kernel in ("gradient", "gradient once"):
+            monkeypatch.setitem(config.TABLE, kernel, config.TABLE[kernel]._replace(columns=columns))
+        for name, value in run(problem, "triton").items():
+            assert relative_l2(value.double(), found[name].double()) < 16 * torch.finfo(dtype).eps, (
+                name,
+                held,
+                columns,
+            )
+
+
+@pytest.mark.parametrize("common", [False, True], ids=["u", "votes of all outputs"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_over_groups_of_outputs_are_rounded_once(dtype: torch.dtype, common: bool) -> None:
+    """What half of the outputs adds to a gradient, the other half takes away."""
+    B, I, J, D = 3, 2, 400, 3
+    half = (torch.rand(1, J // 2, D) + 1).expand(B, -1, -1)
+    weight = (torch.rand(I, J // 2, D, 4) / 4).repeat(1, 2, 1, 1).to(dtype)
+    x = torch.rand((B, I, 1, D) if common else (B, I, 4)).to(dtype).requires_grad_()
+
+    def gradient(dv: torch.Tensor) -> float:
+        if common:
+            v = capsfast.route_votes(x, bias=torch.zeros(J, D, dtype=dtype), num_iterations=1, backend="triton")
+        else:
+            v = capsfast.dynamic_routing(x, weight, num_iterations=1, backend="triton")
+        return float(torch.autograd.grad(v, x, dv.to(dtype))[0].abs().max())
+
+    assert gradient(torch.cat([half, -half], 1)) < 1e-5 * gradient(torch.cat([half, 0 * half], 1))
+
+
 def test_votes_of_the_positions_of_one_sample() -> None:
     """Its sums are a view of a tensor whose positions are behind."""
 
@@ -152,8 +199,9 @@ def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
         return capsfast.routing_pass(**dict(zip(names, inputs, strict=True)), normalize=how, backend=backend).first
 
     u, weight = torch.randn(3, 2, 8), torch.randn(2, J, D, 8) * 0.2
-    cut = config.tiles("gradient", config.Layer(J, D, 8, 4), config.TABLE["gradient quadratic"])
-    assert cut.groups * cut.NT * cut.JT > J and J % cut.JT == 0
+    for kernel in ("accumulate", "accumulate_gradient"):
+        cut = config.tiles(kernel, config.Layer(J, D, 8, 4), config.TABLE[f"{kernel} quadratic"])
+        assert cut.groups * cut.NT * cut.JT > J and J % cut.JT == 0
     gradients(first, [u, weight, query, center, torch.rand(3, 2)])
 
 
@@ -279,6 +327,12 @@ ACCUMULATE, MOMENTS, SUMS, GRADIENT = (
                 *("row_norm_kernel", f"{SUMS} row_norm", MOMENTS, f"{GRADIENT} row_norm"),
             ],
         ),
+        # What the last kernel needs of all outputs, the one before it has found.
+        (
+            QUADRATIC,
+            20,
+            [f"{ACCUMULATE} out", MOMENTS, f"{SUMS} out", MOMENTS, f"{GRADIENT} row_norm"],
+        ),
     ],
     ids=str,
 )
@@ -287,6 +341,29 @@ def test_what_a_pass_launches(case: PassCase, J: int, kernels: list[str], monkey
 
 
 ITERATION = ["accumulate_kernel out", "update_kernel"]
+BACK = [f"{SUMS} out", "update_gradient_kernel"]
+BACK_IN_GROUPS = ["row_norm_kernel", f"{SUMS} row_norm", "update_gradient_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("case", "J", "kernels"),
+    [
+        (Case(), 20, [*BACK, *BACK, f"{GRADIENT} row_norm"]),
+        # All outputs fit.
+        (Case(), 3, [*BACK, *BACK, f"{GRADIENT} out"]),
+        # Nothing before the last kernel has the first iteration, or any if it is alone.
+        (Case(logits="BIJ"), 20, [*BACK, *BACK, "row_norm_kernel", f"{GRADIENT} row_norm"]),
+        (Case(gradient="last"), 20, [f"{GRADIENT} out"]),
+        (Case(gradient="last"), 400, ["row_norm_kernel", f"{GRADIENT} row_norm"]),
+        (Case(), 400, [*BACK_IN_GROUPS, *BACK_IN_GROUPS, f"{GRADIENT} row_norm"]),
+        (Case(softmax="in"), 20, [f"{SUMS} in", BACK[1], f"{SUMS} in", BACK[1], f"{GRADIENT} in"]),
+    ],
+    ids=str,
+)
+def test_what_a_backward_launches(case: Case, J: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launches(make((2, 2, J, 3, 2), case, dtype=torch.float32), monkeypatch)
+    launched = launched[launched.index("restore_kernel") + 1 :]
+    assert [name for name in launched if name != "add_up_kernel"] == kernels
 
 
 @pytest.mark.parametrize(

@@ -222,16 +222,14 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
 
 # Accesses to spilled registers in a loop: groups of many outputs, second moments, K above 32, and all options at once.
 SPILLS = {
-    ("J=100, logits", "accumulate_gradient_kernel"): 16,
-    ("J=100, logits", "gradient_kernel"): 50,
     ("EM", "accumulate_gradient_kernel"): 10,
     ("EM, in", "accumulate_gradient_kernel"): 10,
-    ("EM, in", "gradient_kernel"): 12,
     ("EM, J=1000", "accumulate_gradient_kernel"): 10,
-    ("EM, J=1000", "gradient_kernel"): 40,
-    ("K=64", "gradient_kernel"): 40,
     ("softmax in", "accumulate_gradient_kernel"): 8,
-    ("softmax in", "gradient_kernel"): 14,
+    ("softmax in", "gradient_kernel"): 8,
+    ("shared weight", "gradient_kernel"): 12,
+    ("D=512", "gradient_kernel"): 14,
+    ("r=5", "gradient_kernel"): 24,
 }
 
 
@@ -243,7 +241,7 @@ def test_no_register_spills(rows: list[Row]) -> None:
         spills = SPILLS.get((row["name"], row["kernel"]))
         assert row["spills"] <= max(spills or 0, of_its_own_accord), text(row)
         # Outside of the loops a few addresses.
-        assert row["stack"] <= (128 if spills is None else 768), text(row)
+        assert row["stack"] <= (208 if spills is None else 768), text(row)
 
 
 def test_shared_memory_within_the_device(rows: list[Row]) -> None:
@@ -456,11 +454,12 @@ def test_only_the_first_call_of_a_layer_compiles() -> None:
 
 
 def test_many_iterations_do_not_take_long_to_compile() -> None:
-    """The kernel that has all iterations in it has them in a loop, so it has no more to compile."""
+    """The kernel that has all iterations in it has them in a loop, but for the few whose V and ds it keeps."""
     layer = {"shape": [32, 64, 4, 8, 8], "dtype": "float32", "kernels": ["gradient_kernel"]}
-    calls = {f"r={r}": {**layer, "case": {"coupling": False, "num_iterations": r}} for r in (3, 12)}
-    three, twelve = (row["operations"] for row in result(start(calls, "90")))
-    assert twelve == three > 100
+    calls = {f"r={r}": {**layer, "case": {"coupling": False, "num_iterations": r}} for r in (5, 6, 48)}
+    five, six, many = (row["operations"] for row in result(start(calls, "90")))
+    assert many == six > 100
+    assert five <= OPERATIONS
 
 
 def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:

@@ -25,6 +25,9 @@ SMALLEST_K = {4: 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 
 LARGEST_K = 32
 # Columns that an output is worth whose dot products cross warps, see _cut().
 EXCHANGE = 16
+# Columns of a warp that one tile fewer is worth in the gradient pass, as each loads u and adds to du. Only up to 32: of
+# wider ones V and ds find no room.
+TURN = 8
 # Loads are pipelined if the tiles that are loaded ahead take no more bytes of shared memory than this. A program may
 # have 99 KiB on every GPU from 8.0 on (that much on 8.6, 8.9 and 12.0); changes of layout need some of it.
 SHARED = 64 * 1024
@@ -52,16 +55,18 @@ TABLE = {
     # four warps together, which wait for each other.
     "accumulate": Choice(160, 8, down=2),
     "accumulate_gradient": Choice(160, 8, down=2),
-    # Votes and dvotes in as many registers. V and ds of three iterations are 100 KiB for 32 samples, which the input
-    # capsules of a chunk should find in L1, if the programs of a multiprocessor have the same samples (not measured).
-    # dW of a chunk, which every batch tile adds to, stays in L2.
-    "gradient": Choice(160, 8, chunk=8, down=2),
+    # After accumulate_gradient, one tile after the other: of 32 columns a warp keeps V and ds of three iterations in 80
+    # registers while it takes the input capsules of a chunk. Else it loads them for every one, 100 KiB for 32 samples.
+    # What tiles after the first are added to, du of the chunk, and dW, to which every batch tile adds, stay in L2.
+    "gradient": Choice(48, 8, chunk=8, down=2),
+    # Of a single iteration. Loading V and ds is less than what every tile costs, so if it can it has all outputs.
+    "gradient once": Choice(160, 8, chunk=8, down=2),
     # Takes one tile after the other and keeps only a few numbers per row.
     "row_norm": Choice(160, 8, down=2),
     # A pass with precision, center or second moments has second sums, or reads two more vectors.
     "accumulate quadratic": Choice(80, 8, down=2),
     "accumulate_gradient quadratic": Choice(80, 8, down=2),
-    "gradient quadratic": Choice(80, 8, chunk=8, down=2),
+    "gradient quadratic": Choice(48, 8, chunk=8, down=2),
     # Votes that are read lie in registers as memory has them: 16 columns of a tile are a warp's. Sums, votes and V
     # of 80 columns are 40 registers each.
     "accumulate votes": Choice(80, 8),
@@ -87,6 +92,11 @@ class Tiles(NamedTuple):
     groups: int
     warps: int
     stages: int
+
+    @property
+    def columns(self) -> int:
+        """Of a warp."""
+        return self.NT * self.JT * self.DP * self.BB // (ROWS * self.warps)
 
     @property
     def launch(self) -> dict[str, int]:
@@ -129,7 +139,7 @@ def _of_votes(kernel: str, layer: Layer, choice: Choice) -> Tiles:
             break
         warps *= 2
     NT, groups = _groups(kernel, NT, max(1, choice.columns * warps // columns))
-    return Tiles(ROWS, JT, DP, 0, 1, NT, groups, warps, 3 if kernel != "gradient" else 1)
+    return Tiles(ROWS, JT, DP, 0, 1, NT, groups, warps, 3 if not kernel.startswith("gradient") else 1)
 
 
 def _groups(kernel: str, NT: int, fit: int) -> tuple[int, int]:
@@ -141,15 +151,17 @@ def _groups(kernel: str, NT: int, fit: int) -> tuple[int, int]:
 def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     """Of votes that are a product: a warp has whole rows, or if these are too long, the columns of whole outputs."""
     J, D, K, itemsize, _, poses = layer
+    apart = kernel == "gradient"  # need not have all outputs
     rows = max(ROWS, power_of_two(poses))
     # What a warp may hold is counted in rows of one mma. Of a larger K it also holds more of W, of a shared weight dW.
-    more = K > 16 or (kernel == "gradient" and layer.shared)
+    more = not apart and (K > 16 or (kernel == "gradient once" and layer.shared))
     held = choice.columns * ROWS // rows // (2 if more else 1)
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
     across = 1
     while True:
-        DP, LANES, JT, NT = _cut(J, D, across)
-        if held * across >= NT * JT * DP or across == choice.warps:
+        DP, LANES, JT, NT = _cut(J, D, across, TURN if apart else 0)
+        # Or one tile, which may have twice as many.
+        if held * across >= (JT * DP // 2 if apart else NT * JT * DP) or across == choice.warps:
             break
         across *= 2
     columns = JT * DP
@@ -164,12 +176,12 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     # Bytes that Triton's pipeline keeps in shared memory: u and all tiles of W, twice, for at most two steps of K.
     steps = min(2, -(-K // KP))
     pipeline = 2 * (NT * columns + BB) * KP * steps * itemsize
-    # Not in the gradient pass: Triton would also pipeline V and ds of every iteration, 330 KiB at J=10, D=16.
-    pipelined = pipeline <= SHARED and kernel != "gradient"
+    # If it loads V and ds, these would be pipelined too, 330 KiB at J=10, D=16.
+    pipelined = pipeline <= SHARED and kernel != "gradient once"
     return Tiles(BB, JT, DP, LANES, KP, NT, groups, across * BB // ROWS, 2 if pipelined else 1)
 
 
-def _cut(J: int, D: int, across: int) -> tuple[int, int, int, int]:
+def _cut(J: int, D: int, across: int, turn: int) -> tuple[int, int, int, int]:
     """(DP, LANES, JT, NT) of tiles that as many warps have, with the fewest columns of padding.
 
     Outputs with more than four lanes are spread over warps. Their dot products go through shared memory, which costs as
@@ -184,6 +196,7 @@ def _cut(J: int, D: int, across: int) -> tuple[int, int, int, int]:
         NT = -(-J // JT)
         # Of the same padding a tile of 32 columns.
         columns = NT * JT * (DP + (EXCHANGE if LANES > 4 else 0))
+        columns += NT * turn * across * max(1, JT * DP // (32 * across))
         found.append((columns, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
     return min(found)[2:]
 

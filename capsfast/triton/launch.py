@@ -14,8 +14,6 @@ from ..positions import to_samples
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
 
-# The kernels that make votes.
-KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm")
 # Sums are cut into no more parts: of a small batch few programs add them up, one part after the other.
 MOST_SPLITS = 256
 # Bytes of the partial dW of a shared weight.
@@ -176,13 +174,13 @@ class Call:
     def wide(self) -> bool:
         """WIDE: whether offsets within the samples of a tile, all outputs and all K may need 64 bits."""
         B, I, J, D, K = self.sizes
-        samples, positions = max(self.tiles(kernel).BB for kernel in KERNELS), self.positions
+        samples, positions = max(2 * config.ROWS, power_of_two(self.poses)), self.positions
         # The gradients of inputs and logits, numbers [B, I], and V and ds of all iterations.
         inputs = samples * I * max(J * D, self.poses * K) if positions is None else samples + J * D * positions
         of_x = zip(self.x.shape[2:4], self.x.stride()[2:4], strict=True)
         reach = [
             inputs,
-            samples * I,
+            samples * I * 4,  # arguments.Norms.rows
             samples * 2 * self.iterations * J * D,
             samples * self.sample_stride + sum((n - 1) * stride for n, stride in of_x),
         ]
@@ -210,6 +208,7 @@ class Call:
         return Layer(J, D // self.poses, K, self.x.element_size(), self.shared, self.poses)
 
     def choice(self, kernel: str) -> Choice:
+        """kernel: as in config.TABLE, without what the call is of."""
         name = f"{kernel} votes" if self.votes_given else kernel
         if self.quadratic and f"{name} quadratic" in config.TABLE:
             name = f"{name} quadratic"
@@ -225,8 +224,8 @@ class Call:
     def masked(self, tiles: Tiles) -> bool:
         """MASKED: whether kernels have to ask which pairs are valid, see where_valid() in kernels/tiles.py."""
         center = None if self.scores is None else self.scores.center
-        grouped = tiles.groups > 1 and self.sizes[2] % (tiles.NT * tiles.JT) > 0  # the last group has tiles outside
-        return grouped or any(value is not None for value in (self.mask, self.out_mask, center))
+        outside = tiles.groups * tiles.NT * tiles.JT - self.sizes[2] >= tiles.JT  # the last group has whole tiles there
+        return outside or any(value is not None for value in (self.mask, self.out_mask, center))
 
     def shape(self, tiles: Tiles) -> dict[str, int]:
         """Sizes and inner strides, which are compile-time constants: then offsets in a tile need no registers."""
@@ -256,18 +255,19 @@ class Call:
         chunk = cdiv(max(I, 1), min(max(1, wanted // others), MOST_SPLITS, max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
-    def split_gradient(self, programs: int) -> tuple[int, int, int, int]:
+    def split_gradient(self, kernel: str, programs: int) -> tuple[int, int, int, int]:
         """(chunks, input capsules of a chunk, splits of the batch, batch tiles of a split) for the gradient pass."""
         B, I, *_ = self.sizes
-        wanted = math.ceil(programs * self.choice("gradient").waves)
+        choice = self.choice(kernel)
+        wanted = math.ceil(programs * choice.waves)
         if self.shared:
             # A shared weight has a partial dW per program, so no more programs are made than fill the device.
             assert self.weight is not None
             wanted = min(wanted, max(1, MOST_PARTIAL_WEIGHTS // (4 * max(1, self.weight[0].numel()))))
         fair = cdiv(max(I, 1), min(wanted, max(I, 1)))
-        chunk = max(fair if self.shared else min(self.choice("gradient").chunk, fair), cdiv(I, MOST_CHUNKS))
+        chunk = max(fair if self.shared else min(choice.chunk, fair), cdiv(I, MOST_CHUNKS))
         chunks = cdiv(max(I, 1), chunk)
-        batch = self.batch_tiles(self.tiles("gradient"))
+        batch = self.batch_tiles(self.tiles(kernel))
         parts = min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch)
         if parts > 1:
             # Longer chunks rather than a few programs more than fit.

@@ -66,16 +66,16 @@ def _plain(value: Tensor | None, hidden: Tensor | None = None) -> Tensor | None:
 
 
 def _rows(call: Call, lse: Tensor | None) -> Tensor | None:
-    """[3, B, I] as row_norm fills it for a softmax: the given log-sum-exp stands for the maximum, 1 for the sum.
+    """[B, I, 4] as row_norm fills it for a softmax: the given log-sum-exp stands for the maximum, 1 for the sum.
 
     The coupling is 0 where the log-sum-exp is -inf, and no sum of c dc is taken off its gradient.
     """
     if lse is None:
         return None
     nothing = torch.isneginf(lse)
-    rows = call.zeros(3, *lse.shape)
-    rows[0] = lse.masked_fill(nothing, 0.0)
-    rows[1] = ~nothing
+    rows = call.zeros(*lse.shape, 4)
+    rows[..., 0] = lse.masked_fill(nothing, 0.0)
+    rows[..., 1] = ~nothing
     return rows
 
 
@@ -104,10 +104,10 @@ def forward(
         uniform = call.uniform_start and not return_weights and not return_lse
         rows = _rows(call, given_lse)
         if not uniform and call.normalize == "out" and call.tiles("accumulate").groups > 1:
-            rows = call.new(3, B, I)
+            rows = call.new(B, I, 4)
             passes.row_norm(call, call.scores.query, None, rows, False)
             if log_sum is not None:
-                log_sum = _log_sum(rows[0], rows[1])
+                log_sum = _log_sum(rows[..., 0], rows[..., 1])
         partial, online = passes.accumulate(call, call.scores.query, rows, uniform, weights, log_sum)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
         sums = passes.update_moments(call, partial, online, factor, norm)
@@ -164,19 +164,20 @@ def backward(
         beside = Given(dmass, dsecond)
     need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
     uniform = call.uniform_start and not need_activation
-    rows = _rows(call, parameters.lse)
-    split_outputs = any(call.tiles(name).groups > 1 for name in ("accumulate_gradient", "gradient"))
-    if call.normalize == "out" and split_outputs and not uniform:
-        rows = call.new(3, B, I)
-        passes.row_norm(call, state, dcoupling, rows, True, beside)
-    through = Through(state, dcoupling, norms._replace(rows=rows), beside)
+    through = Through(state, dcoupling, norms._replace(rows=_rows(call, parameters.lse)), beside)
+    sweep = passes.sweep(call, True, _summed(call, need_scores))
+    if sweep.rows and not uniform:
+        rows = call.new(B, I, 4)
+        through = through._replace(norms=norms._replace(rows=rows))
+        if sweep.row_norm:
+            passes.row_norm(call, state, dcoupling, rows, True, beside)
     of_scores = _score_gradients(call, through, dfirst, saved, need_scores)
     found: tuple[Tensor | None, ...] = (None,) * 5
     if I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse):
         dactivation = call.new(B, I) if need_activation else None
         drow = call.new(B, I) if need_lse else None
         dx, dweight, dlogits = passes.gradient(
-            call, *through, 0, uniform, (need_x, need_weight, need_logits), dactivation, drow
+            call, sweep.kernel, *through, 0, uniform, (need_x, need_weight, need_logits), dactivation, drow
         )
         found = (dx, dweight, dlogits, dactivation, drow)
     gradients = (*found[:2], *of_scores, *found[2:])
@@ -212,6 +213,14 @@ def _inward_total(
     return total if given.lse is None else total - given.lse
 
 
+def _summed(call: Call, needed: list[bool]) -> bool:
+    """Whether a gradient of the scores is a sum over the input capsules."""
+    assert call.scores is not None
+    need_query, need_precision, need_center, need_prior = needed
+    scored = call.scores.query is not None or call.scores.precision is not None
+    return need_query or need_precision or need_prior or (need_center and scored)
+
+
 def _score_gradients(
     call: Call, through: Through, dfirst: Tensor | None, saved: tuple[Tensor, ...], needed: list[bool]
 ) -> tuple[Tensor | None, ...]:
@@ -228,8 +237,7 @@ def _score_gradients(
             dcenter -= mass[:, :, None] * dfirst
         if through.given.second is not None:
             dcenter -= 2 * through.given.second * first
-    scored = need_center and (query is not None or precision is not None)
-    if need_query or need_precision or need_prior or scored:
+    if _summed(call, needed):
         wanted = (need_prior or (need_center and query is not None), need_precision)
         sums = passes.update_moments(call, passes.accumulate_gradient(call, *through, wanted))
         dquery, dprior = sums.first, sums.mass

@@ -27,6 +27,8 @@ class Given(NamedTuple):
 
 
 NOTHING = Given()
+# Columns of V and ds of all iterations that a warp of the gradient pass keeps, two to a register.
+MOST_HELD = 288
 Filled = TypeVar("Filled")
 
 
@@ -59,7 +61,7 @@ def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
 def row_norm(
     call: Call, state: Tensor | None, dcoupling: Tensor | None, rows: Tensor, with_ds: bool, given: Given = NOTHING
 ) -> None:
-    """Fills rows [3, B, I]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
+    """Fills rows [B, I, 4]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
 
     def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
         return None, (
@@ -133,7 +135,10 @@ def accumulate_gradient(
     given: Given = NOTHING,
     wanted: tuple[bool, bool] = (False, False),
 ) -> Sums:
-    """Partial sums over i of db x, which an iteration adds to G, and if wanted of db and of db x^2."""
+    """Partial sums over i of db x, which an iteration adds to G, and if wanted of db and of db x^2.
+
+    Fills norms.rows, if a program holds all outputs.
+    """
     kind = mode(call, "accumulate_gradient")
 
     def cut(splits: int, chunk: int) -> tuple[Sums, tuple[Any, ...]]:
@@ -260,8 +265,28 @@ def _add_up(call: Call, parts: Tensor, like: Tensor) -> Tensor:
     return total
 
 
+class Sweep(NamedTuple):
+    """How the backward goes over the outputs. kernel: a name of config.TABLE. rows: whether a pass needs what row_norm
+    finds; row_norm: whether row_norm has to find it, and not accumulate_gradient."""
+
+    kernel: str
+    rows: bool
+    row_norm: bool
+
+
+def sweep(call: Call, once: bool, summed: bool) -> Sweep:
+    """once: whether only one iteration has a gradient; summed: whether accumulate_gradient is launched."""
+    once = once and not (call.votes_given or call.quadratic)
+    kernel = "gradient once" if once and call.tiles("gradient once").groups == 1 else "gradient"
+    if call.normalize != "out":
+        return Sweep(kernel, False, False)
+    grouped = summed and call.tiles("accumulate_gradient").groups > 1
+    return Sweep(kernel, grouped or call.tiles(kernel).groups > 1, grouped or not summed)
+
+
 def gradient(
     call: Call,
+    kernel: str,
     state: Tensor,
     dcoupling: Tensor | None,
     norms: Norms,
@@ -274,25 +299,31 @@ def gradient(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dweight and dlogits, as far as they are needed.
 
-    uniform: in iteration start all couplings are equal. dactivation [B, I] and drow [B, I], the gradient of a
-    log-sum-exp that is given, are filled unless they are None.
+    kernel: a name of config.TABLE. uniform: in iteration start all couplings are equal. dactivation [B, I] and drow
+    [B, I], the gradient of a log-sum-exp that is given, are filled unless they are None.
     """
-    tiles = call.tiles("gradient")
+    tiles = call.tiles(kernel)
     B, I, J, D, K = call.sizes
     need_x, need_weight, need_logits = needed
-    dx = dl = None
+    dx = room = dl = None
     if need_x:
-        # du and dvotes that all outputs share are sums over groups of outputs. The kernel adds these to memory one
-        # after the other, so it has to be float32.
-        in_parts = tiles.groups > 1 and (call.common or not call.votes_given)
-        dx = call.new(*call.x.shape, dtype=torch.float32 if in_parts else call.x.dtype)
+        dx = call.new(*call.x.shape, dtype=call.x.dtype)
+        # du and dvotes that all outputs share are sums over groups of outputs, kept in float32 until the last.
+        if tiles.groups > 1 and (call.common or not call.votes_given) and dx.dtype != torch.float32:
+            room = call.new(*call.x.shape)
     if need_logits and not call.shared_logits:
         assert call.logits is not None
         dl = call.new_pairs(call.logits.dtype)
     factor = uniform_factor(call) if uniform else (None, 0.0)
+    first = start + uniform
+    vectors = 2 * (call.iterations - first) + uniform
+    held = not call.votes_given and vectors * tiles.columns <= MOST_HELD
+    # Tiles of vectors that are loaded for every input capsule would be pipelined too.
+    ahead = held and not call.quadratic and norms.s is None
     constants = call.constants(tiles) | {
-        "BACK_DOT": call.back_dot, "MODE": mode(call, "gradient"), "START": start + uniform, "R": call.iterations,
+        "BACK_DOT": call.back_dot, "MODE": mode(call, kernel), "START": first, "R": call.iterations,
         "UNIFORM": uniform, "AGREEMENT": call.agreement, "SHARED": call.shared, "COMMON": call.common,
+        "HELD": held, "num_stages": tiles.stages if ahead else 1,
     }  # fmt: skip
 
     def cut(chunks: int, chunk: int, splits: int, batch_tiles: int) -> tuple[Any, ...]:
@@ -300,13 +331,13 @@ def gradient(
         dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
         sums = _parts(call, splits, call.logits) if need_logits and call.shared_logits else dl
         return dw, sums, (
-            *call.tensors, dcoupling, *given, state, *norms, factor[0], dx, dw, sums, dactivation, drow,
+            *call.tensors, dcoupling, *given, state, *norms, factor[0], dx, room, dw, sums, dactivation, drow,
             *call.walk, chunk, batch_tiles, tiles.groups, factor[1],
         )  # fmt: skip
 
     # As in _launch_cut().
     programs = occupancy.of_device(call.x.device, gradient_kernel, lambda: cut(0, 0, 0, 0)[2], constants)
-    chunks, chunk, splits, batch_tiles = call.split_gradient(programs)
+    chunks, chunk, splits, batch_tiles = call.split_gradient(kernel, programs)
     dw, dl, arguments = cut(chunks, chunk, splits, batch_tiles)
     launch(gradient_kernel, (splits, chunks), *arguments, **constants)
     if dw is not None:
@@ -315,4 +346,4 @@ def gradient(
     if dl is not None and call.shared_logits:
         assert call.logits is not None
         dl = _add_up(call, dl, call.logits)
-    return None if dx is None else dx.to(call.x.dtype), dw, dl
+    return dx, dw, dl

@@ -32,7 +32,7 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
         uniform = t == 0 and call.uniform_start and given is None
         if split_outputs and not uniform:
             assert V is not None
-            rows = call.new(3, B, I) if rows is None else rows
+            rows = call.new(B, I, 4) if rows is None else rows
             passes.row_norm(call, V, None, rows, False)
         sums, online = passes.accumulate(call, V, rows, uniform, given)
         factor = passes.uniform_factor(call) if uniform else (None, 1.0)
@@ -71,8 +71,9 @@ def backward(
 
     start = 0 if call.agreement else r - 1
     first_varied = max(start, 1) if call.uniform_start else start
-    split_outputs = not inward and any(call.tiles(kernel).groups > 1 for kernel in ("accumulate_gradient", "gradient"))
-    rows = call.new(r, 3, B, I) if split_outputs else None
+    summed = start == 0 and r > 1
+    sweep = passes.sweep(call, start == r - 1, summed)
+    rows = call.new(r, B, I, 4) if sweep.rows else None
     norms = Norms(rows, norm[0], norm[1], delta, s) if inward else Norms(rows)
 
     def norms_of(t: int) -> Norms:
@@ -82,11 +83,11 @@ def backward(
         return dcoupling if t == r - 1 else None
 
     def row_norm(t: int) -> None:
-        if rows is not None and t >= first_varied:
+        if rows is not None and t >= first_varied and (sweep.row_norm or t == 0):
             passes.row_norm(call, state[:, :, t], of_last(t), rows[t], True)
 
     row_norm(r - 1)
-    if start == 0 and r > 1:
+    if summed:
         G: Tensor | None = None
         for t in range(r - 1, 0, -1):
             partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), norms_of(t)).first
@@ -106,7 +107,7 @@ def backward(
         )
     elif need_x or need_weight or need_logits:
         uniform = start == 0 and call.uniform_start
-        found = passes.gradient(call, state, dcoupling, norms, NOTHING, start, uniform, needed[:3])
+        found = passes.gradient(call, sweep.kernel, state, dcoupling, norms, NOTHING, start, uniform, needed[:3])
         dx, dweight, dlogits = (
             new if new is not None else old for new, old in zip(found, (dx, dweight, dlogits), strict=True)
         )

@@ -30,9 +30,11 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "chunk": (2, 4, 8, 16, 32),
     "down": (1, 2),
 }
-# The kernels that are tuned, in this order. A forward and a backward launch all of them, row_norm for large J only.
+# What is tuned, in this order, as far as a forward and a backward launch it.
 KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm")
-# Those of a routing pass with precision, center or second moments.
+# If a single iteration has a gradient.
+ONCE = (*KERNELS[:2], "gradient once", "row_norm")
+# Of a routing pass with precision, center or second moments.
 QUADRATIC = tuple(f"{kernel} quadratic" for kernel in KERNELS[:3])
 
 Timer = Callable[[Callable[[], Any]], float]
@@ -118,18 +120,17 @@ def tune(
     """
     if os.environ.get("CAPSFAST_TRITON_TABLE"):
         raise ValueError("tune: unset CAPSFAST_TRITON_TABLE, its choices would stand in the way of those to be tried")
-    passing = isinstance(options, PassOptions)
-    work = (
-        of_routing_pass(u, weight, options)
-        if isinstance(options, PassOptions)
-        else of_dynamic_routing(u, weight, options)
-    )
+    if isinstance(options, PassOptions):
+        work, kernels = of_routing_pass(u, weight, options), QUADRATIC
+    else:
+        work = of_dynamic_routing(u, weight, options)
+        kernels = ONCE if options.gradient == "last" or options.num_iterations == 1 else KERNELS
     device = torch.cuda.get_device_name(u.device) if u.is_cuda else "interpreter"
     rows = []
     with contextlib.ExitStack() as held:
-        for kernel in QUADRATIC if passing else KERNELS:
+        for kernel in kernels:
             tried = {launched(work.run)}
-            if not any(name == f"{kernel.removesuffix(' quadratic')}_kernel" for (name, *_) in next(iter(tried))):
+            if not any(name == f"{kernel.split()[0]}_kernel" for (name, *_) in next(iter(tried))):
                 continue
             best = config.TABLE[kernel]
             first = least = timer(work.run)

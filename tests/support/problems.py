@@ -16,9 +16,9 @@ from .backends import Shape
 # program holds, with several input capsules and with several tiles of the batch.
 EMULATED = (
     (1, 1, 1, 1, 1),
-    (35, 5, 4, 5, 3),
+    (35, 5, 7, 5, 3),
     (2, 3, 5, 17, 4),
-    (16, 2, 3, 1, 70),
+    (33, 2, 3, 1, 70),
     (2, 4, 330, 3, 1),
     (18, 1, 330, 4, 1),
 )

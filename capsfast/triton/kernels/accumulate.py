@@ -11,9 +11,9 @@ import triton.language as tl
 
 from .arguments import Given, Inputs, Norms, Shape
 from .coefficients import agreement, coefficients
-from .softmax import couple, exponential, finite_or_zero, scaled
+from .softmax import couple, exponential, finite_or_zero, log_sum_exp, scaled, store_row_norms
 from .tiles import batch_rows, first_tile, per_input, store_pairs, valid_outputs, zeros
-from .vectors import further, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
+from .vectors import further, load_state, load_vectors, reread_tiles, spread, store_numbers, store_vectors, vector_tile
 from .votes import input_capsule, reread, routing_logits, votes_about_center
 
 
@@ -157,9 +157,10 @@ def accumulate_kernel(
             total = totals
         elif MODE != "uniform":
             norms = Norms(rows_ptr, norm_ptr, inverse_ptr)
-            c, log_sum = couple(b, norms, inputs, rows, here, known, first, T, MODE)
+            c, m, scale = couple(b, norms, inputs, rows, here, known, first, T, MODE)
             if lse_ptr is not None:
-                tl.store(lse_ptr + (rows.first * I + here.i) + rows.local * I, log_sum, mask=rows.once)
+                at = lse_ptr + (rows.first * I + here.i) + rows.local * I
+                tl.store(at, log_sum_exp(m, scale), mask=rows.once)
             if activation_ptr is not None:
                 c = scaled(c, a, T)
             for n in tl.static_range(NT):
@@ -189,7 +190,8 @@ def accumulate_gradient_kernel(
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
     state_ptr,  # V and ds of this iteration in [B, J, R, 2, D] float32
-    rows_ptr, norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # of this iteration, see arguments.Norms
+    rows_ptr,  # see arguments.Norms, of this iteration; for MODE "out" it is filled, or None
+    norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # the same, for MODE "in"
     partial_ptr,  # [splits, B, J, D] float32, out: sum_i db x
     mass_ptr,  # [splits, B, J] float32, out: sum_i db, or None
     second_ptr,  # [splits, B, J, D] float32, out: sum_i db x^2, or None
@@ -247,13 +249,16 @@ def accumulate_gradient_kernel(
                 outputs = valid_outputs(reread(out_mask_ptr, i32, True), rows, rows.inside, first + n, T)
             valid = valid + (outputs & here.ok[:, None],)
             x = x + (votes_about_center(inputs, rows, beside, here, first + n, valid[n], T),)
+            V, ds = load_state(state_at, beside, states, first + n, T, 2 * R)
             b_n, dc_n = agreement(
-                inputs, given, norms, state_at, x[n], valid[n], rows, beside, states, here, first + n, True, T, R, MODE
+                inputs, given, norms, V, ds, x[n], valid[n], rows, beside, here, first + n, True, T, MODE
             )
             b = b + (b_n,)
             dc = dc + (dc_n,)
         a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None
-        _, db = coefficients(b, dc, a, inputs, given, norms, valid, rows, here, known, first, T, MODE)
+        _, db, found = coefficients(b, dc, a, inputs, given, norms, valid, rows, here, known, first, T, MODE)
+        if MODE == "out" and rows_ptr is not None:
+            store_row_norms(rows_ptr, found[0], found[1], found[2], rows, here, inputs)
         more = ((), (), ())
         for n in tl.static_range(NT):
             more = add_tile(sums, more, n, None, db[n], x[n], mass_ptr, second_ptr, T)

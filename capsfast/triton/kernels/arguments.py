@@ -76,7 +76,8 @@ class Norms(NamedTuple):
     """What a softmax takes over the passes before it: pointers, or on the host tensors, float32. In a gradient of
     several iterations they have an axis for these in front."""
 
-    rows: Any = None  # [3, B, I], for MODE "row_norm": maximum, 1 / sum and sum_j c dc; or a given log-sum-exp, 1 and 0
+    # [B, I, 4], for MODE "row_norm": maximum, 1 / sum, sum_j c dc and one that is not used; or a log-sum-exp, 1 and 0
+    rows: Any = None
     maximum: Any = None  # [B, J], for MODE "in", as all that follow
     inverse: Any = None  # [B, J]: 1 / sum
     delta: Any = None  # [B, J]: sum_i c dc, without s . ds + s^2 . dsecond if there is s

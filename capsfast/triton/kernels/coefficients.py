@@ -4,21 +4,15 @@ import triton
 import triton.language as tl
 
 from .softmax import agreement_gradient, couple, scaled
-from .vectors import load_state, load_vectors
+from .vectors import load_vectors
 from .votes import coupling_gradient, routing_logits
 
 
 @triton.jit
 def agreement(
-    inputs, given, norms, state_ptr, x, valid, rows, vectors, states, here, n, last,
-    T: tl.constexpr, R: tl.constexpr, MODE: tl.constexpr,
+    inputs, given, norms, V, ds, x, valid, rows, vectors, here, n, last, T: tl.constexpr, MODE: tl.constexpr
 ):
-    """b and dc of tile n, without the activation.
-
-    state_ptr: to V and ds of this iteration in [B, J, R, 2, D] float32. vectors and states: where tiles of a vector and
-    of both are. last: whether it is the last iteration.
-    """
-    V, ds = load_state(state_ptr, vectors, states, n, T, 2 * R)
+    """b and dc of tile n, without the activation. last: whether it is the last iteration."""
     b = routing_logits(
         inputs, x, V, rows, vectors, here, n, valid, T, 0.0 if MODE == "none" else float("-inf")
     )
@@ -32,9 +26,10 @@ def agreement(
 def coefficients(
     b, dc, a, inputs, given, norms, valid, rows, here, known, first, T: tl.constexpr, MODE: tl.constexpr
 ):
-    """c, without the activation, and db of all tiles. a: the activation [BB], or None. known: which outputs there are.
-    """
-    c, _ = couple(b, norms, inputs, rows, here, known, first, T, MODE)
+    """c, without the activation, and db of all tiles; for MODE "out" also what row_norm finds, [BB] each. a: the
+    activation [BB], or None. known: which outputs there are."""
+    c, m, scale = couple(b, norms, inputs, rows, here, known, first, T, MODE)
     if a is not None:
         dc = scaled(dc, a, T)
-    return c, agreement_gradient(c, dc, valid, norms, given.dlse, inputs, rows, here, known, first, T, MODE)
+    db, total = agreement_gradient(c, dc, valid, norms, given.dlse, inputs, rows, here, known, first, T, MODE)
+    return c, db, (m, scale, total)

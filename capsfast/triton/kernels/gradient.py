@@ -9,8 +9,10 @@ weight that all input capsules share has a partial dW per program.
 A routing pass is one iteration. V is its query, ds the gradient of its first moment, and with x, the votes about a
 center, dvotes = c (ds + 2 dsecond x) + db (V - precision x).
 
-The votes and dvotes of an input capsule stay in registers while a loop over the iterations adds to dvotes. V_t and
-ds_t are loaded twice, once for the coefficients c_t and db_t and once for the sum, the second time from L1.
+The votes and dvotes of an input capsule stay in registers from one iteration to the next. If HELD, V and ds of all
+iterations do too, from one input capsule to the next, for which only few outputs at a time have room; what couples all
+outputs comes from the rows that accumulate_gradient or row_norm stored. Else V_t and ds_t are loaded for every input
+capsule, and for more than one tile twice, once for the coefficients c_t and db_t and once for the sum.
 """
 
 import triton
@@ -37,42 +39,97 @@ from .tiles import (
     where_valid,
     zeros,
 )
-from .vectors import further, load_state, load_vectors, slope, spread, vector_tile
+from .vectors import add_scaled, further, load_state, load_vectors, no_terms, slope, vector_tile, whole
 from .votes import input_capsule, pose_tile, votes_about_center, weight_tile
 
 
 @triton.jit
-def uniform_slopes(
-    given, ds_ptr, factor, a, x, valid, vectors, first, T: tl.constexpr, S: tl.constexpr
-):
-    """dvotes of an iteration all of whose couplings are equal. factor: these couplings, [BB]; a: the activation, or
-    None."""
-    dx = ()
+def uniform_slopes(dxs, given, ds, factor, a, x, valid, vectors, first, T: tl.constexpr, PARTED: tl.constexpr):
+    """dvotes of an iteration all of whose couplings are equal, added to dxs. factor: these couplings, [BB]; a: the
+    activation, or None."""
+    found = ()
     for n in tl.static_range(T.NT):
         c = where_valid(valid[n], tl.broadcast_to(factor[:, None], [T.BB, T.JT]), 0.0, T.MASKED)
         if a is not None:
             c *= a[:, None]
-        ds = load_vectors(ds_ptr, vectors, first + n, T, S)
-        dx = dx + (spread(c, T) * slope(ds, x[n], given.dsecond, 2.0, vectors, first + n, T),)
-    return dx
+        curved = slope(ds[n], x[n], given.dsecond, 2.0, vectors, first + n, T)
+        found = found + (add_scaled(dxs[n], c, curved, T, PARTED),)
+    return found
+
+
+@triton.jit
+def states_of(state_ptr, vectors, states, first, T: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr = False):
+    """V and ds of an iteration, NT tiles each."""
+    V = ()
+    ds = ()
+    for n in tl.static_range(T.NT):
+        V_n, ds_n = load_state(state_ptr, vectors, states, first + n, T, S, AGAIN)
+        V = V + (V_n,)
+        ds = ds + (ds_n,)
+    return V, ds
 
 
 @triton.jit
 def add_slopes(
-    dx, inputs, given, state_ptr, c, db, x, vectors, states, first,
-    T: tl.constexpr, R: tl.constexpr, AGREEMENT: tl.constexpr,
+    dxs, inputs, given, V, ds, c, db, x, vectors, first,
+    T: tl.constexpr, AGREEMENT: tl.constexpr, PARTED: tl.constexpr,
 ):
-    """dvotes of an iteration, c (ds + 2 dsecond x) + db (V - precision x), added to all tiles of dx."""
+    """dvotes of an iteration, c (ds + 2 dsecond x) + db (V - precision x), added to all tiles of dxs."""
+    AGAIN: tl.constexpr = T.NT > 1
     found = ()
     for n in tl.static_range(T.NT):
-        V, ds = load_state(state_ptr, vectors, states, first + n, T, 2 * R, True)
-        part = dx[n] + spread(c[n], T) * slope(ds, x[n], given.dsecond, 2.0, vectors, first + n, T, True)
+        curved = slope(ds[n], x[n], given.dsecond, 2.0, vectors, first + n, T, AGAIN)
+        each = add_scaled(dxs[n], c[n], curved, T, PARTED)
         if AGREEMENT:
-            part += spread(db[n], T) * slope(
-                V if T.QUERY else None, x[n], inputs.precision, -1.0, vectors, first + n, T, True
-            )
-        found = found + (part,)
+            query = V[n] if T.QUERY else None
+            curved = slope(query, x[n], inputs.precision, -1.0, vectors, first + n, T, AGAIN)
+            each = add_scaled(each, db[n], curved, T, PARTED)
+        found = found + (each,)
     return found
+
+
+@triton.jit
+def add_iteration(
+    dxs, dl, inputs, given, norms, state_ptr, held, dactivation_ptr, drow_ptr,
+    a, x, valid, rows, vectors, states, here, known, first, t,
+    T: tl.constexpr, R: tl.constexpr, MODE: tl.constexpr, AGREEMENT: tl.constexpr, PARTED: tl.constexpr,
+):
+    """What iteration t adds to dvotes and, if there are any, dlogits. norms: of all iterations. held: V and ds of this
+    one, or None."""
+    at = t * tl.cast(inputs.B, tl.int64) * T.J
+    norms = Norms(
+        norms.rows + 4 * t * tl.cast(inputs.B, tl.int64) * inputs.I if MODE == "row_norm" else None,
+        norms.maximum + at if MODE == "in" else None,
+        norms.inverse + at if MODE == "in" else None,
+        None if norms.delta is None else norms.delta + at,
+        None if norms.s is None else further(norms.s, at * T.D, T),
+    )
+    state_at = state_ptr + 2 * t * T.D
+    V, ds = states_of(state_at, vectors, states, first, T, 2 * R) if held is None else held
+    b = ()
+    dc = ()
+    for n in tl.static_range(T.NT):
+        b_n, dc_n = agreement(
+            inputs, given, norms, V[n], ds[n], x[n], valid[n], rows, vectors, here, first + n, t == R - 1, T, MODE
+        )
+        b = b + (b_n,)
+        dc = dc + (dc_n,)
+    c, db, _ = coefficients(b, dc, a, inputs, given, norms, valid, rows, here, known, first, T, MODE)
+    if dactivation_ptr is not None:
+        da = ()
+        for n in tl.static_range(T.NT):
+            da = da + (where_valid(valid[n], c[n] * dc[n], 0.0, T.MASKED),)
+        add_inputs_gradient(dactivation_ptr, over_tiles(da, T), inputs, rows, here, first)
+    if drow_ptr is not None:
+        add_inputs_gradient(drow_ptr, -over_tiles(db, T), inputs, rows, here, first)
+    if a is not None:
+        c = scaled(c, a, T)
+    if held is None and T.NT > 1:
+        V, ds = states_of(state_at, vectors, states, first, T, 2 * R, True)
+    dxs = add_slopes(dxs, inputs, given, V, ds, c, db, x, vectors, first, T, AGREEMENT, PARTED)
+    if len(dl) > 0:
+        dl = add_tiles(dl, db, T)
+    return dxs, dl
 
 
 @triton.jit
@@ -100,15 +157,16 @@ def weight_products(
 
 @triton.jit
 def add_products(
-    inputs, dx, rows, here, k0, first, du_ptr, dw_ptr, stored,
-    T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, KEEP_DW: tl.constexpr,
+    inputs, dx, rows, here, k0, first, last, du_ptr, room_ptr, dw_ptr, stored,
+    T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, HELD: tl.constexpr, PARTED: tl.constexpr,
+    KEEP_DW: tl.constexpr,
 ):
     """Stores components k from k0 on of du and dW of an input capsule. dx: dvotes, NT tiles. stored: whether there are
     parts of this dW before. If KEEP_DW, dW is returned, NT tiles [N, KB]."""
     ACROSS: tl.constexpr = T.JT * T.LANES // 4  # warps that have the columns of a row
     # du and dW of a tile have their operands in common, but only of few components is there room for both.
     TOGETHER: tl.constexpr = T.K <= KB
-    u = here.u if T.K <= KB and KB == T.KP else pose_tile(inputs, rows, here.ok, here.i, k0, T, KB)
+    u = here.u if T.K <= KB and KB == T.KP and not HELD else pose_tile(inputs, rows, here.ok, here.i, k0, T, KB, HELD)
     du = tl.zeros([T.BB, KB] if ACROSS <= 1 else [ACROSS, T.BB, KB], tl.float32)
     dw = ()
     if not TOGETHER:
@@ -116,12 +174,13 @@ def add_products(
             weight_products(dx[n], u, dw_ptr, first + n, k0, stored, T, KB, BACK_DOT, False)
     for n in tl.static_range(T.NT):
         if du_ptr is not None:
-            w = weight_tile(here.w, inputs, here.i, first + n, k0, T, KB)
-            du = votes_to_inputs(dx[n], w, du, ACROSS, BACK_DOT)
+            w = weight_tile(here.w, inputs, here.i, first + n, k0, T, KB, HELD)
+            du = votes_to_inputs(dx[n], w, du, ACROSS, BACK_DOT, PARTED)
         if TOGETHER:
             dw = dw + weight_products(dx[n], u, dw_ptr, first + n, k0, stored, T, KB, BACK_DOT, KEEP_DW)
     if du_ptr is not None:
-        add_input_gradient(du_ptr, together(du, ACROSS), inputs, rows, here, k0, first, T, KB)
+        du = together(du, ACROSS)
+        add_input_gradient(du_ptr, room_ptr, du, inputs, rows, here, k0, first, last, T, KB)
     return dw
 
 
@@ -136,6 +195,7 @@ def gradient_kernel(
     rows_ptr, norm_ptr, inverse_ptr, delta_ptr, s_ptr,  # [R, ...] of all iterations, see arguments.Norms
     factor_ptr,  # [B] float32 or None, if UNIFORM: the coupling of the first iteration
     dx_ptr,  # out: du [B, I, P K] or dvotes [B, I, J, D], [B, I, 1, D] if COMMON, or None
+    room_ptr,  # float32, room for dx where it is a sum over groups of outputs and not float32, or None
     dw_ptr,  # out: [splits, I, J, D / P, K] or, if SHARED, [programs, J, D / P, K], or None
     dl_ptr,  # out: [B, I, J] or, if SHARED_LOGITS, [splits, I, J], or None
     dactivation_ptr, drow_ptr,  # out, of a pass: [B, I] float32, or None. drow: of a log-sum-exp that is given
@@ -148,11 +208,11 @@ def gradient_kernel(
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, BACK_DOT: tl.constexpr,
     LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr,
     START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
-    SHARED: tl.constexpr, COMMON: tl.constexpr,
+    SHARED: tl.constexpr, COMMON: tl.constexpr, HELD: tl.constexpr,
 ):
     """START: the first iteration whose coupling depends on the pair (i, j). UNIFORM: the iteration before START has a
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". COMMON: all outputs have the same votes.
-    tiles: batch tiles of a split.
+    HELD: V and ds stay in registers, see above. tiles: batch tiles of a split.
     """
     T: tl.constexpr = Shape(
         J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
@@ -164,15 +224,18 @@ def gradient_kernel(
         xs, (w_i, w_j, w_d, w_k), B, I, positions, x_jump
     )
     given = Given(dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr)
+    norms = Norms(rows_ptr, norm_ptr, inverse_ptr, delta_ptr, s_ptr)
     # Splits first: if their number divides that of the multiprocessors, all programs of one have the same V and ds.
     split = tl.program_id(0)
     lo = tl.program_id(1) * chunk
     hi = tl.minimum(lo + chunk, I)
-    plane = tl.cast(B, tl.int64) * J
+    before_ptr = state_ptr + (2 * START - 1) * D
     batch_start = split * tiles
     batch_end = tl.minimum(batch_start + tiles, batch_tiles(inputs, T))
     C: tl.constexpr = D // P
     KB: tl.constexpr = KP if K > 8 else 8  # what a product does not sum over needs no 16
+    # See add_scaled(). Of many tiles the compiler would take long for the parts.
+    PARTED: tl.constexpr = LANES > 0 and (HELD or NT == 1)
     KEEP_DW: tl.constexpr = SHARED and K <= KB and dw_ptr is not None
     for tile in range(batch_start, batch_end):
         rows = batch_rows(tile, inputs, T)
@@ -184,60 +247,53 @@ def gradient_kernel(
             each = tl.zeros([BB], tl.float32) + factor
         for group in range(groups):
             first = first_tile(group, T)
+            last = group == groups - 1
             known = ()
             dw = ()
             for n in tl.static_range(NT):
                 known = known + (valid_outputs(out_mask_ptr, rows, rows.inside, first + n, T),)
                 if KEEP_DW:
                     dw = dw + (tl.zeros([JT * DP, KB], tl.float32),)
+            held = ()
+            ds_before = ()
+            if UNIFORM:
+                for n in tl.static_range(NT if HELD else 0):
+                    ds_before = ds_before + (load_vectors(before_ptr, vectors, first + n, T, 2 * R),)
+            for t in tl.static_range(START, R if HELD else START):
+                held = held + (states_of(state_ptr + 2 * t * D, vectors, states, first, T, 2 * R),)
             for i32 in range(lo, hi):
                 here = input_capsule(inputs, rows, i32, T)
                 a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None
                 x = ()
                 valid = ()
+                dxs = ()
                 for n in tl.static_range(NT):
                     valid = valid + (known[n] & here.ok[:, None],)
                     x = x + (votes_about_center(inputs, rows, vectors, here, first + n, valid[n], T),)
-
-                dx = zeros(JT * DP, T)
+                    dxs = dxs + (no_terms(T, PARTED),)
                 if UNIFORM:
-                    ds_ptr = state_ptr + (2 * START - 1) * D
-                    dx = uniform_slopes(given, ds_ptr, each, a, x, valid, vectors, first, T, 2 * R)
+                    ds = ds_before
+                    for n in tl.static_range(0 if HELD else NT):
+                        ds = ds + (load_vectors(before_ptr, vectors, first + n, T, 2 * R),)
+                    dxs = uniform_slopes(dxs, given, ds, each, a, x, valid, vectors, first, T, PARTED)
                 dl = ()
                 if dl_ptr is not None:
                     dl = zeros(JT, T)
-                for t in range(START, R):
-                    at = t * plane
-                    state_at = state_ptr + 2 * t * D
-                    norms = Norms(
-                        rows_ptr + 3 * t * tl.cast(B, tl.int64) * I if MODE == "row_norm" else None,
-                        norm_ptr + at if MODE == "in" else None,
-                        inverse_ptr + at if MODE == "in" else None,
-                        None if delta_ptr is None else delta_ptr + at,
-                        None if s_ptr is None else further(s_ptr, at * D, T),
-                    )
-                    b = ()
-                    dc = ()
-                    for n in tl.static_range(NT):
-                        b_n, dc_n = agreement(
-                            inputs, given, norms, state_at, x[n], valid[n], rows, vectors, states, here, first + n,
-                            t == R - 1, T, R, MODE
+                if HELD:
+                    for t in tl.static_range(START, R):
+                        dxs, dl = add_iteration(
+                            dxs, dl, inputs, given, norms, state_ptr, held[t - START], dactivation_ptr, drow_ptr,
+                            a, x, valid, rows, vectors, states, here, known, first, t, T, R, MODE, AGREEMENT, PARTED
                         )
-                        b = b + (b_n,)
-                        dc = dc + (dc_n,)
-                    c, db = coefficients(b, dc, a, inputs, given, norms, valid, rows, here, known, first, T, MODE)
-                    if dactivation_ptr is not None:
-                        da = ()
-                        for n in tl.static_range(NT):
-                            da = da + (where_valid(valid[n], c[n] * dc[n], 0.0, MASKED),)
-                        add_inputs_gradient(dactivation_ptr, over_tiles(da, T), inputs, rows, here, first)
-                    if drow_ptr is not None:
-                        add_inputs_gradient(drow_ptr, -over_tiles(db, T), inputs, rows, here, first)
-                    if activation_ptr is not None:
-                        c = scaled(c, a, T)
-                    dx = add_slopes(dx, inputs, given, state_at, c, db, x, vectors, states, first, T, R, AGREEMENT)
-                    if dl_ptr is not None:
-                        dl = add_tiles(dl, db, T)
+                else:
+                    for t in range(START, R):
+                        dxs, dl = add_iteration(
+                            dxs, dl, inputs, given, norms, state_ptr, None, dactivation_ptr, drow_ptr,
+                            a, x, valid, rows, vectors, states, here, known, first, t, T, R, MODE, AGREEMENT, PARTED
+                        )
+                dx = ()
+                for n in tl.static_range(NT):
+                    dx = dx + (whole(dxs[n], T) if PARTED else dxs[n][0],)
 
                 if dl_ptr is not None:
                     for n in tl.static_range(NT):
@@ -245,13 +301,14 @@ def gradient_kernel(
                             dl_ptr, dl[n], inputs, rows, here, first + n, split, tile - batch_start, T
                         )
                 if COMMON and dx_ptr is not None:
-                    add_common_votes_gradient(dx_ptr, dx, inputs, rows, here, first, T)
+                    add_common_votes_gradient(dx_ptr, room_ptr, dx, inputs, rows, here, first, last, T)
                 elif VOTES and dx_ptr is not None:
                     for n in tl.static_range(NT):
                         store_votes_gradient(dx_ptr, dx[n], inputs, rows, here, first + n, T)
                 elif KEEP_DW:
                     dw = add_tiles(dw, add_products(
-                        inputs, dx, rows, here, 0, first, dx_ptr, None, 0, T, KB, BACK_DOT, True
+                        inputs, dx, rows, here, 0, first, last, dx_ptr, room_ptr, None, 0,
+                        T, KB, BACK_DOT, HELD, PARTED, True
                     ), T)
                 elif not VOTES:
                     owner = tl.cast(split, tl.int64) * I + here.i
@@ -261,7 +318,10 @@ def gradient_kernel(
                         stored += i32 - lo
                     dw_at = None if dw_ptr is None else dw_ptr + owner * (J * C * K)
                     for k0 in range(0, K, KB):
-                        add_products(inputs, dx, rows, here, k0, first, dx_ptr, dw_at, stored, T, KB, BACK_DOT, False)
+                        add_products(
+                            inputs, dx, rows, here, k0, first, last, dx_ptr, room_ptr, dw_at, stored,
+                            T, KB, BACK_DOT, HELD, PARTED, False
+                        )
                     if SHARED and dw_ptr is not None:
                         # The next input capsule adds to this dW, which other threads may have stored.
                         tl.debug_barrier()

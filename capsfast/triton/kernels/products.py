@@ -61,16 +61,18 @@ def product(a, b, acc, DOT: tl.constexpr, TURN: tl.constexpr = False):
 
 
 @triton.jit
-def columns_by_warp(tile, ACROSS: tl.constexpr, PAIRS: tl.constexpr):
+def columns_by_warp(tile, ACROSS: tl.constexpr, RUN: tl.constexpr):
     """A tile [BB, N] for a product that sums over columns: [ACROSS, BB, N / ACROSS], those of every warp of a row.
 
-    Within 8 columns the order becomes that in which the tensor core takes them, so that every lane has what it needs:
-    two neighbours if PAIRS, as the compiler lays out operands that were 16-bit, else every fourth.
+    Within 8 or 16 columns the order becomes that in which the tensor core takes them, so that every lane has what it
+    needs: RUN neighbours, as the compiler lays out the operands.
     """
     BB: tl.constexpr = tile.shape[0]
     N: tl.constexpr = tile.shape[1]
     SHAPE: tl.constexpr = [BB, N] if ACROSS == 1 else [ACROSS, BB, N // ACROSS]
-    if PAIRS:
+    if RUN == 4:
+        parts = tl.permute(tl.reshape(tile, [BB, N // (16 * ACROSS), 2, ACROSS, 4, 2]), (3, 0, 1, 4, 2, 5))
+    elif RUN == 2:
         parts = tl.permute(tl.reshape(tile, [BB, N // (8 * ACROSS), ACROSS, 8]), (2, 0, 1, 3))
     else:
         parts = tl.permute(tl.reshape(tile, [BB, N // (8 * ACROSS), ACROSS, 4, 2]), (2, 0, 1, 4, 3))
@@ -78,12 +80,14 @@ def columns_by_warp(tile, ACROSS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def weights_by_warp(w, ACROSS: tl.constexpr, PAIRS: tl.constexpr):
+def weights_by_warp(w, ACROSS: tl.constexpr, RUN: tl.constexpr):
     """The same for a weight [N, KP]: [ACROSS, N / ACROSS, KP]."""
     N: tl.constexpr = w.shape[0]
     KP: tl.constexpr = w.shape[1]
     SHAPE: tl.constexpr = [N, KP] if ACROSS == 1 else [ACROSS, N // ACROSS, KP]
-    if PAIRS:
+    if RUN == 4:
+        parts = tl.permute(tl.reshape(w, [N // (16 * ACROSS), 2, ACROSS, 4, 2, KP]), (2, 0, 3, 1, 4, 5))
+    elif RUN == 2:
         parts = tl.permute(tl.reshape(w, [N // (8 * ACROSS), ACROSS, 8, KP]), (1, 0, 2, 3))
     else:
         parts = tl.permute(tl.reshape(w, [N // (8 * ACROSS), ACROSS, 4, 2, KP]), (1, 0, 3, 2, 4))
@@ -107,13 +111,15 @@ def together(parts, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr):
-    """acc + dx w for a tile of dvotes dx [BB, N] and a weight [N, KP]: [BB, KP], or a part for every warp of a row."""
-    PAIRS: tl.constexpr = w.dtype.primitive_bitwidth == 16
-    dx = columns_by_warp(dx, ACROSS, PAIRS)
+def votes_to_inputs(dx, w, acc, ACROSS: tl.constexpr, DOT: tl.constexpr, JOINED: tl.constexpr):
+    """acc + dx w for a tile of dvotes dx [BB, N] and a weight [N, KP]: [BB, KP], or a part for every warp of a row.
+    JOINED: dx was put together of parts, for which the compiler gives lanes twice as many neighbours."""
     # Of 16-bit operands a product sums over no fewer than 16 columns.
-    FITS: tl.constexpr = DOT != "bf16x2" or dx.shape[len(dx.shape) - 1] >= 16
-    w = weights_by_warp(w if DOT == "bf16x2" and FITS else w.to(tl.float32), ACROSS, PAIRS)
+    FITS: tl.constexpr = DOT != "bf16x2" or dx.shape[1] // ACROSS >= 16
+    LONG: tl.constexpr = 4 if JOINED and DOT == "bf16x2" and FITS else 2
+    RUN: tl.constexpr = LONG if w.dtype.primitive_bitwidth == 16 else 1
+    dx = columns_by_warp(dx, ACROSS, RUN)
+    w = weights_by_warp(w if DOT == "bf16x2" and FITS else w.to(tl.float32), ACROSS, RUN)
     return product(dx, w, acc, DOT if FITS else "tf32x2")
 
 
@@ -131,5 +137,5 @@ def votes_to_weights(dx, u, ACROSS: tl.constexpr, DOT: tl.constexpr):
         # Every warp those of its columns.
         each = tl.broadcast_to(u[None, :, :], [ACROSS, BB, KP])
         none = tl.zeros([ACROSS, N // ACROSS, KP], tl.float32)
-        dw = weights_together(product(columns_by_warp(dx, ACROSS, True), each, none, DOT, True), ACROSS)
+        dw = weights_together(product(columns_by_warp(dx, ACROSS, 2), each, none, DOT, True), ACROSS)
     return dw

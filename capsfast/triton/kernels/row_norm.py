@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Given, Inputs, Shape
-from .softmax import exponential, finite_or_zero, inverse
+from .softmax import exponential, finite_or_zero, inverse, store_row_norms
 from .tiles import batch_rows, per_input, valid_outputs, where_valid
 from .vectors import load_vectors, vector_tile
 from .votes import coupling_gradient, input_capsule, routing_logits, votes_about_center
@@ -16,7 +16,7 @@ def row_norm_kernel(
     precision_ptr, center_ptr, prior_ptr, activation_ptr,
     dcoupling_ptr, dmass_ptr, dsecond_ptr, dlse_ptr,
     state_ptr,  # V [B, J, D] float32, or if WITH_DS points to V and ds of this iteration in [B, J, R, 2, D]
-    rows_ptr,  # [3, B, I] float32, out
+    rows_ptr,  # [B, I, 4] float32, out
     x_b, x_i: tl.constexpr, w_i: tl.constexpr,
     positions, s_i, s_j, s_d, x_jump,
     B, I, chunk, groups,
@@ -43,7 +43,6 @@ def row_norm_kernel(
     rows = batch_rows(tl.program_id(0), inputs, T)
     vectors = vector_tile(rows, T)
     S: tl.constexpr = 2 * R if WITH_DS else 1
-    plane = tl.cast(B, tl.int64) * I
     lo = tl.program_id(1) * chunk
     for i32 in range(lo, tl.minimum(lo + chunk, I)):
         here = input_capsule(inputs, rows, i32, T, w_i == 0)
@@ -66,13 +65,10 @@ def row_norm_kernel(
                 dc = coupling_gradient(inputs, given, x, None, ds, rows, vectors, here, n, valid, True, T)
                 inner = inner * scale + tl.sum(where_valid(valid, e * dc, 0.0, MASKED), 1)
             m = grown
-        at = rows_ptr + (rows.first * I + here.i) + rows.local * I
         scale = inverse(total)
-        tl.store(at, finite_or_zero(m), mask=rows.once)
-        tl.store(at + plane, scale, mask=rows.once)
         if WITH_DS:
             if activation_ptr is not None:
                 inner *= per_input(activation_ptr, rows, here.ok, here.i, inputs)
             if dlse_ptr is not None:
                 inner -= per_input(dlse_ptr, rows, here.ok, here.i, inputs) * total
-            tl.store(at + 2 * plane, inner * scale, mask=rows.once)
+        store_row_norms(rows_ptr, finite_or_zero(m), scale, inner * scale, rows, here, inputs)

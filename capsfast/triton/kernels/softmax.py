@@ -41,7 +41,7 @@ def over_tiles(tiles, T: tl.constexpr):
 
 @triton.jit
 def over_outputs(b, T: tl.constexpr):
-    """c of all tiles and the log-sum-exp [BB], -inf where there is no finite logit."""
+    """c of all tiles, and maximum and 1 / sum [BB] of a row, 0 where there is no finite logit."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     most = b[0]
     for n in tl.static_range(1, T.NT):
@@ -58,23 +58,46 @@ def over_outputs(b, T: tl.constexpr):
     total = over_tiles(exponentials, T)
     if T.LEAKY:
         total += tl.exp2(-shift)
-    scale = inverse(total)[:, None]
+    scale = inverse(total)
     c = ()
     for n in tl.static_range(T.NT):
-        c = c + (exponentials[n] * scale,)
-    return c, tl.where(total == 0.0, float("-inf"), m + tl.log(total))
+        c = c + (exponentials[n] * scale[:, None],)
+    return c, m, scale
+
+
+@triton.jit
+def log_sum_exp(m, scale):
+    """Of maximum and 1 / sum."""
+    return tl.where(scale == 0.0, float("-inf"), m - tl.log(scale))
+
+
+@triton.jit
+def load_row_norms(ptr, rows, here, inputs):
+    """Maximum, 1 / sum and sum_j c dc of an input capsule: [BB] each, of arguments.Norms.rows."""
+    at = ptr + (rows.first * inputs.I + here.i) * 4 + (rows.local * inputs.I * 4)[:, None] + tl.arange(0, 4)[None, :]
+    four = tl.load(at, mask=here.ok[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
+    m, total = tl.split(even)
+    scale, _ = tl.split(odd)
+    return m, scale, total
+
+
+@triton.jit
+def store_row_norms(ptr, m, scale, total, rows, here, inputs):
+    at = ptr + (rows.first * inputs.I + here.i) * 4 + (rows.local * inputs.I * 4)[:, None] + tl.arange(0, 4)[None, :]
+    four = tl.reshape(tl.join(tl.join(m, total), tl.join(scale, scale)), [m.shape[0], 4])
+    tl.store(at, four, mask=rows.once[:, None])
 
 
 @triton.jit
 def couple(b, norms, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl.constexpr):
-    """c of all tiles and, for MODE "out" alone, the log-sum-exp. known: which outputs there are."""
-    log_sum = tl.zeros([1], tl.float32)
+    """c of all tiles and, for MODE "out" alone, maximum and 1 / sum [BB]. known: which outputs there are."""
+    m = tl.zeros([1], tl.float32)
+    scale = m
     if MODE == "out":
-        c, log_sum = over_outputs(b, T)
+        c, m, scale = over_outputs(b, T)
     elif MODE == "row_norm":
-        at = norms.rows + (rows.first * inputs.I + here.i) + rows.local * inputs.I
-        m = tl.load(at, mask=here.ok, other=0.0)
-        scale = tl.load(at + tl.cast(inputs.B, tl.int64) * inputs.I, mask=here.ok, other=0.0)
+        m, scale, _ = load_row_norms(norms.rows, rows, here, inputs)
         c = ()
         for n in tl.static_range(T.NT):
             c = c + (exponential(b[n] - m[:, None]) * scale[:, None],)
@@ -82,8 +105,8 @@ def couple(b, norms, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl
         c = ()
         for n in tl.static_range(T.NT):
             maximum = load_numbers(norms.maximum, rows, known[n], first + n, T)
-            scale = load_numbers(norms.inverse, rows, known[n], first + n, T)
-            c = c + (exponential(b[n] - maximum) * scale,)
+            each = load_numbers(norms.inverse, rows, known[n], first + n, T)
+            c = c + (exponential(b[n] - maximum) * each,)
     elif MODE == "sigmoid":
         c = ()
         for n in tl.static_range(T.NT):
@@ -91,7 +114,7 @@ def couple(b, norms, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl
     else:
         tl.static_assert(MODE == "none")
         c = b
-    return c, log_sum
+    return c, m, scale
 
 
 @triton.jit
@@ -107,7 +130,7 @@ def scaled(c, a, T: tl.constexpr):
 def agreement_gradient(
     c, dc, valid, norms, dlse_ptr, inputs, rows, here, known, first, T: tl.constexpr, MODE: tl.constexpr
 ):
-    """db = c (dc - sum c dc + dlse), summed over what the softmax runs over.
+    """db = c (dc - sum c dc + dlse), summed over what the softmax runs over, and for MODE "out" that sum, [BB].
 
     If dc is of x - s, the sum has no s . ds either: for a large c the difference of x . ds and s . ds would lose its
     digits.
@@ -115,6 +138,7 @@ def agreement_gradient(
     dlse_ptr: [B, I] or None, for MODE "out"; in other modes it is part of delta or of the rows.
     """
     db = ()
+    total = tl.zeros([1], tl.float32)
     if MODE == "in":
         for n in tl.static_range(T.NT):
             about = dc[n]
@@ -136,8 +160,7 @@ def agreement_gradient(
             if dlse_ptr is not None:
                 total -= per_input(dlse_ptr, rows, here.ok, here.i, inputs)
         else:
-            at = norms.rows + ((2 * tl.cast(inputs.B, tl.int64) + rows.first) * inputs.I + here.i)
-            total = tl.load(at + rows.local * inputs.I, mask=here.ok, other=0.0)
+            _, _, total = load_row_norms(norms.rows, rows, here, inputs)
         for n in tl.static_range(T.NT):
             db = db + (where_valid(valid[n], c[n] * (dc[n] - total[:, None]), 0.0, T.MASKED),)
-    return db
+    return db, total

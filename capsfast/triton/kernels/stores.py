@@ -16,6 +16,20 @@ def add_to(at, value, within, stored):
 
 
 @triton.jit
+def add_group(out, room, offsets, value, within, first, last):
+    """As add_to() for a sum over the groups of outputs, of which this is the one with tile ``first``. room: float32 for
+    the sum so far, or None if there is only one group or the gradient is float32. last: whether it is the last group.
+    """
+    if room is None:
+        add_to(out + offsets, value, within, first)
+    else:
+        again = tl.zeros(within.shape, tl.int32) + first > 0
+        value += tl.load(room + offsets, mask=within & again, other=0.0)
+        tl.store(room + offsets, value, mask=within & (tl.zeros(within.shape, tl.int32) + last == 0))
+        tl.store(out + offsets, value, mask=within & (tl.zeros(within.shape, tl.int32) + last > 0))
+
+
+@triton.jit
 def fragment(R: tl.constexpr, C: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr):
     """Rows [M] and columns [M, 2] of a product [R, C], in the order in which tensor cores leave it: the compiler deals
     out the M first to lanes, then to warps, then to registers. Four lanes have 32 bytes of a row, so that memory needs
@@ -60,16 +74,16 @@ def add_weight_gradient(dw_ptr, value, n, k0, stored, T: tl.constexpr, KP: tl.co
 
 
 @triton.jit
-def add_input_gradient(dx_ptr, value, inputs, rows, here, k0, stored, T: tl.constexpr, KP: tl.constexpr):
+def add_input_gradient(dx_ptr, room, value, inputs, rows, here, k0, first, last, T: tl.constexpr, KP: tl.constexpr):
     """Stores du of an input capsule for the rows, in [B, I, P K], components k from k0 on."""
     value = tl.where(here.ok[:, None], value, 0.0)
     row, k = fragment(T.BB, KP, T.BB // 16, 1, T.WIDE)
     sample, pose = row // T.PP, row % T.PP
     NUMBERS: tl.constexpr = T.P * T.K
-    at = dx_ptr + (rows.first * inputs.I + here.i) * NUMBERS
-    at = at + (sample * inputs.I * NUMBERS + pose * T.K)[:, None] + (k0 + k)
+    at = (rows.first * inputs.I + here.i) * NUMBERS
+    at += (sample * inputs.I * NUMBERS + pose * T.K)[:, None] + (k0 + k)
     inside = ((sample < rows.count) & below(pose, T.P, T.PP))[:, None] & below(k0 + k, T.K, KP)
-    add_to(at, as_fragment(value, T.BB // 16, 1), inside, stored)
+    add_group(dx_ptr, room, at, as_fragment(value, T.BB // 16, 1), inside, first, last)
 
 
 @triton.jit
@@ -89,7 +103,7 @@ def store_votes_gradient(dx_ptr, value, inputs, rows, here, n, T: tl.constexpr):
 
 
 @triton.jit
-def add_common_votes_gradient(dx_ptr, tiles, inputs, rows, here, stored, T: tl.constexpr):
+def add_common_votes_gradient(dx_ptr, room, tiles, inputs, rows, here, first, last, T: tl.constexpr):
     """Stores dvotes of an input capsule for the samples, in [B, I, 1, D]: of votes that all outputs share. tiles: those
     of all outputs."""
     value = tl.zeros([T.BB, T.DP], tl.float32)
@@ -97,8 +111,8 @@ def add_common_votes_gradient(dx_ptr, tiles, inputs, rows, here, stored, T: tl.c
         value += tl.sum(tl.reshape(tiles[n], [T.BB, T.JT, T.DP]), 1)
     value = tl.where(here.ok[:, None], value, 0.0)
     d = components(0, T.DP, T.WIDE)
-    at = dx_ptr + (rows.first * inputs.I + here.i) * T.D + (rows.local * inputs.I * T.D)[:, None] + d[None, :]
-    add_to(at, value, rows.inside[:, None] & (d < T.D)[None, :], stored)
+    at = (rows.first * inputs.I + here.i) * T.D + (rows.local * inputs.I * T.D)[:, None] + d[None, :]
+    add_group(dx_ptr, room, at, value, rows.inside[:, None] & (d < T.D)[None, :], first, last)
 
 
 @triton.jit

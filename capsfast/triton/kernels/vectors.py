@@ -166,8 +166,10 @@ def store_numbers(ptr, value, rows, n, T: tl.constexpr):
 
 
 @triton.jit
-def parts(x, PARTS: tl.constexpr, T: tl.constexpr):
-    """A tile [BB, N] as a tuple of 1, 2 or 4 tiles [BB, JT, M, 2 LANES], what follows each other of what a lane has."""
+def parts(x, T: tl.constexpr):
+    """A tile [BB, N] of a product as a tuple of 1, 2 or 4 tiles [BB, JT, M, 2 LANES], what follows each other of what a
+    lane has."""
+    PARTS: tl.constexpr = min(4, T.DP // (2 * T.LANES))
     M: tl.constexpr = T.DP // (2 * T.LANES * PARTS)
     if PARTS == 4:
         x = tl.permute(tl.reshape(x, [T.BB, 2, 2, M, T.JT, 2 * T.LANES]), (0, 4, 3, 5, 2, 1))
@@ -181,6 +183,40 @@ def parts(x, PARTS: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def whole(xs, T: tl.constexpr):
+    """The tile whose parts these are."""
+    if len(xs) == 4:
+        x = tl.permute(tl.join(tl.join(xs[0], xs[1]), tl.join(xs[2], xs[3])), (0, 5, 4, 2, 1, 3))
+    elif len(xs) == 2:
+        x = tl.permute(tl.join(xs[0], xs[1]), (0, 4, 2, 1, 3))
+    else:
+        x = tl.permute(xs[0], (0, 2, 1, 3))
+    return tl.reshape(x, [T.BB, T.JT * T.DP])
+
+
+@triton.jit
+def no_terms(T: tl.constexpr, PARTED: tl.constexpr):
+    """A sum of add_scaled() without any terms."""
+    nothing = tl.zeros([T.BB, T.JT * T.DP], tl.float32)
+    return parts(nothing, T) if PARTED else (nothing,)
+
+
+@triton.jit
+def add_scaled(xs, c, tile, T: tl.constexpr, PARTED: tl.constexpr):
+    """c tile, added to xs. c: a number per output, [BB, JT]. PARTED: xs is a tuple of parts(), which keeps the compiler
+    from laying out the sum, and with it all terms, as the product takes it that follows: in twice the registers."""
+    found = ()
+    if PARTED:
+        ys = parts(tile, T)
+        for n in tl.static_range(len(ys)):
+            # Left to the compiler, it would for sm_100 multiply one by one and add in pairs.
+            found = found + (tl.fma(tl.broadcast_to(c[:, :, None, None], ys[n].shape), ys[n], xs[n]),)
+    else:
+        found = (xs[0] + spread(c, T) * tile,)
+    return found
+
+
+@triton.jit
 def score(x, p, T: tl.constexpr):
     """Dot products over d of two tiles [BB, N]: [BB, JT]. All rows of a pose have their sum."""
     if T.LANES == 0:
@@ -188,13 +224,12 @@ def score(x, p, T: tl.constexpr):
     else:
         # The compiler adds up what a lane has as a tree of products. Up to four multiply-adds in a chain first save a
         # quarter of its instructions. More of them save little, and take the compiler long.
-        PARTS: tl.constexpr = min(4, T.DP // (2 * T.LANES))
-        xs = parts(x, PARTS, T)
-        ps = parts(p, PARTS, T)
+        xs = parts(x, T)
+        ps = parts(p, T)
         total = xs[0] * ps[0]
-        for n in tl.static_range(1, PARTS):
+        for n in tl.static_range(1, len(xs)):
             total = tl.fma(xs[n], ps[n], total)
-        found = tl.sum(tl.reshape(total, [T.BB, T.JT, T.DP // PARTS]), 2)
+        found = tl.sum(tl.reshape(total, [T.BB, T.JT, T.DP // len(xs)]), 2)
     if T.PP > 1:
         found = tl.sum(tl.reshape(found, [T.BB // T.PP, T.PP, T.JT]), 1)
         found = tl.reshape(tl.broadcast_to(found[:, None, :], [T.BB // T.PP, T.PP, T.JT]), [T.BB, T.JT])

@@ -41,26 +41,29 @@ def input_capsule(inputs, rows, i32, T: tl.constexpr, SHARED: tl.constexpr = Fal
 
 
 @triton.jit
-def pose_tile(inputs, rows, ok, i, k0, T: tl.constexpr, KP: tl.constexpr):
-    """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside."""
+def pose_tile(inputs, rows, ok, i, k0, T: tl.constexpr, KP: tl.constexpr, AGAIN: tl.constexpr = False):
+    """u of input capsule i for the rows, components k from k0 on: [BB, KP], 0 outside. AGAIN: as in load_vectors().
+    A tile that is the first operand of one product and the second of another is not loaded ahead of its use."""
     k = components(k0, KP, T.WIDE)
     x_b, x_i, _, x_k = inputs.xs
     at = rows.x + (rows.first * x_b + i * x_i) + (rows.local * x_b)[:, None] + (k * x_k)[None, :]
     if T.PP > 1:
         at += (pose_rows(T.K, T) * x_k)[:, None]
-    return tl.load(at, mask=ok[:, None] & below(k, T.K, KP)[None, :], other=0.0)
+    CACHE: tl.constexpr = ".ca" if AGAIN else ""
+    return tl.load(at, mask=ok[:, None] & below(k, T.K, KP)[None, :], other=0.0, cache_modifier=CACHE)
 
 
 @triton.jit
-def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr):
-    """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside."""
+def weight_tile(w_ptr, inputs, i, n, k0, T: tl.constexpr, KP: tl.constexpr, AGAIN: tl.constexpr = False):
+    """W of input capsule i for the columns of tile n, components k from k0 on: [N, KP], 0 outside. AGAIN: as in
+    pose_tile()."""
     j, d = columns(0, T, T.WIDE)
     k = components(k0, KP, T.WIDE)
     w_i, w_j, w_d, w_k = inputs.ws
     at = w_ptr + i * w_i + (j * w_j + d * w_d)[:, None] + (k * w_k)[None, :]
     at += tl.cast(n, tl.int64) * (T.JT * w_j)
     inside = (existing(n, n * T.JT + j, T) & below(d, T.D // T.P, T.DP))[:, None] & below(k, T.K, KP)[None, :]
-    return tl.load(at, mask=inside, other=0.0)
+    return tl.load(at, mask=inside, other=0.0, cache_modifier=".ca" if AGAIN else "")
 
 
 @triton.jit
