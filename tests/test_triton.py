@@ -191,7 +191,7 @@ def test_votes_of_the_positions_of_one_sample() -> None:
 @pytest.mark.parametrize("how", ["out", "sigmoid"])
 def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
     """The last group has tiles of no outputs. They have V and the center of others."""
-    J, D = 48, 16
+    J, D = 46, 16
     query, center = torch.randn(2, 3, J, D) * 0.3
 
     def first(*inputs: torch.Tensor, backend: str) -> torch.Tensor:

@@ -127,20 +127,20 @@ MAKES_VOTES = ("accumulate_kernel", "accumulate_gradient_kernel", "gradient_kern
 MOST = {
     ("float32", "uniform"): (324, 2, 0, 0, 0),
     ("float32", "accumulate"): (496, 2, 0, 0, 0),
-    ("float32", "accumulate_gradient"): (668, 2, 0, 0, 0),
-    ("float32", "gradient"): (2698, 42, 26, 0, 10),
+    ("float32", "accumulate_gradient"): (681, 2, 1, 0, 0),
+    ("float32", "gradient"): (3065, 20, 40, 0, 50),
     ("bfloat16", "uniform"): (151, 2, 0, 0, 0),
     ("bfloat16", "accumulate"): (367, 2, 0, 0, 0),
-    ("bfloat16", "accumulate_gradient"): (536, 2, 0, 0, 0),
-    ("bfloat16", "gradient"): (2241, 30, 26, 0, 16),
+    ("bfloat16", "accumulate_gradient"): (554, 2, 1, 0, 0),
+    ("bfloat16", "gradient"): (2095, 20, 30, 0, 40),
 }
 # Instructions of a forward and a backward in bfloat16, of those in float32.
-HALF = 0.79
+HALF = 0.77
 
 # Operations of the gradient kernel in Triton's first representation. One pass of the compiler (tritongpu-coalesce)
 # takes a time that grows with their square, for every load and store: at 930 operations it was half of all. Seconds
 # depend on what else a machine does.
-OPERATIONS = 860
+OPERATIONS = 560
 
 
 def start(calls: dict[str, Row], *what: str, module: str = "triton_compile") -> "subprocess.Popen[str]":
@@ -220,13 +220,15 @@ def test_only_small_matrix_instructions(rows: list[Row]) -> None:
         assert all(name.startswith("mma.sync") for name in row["mma"]), text(row)
 
 
-# Accesses to spilled registers in a loop: groups of many outputs, second moments, K above 32, and all options at once.
+# Accesses to spilled registers in a loop: many outputs, second moments, long outputs or K, all options at once, and the
+# most iterations of which V and ds are kept.
 SPILLS = {
     ("EM", "accumulate_gradient_kernel"): 10,
     ("EM, in", "accumulate_gradient_kernel"): 10,
-    ("EM, J=1000", "accumulate_gradient_kernel"): 10,
+    ("J=100, logits", "accumulate_gradient_kernel"): 4,
+    ("J=1000, backward", "accumulate_gradient_kernel"): 4,
     ("softmax in", "accumulate_gradient_kernel"): 8,
-    ("softmax in", "gradient_kernel"): 8,
+    ("softmax in", "gradient_kernel"): 14,
     ("shared weight", "gradient_kernel"): 12,
     ("D=512", "gradient_kernel"): 14,
     ("r=5", "gradient_kernel"): 24,
@@ -459,7 +461,7 @@ def test_many_iterations_do_not_take_long_to_compile() -> None:
     calls = {f"r={r}": {**layer, "case": {"coupling": False, "num_iterations": r}} for r in (5, 6, 48)}
     five, six, many = (row["operations"] for row in result(start(calls, "90")))
     assert many == six > 100
-    assert five <= OPERATIONS
+    assert five <= 1.2 * OPERATIONS
 
 
 def test_a_layer_compiles_few_kernels(rows: list[Row]) -> None:

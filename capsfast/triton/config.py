@@ -61,8 +61,9 @@ TABLE = {
     "gradient": Choice(48, 8, chunk=8, down=2),
     # Of a single iteration. Loading V and ds is less than what every tile costs, so if it can it has all outputs.
     "gradient once": Choice(160, 8, chunk=8, down=2),
-    # Takes one tile after the other and keeps only a few numbers per row.
-    "row_norm": Choice(160, 8, down=2),
+    # Takes one tile after the other and keeps only a few numbers per row. With a warp's own outputs none of them
+    # crosses warps.
+    "row_norm": Choice(48, 8, down=2),
     # A pass with precision, center or second moments has second sums, or reads two more vectors.
     "accumulate quadratic": Choice(80, 8, down=2),
     "accumulate_gradient quadratic": Choice(80, 8, down=2),
@@ -117,13 +118,28 @@ class Layer(NamedTuple):
     poses: int = 1
 
 
+class Cut(NamedTuple):
+    """NT tiles of JT outputs for so many warps side by side, as in Tiles."""
+
+    across: int
+    DP: int
+    LANES: int
+    JT: int
+    NT: int
+
+    @property
+    def columns(self) -> int:
+        return self.JT * self.DP
+
+
 def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
 @functools.cache
 def tiles(kernel: str, layer: Layer, choice: Choice) -> Tiles:
-    """The fewest warps whose registers hold all outputs. If even the most warps cannot, groups of outputs."""
+    """The fewest warps whose registers hold all outputs. If even the most cannot, groups of outputs, which need nothing
+    of each other, for as few warps as have room for a tile."""
     return _of_votes(kernel, layer, choice) if layer.K == 0 else _of_product(kernel, layer, choice)
 
 
@@ -151,25 +167,19 @@ def _groups(kernel: str, NT: int, fit: int) -> tuple[int, int]:
 def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     """Of votes that are a product: a warp has whole rows, or if these are too long, the columns of whole outputs."""
     J, D, K, itemsize, _, poses = layer
-    apart = kernel == "gradient"  # need not have all outputs
+    apart = kernel in ("gradient", "row_norm")  # which need not have all outputs together
     rows = max(ROWS, power_of_two(poses))
     # What a warp may hold is counted in rows of one mma. Of a larger K it also holds more of W, of a shared weight dW.
     more = not apart and (K > 16 or (kernel == "gradient once" and layer.shared))
     held = choice.columns * ROWS // rows // (2 if more else 1)
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
-    across = 1
-    while True:
-        DP, LANES, JT, NT = _cut(J, D, across, TURN if apart else 0)
-        # Or one tile, which may have twice as many.
-        if held * across >= (JT * DP // 2 if apart else NT * JT * DP) or across == choice.warps:
-            break
-        across *= 2
-    columns = JT * DP
-    if NT * columns > held * across and choice.columns > 80:
-        # Offsets of a group's tiles are no constants, and take registers. With few tiles they take less than more
-        # groups cost: at J=1000, D=16 a pass with second moments executes 6 % less in five tiles than in three.
-        held = held * 3 // 4
-    NT, groups = _groups(kernel, NT, max(1, held * across // columns))
+    cuts = [_cut(J, D, across, TURN if apart else 0) for across in (1, 2, 4, 8, 16) if across <= choice.warps]
+    whole = [cut for cut in cuts if not apart and cut.NT * cut.columns <= held * cut.across]
+    # Where they need not be together, a tile of long outputs may have twice as many columns.
+    single = [cut for cut in cuts if cut.columns <= (2 if apart else 1) * held * cut.across]
+    cut = (whole + single + cuts[-1:])[0]
+    across, columns = cut.across, cut.columns
+    NT, groups = _groups(kernel, cut.NT, max(1, held * across // columns))
     # Warps side by side share the weight. The compiler lays them so for tiles of 32 columns.
     down = choice.down if across == 1 and columns <= 32 else 1
     BB = max(rows, ROWS * down)
@@ -178,11 +188,11 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     pipeline = 2 * (NT * columns + BB) * KP * steps * itemsize
     # If it loads V and ds, these would be pipelined too, 330 KiB at J=10, D=16.
     pipelined = pipeline <= SHARED and kernel != "gradient once"
-    return Tiles(BB, JT, DP, LANES, KP, NT, groups, across * BB // ROWS, 2 if pipelined else 1)
+    return Tiles(BB, cut.JT, cut.DP, cut.LANES, KP, NT, groups, across * BB // ROWS, 2 if pipelined else 1)
 
 
-def _cut(J: int, D: int, across: int, turn: int) -> tuple[int, int, int, int]:
-    """(DP, LANES, JT, NT) of tiles that as many warps have, with the fewest columns of padding.
+def _cut(J: int, D: int, across: int, turn: int) -> Cut:
+    """The tiles that as many warps have, with the fewest columns of padding. turn: TURN, if it counts.
 
     Outputs with more than four lanes are spread over warps. Their dot products go through shared memory, which costs as
     much as EXCHANGE more columns (in instructions of the compiled kernels, J from 3 to 100 and D of 16 and 64).
@@ -198,7 +208,7 @@ def _cut(J: int, D: int, across: int, turn: int) -> tuple[int, int, int, int]:
         columns = NT * JT * (DP + (EXCHANGE if LANES > 4 else 0))
         columns += NT * turn * across * max(1, JT * DP // (32 * across))
         found.append((columns, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
-    return min(found)[2:]
+    return Cut(across, *min(found)[2:])
 
 
 def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:

@@ -179,9 +179,9 @@ def measured(ttgir: str, code: Callable[[], Code], warps: int, constants: dict[s
 
     code: makes the listing, which few kernels need.
 
-    instructions: of all warps of the programs that share the outputs, for 16 rows. products, additions, barriers,
-    conversions, exchanges (accesses to shared memory) and loads (from global memory, by bytes of a lane): of one warp.
-    turn: input capsules that a turn of the loop takes.
+    instructions: of all warps, for 16 rows and all outputs. barriers, conversions, exchanges (accesses to shared
+    memory), shuffles and loads (from global memory, by bytes of a lane): of one warp for all outputs. products and
+    additions: of one warp for a group of outputs. turn: input capsules that a turn of the loop takes.
     """
     intermediate = Intermediate(ttgir)
     loop = intermediate.over_capsules()
@@ -201,10 +201,10 @@ def measured(ttgir: str, code: Callable[[], Code], warps: int, constants: dict[s
         "instructions": instructions,
         "products": products,
         "additions": found.count("FADD") + 2 * found.count("FADD2"),
-        "barriers": found.count("BAR"),
-        "conversions": intermediate.conversions(loop),
-        "exchanges": found.count("LDS", "STS", "LDSM", "STSM"),
-        "shuffles": found.count("SHFL"),
-        "loads": found.widths("LDG", "LDGSTS"),
+        "barriers": _whole(groups * found.count("BAR")),
+        "conversions": groups * intermediate.conversions(loop),
+        "exchanges": _whole(groups * found.count("LDS", "STS", "LDSM", "STSM")),
+        "shuffles": _whole(groups * found.count("SHFL")),
+        "loads": {width: _whole(groups * n) for width, n in found.widths("LDG", "LDGSTS").items()},
         "microseconds": round(microseconds(instructions, B * constants["PP"] / ROWS), 1),
     }

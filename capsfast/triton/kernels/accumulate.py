@@ -56,7 +56,7 @@ def store_sums(partial_ptr, mass_ptr, second_ptr, sums, rows, first, plane, T: t
 
 # These pointers are into [R, ...] tensors, so their alignment depends on B. Triton would compile a kernel for each.
 @triton.jit(
-    do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr"]
+    do_not_specialize=["B", "I", "chunk"], do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr"]
 )
 def accumulate_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
@@ -183,7 +183,7 @@ def accumulate_kernel(
 
 @triton.jit(
     do_not_specialize=["B", "I", "chunk"],
-    do_not_specialize_on_alignment=["rows_ptr", "norm_ptr", "inverse_ptr", "delta_ptr", "s_ptr"],
+    do_not_specialize_on_alignment=["norm_ptr", "inverse_ptr", "delta_ptr", "s_ptr"],
 )
 def accumulate_gradient_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,

@@ -10,7 +10,7 @@ from .vectors import load_vectors, vector_tile
 from .votes import coupling_gradient, input_capsule, routing_logits, votes_about_center
 
 
-@triton.jit(do_not_specialize=["B", "I", "chunk", "groups"], do_not_specialize_on_alignment=["rows_ptr"])
+@triton.jit(do_not_specialize=["B", "I", "chunk", "groups"])
 def row_norm_kernel(
     x_ptr, w_ptr, logits_ptr, mask_ptr, out_mask_ptr,
     precision_ptr, center_ptr, prior_ptr, activation_ptr,

@@ -25,8 +25,10 @@ def add_group(out, room, offsets, value, within, first, last):
     else:
         again = tl.zeros(within.shape, tl.int32) + first > 0
         value += tl.load(room + offsets, mask=within & again, other=0.0)
-        tl.store(room + offsets, value, mask=within & (tl.zeros(within.shape, tl.int32) + last == 0))
-        tl.store(out + offsets, value, mask=within & (tl.zeros(within.shape, tl.int32) + last > 0))
+        if last:
+            tl.store(out + offsets, value, mask=within)
+        else:
+            tl.store(room + offsets, value, mask=within)
 
 
 @triton.jit
