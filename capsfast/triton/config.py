@@ -173,10 +173,11 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     more = not apart and (K > 16 or (kernel == "gradient once" and layer.shared))
     held = choice.columns * ROWS // rows // (2 if more else 1)
     KP = min(max(power_of_two(K), SMALLEST_K[itemsize]), LARGEST_K)
-    cuts = [_cut(J, D, across, TURN if apart else 0) for across in (1, 2, 4, 8, 16) if across <= choice.warps]
-    whole = [cut for cut in cuts if not apart and cut.NT * cut.columns <= held * cut.across]
-    # Where they need not be together, a tile of long outputs may have twice as many columns.
-    single = [cut for cut in cuts if cut.columns <= (2 if apart else 1) * held * cut.across]
+    # Where outputs need not be together, a tile of long ones may have twice as many columns.
+    turn, room = (TURN, 2 * held) if apart else (0, held)
+    cuts = [_cut(J, D, across, turn, room) for across in (1, 2, 4, 8, 16) if across <= choice.warps]
+    whole = [cut for cut in cuts if not apart and cut.NT * cut.columns <= room * cut.across]
+    single = [cut for cut in cuts if cut.columns <= room * cut.across]
     cut = (whole + single + cuts[-1:])[0]
     across, columns = cut.across, cut.columns
     NT, groups = _groups(kernel, cut.NT, max(1, held * across // columns))
@@ -191,8 +192,9 @@ def _of_product(kernel: str, layer: Layer, choice: Choice) -> Tiles:
     return Tiles(BB, cut.JT, cut.DP, cut.LANES, KP, NT, groups, across * BB // ROWS, 2 if pipelined else 1)
 
 
-def _cut(J: int, D: int, across: int, turn: int) -> Cut:
-    """The tiles that as many warps have, with the fewest columns of padding. turn: TURN, if it counts.
+def _cut(J: int, D: int, across: int, turn: int, room: int) -> Cut:
+    """The tiles that as many warps have, with the fewest columns of padding. turn: TURN, if it counts; room: the most
+    columns that a warp should have of a tile.
 
     Outputs with more than four lanes are spread over warps. Their dot products go through shared memory, which costs as
     much as EXCHANGE more columns (in instructions of the compiled kernels, J from 3 to 100 and D of 16 and 64).
@@ -207,8 +209,9 @@ def _cut(J: int, D: int, across: int, turn: int) -> Cut:
         # Of the same padding a tile of 32 columns.
         columns = NT * JT * (DP + (EXCHANGE if LANES > 4 else 0))
         columns += NT * turn * across * max(1, JT * DP // (32 * across))
-        found.append((columns, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
-    return Cut(across, *min(found)[2:])
+        wide = room * across < JT * DP
+        found.append((wide, columns, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
+    return Cut(across, *min(found)[3:])
 
 
 def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:

@@ -3,7 +3,7 @@ ops/routing_pass.py.
 
 The kernels are those of dynamic routing: the forward is one accumulate, with row_norm before it where the outputs do
 not fit one program; the backward is one accumulate_gradient, if a gradient is a sum over the input capsules, and one
-gradient with one iteration.
+gradient with one iteration, with row_norm before them where passes.sweep() says so.
 """
 
 from typing import NamedTuple
@@ -165,7 +165,8 @@ def backward(
     need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
     uniform = call.uniform_start and not need_activation
     through = Through(state, dcoupling, norms._replace(rows=_rows(call, parameters.lse)), beside)
-    sweep = passes.sweep(call, True, _summed(call, need_scores))
+    launched = I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse)
+    sweep = passes.sweep(call, True, _summed(call, need_scores), launched)
     if sweep.rows and not uniform:
         rows = call.new(B, I, 4)
         through = through._replace(norms=norms._replace(rows=rows))
@@ -173,7 +174,7 @@ def backward(
             passes.row_norm(call, state, dcoupling, rows, True, beside)
     of_scores = _score_gradients(call, through, dfirst, saved, need_scores)
     found: tuple[Tensor | None, ...] = (None,) * 5
-    if I > 0 and (need_x or need_weight or need_logits or need_activation or need_lse):
+    if launched:
         dactivation = call.new(B, I) if need_activation else None
         drow = call.new(B, I) if need_lse else None
         dx, dweight, dlogits = passes.gradient(

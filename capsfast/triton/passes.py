@@ -27,8 +27,9 @@ class Given(NamedTuple):
 
 
 NOTHING = Given()
-# Columns of V and ds of all iterations that a warp of the gradient pass keeps, two to a register.
-MOST_HELD = 288
+# The gradient pass keeps V and ds of all iterations, if with votes and dvotes they are no more columns of a warp, two
+# to a register, and no more vectors: iterations whose V and ds are kept are compiled one by one.
+MOST_HELD, MOST_VECTORS = 352, 9
 Filled = TypeVar("Filled")
 
 
@@ -41,7 +42,7 @@ class Sums(NamedTuple):
 
 
 def mode(call: Call, kernel: str) -> str:
-    """MODE of kernels/softmax.py. If a program does not hold all outputs, row_norm has to come first."""
+    """MODE of kernels/softmax.py. If a program does not hold all outputs, it needs rows."""
     if call.normalize == "out":
         return "out" if call.tiles(kernel).groups == 1 else "row_norm"
     return "row_norm" if call.normalize == "lse" else call.normalize
@@ -274,14 +275,15 @@ class Sweep(NamedTuple):
     row_norm: bool
 
 
-def sweep(call: Call, once: bool, summed: bool) -> Sweep:
-    """once: whether only one iteration has a gradient; summed: whether accumulate_gradient is launched."""
+def sweep(call: Call, once: bool, summed: bool, launched: bool) -> Sweep:
+    """What a backward needs. once: whether only one iteration has a gradient; summed, launched: whether
+    accumulate_gradient and gradient are launched."""
     once = once and not (call.votes_given or call.quadratic)
     kernel = "gradient once" if once and call.tiles("gradient once").groups == 1 else "gradient"
     if call.normalize != "out":
         return Sweep(kernel, False, False)
     grouped = summed and call.tiles("accumulate_gradient").groups > 1
-    return Sweep(kernel, grouped or call.tiles(kernel).groups > 1, grouped or not summed)
+    return Sweep(kernel, grouped or (launched and call.tiles(kernel).groups > 1), grouped or not summed)
 
 
 def gradient(
@@ -317,7 +319,7 @@ def gradient(
     factor = uniform_factor(call) if uniform else (None, 0.0)
     first = start + uniform
     vectors = 2 * (call.iterations - first) + uniform
-    held = not call.votes_given and vectors * tiles.columns <= MOST_HELD
+    held = not call.votes_given and vectors <= MOST_VECTORS and (vectors + 2) * tiles.columns <= MOST_HELD
     # Tiles of vectors that are loaded for every input capsule would be pipelined too.
     ahead = held and not call.quadratic and norms.s is None
     constants = call.constants(tiles) | {

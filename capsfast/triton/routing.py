@@ -72,7 +72,8 @@ def backward(
     start = 0 if call.agreement else r - 1
     first_varied = max(start, 1) if call.uniform_start else start
     summed = start == 0 and r > 1
-    sweep = passes.sweep(call, start == r - 1, summed)
+    need_x, need_weight, need_logits, need_bias = needed
+    sweep = passes.sweep(call, start == r - 1, summed, need_x or need_weight or need_logits)
     rows = call.new(r, B, I, 4) if sweep.rows else None
     norms = Norms(rows, norm[0], norm[1], delta, s) if inward else Norms(rows)
 
@@ -98,7 +99,6 @@ def backward(
             passes.update_gradient(call, partial, G, s[t - 1], before)
             row_norm(t - 1)
 
-    need_x, need_weight, need_logits, need_bias = needed
     dx, dweight, dlogits, dbias = (zeros(call, tensor, False) for tensor in _given(call))
     if I == 0:
         # Without input capsules the gradient pass has no programs, so it would write nothing.

@@ -33,7 +33,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
 # What is tuned, in this order, as far as a forward and a backward launch it.
 KERNELS = ("accumulate", "accumulate_gradient", "gradient", "row_norm")
 # If a single iteration has a gradient.
-ONCE = (*KERNELS[:2], "gradient once", "row_norm")
+ONCE = (*KERNELS[:2], "gradient once", *KERNELS[2:])
 # Of a routing pass with precision, center or second moments.
 QUADRATIC = tuple(f"{kernel} quadratic" for kernel in KERNELS[:3])
 

@@ -107,7 +107,7 @@ def store_votes_gradient(dx_ptr, value, inputs, rows, here, n, T: tl.constexpr):
 @triton.jit
 def add_common_votes_gradient(dx_ptr, room, tiles, inputs, rows, here, first, last, T: tl.constexpr):
     """Stores dvotes of an input capsule for the samples, in [B, I, 1, D]: of votes that all outputs share. tiles: those
-    of all outputs."""
+    of a group of outputs."""
     value = tl.zeros([T.BB, T.DP], tl.float32)
     for n in tl.static_range(T.NT):
         value += tl.sum(tl.reshape(tiles[n], [T.BB, T.JT, T.DP]), 1)
