@@ -14,6 +14,7 @@ from capsfast import toolchain
 
 from .support import passes as support_passes
 from .support.accuracy import relative_l2
+from .support.interpreter import kernels_of
 from .support.passes import EVERYTHING, LINEAR, QUADRATIC, WAYS, PassCase, normalized
 from .support.problems import PLAIN, Case, make, run
 
@@ -121,22 +122,6 @@ def test_a_saturated_softmax_over_the_input_capsules_in_a_pass(second: bool) -> 
         assert found[name] < 8 * plain[name], name
 
 
-def constants(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """The keywords of the latest launch of every kernel."""
-    from triton.runtime.interpreter import GridExecutor
-
-    found, launch = {}, GridExecutor.__call__
-
-    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found[self.fn.__name__] = kwargs
-        return launch(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GridExecutor, "__call__", remember)
-        function()
-    return found
-
-
 def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
     """The gradients of the Triton kernels are those of float64."""
     found = []
@@ -170,7 +155,9 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, mo
             monkeypatch.setitem(config.TABLE, kernel, config.TABLE[kernel]._replace(columns=columns))
         replay.forget()
         found: dict[str, torch.Tensor] = {}
-        launched = constants(lambda into=found: into.update(run(problem, "triton")), monkeypatch)["gradient_kernel"]
+        launched = dict(kernels_of(lambda into=found: into.update(run(problem, "triton")), monkeypatch))[
+            "gradient_kernel"
+        ]
         ways.add((launched["HELD"], launched["NT"] * launched["JT"] < 11))
         for name, value in found.items():
             assert relative_l2(value.double(), wanted[name].double()) < 16 * eps, (name, held, columns)
@@ -304,18 +291,8 @@ def launches(problem: Any, monkeypatch: pytest.MonkeyPatch, need: tuple[str, ...
 
     need: the inputs with a gradient, if not all of them.
     """
-    from triton.runtime.interpreter import GridExecutor
-
-    found, launch = [], GridExecutor.__call__
-
-    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(" ".join([self.fn.__name__, *filter(None, [kwargs.get("MODE")])]))
-        return launch(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GridExecutor, "__call__", remember)
-        run(problem, "triton", need)
-    return found
+    found = kernels_of(lambda: run(problem, "triton", need), monkeypatch)
+    return [" ".join([name, *filter(None, [keywords.get("MODE")])]) for name, keywords in found]
 
 
 ACCUMULATE, MOMENTS, SUMS, GRADIENT = (

@@ -20,6 +20,7 @@ from capsfast import toolchain
 
 from .support import passes as support_passes
 from .support import problems as support_problems
+from .support.interpreter import kernels_of
 from .support.passes import EVERYTHING, PassCase, make_either, normalized, without_weight
 from .support.problems import LOADED, LOADED_OUT, Case, Problem, make, run, without_shared
 
@@ -226,26 +227,10 @@ def test_two_views_of_one_tensor() -> None:
     assert len(replay._recordings) == 1
 
 
-def kernels_of(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keywords of the launches of the function."""
-    from triton.runtime.interpreter import GridExecutor
-
-    found, launch = [], GridExecutor.__call__
-
-    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(kwargs)
-        return launch(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GridExecutor, "__call__", remember)
-        function()
-    return found
-
-
 def test_another_table_is_seen(u_and_weight: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     def columns() -> list[int]:
         launches = kernels_of(lambda: routed(*u_and_weight), monkeypatch)
-        return [keywords["JT"] * keywords["DP"] for keywords in launches if "JT" in keywords]
+        return [keywords["JT"] * keywords["DP"] for _, keywords in launches if "JT" in keywords]
 
     routed(*u_and_weight)
     before = columns()

@@ -57,7 +57,8 @@ TABLE = {
     "accumulate_gradient": Choice(160, 8, down=2),
     # After accumulate_gradient, one tile after the other: of 32 columns a warp keeps V and ds of three iterations in 80
     # registers while it takes the input capsules of a chunk. Else it loads them for every one, 100 KiB for 32 samples.
-    # What tiles after the first are added to, du of the chunk, and dW, to which every batch tile adds, stay in L2.
+    # du of the chunk, to which tiles after the first are added, and dW, to which batch tiles are, should stay in L2
+    # (not measured).
     "gradient": Choice(48, 8, chunk=8, down=2),
     # Of a single iteration. Loading V and ds is less than what every tile costs, so if it can it has all outputs.
     "gradient once": Choice(160, 8, chunk=8, down=2),
@@ -155,7 +156,7 @@ def _of_votes(kernel: str, layer: Layer, choice: Choice) -> Tiles:
             break
         warps *= 2
     NT, groups = _groups(kernel, NT, max(1, choice.columns * warps // columns))
-    return Tiles(ROWS, JT, DP, 0, 1, NT, groups, warps, 3 if not kernel.startswith("gradient") else 1)
+    return Tiles(ROWS, JT, DP, 0, 1, NT, groups, warps, 3 if kernel != "gradient" else 1)
 
 
 def _groups(kernel: str, NT: int, fit: int) -> tuple[int, int]:

@@ -321,11 +321,11 @@ def gradient(
     vectors = 2 * (call.iterations - first) + uniform
     held = not call.votes_given and vectors <= MOST_VECTORS and (vectors + 2) * tiles.columns <= MOST_HELD
     # Tiles of vectors that are loaded for every input capsule would be pipelined too.
-    ahead = held and not call.quadratic and norms.s is None
+    ahead = tiles.stages > 1 and held and not call.quadratic and norms.s is None
     constants = call.constants(tiles) | {
         "BACK_DOT": call.back_dot, "MODE": mode(call, kernel), "START": first, "R": call.iterations,
         "UNIFORM": uniform, "AGREEMENT": call.agreement, "SHARED": call.shared, "COMMON": call.common,
-        "HELD": held, "num_stages": tiles.stages if ahead else 1,
+        "HELD": held, "AHEAD": ahead, "num_stages": tiles.stages if ahead else 1,
     }  # fmt: skip
 
     def cut(chunks: int, chunk: int, splits: int, batch_tiles: int) -> tuple[Any, ...]:

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from capsfast import toolchain
 
 
@@ -25,6 +27,22 @@ def prepare() -> None:
     builder.create_dot = _dot(builder.create_dot, interpreter)
     interpreter.InterpretedFunction.__call__ = _device_function(interpreter._patch_lang)
     _keep_types(interpreter)
+
+
+def kernels_of(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Names and keywords of the launches of the function, in order."""
+    from triton.runtime.interpreter import GridExecutor
+
+    found, launch = [], GridExecutor.__call__
+
+    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append((self.fn.__name__, kwargs))
+        return launch(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", remember)
+        function()
+    return found
 
 
 def _silent(launch: Callable[..., Any], interpreter: Any) -> Callable[..., Any]:

@@ -58,6 +58,15 @@ def uniform_slopes(dxs, given, ds, factor, a, x, valid, vectors, first, T: tl.co
 
 
 @triton.jit
+def tiles_of(ptr, vectors, first, T: tl.constexpr, S: tl.constexpr):
+    """NT tiles of load_vectors()."""
+    found = ()
+    for n in tl.static_range(T.NT):
+        found = found + (load_vectors(ptr, vectors, first + n, T, S),)
+    return found
+
+
+@triton.jit
 def states_of(state_ptr, vectors, states, first, T: tl.constexpr, S: tl.constexpr, AGAIN: tl.constexpr = False):
     """V and ds of an iteration, NT tiles each."""
     V = ()
@@ -158,7 +167,7 @@ def weight_products(
 @triton.jit
 def add_products(
     inputs, dx, rows, here, k0, first, last, du_ptr, room_ptr, dw_ptr, stored,
-    T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, HELD: tl.constexpr, PARTED: tl.constexpr,
+    T: tl.constexpr, KB: tl.constexpr, BACK_DOT: tl.constexpr, AHEAD: tl.constexpr, PARTED: tl.constexpr,
     KEEP_DW: tl.constexpr,
 ):
     """Stores components k from k0 on of du and dW of an input capsule. dx: dvotes, NT tiles. stored: whether there are
@@ -166,7 +175,9 @@ def add_products(
     ACROSS: tl.constexpr = T.JT * T.LANES // 4  # warps that have the columns of a row
     # du and dW of a tile have their operands in common, but only of few components is there room for both.
     TOGETHER: tl.constexpr = T.K <= KB
-    u = here.u if T.K <= KB and KB == T.KP and not HELD else pose_tile(inputs, rows, here.ok, here.i, k0, T, KB, HELD)
+    u = here.u
+    if AHEAD or T.K > KB or KB != T.KP:
+        u = pose_tile(inputs, rows, here.ok, here.i, k0, T, KB, AHEAD)
     du = tl.zeros([T.BB, KB] if ACROSS <= 1 else [ACROSS, T.BB, KB], tl.float32)
     dw = ()
     if not TOGETHER:
@@ -174,7 +185,7 @@ def add_products(
             weight_products(dx[n], u, dw_ptr, first + n, k0, stored, T, KB, BACK_DOT, False)
     for n in tl.static_range(T.NT):
         if du_ptr is not None:
-            w = weight_tile(here.w, inputs, here.i, first + n, k0, T, KB, HELD)
+            w = weight_tile(here.w, inputs, here.i, first + n, k0, T, KB, AHEAD)
             du = votes_to_inputs(dx[n], w, du, ACROSS, BACK_DOT, PARTED)
         if TOGETHER:
             dw = dw + weight_products(dx[n], u, dw_ptr, first + n, k0, stored, T, KB, BACK_DOT, KEEP_DW)
@@ -208,11 +219,11 @@ def gradient_kernel(
     VOTES: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, SHARED_LOGITS: tl.constexpr, BACK_DOT: tl.constexpr,
     LEAKY: tl.constexpr, QUERY: tl.constexpr, QUADRATIC: tl.constexpr, MASKED: tl.constexpr, MODE: tl.constexpr,
     START: tl.constexpr, R: tl.constexpr, UNIFORM: tl.constexpr, AGREEMENT: tl.constexpr,
-    SHARED: tl.constexpr, COMMON: tl.constexpr, HELD: tl.constexpr,
+    SHARED: tl.constexpr, COMMON: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr,
 ):
     """START: the first iteration whose coupling depends on the pair (i, j). UNIFORM: the iteration before START has a
     gradient too, and all its couplings are equal. AGREEMENT: gradient="full". COMMON: all outputs have the same votes.
-    HELD: V and ds stay in registers, see above. tiles: batch tiles of a split.
+    HELD: V and ds stay in registers, see above. AHEAD: loads are pipelined. tiles: batch tiles of a split.
     """
     T: tl.constexpr = Shape(
         J, D, K, P, PP, BB, JT, DP, LANES, KP, NT, VOTES, DOT, WIDE, SHARED_LOGITS, LEAKY, QUERY, QUADRATIC, MASKED,
@@ -256,11 +267,11 @@ def gradient_kernel(
                     dw = dw + (tl.zeros([JT * DP, KB], tl.float32),)
             held = ()
             ds_before = ()
-            if UNIFORM:
-                for n in tl.static_range(NT if HELD else 0):
-                    ds_before = ds_before + (load_vectors(before_ptr, vectors, first + n, T, 2 * R),)
-            for t in tl.static_range(START, R if HELD else START):
-                held = held + (states_of(state_ptr + 2 * t * D, vectors, states, first, T, 2 * R),)
+            if HELD:
+                if UNIFORM:
+                    ds_before = tiles_of(before_ptr, vectors, first, T, 2 * R)
+                for t in tl.static_range(START, R):
+                    held = held + (states_of(state_ptr + 2 * t * D, vectors, states, first, T, 2 * R),)
             for i32 in range(lo, hi):
                 here = input_capsule(inputs, rows, i32, T)
                 a = per_input(activation_ptr, rows, here.ok, here.i, inputs) if activation_ptr is not None else None
@@ -272,9 +283,7 @@ def gradient_kernel(
                     x = x + (votes_about_center(inputs, rows, vectors, here, first + n, valid[n], T),)
                     dxs = dxs + (no_terms(T, PARTED),)
                 if UNIFORM:
-                    ds = ds_before
-                    for n in tl.static_range(0 if HELD else NT):
-                        ds = ds + (load_vectors(before_ptr, vectors, first + n, T, 2 * R),)
+                    ds = ds_before if HELD else tiles_of(before_ptr, vectors, first, T, 2 * R)
                     dxs = uniform_slopes(dxs, given, ds, each, a, x, valid, vectors, first, T, PARTED)
                 dl = ()
                 if dl_ptr is not None:
@@ -308,7 +317,7 @@ def gradient_kernel(
                 elif KEEP_DW:
                     dw = add_tiles(dw, add_products(
                         inputs, dx, rows, here, 0, first, last, dx_ptr, room_ptr, None, 0,
-                        T, KB, BACK_DOT, HELD, PARTED, True
+                        T, KB, BACK_DOT, AHEAD, PARTED, True
                     ), T)
                 elif not VOTES:
                     owner = tl.cast(split, tl.int64) * I + here.i
@@ -320,7 +329,7 @@ def gradient_kernel(
                     for k0 in range(0, K, KB):
                         add_products(
                             inputs, dx, rows, here, k0, first, last, dx_ptr, room_ptr, dw_at, stored,
-                            T, KB, BACK_DOT, HELD, PARTED, False
+                            T, KB, BACK_DOT, AHEAD, PARTED, False
                         )
                     if SHARED and dw_ptr is not None:
                         # The next input capsule adds to this dW, which other threads may have stored.
