@@ -2,7 +2,8 @@
 #
 # Everything goes into the environment that PYTHON (default python3) belongs to; where that is no virtual and no conda
 # environment, into .venv, made from it. VENV=folder takes that virtual environment, VENV= (empty) PYTHON as it is.
-# TORCH=torch==2.13.0 (say) chooses torch; otherwise one from 2.10 on stays, and the newest comes where there is none.
+# TORCH=torch==2.13.0 (say) chooses torch; otherwise one from 2.10 on stays, and the tested one comes where there is none.
+# CONSTRAINTS= (empty) installs the newest of everything in place of the versions of constraints.txt, which were tested.
 # CAPSFAST_CUDA=1 compiles the CUDA kernels where there is no GPU, CAPSFAST_BUILD=0 leaves the extension out.
 # ARGS=... goes to pytest or to the benchmarks; with ARGS the tests run in one process. V=1 shows whole commands.
 
@@ -10,7 +11,8 @@ PYTHON ?= python3
 ifeq ($(origin CAPSFAST_CUDA),undefined)
 CAPSFAST_CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),auto,0)
 endif
-export TORCH ARGS V CAPSFAST_CUDA
+CONSTRAINTS ?= constraints.txt
+export TORCH CONSTRAINTS ARGS V CAPSFAST_CUDA
 
 WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(origin VENV)),,--venv=$(VENV)))
 PY := $(word 1,$(WHERE))
@@ -32,21 +34,21 @@ demo: ready-examples $(EXTENSION) ## train a small CapsNet on handwritten digits
 # Threads that wait would else spin on the cores of the tests beside theirs.
 test test-all: export OMP_WAIT_POLICY = passive
 
-test: $(EXTENSION) lint ## ruff, clang-format, mypy, pytest (a quarter of an hour on two cores)
+test: $(EXTENSION) | ready-test ## what catches a real defect: pytest's first tier (six minutes on two cores)
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL))
 
-test-all: $(EXTENSION) lint ## the same, with more examples and combinations
-	$(PY) -m pytest $(or $(ARGS),$(PARALLEL)) --exhaustive
+test-all: $(EXTENSION) | ready-lint ## every test there is (half an hour on two cores)
+	$(PY) -m pytest --all $(or $(ARGS),$(PARALLEL))
 
 build: ready-package $(EXTENSION) ## install from this checkout, the extension in place
 
-lint: | ready-test ## ruff, clang-format, mypy
+lint: | ready-lint ## ruff, clang-format, mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(dir $(PY))clang-format --dry-run -Werror $(CXX_FILES)
 	$(PY) -m mypy
 
-format: | ready-test ## sort imports, format
+format: | ready-lint ## sort imports, format
 	$(PY) -m ruff check --select I --fix .
 	$(PY) -m ruff format .
 	$(dir $(PY))clang-format -i $(CXX_FILES)
@@ -72,7 +74,7 @@ clean: ## remove what was built and out/, with the checkpoints of training in it
 	find capsfast tests benchmarks examples -name __pycache__ -prune -exec rm -r {} +
 
 # With make -j the extension is compiled while the rest is installed, which would otherwise take the lock first.
-ready-package ready-examples ready-test ready-docs: ready-torch
+ready-package ready-examples ready-test ready-lint ready-docs: ready-torch
 
 ready-%: force
 	@$(PYTHON) .ci/environment.py ready $(PY) $*

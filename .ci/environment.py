@@ -4,8 +4,8 @@ python .ci/environment.py where [--venv=FOLDER]     prints that Python and the n
 python .ci/environment.py ready PYTHON WHAT         installs torch and build tools; where WHAT is not torch, the
                                                     package as well, with the extra WHAT if that is not package
 
-Runs on the Python that the Makefile calls PYTHON, with nothing installed. TORCH, a requirement, says which torch. V=1
-shows what pip says.
+Runs on the Python that the Makefile calls PYTHON, with nothing installed. TORCH, a requirement, says which torch.
+CONSTRAINTS names a file with the version of each package, "" goes without. V=1 shows what pip says.
 """
 
 # Read by whatever Python is there, which may be too old for capsfast.
@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD_TOOLS = ("setuptools>=77", "wheel", "ninja", "pybind11>=2.12")
 MINIMUM_PYTHON, MINIMUM_TORCH = (3, 10), (2, 10)
 VERBOSE = os.environ.get("V", "0") not in ("", "0")
+TORCH, CONSTRAINTS = os.environ.get("TORCH", ""), os.environ.get("CONSTRAINTS", "constraints.txt")
+# What a release of torch pins, by its own words: its Triton, its CUDA libraries.
+PINNED_BY_TORCH = """
+import importlib.metadata, re
+print(*(re.match(r"[\\w.-]+", each)[0] for each in importlib.metadata.requires("torch") if "==" in each.split(";")[0]))
+"""
 
 
 def in_environment() -> bool:
@@ -51,11 +58,24 @@ def ask(python: str, code: str) -> str:
     return ran.stdout.strip() if ran.returncode == 0 else ""
 
 
-def install(python: str, what: list[str], **environment: str) -> None:
+def tested(but: set[str]) -> list[str]:
+    """The lines of CONSTRAINTS, without those of these packages."""
+    lines = (ROOT / CONSTRAINTS).read_text().splitlines() if CONSTRAINTS else []
+    return [line for line in lines if (name := re.match(r"[\w.-]+", line)) and name[0].lower() not in but]
+
+
+def install(python: str, what: list[str], but: set[str], **environment: str) -> None:
+    """By pip, in the versions that were tested, ``but`` for these packages."""
+    file = Path("build", "make", "constraints.txt")
+    (ROOT / file).write_text("\n".join(tested(but)) + "\n")
+    # pip splits the variable at spaces, which a relative path does not have.
+    constraint = f"{file} {os.environ.get('PIP_CONSTRAINT', '')}".strip() if CONSTRAINTS else ""
+    environment |= {"PIP_CONSTRAINT": constraint} if constraint else {}
     quiet = [] if VERBOSE else ["--quiet"]
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", *quiet, *what]
     if subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False).returncode:
-        sys.exit(f"capsfast: pip could not install {' '.join(what)}; V=1 shows all it says")
+        hint = "; CONSTRAINTS= goes without the versions of constraints.txt" if CONSTRAINTS else ""
+        sys.exit(f"capsfast: pip could not install {' '.join(what)}; V=1 shows all it says{hint}")
 
 
 def make_environment(python: str) -> None:
@@ -70,17 +90,18 @@ def install_pip(python: str) -> None:
         subprocess.run([python, "-m", "ensurepip"], check=True)
 
 
-def install_torch(python: str, wish: str) -> None:
-    """Keeps a torch that is there and new enough, unless ``wish`` asks for another."""
+def install_torch(python: str) -> None:
+    """Keeps a torch that is there and new enough, unless TORCH asks for another."""
     there = ask(python, "import importlib.metadata; print(importlib.metadata.version('torch'))")
-    if there and not wish and tuple(map(int, there.split(".")[:2])) < MINIMUM_TORCH:
+    if there and not TORCH and tuple(map(int, there.split(".")[:2])) < MINIMUM_TORCH:
         sys.exit(
             f"torch {there} is here, capsfast needs 2.10: VENV=.venv makes an environment of its own, "
             "TORCH=torch==2.13.0 (say) replaces the torch that is here"
         )
-    what = wish or (f"torch {there}, which is here," if there else "the newest torch (a download of 3 GB)")
+    tested_torch = "the torch of constraints.txt" if CONSTRAINTS else "the newest torch"
+    what = TORCH or (f"torch {there}, which is here," if there else f"{tested_torch} (a download of 3 GB)")
     print(f"capsfast: installing {what} and build tools: half a minute beside the download", flush=True)
-    install(python, [wish or "torch>=2.10", *BUILD_TOOLS])
+    install(python, [TORCH or "torch>=2.10", *BUILD_TOOLS], {"torch", "triton"} if TORCH or there else set())
 
 
 def stamp_of(python: str) -> Path:
@@ -107,19 +128,20 @@ def ready(python: str, what: str) -> None:
 
 def prepare(python: str, what: str) -> None:
     make_environment(python)
-    stamp, wish = stamp_of(python), os.environ.get("TORCH", "")
+    stamp = stamp_of(python)
     done = json.loads(stamp.read_text()) if stamp.exists() else {}
-    if "torch" not in done or wish not in ("", done["torch"]):
+    if "torch" not in done or TORCH not in ("", done["torch"]):
         install_pip(python)
-        install_torch(python, wish)
-        done = {"torch": wish}
+        install_torch(python)
+        done = {"torch": TORCH}
     # Other dependencies are installed anew.
-    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    state = hashlib.sha256("\n".join([(ROOT / "pyproject.toml").read_text(), *tested(set())]).encode()).hexdigest()
     if what != "torch" and done.get(what) != state:
         needs = "" if what == "package" else f" with what {what} needs: half a minute"
         print(f"capsfast: installing the package in place{needs}", flush=True)
         extra = "" if what == "package" else f"[{what}]"
-        install(python, ["--no-build-isolation", "--editable", f".{extra}"], CAPSFAST_BUILD="0")
+        theirs = {"torch", *ask(python, PINNED_BY_TORCH).split()}
+        install(python, ["--no-build-isolation", "--editable", f".{extra}"], theirs, CAPSFAST_BUILD="0")
         done[what] = state
     stamp.write_text(json.dumps(done))
 

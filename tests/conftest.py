@@ -1,9 +1,9 @@
 """Options and fixtures of all tests.
 
-python -m pytest tests                      every backend that is available
-python -m pytest tests --backends cpp       only these; one that is missing is an error
-python -m pytest tests --exhaustive         more drawn examples, and what the usual run leaves out
-python -m pytest tests -n 2                 in two processes (pytest-xdist)
+python -m pytest                      the first tier: every backend that is available, a few rows of every table
+python -m pytest --all                every row of every table, slow tests, tests/all, more drawn examples
+python -m pytest --backends cpp       only these backends; one that is missing is an error
+python -m pytest -n 2                 in two processes (pytest-xdist)
 """
 
 import importlib
@@ -37,7 +37,7 @@ from capsfast import native
 from capsfast.bench.checkout import PACKAGE, has_extension
 
 from .support import interpreter
-from .support.backends import EMULATED, Backend, available
+from .support.backends import EMULATED, ROWS, Backend, available
 from .support.passes import PASS_OPS, PassCase
 from .support.problems import OPS, Op
 
@@ -49,20 +49,30 @@ _common = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("fixed", derandomize=True, max_examples=60, **_common)
-settings.register_profile("exhaustive", derandomize=True, max_examples=300, **_common)
+settings.register_profile("few", derandomize=True, max_examples=15, **_common)
+settings.register_profile("all", derandomize=True, max_examples=60, **_common)
 settings.register_profile("search", derandomize=False, max_examples=2000, **_common)
-settings.load_profile("fixed")
+settings.load_profile("few")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--backends", help="comma-separated backends to test; default: all that are available")
-    parser.addoption("--exhaustive", action="store_true", help="more drawn examples, and what is left out otherwise")
+    parser.addoption("--all", action="store_true", help="both tiers: every row of every table, slow tests, tests/all")
+
+
+SECOND_TIER = Path(__file__).parent / "all"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves tests/all to --all, and to whoever names a file in it."""
+    named = any(Path(arg.split("::")[0]).resolve().is_relative_to(SECOND_TIER) for arg in config.args)
+    return True if collection_path == SECOND_TIER and not named and not config.getoption("--all") else None
 
 
 MARKERS = (
     "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
-    "usual(**values): without --exhaustive only these values of parameters; triton={...}, for that backend",
+    "rows(n, **n_of_backend): the first tier takes so many rows of this test's table",
+    "usual(**values): without --all only these values of parameters; triton={...}, for that backend",
     "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
     "against_reference: compares with the reference, which has nothing to be compared with",
     "fused: only for backends with ops of their own",
@@ -82,8 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     if native.extension is None and has_extension(PACKAGE):
         raise pytest.UsageError(f"the extension is there, and would be left out: {native.why_absent}")
-    if config.getoption("--exhaustive"):
-        settings.load_profile("exhaustive")
+    if config.getoption("--all"):
+        settings.load_profile("all")
 
 
 def _chosen(config: pytest.Config) -> list[Backend]:
@@ -171,6 +181,43 @@ def _is_usual(item: pytest.Item, parameters: dict[str, Any]) -> bool:
     return all(_among(marker.kwargs, parameters) for marker in item.iter_markers("usual"))
 
 
+def _rows_of_the_first_tier(items: list[pytest.Item]) -> list[pytest.Item]:
+    """No slow test, and a few rows of each test for an op and a backend."""
+    tables: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            parameters = _parameters(item)
+            table = (
+                item.parent,
+                getattr(item, "originalname", item.name),
+                parameters.get("backend"),
+                parameters.get("op"),
+            )
+            tables.setdefault(table, []).append(item)
+    kept = {item for table in tables.values() for item in _spread(table)}
+    return [item for item in items if item in kept]
+
+
+def _spread(table: list[pytest.Item]) -> list[pytest.Item]:
+    """As many rows as the first tier takes of this table; each brings as many new values as can be."""
+    backend = _parameters(table[0]).get("backend")
+    number = backend.rows if isinstance(backend, Backend) else ROWS
+    for marker in table[0].iter_markers("rows"):
+        number = marker.kwargs.get(str(backend), *marker.args or (number,))
+    rows = [(item, {(name, str(value)) for name, value in _parameters(item).items()}) for item in table]
+    seen: set[tuple[str, str]] = set()
+    kept = []
+    while rows and len(kept) < number:
+        item, values = rows.pop(max(range(len(rows)), key=lambda n: len(rows[n][1] - seen)))
+        seen |= values
+        kept.append(item)
+    return kept
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
 # Files whose tests share something slow to make: with several processes, each file for one of them.
 TOGETHER = tuple(
     f"test_{name}.py"
@@ -216,25 +263,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept, left_out = [], []
+    everything = config.getoption("--all")
+    kept = []
     for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        parameters = _parameters(item)
         fits = "backend" not in parameters or _is_for(item, parameters["backend"], parameters)
-        fits = fits and _has_a_meaning(item, parameters)
-        fits = fits and (config.getoption("--exhaustive") or _is_usual(item, parameters))
-        (kept if fits else left_out).append(item)
-    config.hook.pytest_deselected(items=left_out)
+        if fits and _has_a_meaning(item, parameters) and (everything or _is_usual(item, parameters)):
+            kept.append(item)
+    # What is named is run.
+    if not everything and not any("::" in arg for arg in config.args):
+        kept = _rows_of_the_first_tier(kept)
+    config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=items.index))
     items[:] = kept
-    if not config.option.collectonly and any(_backend_of(item) == EMULATED for item in kept):
+    if not config.option.collectonly and any(_parameters(item).get("backend") == EMULATED for item in kept):
         from .emulator.backend import install
 
         install()
-
-
-def _backend_of(item: pytest.Item) -> object:
-    return (
-        item.callspec.params.get("backend") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
-    )
 
 
 @pytest.fixture(scope="module")

@@ -271,6 +271,7 @@ def descend(model: Digits, optimizer: torch.optim.Optimizer, batches: list[tuple
     return losses
 
 
+@pytest.mark.slow
 def test_training_on_digits_goes_on_as_it_would_have() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     data = datasets.load_digits()

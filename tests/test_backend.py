@@ -393,12 +393,14 @@ def in_a_new_process(name: str, device: str = "cpu") -> subprocess.CompletedProc
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.rows(triton=0, reference=0)
 def test_environment_variable(backend: Backend) -> None:
     ran = in_a_new_process(backend.name, backend.device)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split("\n")[:-1] == ["ran a fused op"] * backend.fused + ["done"]
 
 
+@pytest.mark.slow
 def test_environment_variable_with_an_unknown_name() -> None:
     ran = in_a_new_process("quick")
     assert ran.returncode != 0

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -138,7 +137,9 @@ def test_autocast() -> None:
 
 def test_a_compiled_call_serves_all_batches() -> None:
     torch._dynamo.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(capsfast.dynamic_routing, fullgraph=True, dynamic=True, backend=graphs)
     counts = []
     for B in (3, 18):

@@ -95,6 +95,7 @@ def test_results_and_gradients_are_the_same(row: Published) -> None:
     plain.assert_same(results[1], results[0], 1e-10)
 
 
+@pytest.mark.rows(4)
 @by_row
 def test_compiles_without_a_graph_break(row: Published) -> None:
     torch._dynamo.reset()

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import capsfast
 from capsfast.ops.dynamic_routing import why_no_rows
@@ -99,6 +98,7 @@ def test_shapes(shape: Shape, case: Case) -> None:
     assert_together(case, emulator.take_launches(ways=True))
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("case", [CASES[0], LOADED_OUT, LOADED], ids=str)
 @pytest.mark.parametrize(
     ("shape", "device"),
@@ -128,6 +128,7 @@ def test_clusters_add_up_their_sums() -> None:
     assert ran["rows::AccumulateArgs cluster4 cooperative"] == 2
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "refusal",
     [{"cooperative": False}, {"crowded": True}],
@@ -171,6 +172,7 @@ print({name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value
 """
 
 
+@pytest.mark.slow
 def test_cooperative_launches_can_be_forbidden_in_the_environment() -> None:
     def in_a_new_process(value: str) -> tuple[set[str], str]:
         environment = os.environ | {"CAPSFAST_COOPERATIVE": value}
@@ -340,6 +342,8 @@ def errors_of_gradients(problem: Problem, scale: float) -> float:
 def test_a_compiled_call_follows_the_setting(api: str) -> None:
     problem = make(Shape(17, 9, 3, 16, 8), Case(coupling=False), dtype=torch.float32)
     truth = run(problem.to(torch.float64), "reference")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("aot_eager")
 
     @partial(torch.compile, fullgraph=True, backend=counter)

@@ -84,6 +84,7 @@ def test_sixteen_bits(shape: tuple[int, ...], case: Case, dtype: torch.dtype) ->
     check_votes(votes_of(shape, case, dtype))
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "kib", "cluster"),
@@ -294,6 +295,7 @@ def test_a_sum_of_the_logits_over_samples_goes_to_the_general_kernels() -> None:
     check_general(votes_of((2, 9, 4, 16), LOADED_OUT), forward=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usual(dtype=[torch.float32], case=CASES[1:2])
@@ -303,11 +305,13 @@ def test_a_sample_too_large_for_a_block_goes_to_the_general_kernels(case: Case, 
     check_general(problem.laid_out("transposed"), clusters=False, shared_bytes=99 * KIB)
 
 
+@pytest.mark.slow
 def test_a_sample_too_large_for_a_cluster_goes_to_the_general_kernels() -> None:
     check_general(votes_of((1, 1300, 10, 16)), shared_bytes=99 * KIB)
 
 
 # The backward keeps V and ds of all iterations behind the votes.
+@pytest.mark.slow
 def test_many_iterations() -> None:
     problem = votes_of((2, 9, 20, 16), Case(num_iterations=40))
     check_votes(problem)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from capsfast.models import CapsNetOutput, EfficientCapsNet
 from capsfast.nn import ROUTINGS, CapsNetLoss, DepthwisePrimaryCaps
-from capsfast.train import Learner
 
 from .support import plain
 from .support.backends import Backend, recorded_ops
@@ -162,6 +161,7 @@ def test_copies() -> None:
         assert all(torch.equal(one, two) for one, two in zip(other(x), model(x), strict=True))
 
 
+@pytest.mark.slow
 def test_graph_of_one_piece() -> None:
     model = small(reconstruction=False).eval()
     torch._dynamo.reset()
@@ -197,6 +197,8 @@ def test_without_a_decoder() -> None:
 
 def test_the_trainer_builds_it() -> None:
     options = {"conv_channels": 4, "primary_groups": 2, "shared_weight": True, "squash": "paper", "kernel_size": 2}
+    from capsfast.train import Learner
+
     model = Learner("efficientcapsnet", 1, 8, 10, options=options).model
     assert isinstance(model, EfficientCapsNet) and model.routing.in_caps == 2 * 2 * 2
     assert model.routing.W.shape[0] == 1 and model.routing.routing.squash == "paper"

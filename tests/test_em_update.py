@@ -243,6 +243,7 @@ def test_what_is_no_number_stays_none(nonlinearity: str) -> None:
             assert torch.equal(got.isnan(), want.isnan())
 
 
+@pytest.mark.slow
 def test_who_has_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager calls of the CPU. Programs, transforms, forward mode and the reference have the definition."""
     calls: list[None] = []

@@ -63,6 +63,7 @@ def test_a_folder_is_tried_before_the_work(tmp_path: Path) -> None:
     assert found_full.value.filename == str(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_old_file_and_the_next_one_writes(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_text(path, "old")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 import capsfast
@@ -44,6 +43,7 @@ def gradients(function: Callable[..., Any], tensors: dict[str, Tensor]) -> list[
     return [*outputs, *torch.autograd.grad(loss, list(leaves.values()))]
 
 
+@pytest.mark.rows(2, triton=1)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 @pytest.mark.parametrize("op", OPS)
@@ -51,6 +51,8 @@ def gradients(function: Callable[..., Any], tensors: dict[str, Tensor]) -> list[
 @pytest.mark.usual(reference={"backend": []})
 def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: str, case: Case, dynamic: bool | None) -> None:
     problems = [make(small(backend, B), case, op, torch.float32, backend.device) for B in (3, 18, 5)]
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(masks: dict[str, Tensor], **tensors: Tensor) -> Any:
@@ -85,6 +87,7 @@ def test_the_compiled_graph_holds_the_fused_op(backend: Backend, op: str) -> Non
     assert any("einsum" in target for target in targets) != backend.fused
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.usual(reference={"backend": []})  # inductor's own compiling of einsum
 def test_compiled_by_inductor_within_a_network(backend: Backend) -> None:
     layer = capsfast.DynamicRouting(7, 4, 6, 5, backend=backend.name)
@@ -134,6 +137,7 @@ def test_func_grad(backend: Backend, op: str, case: Case) -> None:
         assert_close(value, wanted[f"d{name}"])
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.parametrize("case", [PLAIN, LOADED], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.emulated(case=[LOADED])
@@ -154,6 +158,7 @@ def test_func_vmap(backend: Backend, op: str, case: Case) -> None:
         assert_close(value, want, double=1e-11)
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.parametrize("op", OPS)
 def test_func_vmap_of_grad(backend: Backend, op: str) -> None:
     problem = make(small(backend, 4), Case(logits="BIJ"), op, backend.widest, backend.device)

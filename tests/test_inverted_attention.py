@@ -11,7 +11,6 @@ from torch.nn import functional as F
 import capsfast
 from capsfast.models import InvertedAttentionCapsNet
 from capsfast.nn import CapsNetLoss, MarginLoss, recorded
-from capsfast.train import Learner
 
 from .support import plain
 from .support.backends import Backend, recorded_ops
@@ -185,6 +184,7 @@ def test_a_few_steps_of_training() -> None:
     assert MarginLoss()(model(x).lengths, labels) < 0.3
 
 
+@pytest.mark.slow
 def test_copies_dtypes_and_compile() -> None:
     model, x = small(), images()
     wanted = model(x)
@@ -204,6 +204,8 @@ def test_copies_dtypes_and_compile() -> None:
 
 def test_the_trainer_builds_it() -> None:
     options = {**SMALL, "num_iterations": 3, "concurrent": False}
+    from capsfast.train import Learner
+
     model = Learner("invertedattention", 1, 8, 10, options=options).model
     assert isinstance(model, InvertedAttentionCapsNet) and model.num_iterations == 3 and not model.concurrent
     with pytest.raises(ValueError, match="invertedattention has no option routing; it has conv_channels"):

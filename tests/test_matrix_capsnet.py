@@ -217,6 +217,7 @@ def test_network_learns_with_the_spread_loss() -> None:
     assert losses[-1] < 0.5 * losses[0] and torch.equal(model(images).lengths.argmax(1), labels)
 
 
+@pytest.mark.slow
 def test_network_as_a_module() -> None:
     torch.manual_seed(0)
     model = MatrixCapsNet(1, 7, 5, num_iterations=2, **SMALL)

@@ -243,6 +243,7 @@ def test_routing_options_reach_the_layer() -> None:
         CapsNet(image_size=8, learned_logit=True)
 
 
+@pytest.mark.rows(2)
 @on_cpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_few_steps_of_training(by: Backend, name: str) -> None:
@@ -281,6 +282,7 @@ def test_copies(name: str) -> None:
     assert repr(others[0]) == repr(model)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_graph_of_one_piece(name: str) -> None:
     model = MODELS[name]()
@@ -298,6 +300,7 @@ def test_graph_of_one_piece(name: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     model = MODELS["CapsNet"]()
     x, labels = images(), torch.tensor([0, 4, 2, 1])

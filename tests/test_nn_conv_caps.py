@@ -79,6 +79,7 @@ def layer_of(by: Backend, **options: Any) -> ConvCaps2d:
     return layer
 
 
+@pytest.mark.rows(20)
 @on_cpu
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -176,6 +177,7 @@ def test_a_deep_stack_neither_fades_nor_saturates() -> None:
     assert 0.2 < lengths.mean().item() < 0.9
 
 
+@pytest.mark.rows(2)
 @on_cpu
 @pytest.mark.parametrize("options", [{}, {"padding": 1, "softmax": "in"}, {"groups": 2, "dilation": 2}], ids=str)
 def test_compilation_copies_dtypes(by: Backend, options: dict[str, Any]) -> None:

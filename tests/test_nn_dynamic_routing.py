@@ -85,6 +85,7 @@ def test_parameters_of_the_variants() -> None:
     assert shapes["learned"] == {"W": (I, J, D, K), "logits": (I, J), "bias": (J, D)}
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.emulated(variant=["options"])
 def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) -> None:
@@ -114,6 +115,7 @@ def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) 
     assert torch.equal(c, wanted_c)
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.emulated(variant=["learned"])
 def test_every_parameter_gets_a_gradient(backend: Backend, variant: str) -> None:
@@ -148,6 +150,7 @@ def test_copies_are_equal(variant: str, way: str) -> None:
     assert other.W.any()
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.emulated(variant=["shared"])
@@ -190,6 +193,7 @@ class Doubled(nn.Module):
         return 2 * value
 
 
+@pytest.mark.rows(triton=0)
 def test_parametrize(backend: Backend) -> None:
     layer = layer_of(backend=backend.name, device=backend.device)
     u = torch.randn(3, I, K, device=backend.device)

@@ -249,8 +249,7 @@ def test_traced_histories(history: str) -> None:
 
     def trace() -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+            warnings.simplefilter("error", torch.jit.TracerWarning)
             warnings.filterwarnings("ignore", "Converting a tensor to a Python boolean")
             return torch.jit.trace(Of(), drawn_histories(torch.tensor([3, 4, 2])))
 
@@ -302,6 +301,7 @@ def test_initial_logits() -> None:
     torch.testing.assert_close(equal[:, :1].expand_as(equal), equal)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "options", [{}, {"update": "overwrite", "squash_power": 0.5}, {"weight": "output", "gradient": "last"}]
 )
@@ -387,6 +387,7 @@ def ranks(rank: int) -> None:
     assert not torch.equal(first[3], second[3])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 def test_ranks_share_fixed_logits_and_gradients(tmp_path: Path) -> None:
     on_two_ranks(ranks, tmp_path)

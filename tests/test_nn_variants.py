@@ -229,6 +229,7 @@ def test_types_that_share_their_matrices_do_not_see_where_they_are() -> None:
     assert not torch.allclose(layer(u.unflatten(1, (4, 6)).flip(1).flatten(1, 2)), layer(u))
 
 
+@pytest.mark.rows(4)
 @on_cpu
 @pytest.mark.parametrize("variant", [*VARIANTS, "types", "types, UV"])
 def test_copies_dtypes_and_compilation(by: Backend, variant: str) -> None:

@@ -147,6 +147,7 @@ def test_backward_fills_only_what_is_needed(backend: Backend, op: str) -> None:
                 assert value.shape == (0,)
 
 
+@pytest.mark.rows(4, triton=1)
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
@@ -158,6 +159,7 @@ def test_opcheck_forward(backend: Backend, op: str, case: Case, grad: bool) -> N
     torch.library.opcheck(backend.op(op), arguments(problem))
 
 
+@pytest.mark.rows(4, triton=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.emulated(case=[LOADED, LOADED_OUT])
@@ -167,6 +169,7 @@ def test_opcheck_backward(backend: Backend, op: str, case: Case) -> None:
     torch.library.opcheck(backend.op(f"{op}_backward"), backward_arguments(problem, backend))
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
 @pytest.mark.emulated(layout=["transposed"])

@@ -52,6 +52,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.rows(triton=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usual(triton={"case": [QUADRATIC, SHARED, *CASES[-5:]]})
@@ -91,6 +92,7 @@ def test_second_moments_of_equal_coupling(
         check(op.make(shape, case, dtype, backend.device), backend)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.shapes((1, 1152, 10, 16, 8), (64, 256, 10, 16, 8), (2, 10_000, 4, 8, 8))
 @pytest.mark.parametrize("case", [replace(QUADRATIC, query=True), normalized(QUADRATIC, "in")], ids=str)
 @pytest.mark.against_reference

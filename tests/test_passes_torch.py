@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import capsfast
 
@@ -26,6 +25,7 @@ from .support.problems import call
 pytestmark = pytest.mark.passes
 
 
+@pytest.mark.rows(3, triton=1)
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("case", [LINEAR, SHARED, *EACH_WAY[:3]], ids=str)
 @pytest.mark.fused
@@ -39,6 +39,7 @@ def test_opcheck_forward(backend: Backend, op: PassOp, case: PassCase, grad: boo
     torch.library.opcheck(backend.op(op.name), registered(problem))
 
 
+@pytest.mark.rows(3, triton=1)
 @pytest.mark.parametrize("case", [LINEAR, *EACH_WAY], ids=str)
 @pytest.mark.fused
 @pytest.mark.usual(triton={"backend": []})
@@ -69,9 +70,12 @@ def test_fakes_promise_what_the_kernels_return(backend: Backend, op: PassOp, cas
                 ), (empty, name)
 
 
+@pytest.mark.rows(2, triton=0)
 @pytest.mark.parametrize("case", [SHARED, EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
 @pytest.mark.usual(triton={"backend": []}, reference={"backend": []})
 def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: PassOp, case: PassCase) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("aot_eager")
     problems = [op.make(SMALL._replace(B=B), case, torch.float32, backend.device) for B in (3, 18, 5)]
 

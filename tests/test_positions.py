@@ -192,6 +192,7 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend) -> None:
         assert_path(backend, op, ops)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.fused
 @pytest.mark.parametrize("spatial", [(3, 6), (1,)], ids=str)
 @pytest.mark.parametrize("case", [PLAIN, EVERYTHING], ids=str)

@@ -183,6 +183,7 @@ def test_is_the_published_routing(name: str, by: Backend, page: dict[str, Any]) 
     torch.testing.assert_close(gradients, torch.autograd.grad(wanted, inputs, seeds), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_without_a_graph_break(name: str, page: dict[str, Any]) -> None:
     torch._dynamo.reset()

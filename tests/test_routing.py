@@ -50,6 +50,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.rows(triton=5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.of_the_weight(case=[Case(shared=True)])
@@ -63,6 +64,7 @@ def test_every_option(backend: Backend, op: Op, case: Case, dtype: torch.dtype) 
         check(op.make(shape, case, dtype, backend.device), backend)
 
 
+@pytest.mark.rows(12, triton=2)
 @pytest.mark.shapes(*SHAPES)
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(shared=True)], ids=str)
 @pytest.mark.of_the_weight(case=[Case(shared=True)])
@@ -74,6 +76,7 @@ def test_every_shape(backend: Backend, op: Op, shape: Shape, case: Case) -> None
 
 
 # The bound itself, two times the error of the float32 einsum, at the sizes people train.
+@pytest.mark.rows(4)
 @pytest.mark.shapes(
     (1, 1152, 10, 16, 8), (16, 1152, 10, 16, 8), (128, 128, 10, 16, 8), (33, 64, 32, 16, 16), (2, 20_000, 4, 8, 8)
 )

@@ -145,6 +145,7 @@ def test_sixteen_bits(name: str, options: dict[str, Any]) -> None:
             assert (one.double() - other).norm() < 0.1 * other.norm()
 
 
+@pytest.mark.rows(3)
 @each_case
 @pytest.mark.usual(options=[{}])
 def test_compiles_without_a_graph_break(name: str, options: dict[str, Any]) -> None:

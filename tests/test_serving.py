@@ -120,6 +120,7 @@ assert "capsfast" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @needs_extension
 def test_saved_files_run_where_there_is_the_library_alone(
     served: Served, exported: torch.export.ExportedProgram, tmp_path: Path
@@ -149,6 +150,7 @@ def package(exported: torch.export.ExportedProgram, tmp_path_factory: pytest.Tem
     return folder
 
 
+@pytest.mark.slow
 @needs_extension
 def test_a_package_runs_in_python(served: Served, package: Path) -> None:
     model = torch._inductor.aoti_load_package(str(package / "model.pt2"))
@@ -276,6 +278,7 @@ class Wide(nn.Module):
         return tuple(value.float() for value in self.model(images))
 
 
+@pytest.mark.slow
 @needs_extension
 def test_onnx_runs_without_an_op_of_capsfast(served: Served, tmp_path: Path) -> None:
     import onnx

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from capsfast import train
 from capsfast.data import Batch
 from capsfast.models import Sparsity, StackedCapsuleAutoencoder
 from capsfast.nn.stacked import ObjectCaps, Objects, PartCaps, Parts, SetTransformer, TemplateMixture, explain
 from capsfast.nn.stacked.affine import affine, compose, inverse
-from capsfast.train import cluster_accuracy
 
 from .support.plain import assert_same
 
@@ -170,6 +168,7 @@ def test_noise_in_training_alone() -> None:
     assert_same(quiet(images).reconstruction, quiet.eval()(images).reconstruction)
 
 
+@pytest.mark.slow
 def test_compiles_and_takes_autocast() -> None:
     torch._dynamo.reset()
     model, images = small().eval(), torch.rand(B, 1, 12, 12)
@@ -182,6 +181,8 @@ def test_compiles_and_takes_autocast() -> None:
 @pytest.mark.parametrize("normalize", ["image", [[0.2], [0.3]]])
 def test_what_is_drawn_is_the_image_whatever_the_network_sees(normalize: Any) -> None:
     sizes = {"num_parts": M, "num_objects": K, "conv_channels": 8, "template_size": 5, "dim": 4, "hidden": 8}
+    from capsfast import train
+
     learner = train.make_learner("stacked", 1, 12, 3, options=sizes, normalize=normalize).eval()
     images = torch.rand(B, 1, 12, 12)
     found, output = learner.measured(Batch(images, torch.zeros(B).long()))
@@ -225,6 +226,8 @@ def test_learns() -> None:
 
 
 def test_clusters_are_named_once() -> None:
+    from capsfast.train import cluster_accuracy
+
     torch.manual_seed(0)
     labels = torch.arange(60) % 3
     points = torch.eye(3)[labels] + 0.05 * torch.randn(60, 3)

@@ -1,5 +1,6 @@
 """torch.fx and torch.jit.trace: functions are one node, layers are leaves, and traces hold for every batch."""
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 import capsfast
 from capsfast.nn import ROUTINGS
 from capsfast.nn._layer import Layer
-from capsfast.train.normalize import Normalize
-from capsfast.train.objective import ClassLoss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit._trace.TracerWarning"),
 ]
+
+
+def of_training(module: str) -> Any:
+    """A module of capsfast.train, which takes seconds to import."""
+    return importlib.import_module(f"capsfast.train.{module}")
 
 
 def outputs(found: Any) -> tuple[Tensor, ...]:
@@ -130,7 +134,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: capsfast.nn.InterestCapsules(3, 5, 4, max_length=6, squash_power=0.5, count="ceil"),
         (6, 5),
     ),
-    "images": (lambda: Normalize("image", 2), (2, 4, 4)),
+    "images": (lambda: of_training("normalize").Normalize("image", 2), (2, 4, 4)),
     "network": (lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2), (1, 14, 14)),
     **{
         f"routed {name}": (lambda name=name: capsfast.nn.RoutedCaps(6, 4, 5, 3, routing=name), (6, 5))
@@ -159,7 +163,11 @@ OF_SEVERAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[
     "spread": (capsfast.nn.SpreadLoss, (3,), lambda layer, a: layer(a, LABELS, step=7)),
     "image": (capsfast.nn.ReconstructionLoss, (1, 4, 4), lambda layer, x: layer(x, IMAGES)),
     "parts": (capsfast.nn.CapsNetLoss, (3,), lambda layer, a: layer((a, a, IMAGES), IMAGES, LABELS)),
-    "training": (lambda: ClassLoss("cross-entropy"), (3,), lambda layer, a: layer(a, LABELS, 0)),
+    "training": (
+        lambda: of_training("objective").ClassLoss("cross-entropy"),
+        (3,),
+        lambda layer, a: layer(a, LABELS, 0),
+    ),
 }
 
 
@@ -316,6 +324,7 @@ def test_functions_ask_other_kinds_of_tensors() -> None:
         assert_same(capsfast.dynamic_routing(u, weight), capsfast.dynamic_routing(u, weight, backend="reference"))
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_traces_hold_for_every_batch(name: str, tmp_path: Path) -> None:
     """check_trace, which is on, compares two traces of the layer node by node, and their values."""
@@ -354,9 +363,7 @@ def test_a_trace_holds_the_fused_op() -> None:
 def test_tracing_warns_of_numbers_that_become_constants_alone() -> None:
     code = """
 import warnings, torch
-warnings.simplefilter("error")
-warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
-warnings.filterwarnings("ignore", "capsfast: running on the slow reference backend", RuntimeWarning)
+warnings.simplefilter("error", torch.jit.TracerWarning)
 import capsfast
 torch.jit.trace(capsfast.nn.RoutedCaps(6, 4, 5, 3, routing="em"), torch.rand(3, 6, 5))
 module = {"__name__": "capsfast.reading"}

@@ -94,6 +94,7 @@ def test_rows_of_no_sample_have_no_part_in_sums_over_samples(how: str) -> None:
         assert error < 1e-5, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("I", [250, 1200])
 @pytest.mark.usual(I=[250])
 def test_sums_over_many_input_capsules_do_not_drift(tensor_cores: None, I: int) -> None:
@@ -103,6 +104,7 @@ def test_sums_over_many_input_capsules_do_not_drift(tensor_cores: None, I: int) 
         assert error < 2 * plain[name] + 5e-7, name
 
 
+@pytest.mark.slow
 def test_a_large_coupling_does_not_take_digits_from_the_others() -> None:
     """Softmax over the input capsules: dc - sum_i c dc is formed of the votes about s, not of two large numbers."""
     problem = make((17, 64, 6, 16, 8), Case(softmax="in", logits="BIJ", coupling=False), dtype=torch.float32)
@@ -133,6 +135,7 @@ def gradients(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor])
         assert relative_l2(value.double(), truth) < 1e-4
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "case",
     [

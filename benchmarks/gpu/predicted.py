@@ -31,7 +31,7 @@ class Cost:
     products: float
 
 
-# Instructions as tests/test_cuda_sass.py counts them (docs/cuda-kernels.md has the table); those of the first pass,
+# Instructions as tests/all/test_cuda_sass.py counts them (docs/cuda-kernels.md has the table); those of the first pass,
 # which has no logits to compute, with the sum of a chunk. The gradient pass is for three iterations. bfloat16 takes one
 # product for three, and loads one part of the weights.
 COSTS = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,9 @@ def check_shapes(given: Mapping[str, Tensor | None], sizes: tuple[int, int, int,
             continue
         axes = axes_of(name, value)
         shape = [*(symbols[axis] for axis in axes), *(S if axes[0] == "B" else ())]
-        torch._check(value.dim() == len(shape), lambda name=name: f"{name} has the wrong rank")
+        torch._check(value.dim() == len(shape), partial("{} has the wrong rank".format, name))
         for size, wanted in zip(value.shape, shape, strict=True):
-            torch._check(size == wanted, lambda name=name: f"{name} has a shape that does not fit")
+            torch._check(size == wanted, partial("{} has a shape that does not fit".format, name))
 
 
 def as_under_autocast(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], AbstractContextManager[Any]]:

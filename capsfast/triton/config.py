@@ -1,6 +1,6 @@
 """Tile sizes, in one place, with the reason beside each number.
 
-The numbers follow from the registers and spills that the compiler reports (tests/test_triton_compile.py checks
+The numbers follow from the registers and spills that the compiler reports (tests/all/test_triton_compile.py checks
 these), not from measurements on a GPU. ``tune.py`` measures and writes a table, which is used if
 CAPSFAST_TRITON_TABLE names it.
 """

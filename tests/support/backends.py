@@ -33,6 +33,10 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
+# What the first tier takes of a table that has more rows.
+ROWS = 10
+
+
 @dataclass(frozen=True)
 class Backend:
     """name: as in capsfast.backends(). device: where its inputs live. dtypes: what it serves.
@@ -41,6 +45,7 @@ class Backend:
     passes alone, those of passes.PassCase.linear.
     max_work: the largest Shape.work the tests give it, so that an emulated backend runs the same tests on their smaller
     shapes.
+    rows: how many rows of a test's table the first tier gives it.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Backend:
     max_work: int = 10**9
     prefix: str = ""
     linear: bool = False
+    rows: int = ROWS
 
     @property
     def emulated(self) -> bool:
@@ -73,13 +79,13 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = (
     Backend("reference", "cpu", ALL_DTYPES, fused=False),
     Backend("cpp", "cpu", ALL_DTYPES, fused=True),
-    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=15_000, prefix="triton_")
+    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=15_000, prefix="triton_", rows=1)
     if toolchain.interpreting()
     else Backend("triton", "cuda", TRITON_DTYPES, fused=True, prefix="triton_"),
     Backend("cuda", "cuda", ALL_DTYPES, fused=True, linear=True),
 )
 # The CUDA kernels run by the emulator: nobody's backend but the tests'.
-EMULATED = Backend("emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_", linear=True)
+EMULATED = Backend("emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_", linear=True, rows=6)
 
 
 def named(name: str) -> Backend:

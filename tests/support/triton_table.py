@@ -108,7 +108,7 @@ def limited(row: Row) -> tuple[float, ...]:
 
 
 def most(rows: list[Row]) -> str:
-    """MOST of tests/test_triton_compile.py: the most of all builds of a pass."""
+    """MOST of tests/all/test_triton_compile.py: the most of all builds of a pass."""
     found = []
     for dtype, capabilities in BUILDS.items():
         for each in PASSES:

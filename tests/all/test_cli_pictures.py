@@ -1,0 +1,217 @@
+"""The commands that look at what ``python -m capsfast train`` trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("lightning")
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+
+from capsfast import train
+
+from ..support.commands import CAPSNET, SMALL, failed, is_png, run, trained
+from ..support.idx_files import write_set
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after two epochs on the digits."""
+    return trained(tmp_path_factory.mktemp("digits"), *CAPSNET, epochs=2)
+
+
+@pytest.fixture(scope="module")
+def few_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 of 8 x 8 to train on, 20 to test on."""
+    path = tmp_path_factory.mktemp("images")
+    write_set(path, size=8)
+    return path
+
+
+def test_evaluate_under_attack(digits: Path, tmp_path: Path) -> None:
+    attacks = ["--fgsm", "0.1", "--fgsm", "0", "--pgd", "0.1", "--pgd-steps", "3", "--attacked", "50"]
+    result = run("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
+    assert result.exit_code == 0, result.output
+    assert is_png(tmp_path / "confusion.png") and str(tmp_path / "confusion.png") in result.output
+    found = json.loads((tmp_path / "e.json").read_text())
+    recorded = json.loads((digits.parent / "record.json").read_text())["results"]["test_accuracy"]
+    assert found["test images"]["right"] / 360 == pytest.approx(recorded, abs=1e-6)
+    assert all(each["images"] == 50 for name, each in found.items() if name != "test images")
+    none, weak, strong = (found[name]["right"] for name in ("FGSM, eps 0", "FGSM, eps 0.1", "PGD, eps 0.1, 3 steps"))
+    assert strong <= weak + 2 < none
+    assert "FGSM, eps 0.1: " in result.output
+
+
+def test_pictures(digits: Path, tmp_path: Path) -> None:
+    for arguments, files in (
+        (["reconstruct"], ["reconstructions.png"]),
+        (["perturb", "--label", "3", "--label", "8"], ["perturb-3.png", "perturb-8.png"]),
+        (["routing", "--limit", "100"], ["routing.png"]),
+    ):
+        result = run(arguments[0], digits, *arguments[1:], "--out", tmp_path / arguments[0])
+        assert result.exit_code == 0, result.output
+        assert sorted(path.name for path in (tmp_path / arguments[0]).iterdir()) == files
+        for file in files:
+            assert is_png(tmp_path / arguments[0] / file) and file in result.output
+    assert "iteration 1: coupling entropy 1.0000" in result.output
+
+
+def test_evaluate_detects_attacks(digits: Path, tmp_path: Path) -> None:
+    attacks = ["--fgsm", "0.3", "--attacked", "40", "--detect", "--false-positives", "0.1"]
+    result = run("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "e.json").read_text())["FGSM, eps 0.3"]
+    assert found["images"] == 40 and found["fooled"] == 40 - found["right"]
+    assert 0.05 < found["false_positives"] <= 0.1 and found["undetected"] <= found["fooled"]
+    assert "FGSM, eps 0.3: " in result.output and "at 10.00% false positives" in result.output
+    assert "--pgd-steps needs --pgd" in failed("evaluate", digits, "--fgsm", "0.1", "--pgd-steps", "3")
+    assert "--attacked needs --fgsm or --pgd" in failed("evaluate", digits, "--attacked", "3")
+    message = failed("evaluate", digits, "--fgsm", "0.1", "--false-positives", "0.1")
+    assert message == "capsfast evaluate: --false-positives needs --detect"
+    assert "--detect needs an attack to be found" in failed("evaluate", digits, "--detect")
+
+
+def test_picture_of_every_kind(digits: Path, tmp_path: Path) -> None:
+    for kind, more, file in (
+        ("predictions", ["--count", "3"], "predictions.png"),
+        ("reconstructions", [], "reconstructions.png"),
+        ("perturbations", ["--label", "2"], "perturb-2.png"),
+        ("routing", ["--limit", "20"], "routing.png"),
+    ):
+        result = run("picture", digits, "--kind", kind, *more, "--out", tmp_path / kind)
+        assert result.exit_code == 0, result.output
+        assert [path.name for path in (tmp_path / kind).iterdir()] == [file] and is_png(tmp_path / kind / file)
+    message = failed("picture", digits, "--label", "2")
+    assert message == "capsfast picture: --label is an option of --kind perturbations, got --kind predictions"
+
+
+def test_cnn_on_the_command_line(few_images: Path, tmp_path: Path) -> None:
+    sizes = ["--option", "channels=[4,4]", "--option", "hidden=[8]", "--batch-size", "32", "--accelerator", "cpu"]
+    checkpoint = trained(tmp_path, "--data", str(few_images), "--model", "cnn", *sizes)
+    for command in (["evaluate", "--fgsm", "0.1"], ["picture", "--count", "4"]):
+        assert run(command[0], checkpoint, *command[1:], "--out", tmp_path / "pictures").exit_code == 0
+    assert sorted(path.stem for path in (tmp_path / "pictures").iterdir()) == ["confusion", "predictions"]
+    assert "class capsules with a decoder are needed" in failed("evaluate", checkpoint, "--fgsm", "0.1", "--detect")
+
+
+def test_perturb_names_the_classes(digits: Path, tmp_path: Path) -> None:
+    message = failed("perturb", digits, "--label", "11", "--out", tmp_path)
+    assert "label must be one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, got 11" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "pictures"),
+    [
+        ("", ["--model", "deepcaps", "--types", "3", *SMALL], ["confusion", "reconstructions", "perturb-0", "routing"]),
+        ("multi:", CAPSNET, ["reconstructions", "perturb-0", "routing"]),
+        ("affine:", CAPSNET, ["confusion", "reconstructions", "perturb-0", "routing"]),
+    ],
+    ids=["deepcaps", "multi", "affine"],
+)
+def test_other_models_and_data(
+    few_images: Path, tmp_path: Path, kind: str, arguments: list[str], pictures: list[str]
+) -> None:
+    checkpoint = trained(tmp_path, "--data", f"{kind}{few_images}", *arguments)
+    out = tmp_path / "pictures"
+    for command in (["evaluate"], ["reconstruct"], ["perturb", "--label", "0"], ["routing", "--limit", "40"]):
+        result = run(command[0], checkpoint, *command[1:], "--out", out)
+        assert result.exit_code == 0, result.output
+    assert sorted(path.stem for path in out.iterdir()) == sorted(pictures)
+    assert all(map(is_png, out.iterdir()))
+
+
+def test_idx_folder_from_training_to_other_data(few_images: Path, tmp_path: Path) -> None:
+    write_set(tmp_path / "data" / "mnist", end=".gz", size=8)
+    checkpoint = trained(tmp_path / "out", "--data", str(few_images), *CAPSNET)
+    result = run("evaluate", checkpoint, "--data", "mnist", "--data-dir", tmp_path / "data", "--out", tmp_path)
+    assert result.exit_code == 0 and "of 20 right" in result.output
+    message = failed("evaluate", checkpoint, "--data", "digits")
+    assert "needs {'in_channels': 1, 'image_size': 8, 'num_classes': 4}, digits has" in message
+
+
+def test_attacks_are_made_once(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    whole = train.fgsm
+
+    def counted(loss: Any, images: Any, eps: float) -> Any:
+        made.append(eps)
+        return whole(loss, images, eps)
+
+    monkeypatch.setattr(train, "fgsm", counted)
+    result = run("evaluate", digits, "--fgsm", "0.1", "--attacked", "9", "--detect", "--out", tmp_path)
+    assert result.exit_code == 0 and made == [0.1]
+
+
+def test_what_can_not_be_detected_is_said_before_the_work(
+    digits: Path, few_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multi = trained(tmp_path, "--data", f"multi:{few_images}", *CAPSNET, "--max-steps", "1", "--limit-val-batches", "0")
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(train, "evaluate", never)
+    detect = ["--fgsm", "0.1", "--detect"]
+    message = failed("evaluate", digits, *detect, "--false-positives", "1")
+    assert message == "capsfast evaluate: --false-positives must be below 1 for --detect, got 1"
+    message = failed("evaluate", multi, *detect)
+    assert message == "capsfast evaluate: --detect needs images of one class each, these overlap"
+
+
+@pytest.mark.parametrize("kind", ["predictions", "reconstructions", "perturbations", "routing"])
+def test_picture_heeds_the_accelerator(digits: Path, tmp_path: Path, kind: str) -> None:
+    message = failed("picture", digits, "--kind", kind, "--accelerator", "abacus", "--out", tmp_path)
+    assert message.startswith("capsfast: --accelerator abacus: ")
+
+
+def test_errors_are_in_the_name_of_the_command(digits: Path, tmp_path: Path) -> None:
+    options = ["--label", "11", "--out", tmp_path]
+    assert failed("picture", digits, "--kind", "perturbations", *options).startswith("capsfast picture: label must be")
+    (tmp_path / "file").write_text("")
+    for command in (["picture", "--kind", "reconstructions"], ["picture", "--kind", "routing"], ["reconstruct"]):
+        message = failed(command[0], digits, *command[1:], "--out", tmp_path / "file")
+        assert message.startswith(f"capsfast {command[0]}: ")
+
+
+def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
+    sizes = {"num_parts": 4, "num_objects": 6, "template_size": 5, "dim": 8, "hidden": 16}
+    options = [word for name, value in sizes.items() for word in ("--option", f"{name}={value}")]
+    words = ["--model", "stacked", "--conv-channels", "8", "--batch-size", "64", "--accelerator", "cpu", *options]
+    checkpoint = trained(tmp_path / "out", *words, "--max-steps", "3")
+    results = json.loads((tmp_path / "out" / "record.json").read_text())["results"]
+    assert {"test_image", "test_parts", "test_prior_within", "test_reconstruction"} <= set(results)
+    result = run("clusters", checkpoint, "--images", "100", "--json", tmp_path / "clusters.json")
+    found = json.loads((tmp_path / "clusters.json").read_text())
+    assert found["images"] == 360 and found["clustered"] == 100 and 0.1 <= found["accuracy"] <= 1
+    assert f"{found['accuracy']:.2%} of 360 right, by 10 clusters of 100 images" in result.output
+    assert run("reconstruct", checkpoint, "--out", tmp_path / "pictures").exit_code == 0
+    assert is_png(tmp_path / "pictures" / "reconstructions.png")
+    assert "a network of --model stacked is needed, got capsnet" in failed("clusters", digits)
+
+
+def test_clusters_are_those_of_images_without_augmentation(
+    few_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["num_parts=2", "num_objects=4", "template_size=5", "dim=4", "hidden=8"]
+    words = ["--model", "stacked", *SMALL[:2], *SMALL[4:], *(word for each in options for word in ("--option", each))]
+    words += ["--crop", "6", "--crop-padding", "1", "--cutout", "2", "--max-steps", "1", "--limit-val-batches", "0"]
+    checkpoint = trained(tmp_path / "out", "--data", str(few_images), *words)
+    _, images = train.open_checkpoint(checkpoint)
+    seen: list[Any] = []
+
+    def presences(learner: Any, dataset: Any, limit: int | None = None) -> tuple[Any, Any]:
+        batch = dataset.batch(torch.arange(len(dataset)))
+        seen.append(batch.images)
+        return batch.images.flatten(1), batch.labels
+
+    monkeypatch.setattr(train, "object_presences", presences)
+    assert run("clusters", checkpoint).exit_code == 0
+    train_images, test_images = (each.source.scaled()[:, :, 1:7, 1:7] for each in images.sets[:2])
+    torch.testing.assert_close(seen, [train_images, test_images])
+    multi = trained(tmp_path / "multi", "--data", f"multi:{few_images}", *words[:-10], *words[-4:])
+    assert failed("clusters", multi) == "capsfast clusters: images of one class each are needed, these overlap"

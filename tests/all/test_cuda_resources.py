@@ -1,0 +1,66 @@
+"""What the compiler made of the CUDA kernels: registers, stack and shared memory of each, by architecture."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from ..support.sass import Kernel, built_for, why_not
+from ..support.sass import kernels as read
+
+MOST_REGISTERS = 255
+STATIC_SHARED = 48 * 1024
+GENERAL = ("accumulate_kernel", "row_norm_kernel", "gradient_kernel")
+SIZES = ((12, 1), (20, 1), (20, 2), (24, 1))
+SIZES_WITH_OPTIONS = ((20, 1), (24, 2))
+# Bytes a thread. Kernels of the rows family have every register there is in their loop over input capsules; what a pass
+# has besides, such as where its segment ends, may lie in memory meanwhile.
+STACK_OF_ROWS = 64
+# With 24 tiles, with two steps or with options that is not enough, and some of the loop lies there as well.
+STACK_OF_LARGE_ROWS = 512
+
+
+@pytest.fixture(scope="module")
+def kernels() -> tuple[Kernel, ...]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return read()
+
+
+def rows_kernels() -> list[str]:
+    """Labels of the rows family's."""
+    all_traits = [
+        f"Rows<{tiles}, {steps}, {exact}, plain>" for tiles, steps in SIZES for exact in ("true", "false")
+    ] + [f"Rows<{tiles}, {steps}, true, {options}>" for tiles, steps in SIZES_WITH_OPTIONS for options in ("any", "in")]
+    accumulate = [f"accumulate_kernel<{traits}, {way}>" for traits in all_traits for way in ("forward", "backward")]
+    return accumulate + [f"gradient_kernel<{traits}>" for traits in all_traits]
+
+
+def test_every_kernel_is_there_for_every_architecture(kernels: tuple[Kernel, ...]) -> None:
+    for architecture in built_for():
+        here = [kernel for kernel in kernels if kernel.architecture == architecture]
+        assert Counter(kernel.label for kernel in here if kernel.traits) == Counter(rows_kernels())
+        names = Counter(kernel.name for kernel in here if not kernel.traits)
+        # Three types, eight or sixteen components a lane, forward and backward.
+        assert names["routing_kernel"] == 3 * 2 * 2
+        for general in GENERAL:
+            assert names[general] == 4 * 2
+
+
+def most_stack(kernel: Kernel) -> int:
+    if not kernel.traits:
+        return 0
+    return STACK_OF_ROWS if re.match(r"Rows<(12|20), 1, \w+, plain>", kernel.traits) else STACK_OF_LARGE_ROWS
+
+
+def test_specialised_kernels_keep_in_registers_what_their_loops_need(kernels: tuple[Kernel, ...]) -> None:
+    specialised = [kernel for kernel in kernels if kernel.traits or kernel.name == "routing_kernel"]
+    assert [kernel for kernel in specialised if kernel.stack > most_stack(kernel)] == []
+
+
+def test_kernels_stay_within_what_a_multiprocessor_has(kernels: tuple[Kernel, ...]) -> None:
+    assert kernels
+    for kernel in kernels:
+        assert kernel.registers <= MOST_REGISTERS, kernel
+        assert kernel.shared <= STATIC_SHARED, kernel

@@ -1,0 +1,122 @@
+"""Every network of the trainer: resumed, compiled, in bfloat16, on two ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+pytest.importorskip("lightning")
+
+from capsfast import train
+from capsfast.data import Batch
+from capsfast.train import NETWORKS, ImageData, Learner, make_learner
+from capsfast.train.checkpoint import read_checkpoint
+
+from ..support.ranks import WORLD, on_two_ranks
+from ..support.training import tensors
+
+# What makes each network small, for images of 10 x 10.
+SMALL: dict[str, dict[str, Any]] = {
+    "capsnet": {"conv_channels": 6, "primary_groups": 2, "primary_dim": 4, "digit_dim": 5},
+    "deepcaps": {"conv_channels": 6, "types": 2, "dims": [2, 3, 3], "digit_dim": 5},
+    "autoencoder": {"conv_channels": 6, "primary_groups": 2, "num_caps": 3, "caps_dim": 4},
+    "cnn": {"channels": [4, 4], "kernel_size": 3, "hidden": [8]},
+    "segcaps": {},
+    "efficientcapsnet": {"conv_channels": 4, "primary_groups": 3, "primary_dim": 4, "digit_dim": 5},
+    "invertedattention": {
+        "conv_channels": 4,
+        "primary_groups": 2,
+        "primary_dim": 4,
+        "digit_dim": 4,
+        "types": 2,
+        "num_caps": 3,
+    },
+    "matrixcapsnet": {"conv_channels": 4, "primary_types": 2, "conv_types": [2, 3], "pose_rows": 2},
+    "stacked": {"num_parts": 3, "num_objects": 4, "conv_channels": 4, "template_size": 5, "dim": 4, "hidden": 8},
+}
+each_network = pytest.mark.parametrize("name", SMALL)
+
+
+def learner_of(name: str, **more: Any) -> Learner:
+    return make_learner(name, 1, 10, 4, **{"options": SMALL[name], "lr": 0.01, **more})
+
+
+def batch_of(images: int) -> Batch:
+    torch.manual_seed(7)
+    return Batch(torch.rand(images, 1, 10, 10), torch.arange(images) % 4)
+
+
+class Loss(nn.Module):
+    """The loss of a learner, as its step has it."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__()
+        self.learner = learner
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = self.learner.measured(Batch(images, labels))[0]["loss"]
+        return found
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(each) if each.grad is None else each.grad for each in module.parameters()]
+
+
+def test_every_network_is_tried() -> None:
+    assert set(SMALL) == set(NETWORKS)
+
+
+@each_network
+def test_resumed_training_is_that_of_an_uninterrupted_run(name: str, folder: Path, tmp_path: Path) -> None:
+    options = {"epochs": 1, "accelerator": "cpu", "devices": 1, "progress": False, "log": (), "limit_val_batches": 1}
+    for out, more, resume in (
+        ("whole", {}, None),
+        ("stopped", {"max_steps": 3, "checkpoint_every": 3}, None),
+        ("resumed", {}, tmp_path / "stopped" / "step.ckpt"),
+    ):
+        trainer = train.make_trainer(tmp_path / out, **options, **more)  # type: ignore[arg-type]
+        train.fit(trainer, learner_of(name), ImageData(str(folder), batch_size=8, seed=3), resume)
+    one, other = (read_checkpoint(tmp_path / out / "last.ckpt") for out in ("whole", "resumed"))
+    assert one["global_step"] == other["global_step"] == 8
+    for part in ("state_dict", "optimizer_states"):
+        pairs = list(zip(tensors(one[part]), tensors(other[part]), strict=True))
+        assert pairs and all(torch.equal(*pair) for pair in pairs)
+
+
+@each_network
+def test_compiled_and_in_bfloat16(name: str) -> None:
+    torch._dynamo.reset()
+    learner = learner_of(name).eval()
+    images, labels, _ = batch_of(6)
+    wanted = learner.measured(Batch(images, labels))[0]["loss"]
+    learner.model = torch.compile(learner.model, fullgraph=True, backend="eager")
+    found = learner.measured(Batch(images, labels))[0]["loss"]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    learner.model = learner.model._orig_mod
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = learner.measured(Batch(images, labels))[0]["loss"]
+    assert low.isfinite() and (low - wanted).abs() < 0.05 * wanted.abs() + 0.05
+    low.backward()
+    assert all(each.isfinite().all() for each in gradients(learner))
+
+
+def _on_a_rank(rank: int) -> None:
+    """The mean of the ranks' gradients is that of the losses of both halves."""
+    images, labels, _ = batch_of(4 * WORLD)
+    halves = list(zip(images.chunk(WORLD), labels.chunk(WORLD), strict=True))
+    for name in SMALL:
+        loss = Loss(learner_of(name).eval())
+        for half in halves:
+            (loss(*half) / WORLD).backward()
+        wanted = [each.clone() for each in gradients(loss)]
+        loss.zero_grad()
+        parallel = DistributedDataParallel(loss)
+        parallel(*halves[rank]).backward()
+        torch.testing.assert_close(gradients(loss), wanted, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    on_two_ranks(_on_a_rank, tmp_path)

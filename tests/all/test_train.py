@@ -1,0 +1,366 @@
+"""``capsfast.train``: losses, exact resume, checkpoints, evaluation, what the pictures show."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning")
+pytest.importorskip("matplotlib")
+
+from capsfast import nn as caps
+from capsfast import train
+from capsfast.data import Batch, open_sets
+from capsfast.train import Evaluation, ImageData, Learner
+from capsfast.train.checkpoint import read_checkpoint
+from capsfast.train.learner import right_predictions
+from capsfast.train.objective import multi_hot
+from capsfast.train.pictures import curve, read_metrics
+from capsfast.train.profile import _outermost
+from capsfast.train.schedule import Decay
+
+from ..support.idx_files import write_set
+from ..support.training import TINY, assert_same_state, learner_for, margin, trained
+
+SIZE = 10
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize(("steps", "test_every"), [(3, None), (8, None), (13, None), (3, 3), (4, 3), (14, 7)])
+def test_resume_equals_an_uninterrupted_run(
+    folder: Path, whole: Path, tmp_path: Path, steps: int, test_every: int | None
+) -> None:
+    """Stopped inside the first epoch, at its end, and inside the second one; tests change nothing."""
+    trained(folder, tmp_path / "stopped", max_steps=steps, checkpoint_every=steps, test_every=test_every)
+    stopped = read_checkpoint(tmp_path / "stopped" / "step.ckpt")
+    assert stopped["global_step"] == steps
+    torch.rand(7)  # the random state of the process must not matter
+    trained(folder, tmp_path / "resumed", resume=tmp_path / "stopped" / "step.ckpt", test_every=test_every)
+    assert_same_state(whole, tmp_path / "resumed" / "last.ckpt")
+
+
+def test_resume_from_the_checkpoint_of_an_epoch(folder: Path, whole: Path, tmp_path: Path) -> None:
+    trained(folder, tmp_path / "one", epochs=1)
+    trained(folder, tmp_path / "two", resume=tmp_path / "one" / "last.ckpt")
+    assert_same_state(whole, tmp_path / "two" / "last.ckpt")
+
+
+def test_seed_decides(folder: Path, tmp_path: Path) -> None:
+    images = ImageData(str(folder))
+    first, again, other = learner_for(images), learner_for(images), learner_for(images, seed=1)
+    weights = [list(each.parameters()) for each in (first, again, other)]
+    assert all(map(torch.equal, weights[0], weights[1]))
+    assert not torch.equal(weights[0][0], weights[2][0])
+
+
+def test_decay() -> None:
+    decay = Decay(warmup_steps=4, rate=0.5, steps=10)
+    assert decay(0) == pytest.approx(0.2) and decay(3) == pytest.approx(0.8 * 0.5**0.3)
+    assert decay(4) == pytest.approx(0.5**0.4) and decay(20) == pytest.approx(0.25)
+
+
+def test_learning_rate_follows_the_schedule(whole: Path) -> None:
+    (state,) = read_checkpoint(whole)["optimizer_states"]
+    assert state["param_groups"][0]["lr"] == pytest.approx(0.01 * Decay(4, 0.96, 3)(16))
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_gradients_are_clipped(folder: Path, tmp_path: Path, clip: float | None) -> None:
+    images = ImageData(str(folder), batch_size=8)
+    learner = learner_for(images, clip=clip)
+    norms: list[float] = []
+    clipped = learner.configure_gradient_clipping
+
+    def watched(*arguments: Any, **more: Any) -> None:
+        clipped(*arguments, **more)
+        norms.append(float(nn.utils.get_total_norm([each.grad for each in learner.parameters()])))
+
+    learner.configure_gradient_clipping = watched  # type: ignore[method-assign]
+    train.fit(train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False), learner, images)
+    assert len(norms) == 8
+    if clip is None:
+        assert min(norms) > 2e-3
+    else:
+        assert max(norms) < 1.001 * clip
+
+
+def test_bfloat16_training(folder: Path, tmp_path: Path) -> None:
+    images = ImageData(str(folder), batch_size=8)
+    learner = learner_for(images)
+    before = [each.clone() for each in learner.parameters()]
+    trainer = train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False, precision="bf16-mixed")
+    train.fit(trainer, learner, images)
+    assert all(p.dtype == torch.float32 for p in learner.parameters())
+    assert all(not torch.equal(p, q) for p, q in zip(before, learner.parameters(), strict=True))
+    assert trainer.callback_metrics["test_reconstruction"].isfinite()
+
+
+def test_losses_of_one_label(folder: Path) -> None:
+    images = ImageData(str(folder))
+    learner = learner_for(images, reconstruction_weight=0.01)
+    batch = images.sets.train.batch(torch.arange(7))
+    found, lengths = learner.losses(batch)
+    output = learner.model(batch.images, batch.labels)
+    error = (output.reconstruction - batch.images).square().sum((1, 2, 3)).mean()
+    hinge = margin(output.capsules.norm(dim=2), torch.eye(4)[batch.labels]).mean()
+    torch.testing.assert_close(tuple(found), (hinge + 0.01 * error, hinge, error))
+    torch.testing.assert_close(lengths, output.lengths)
+
+
+@pytest.mark.parametrize("reconstruction", [True, False])
+def test_losses_of_overlapping_images(folder: Path, reconstruction: bool) -> None:
+    """Each capsule is decoded into the image of its own object."""
+    images = ImageData(f"multi:{folder}")
+    learner = learner_for(images, options=TINY | {"reconstruction": reconstruction}, reconstruction_weight=0.01)
+    batch = images.sets.train.batch(torch.arange(7))
+    assert batch.parts is not None
+    found, _ = learner.losses(batch)
+    capsules = learner.model(batch.images).capsules
+    present = torch.eye(4)[batch.labels].sum(1)
+    hinge = margin(capsules.norm(dim=2), present).mean()
+    error = torch.zeros(())
+    for n in range(2) if reconstruction else ():
+        chosen = capsules * torch.eye(4)[batch.labels[:, n]][:, :, None]
+        image = learner.model.decoder.layers(chosen.flatten(1)).view(7, *batch.images.shape[1:])
+        error = error + (image - batch.parts[:, n]).square().sum((1, 2, 3)).mean()
+    torch.testing.assert_close(tuple(found), (hinge + 0.01 * error, hinge, error))
+
+
+def test_losses_of_an_autoencoder(folder: Path) -> None:
+    images = ImageData(str(folder))
+    learner = learner_for(images, "autoencoder")
+    batch = images.sets.train.batch(torch.arange(7))
+    found, _ = learner.losses(batch)
+    error = (learner.model(batch.images).reconstruction - batch.images).square().sum((1, 2, 3)).mean()
+    torch.testing.assert_close(tuple(found), (error, torch.zeros(()), error))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": 0.0}, {"decay_steps": 0}, {"decay_rate": -1.0}, {"clip": 0.0}, {"warmup_steps": -1}]
+)
+def test_learner_rejects_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"Learner: {next(iter(wrong))} must"):
+        Learner(image_size=SIZE, options=TINY, **wrong)
+
+
+def test_build_names_models_and_their_options() -> None:
+    with pytest.raises(ValueError, match=r"model must be one of capsnet, .*, got 'capsule'"):
+        Learner("capsule")
+    with pytest.raises(ValueError, match="deepcaps has no option primary_groups; it has conv_channels, types"):
+        Learner("deepcaps", options={"primary_groups": 3})
+    assert "backend" in train.networks.options_of("capsnet")
+
+
+def test_right_predictions() -> None:
+    lengths = torch.tensor([[0.1, 0.9, 0.5], [0.1, 0.9, 0.5], [0.7, 0.2, 0.3]])
+    assert right_predictions(lengths, torch.tensor([1, 2, 0])).tolist() == [True, False, True]
+    pairs = torch.tensor([[2, 1], [0, 1], [0, 2]])
+    assert right_predictions(lengths, pairs).tolist() == [True, False, True]
+    assert multi_hot(pairs, 3).tolist() == [[0, 1, 1], [1, 1, 0], [1, 0, 1]]
+
+
+def test_evaluate_counts(folder: Path) -> None:
+    images = ImageData(str(folder))
+    learner = learner_for(images)
+    test = images.sets.test
+    batch = test.batch(torch.arange(20))
+    predicted = learner.model(batch.images).lengths.argmax(1)
+    seen: list[int] = []
+    found = train.evaluate(learner, test, batch_size=6, on_step=seen.append)
+    assert found.images == 20 and seen == [6, 6, 6, 2]
+    assert found.right == int((predicted == batch.labels).sum())
+    assert found.confusion is not None and found.confusion.sum() == 20
+    for label, guess in zip(batch.labels, predicted, strict=True):
+        found.confusion[label, guess] -= 1
+    assert not found.confusion.any()
+    assert train.evaluate(learner, test, limit=5).images == 5
+    assert Evaluation(8, 2, None).accuracy == 0.25
+
+
+def test_evaluate_wants_both_classes_of_overlapping_images(folder: Path) -> None:
+    images = ImageData(f"multi:{folder}")
+    learner = learner_for(images)
+    batch = images.sets.test.batch(torch.arange(20))
+    longest = learner.model(batch.images).lengths.topk(2).indices
+    right = sum(set(a) == set(b) for a, b in zip(longest.tolist(), batch.labels.tolist(), strict=True))
+    assert train.evaluate(learner, images.sets.test) == Evaluation(20, right, None)
+
+
+def test_evaluate_needs_classes(folder: Path) -> None:
+    images = ImageData(str(folder))
+    learner = learner_for(images, "autoencoder")
+    for function in (train.evaluate, train.routing_statistics):
+        with pytest.raises(ValueError, match=r"classes .* got autoencoder"):
+            function(learner, images.sets.test)
+    sizes = {"conv_channels": 6, "primary_groups": 2, "types": 2, "num_caps": 4}
+    other = learner_for(images, "invertedattention", options=sizes)
+    with pytest.raises(ValueError, match=r"encode\(\) and classes is needed, got invertedattention"):
+        train.routing_statistics(other, images.sets.test)
+    with pytest.raises(ValueError, match="this network has no classes"):
+        train.perturbations(learner, images.sets.test.batch(torch.arange(1)).images[0], 0)
+
+
+def test_checkpoint_gives_network_and_data_back(folder: Path, tmp_path: Path) -> None:
+    images = ImageData(str(folder), batch_size=8, seed=5)
+    learner = learner_for(images)
+    train.fit(train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False), learner, images)
+    again, data = train.open_checkpoint(tmp_path / "last.ckpt")
+    assert data.options["data"] == str(folder) and data.options["seed"] == 5 and not again.training
+    x = images.sets.test.batch(torch.arange(4)).images
+    assert torch.equal(again.model(x).capsules, learner.eval().model(x).capsules)
+    write_set(tmp_path / "other", size=11)
+    with pytest.raises(ValueError, match=r"needs .*'image_size': 10.* has .*'image_size': 11"):
+        train.open_checkpoint(tmp_path / "last.ckpt", data=str(tmp_path / "other"))
+
+
+class Trap:
+    """What a checkpoint must not be able to do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    with pytest.raises(FileNotFoundError, match=r"x\.ckpt does not exist; training writes last\.ckpt"):
+        train.open_checkpoint(path)
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(ValueError, match=r"x\.ckpt can't be read as a checkpoint"):
+        train.open_checkpoint(path)
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(ValueError, match="is not a checkpoint that capsfast train wrote"):
+        train.open_checkpoint(path)
+    torch.save({"state_dict": Trap(tmp_path / "trapped")}, path)
+    with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+        train.open_checkpoint(path)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_perturbations_change_one_number(folder: Path) -> None:
+    images = ImageData(str(folder))
+    learner = learner_for(images)
+    image = images.sets.test.batch(torch.arange(1)).images[0]
+    found = train.perturbations(learner, image, 2)
+    assert found.shape == (5, 11, 1, SIZE, SIZE)
+    capsules = learner.model(image[None]).capsules.detach()
+    for dimension, column, delta in ((0, 0, -0.25), (3, 5, 0.0), (4, 10, 0.25), (2, 7, 0.1)):
+        changed = capsules.clone()
+        changed[0, 2, dimension] += delta
+        want = learner.model.reconstruct(changed, torch.tensor([2]))[0]
+        torch.testing.assert_close(found[dimension, column], want)
+    without = learner_for(images, options=TINY | {"reconstruction": False})
+    with pytest.raises(ValueError, match="this network was trained without reconstruction"):
+        train.perturbations(without, image, 2)
+
+
+def test_reconstructions(folder: Path) -> None:
+    images = ImageData(str(folder))
+    learner = learner_for(images)
+    rows = train.one_of_each_class(images.sets.test, 4)
+    batch = images.sets.test.batch(rows)
+    assert batch.labels.tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(train.reconstructions(learner, batch), learner.model(batch.images, batch.labels)[2])
+    blind = learner_for(images, "autoencoder")
+    torch.testing.assert_close(train.reconstructions(blind, batch), blind.model(batch.images).reconstruction)
+    multi = open_sets(f"multi:{folder}").test.batch(rows)
+    two = learner_for(ImageData(f"multi:{folder}"))
+    found = train.reconstructions(two, multi)
+    assert found.shape == (4, 2, 1, SIZE + 2, SIZE + 2)
+    torch.testing.assert_close(found[:, 1], two.model(multi.images, multi.labels[:, 1]).reconstruction)
+
+
+@pytest.mark.parametrize("kind", ["", "multi:"])
+def test_routing_statistics(folder: Path, kind: str) -> None:
+    images = ImageData(f"{kind}{folder}")
+    learner = learner_for(images)
+    found = train.routing_statistics(learner, images.sets.test, batch_size=7)
+    batch = images.sets.test.batch(torch.arange(20))
+    votes = torch.einsum("ijdk,bik->bijd", learner.model.routing.W, learner.model.encode(batch.images)).detach()
+    logits = torch.zeros(votes.shape[:3])
+    for t in range(3):
+        coupling = logits.softmax(2)
+        s = torch.einsum("bij,bijd->bjd", coupling, votes)
+        v = s * (s.norm(dim=2) / (1 + s.norm(dim=2) ** 2))[:, :, None]
+        logits = logits + torch.einsum("bijd,bjd->bij", votes, v)
+        entropy = -(coupling * coupling.log()).sum(2).mean(1) / torch.tensor(4.0).log()
+        for label in range(4):
+            there = (batch.labels.view(20, -1) == label).any(1)
+            torch.testing.assert_close(found.entropy[t, label], entropy[there].mean())
+    for label in range(4):
+        there = (batch.labels.view(20, -1) == label).any(1)
+        torch.testing.assert_close(found.lengths[label], v.norm(dim=2)[there].mean(0))
+
+
+def test_routing_share(folder: Path) -> None:
+    images = ImageData(str(folder))
+    learner = learner_for(images, "deepcaps")
+    batch = images.sets.train.batch(torch.arange(4))
+    before = [each.clone() for each in learner.parameters()]
+    for backend in (None, "reference"):
+        found = train.routing_share(learner, batch, backend=backend, steps=2)
+        assert 0 < found.routing < found.step and found.share == found.routing / found.step
+    assert all(map(torch.equal, before, learner.parameters()))
+    assert all(each.grad is None for each in learner.parameters())
+    # Each routing once: those inside of convolutional capsules belong to them.
+    layers = _outermost(learner)
+    assert sum(isinstance(each, caps.ConvCaps2d) for each in layers) == 8 and len(layers) == 9
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        train.routing_share(learner, batch, steps=0)
+
+
+def test_a_profiled_step_is_the_learners_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = ImageData(str(folder))
+    options = {"weight_decay": 0.1, "clip": 0.1, "adversarial": "pgd", "adversarial_steps": 2}
+    learner = learner_for(images, **options)
+    done: list[str] = []
+    for place, name in (
+        (torch.optim.AdamW, "step"),
+        (nn.utils, "clip_grad_norm_"),
+        (learner, "attacked"),
+    ):
+        whole = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args, name=name, whole=whole: (done.append(name), whole(*args))[1])
+    found = train.routing_share(learner, images.sets.train.batch(torch.arange(4)), steps=1)
+    assert done == ["attacked", "clip_grad_norm_", "step"] * 4 and 0 < found.routing < found.step
+
+
+def test_curve_of_losses_below_zero() -> None:
+    for value, scale in ((-3.0, "linear"), (3.0, "log")):
+        plot, _ = curve({"loss": [(0, 5.0), (1, value)]}).axes
+        assert plot.get_yscale() == scale
+
+
+def test_metrics_of_a_run_and_of_those_it_went_on_from(tmp_path: Path) -> None:
+    logs = {
+        0: "step,loss,test_accuracy\n9,5,\n19,4,\n29,3,\n99,9,\n",  # another run, longer
+        1: "step,loss,test_accuracy\n9,1.0,\n12,,0.5\n19,0.9,\n29,0.8,\n",
+        2: "step,loss,test_accuracy\n19,0.7,\n25,,0.6\n",
+    }
+    for n, text in logs.items():
+        (tmp_path / f"version_{n}").mkdir()
+        (tmp_path / f"version_{n}" / "metrics.csv").write_text(text)
+    alone, together = (read_metrics(tmp_path / "version_2", resumed) for resumed in (False, True))
+    assert alone == {"loss": [(19, 0.7)], "test_accuracy": [(25, 0.6)]}
+    assert together == {"loss": [(9, 1.0), (19, 0.7)], "test_accuracy": [(12, 0.5), (25, 0.6)]}
+    assert read_metrics(tmp_path / "version_1", True)["loss"] == [(9, 1.0), (19, 0.9), (29, 0.8)]
+
+
+def test_metrics_of_a_run_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    (tmp_path / "version_0").mkdir()
+    file = tmp_path / "version_0" / "metrics.csv"
+    for half in ("29,0.", "29", "2", "29,1e-"):
+        file.write_text(f"step,loss\n9,0.75\n19,0.5\n{half}")
+        assert read_metrics(tmp_path / "version_0") == {"loss": [(9, 0.75), (19, 0.5)]}
+    file.write_text("")
+    assert read_metrics(tmp_path / "version_0") == {}
+
+
+def test_batch_moves_all_its_parts(folder: Path) -> None:
+    batch = open_sets(f"multi:{folder}").test.batch(torch.arange(2))
+    moved = batch.to(torch.device("meta"))
+    assert isinstance(moved, Batch) and all(each is not None and each.is_meta for each in moved)

@@ -1,0 +1,394 @@
+"""``capsfast.train``: what a learner can be told, against plain formulas; a resumed run does the same."""
+
+from math import cos, pi
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("lightning")
+
+from capsfast import train
+from capsfast.data import Batch, channel_statistics
+from capsfast.nn import Capsules, CouplingEntropy, DynamicRouting, RoutedCaps, couplings, recorded
+from capsfast.train import ImageData, Learner
+from capsfast.train.checkpoint import read_checkpoint
+from capsfast.train.dropout import DropCapsules, drop_capsules
+from capsfast.train.objective import ClassLoss
+from capsfast.train.schedule import Cosine
+
+from ..support import plain
+from ..support.training import TINY, assert_same_state, learner_for
+
+EVERYTHING: dict[str, Any] = {
+    "weight_decay": 0.1,
+    "schedule": "cosine",
+    "warmup_steps": 3,
+    "decay_steps": 20,
+    "loss": "spread",
+    "spread_steps": 12,
+    "entropy_weight": 0.1,
+    "caps_dropout": 0.2,
+    "decoder_dropout": 0.3,
+    "normalize": "image",
+    "adversarial": "pgd",
+    "adversarial_steps": 2,
+    "adversarial_share": 0.5,
+}
+
+
+def batch_of(folder: Path, count: int = 7, kind: str = "") -> Batch:
+    images = ImageData(f"{kind}{folder}")
+    images.setup()
+    return images.sets.train.batch(torch.arange(count))
+
+
+def fitted(folder: Path, out: Path, resume: Path | None = None, learning: Any = None, **more: Any) -> Learner:
+    images = ImageData(str(folder), batch_size=8, seed=3, crop=9, crop_padding=1, flip=True, cutout=3)
+    learner = learner_for(images, **(EVERYTHING if learning is None else learning))
+    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "log": (), **more}
+    train.fit(train.make_trainer(out, **options), learner, images, resume)
+    return learner
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": "mse", "adversarial": "fgsm", "normalize": [[0.4], [0.3]]}])
+def test_resume_with_everything_that_draws(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    learning = EVERYTHING | options
+    fitted(folder, tmp_path / "whole", learning=learning)
+    fitted(folder, tmp_path / "stopped", learning=learning, max_steps=5, checkpoint_every=5)
+    torch.rand(7)  # the random state of the process must not matter
+    fitted(folder, tmp_path / "resumed", tmp_path / "stopped" / "step.ckpt", learning)
+    assert_same_state(tmp_path / "whole" / "last.ckpt", tmp_path / "resumed" / "last.ckpt")
+    learner, images = train.open_checkpoint(tmp_path / "resumed" / "last.ckpt")
+    assert {name: learner.hparams[name] for name in learning} == learning
+    assert images.options["crop"] == 9 and images.options["flip"] and images.sets.image_size == 9
+
+
+def test_cosine_is_warmed_up_and_ends_at_zero() -> None:
+    factor = Cosine(warmup_steps=4, steps=10)
+    assert factor(0) == pytest.approx(0.2) and factor(2) == pytest.approx(0.6 * 0.5 * (1 + cos(0.2 * pi)))
+    assert factor(5) == pytest.approx(0.5) and factor(10) == pytest.approx(0) and factor(99) == pytest.approx(0)
+
+
+def test_cosine_is_as_long_as_the_training_that_began(folder: Path, tmp_path: Path) -> None:
+    learning = {"schedule": "cosine"}
+    first = fitted(folder, tmp_path / "one", learning=learning, epochs=1)
+    assert (
+        first.decay.steps == 8
+        and read_checkpoint(tmp_path / "one" / "last.ckpt")["hyper_parameters"]["decay_steps"] == 8
+    )
+    longer = fitted(folder, tmp_path / "two", tmp_path / "one" / "last.ckpt", learning, epochs=2)
+    assert longer.decay.steps == longer.hparams["decay_steps"] == 8 and longer.decay(8) == pytest.approx(0)
+    again, _ = train.open_checkpoint(tmp_path / "two" / "last.ckpt")
+    assert again.decay.steps == 8
+    with pytest.raises(ValueError, match="a cosine over training without end needs decay_steps"):
+        fitted(folder, tmp_path / "endless", learning=learning, epochs=-1)
+
+
+def test_weight_decay_shrinks_by_the_learning_rate(folder: Path, tmp_path: Path) -> None:
+    """Apart from the step of Adam, which is the same with and without."""
+    found = {}
+    for decay in (0.0, 0.5):
+        learner = fitted(folder, tmp_path / str(decay), learning={"weight_decay": decay}, max_steps=1)
+        found[decay] = [each.detach() for each in learner.parameters()]
+    before = [each.detach() for each in learner_for(ImageData(str(folder), crop=9, crop_padding=1)).parameters()]
+    for start, without, with_decay in zip(before, found[0.0], found[0.5], strict=True):
+        torch.testing.assert_close(with_decay, without - 0.01 * 0.5 * start)
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 3, 1, 1]), torch.tensor([[0, 1], [3, 2], [1, 0], [2, 3]])])
+def test_losses_by_name(labels: Tensor) -> None:
+    a = torch.rand(4, 5, requires_grad=True)
+    there = torch.zeros(4, 5).scatter_(1, labels.view(4, -1), 1)
+    hinge = there * (0.9 - a).clamp(min=0) ** 2, 0.5 * (1 - there) * (a - 0.1).clamp(min=0) ** 2
+    shares = a / a.sum(1, keepdim=True)
+    wanted = {
+        "margin": (hinge[0] + hinge[1]).sum(1),
+        "mse": ((a - there) ** 2).sum(1),
+        "cross-entropy": -(there * shares.log()).sum(1) / there.sum(1),
+    }
+    for name, value in wanted.items():
+        torch.testing.assert_close(ClassLoss(name)(a, labels, 0), value)
+    parts = ClassLoss("margin").parts(a, labels)
+    torch.testing.assert_close(parts["margin_present"], hinge[0].sum(1))
+    torch.testing.assert_close(parts["margin_absent"], hinge[1].sum(1))
+    assert ClassLoss("mse").parts(a, labels) == {}
+    spread = ClassLoss("spread", spread_steps=10)
+    if labels.dim() == 2:
+        with pytest.raises(ValueError, match="loss spread needs one class an image"):
+            spread(a, labels, 0)
+        return
+    for step, m in ((0, 0.2), (5, 0.55), (30, 0.9)):
+        gap = (m - (a.gather(1, labels[:, None]) - a)).clamp(min=0) ** 2
+        torch.testing.assert_close(spread(a, labels, step), (gap * (1 - there)).sum(1))
+
+
+def test_cross_entropy_of_zeros_is_finite() -> None:
+    a = torch.tensor([[0.0, 1.0], [0.0, 0.0]], requires_grad=True)
+    loss = ClassLoss("cross-entropy")(a, torch.tensor([0, 1]), 0).sum()
+    (gradient,) = torch.autograd.grad(loss, a)
+    assert loss.isfinite() and gradient.isfinite().all()
+
+
+def test_cross_entropy_has_a_gradient_where_a_share_is_tiny() -> None:
+    a = torch.tensor([[1e-40, 1.0], [1e-30, 0.5]], requires_grad=True)
+    loss = ClassLoss("cross-entropy")(a, torch.tensor([0, 0]), 0).sum()
+    (gradient,) = torch.autograd.grad(loss, a)
+    assert gradient.isfinite().all() and (gradient[:, 0] < -1e3).all() and (gradient[:, 1] > 0).all()
+
+
+def test_a_cnn_learns_from_images_that_it_is_very_wrong_about() -> None:
+    """A probability below the smallest float32: by its logits the gradient is that of any other image."""
+    learner = Learner("cnn", 1, 8, 3, options={"channels": [2], "hidden": [4]}).eval()
+    with torch.no_grad():
+        learner.model.classes.weight.zero_()
+        learner.model.classes.bias.copy_(torch.tensor([0.0, 300.0, 0.0]))
+    found, output = learner.measured(Batch(torch.rand(2, 1, 8, 8), torch.tensor([0, 2])))
+    assert output.lengths[0, 0] == 0 and found["cross_entropy"].item() == pytest.approx(300)
+    found["loss"].backward()
+    torch.testing.assert_close(learner.model.classes.bias.grad, torch.tensor([-0.5, 1.0, -0.5]))
+    loss = learner.class_loss_of(torch.tensor([0, 2]))(torch.rand(2, 1, 8, 8))
+    assert loss.item() == pytest.approx(600)
+
+
+def test_parts_of_the_loss_add_up(folder: Path) -> None:
+    learner = learner_for(ImageData(str(folder)), reconstruction_weight=0.01, entropy_weight=0.5)
+    found, _ = learner.measured(batch_of(folder))
+    torch.testing.assert_close(found["margin_present"] + found["margin_absent"], found["margin"])
+    total = found["margin"] + 0.01 * found["reconstruction"] + 0.5 * found["entropy"]
+    torch.testing.assert_close(found["loss"], total)
+    tested, _ = learner.eval().measured(batch_of(folder))
+    assert "entropy" not in tested
+
+
+@pytest.mark.parametrize("layer", [DynamicRouting, RoutedCaps])
+def test_recorded_coupling_is_differentiable(layer: Any) -> None:
+    module = layer(6, 3, 4, 5, init_std=1.0, dtype=torch.float64)
+    u = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+    with recorded(module) as found:
+        output = module(u)
+        module(u.detach())
+    poses = output if layer is DynamicRouting else output.poses
+    assert len(found) == 2
+    plain.assert_same(found[0], couplings(module, u.detach())[-1])
+    v, c = plain.route(plain.votes(u, module.W))
+    leaves = [u, module.W]
+    got = torch.autograd.grad(CouplingEntropy()(found[0]) + poses.square().sum(), leaves)
+    # The coupling that formed v, the last one.
+    plain.assert_same(found[0], c)
+    plain.assert_same(got, torch.autograd.grad(CouplingEntropy()(c) + v.square().sum(), leaves))
+    assert not isinstance(module(u), list) and len(found) == 2
+    with recorded(module, shares=True) as found:
+        module(u)
+    plain.assert_same(found[0].sum(2), torch.ones(2, 6, dtype=torch.float64))
+
+
+def test_recorded_needs_a_routing_layer() -> None:
+    with (
+        pytest.raises(TypeError, match="layer must be DynamicRouting or RoutedCaps, got Linear"),
+        recorded(nn.Linear(1, 1)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("model", ["capsnet", "deepcaps"])
+def test_caps_dropout_drops_whole_capsules(folder: Path, model: str) -> None:
+    learner = learner_for(ImageData(str(folder)), model, caps_dropout=0.25)
+    plainly = learner_for(ImageData(str(folder)), model)
+    x = batch_of(folder, 50).images
+    seen: list[Tensor] = []
+    for each in (learner, plainly):
+        each.model.primary.register_forward_hook(lambda module, args, output: seen.append(output))
+        each.model.encode(x)
+    dropped, whole = seen
+    gone = (dropped == 0).all(2)
+    assert 0.15 < gone.float().mean() < 0.35
+    torch.testing.assert_close(dropped, whole * (~gone).unsqueeze(2) / 0.75)
+    assert torch.equal(learner.eval().model.encode(x), plainly.eval().model.encode(x))
+    assert torch.equal(seen[2], whole)
+
+
+def test_caps_dropout_of_capsules_with_activations() -> None:
+    poses, activations = torch.rand(40, 3, 4, 2, 2) + 0.1, torch.rand(40, 3, 2, 2) + 0.1
+    module = nn.Identity()
+    module.register_forward_hook(DropCapsules(0.25))
+    found = module(Capsules(poses, activations))
+    gone = found.activations == 0
+    assert 0.15 < gone.float().mean() < 0.35
+    assert torch.equal(found.activations, activations.masked_fill(gone, 0))
+    assert torch.equal(found.poses, poses.masked_fill(gone.unsqueeze(2), 0))
+
+
+def test_caps_dropout_needs_capsules_and_not_feature_maps() -> None:
+    model = nn.Module()
+    model.primary = nn.Conv2d(1, 1, 1)
+    with pytest.raises(ValueError, match="caps_dropout needs primary capsules, Module has none"):
+        drop_capsules(model, 0.1)
+
+
+@pytest.mark.parametrize("model", ["capsnet", "deepcaps", "autoencoder"])
+def test_decoder_dropout_drops_hidden_units(folder: Path, model: str) -> None:
+    learner = learner_for(ImageData(str(folder)), model, decoder_dropout=0.25)
+    decoder = learner.model.decoder
+    layers = [each for each in decoder.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    assert len(layers) == (4 if model == "deepcaps" else 3)
+    seen: list[Tensor] = []
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    batch = batch_of(folder, 50)
+    torch.manual_seed(0)
+    learner.measured(batch)
+    dropped, whole = seen[1:], []
+    seen.clear()
+    learner.eval().measured(batch)
+    whole = seen[1:]
+    # Of the first hidden layer both know the same; the others see what it left.
+    lost = (dropped[0] == 0) & (whole[0] != 0)
+    assert 0.15 < lost.sum() / (whole[0] != 0).sum() < 0.35
+    torch.testing.assert_close(dropped[0], whole[0].masked_fill(lost, 0) / torch.where(dropped[0] == 0, 1, 0.75))
+    if dropped[0].dim() == 4:
+        alive = (whole[0] != 0).any((2, 3))
+        assert torch.equal((dropped[0] == 0).all((2, 3)) & alive, lost.any((2, 3)))
+
+
+def test_normalized_is_what_the_network_sees(folder: Path) -> None:
+    images = ImageData(str(folder))
+    images.setup()
+    mean, deviation = channel_statistics(images.sets.train.source)
+    learner = learner_for(images, normalize=[list(mean), list(deviation)])
+    batch = batch_of(folder)
+    seen: list[Tensor] = []
+    learner.model.conv.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    found, _ = learner.measured(batch)
+    learner.classify(batch.images)
+    learner.encode(batch.images)
+    train.evaluate(learner, images.sets.test, limit=3)
+    for each in seen[:3]:
+        torch.testing.assert_close(each, (batch.images - mean[0]) / deviation[0])
+    torch.testing.assert_close(seen[3], (images.sets.test.batch(torch.arange(3)).images - mean[0]) / deviation[0])
+    # The decoder makes images, not what the network sees.
+    again = learner.output(batch.images, batch.labels).reconstruction
+    torch.testing.assert_close(found["reconstruction"], (again - batch.images).square().sum((1, 2, 3)).mean())
+    assert not [name for name in learner.state_dict() if "normalize" in name]
+
+
+def test_normalized_images_one_by_one() -> None:
+    learner = Learner("capsnet", 2, 8, 3, options=TINY, normalize="image")
+    x = torch.rand(4, 2, 8, 8)
+    x[3] = 0.5
+    x.requires_grad_()
+    found = learner.normalized(x)
+    for each in range(3):
+        want = (x[each] - x[each].mean()) / x[each].std(correction=0)
+        torch.testing.assert_close(found[each], want, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found.square().sum(), x)
+    assert torch.equal(found[3], torch.zeros(2, 8, 8)) and gradient.isfinite().all()
+    dark = Learner("capsnet", 2, 8, 3, options=TINY, normalize=[[0.5, 0.0], [0.5, 0.0]])
+    assert torch.equal(dark.normalized(x)[:, 1], x[:, 1])
+
+
+@pytest.mark.parametrize(("attack", "share", "count"), [("fgsm", 1.0, 7), ("pgd", 0.5, 4), ("pgd", 0.05, 0)])
+def test_adversary_attacks_its_share(folder: Path, attack: str, share: float, count: int) -> None:
+    options = {"adversarial": attack, "adversarial_eps": 0.1, "adversarial_steps": 3, "adversarial_share": share}
+    learner = learner_for(ImageData(str(folder)), **options)
+    batch = batch_of(folder)
+    changed = learner.attacked(batch)
+    assert torch.equal(changed, learner.attacked(batch)) and not changed.requires_grad
+    assert torch.equal(changed[count:], batch.images[count:])
+    assert changed.min() >= 0 and changed.max() <= 1 and (changed - batch.images).abs().max() <= 0.1 + 1e-6
+    loss = learner.class_loss_of(batch.labels[:count])
+    if count:
+        assert loss(changed[:count]) > loss(batch.images[:count])
+    # What the network is to recognize and to decode stays the image as it was.
+    found, output = learner.measured(batch, changed)
+    assert torch.equal(output.lengths, learner.classify(changed).activations)
+    error = (output.reconstruction - batch.images).square().sum((1, 2, 3)).mean()
+    torch.testing.assert_close(found["reconstruction"], error)
+    assert all(each.grad is None for each in learner.parameters())
+
+
+def test_an_attack_leaves_buffers_alone(folder: Path) -> None:
+    learner = learner_for(ImageData(str(folder)), "efficientcapsnet", adversarial="pgd", adversarial_steps=2).train()
+    before = {name: each.clone() for name, each in learner.named_buffers()}
+    assert any("num_batches_tracked" in name for name in before)
+    learner.attacked(batch_of(folder))
+    assert all(torch.equal(each, before[name]) for name, each in learner.named_buffers())
+
+
+def test_an_attack_is_not_autocast(folder: Path) -> None:
+    """float16, whose gradients of images underflow, is seen by the network as bfloat16 is."""
+    learner = learner_for(ImageData(str(folder)), adversarial="fgsm")
+    batch = batch_of(folder)
+    seen: list[torch.dtype] = []
+    learner.model.conv.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    wanted = learner.attacked(batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = learner.attacked(batch)
+    assert seen == [torch.float32] * 2 and torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["", "multi:"])
+def test_absent_error_is_that_of_the_longest_absent_capsule(folder: Path, kind: str) -> None:
+    batch = batch_of(folder, kind=kind)
+    learner = learner_for(ImageData(f"{kind}{folder}"))
+    with torch.no_grad():
+        output = learner.output(batch.images, batch.labels.view(7, -1)[:, 0])
+    wanted = []
+    for n, labels in enumerate(batch.labels.view(7, -1).tolist()):
+        longest = max(set(range(4)) - set(labels), key=lambda j: float(output.lengths[n, j]))
+        image = learner.model.reconstruct(output.capsules[n : n + 1], torch.tensor([longest]))[0]
+        targets = batch.images[n : n + 1] if batch.parts is None else batch.parts[n]
+        wanted.append(sum((image - each).square().sum() for each in targets))
+    torch.testing.assert_close(learner.absent_error(batch, output), torch.stack(wanted).mean())
+
+
+def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
+    images = ImageData(str(folder), batch_size=8)
+    options = {"channels": [4, 4], "hidden": [16], "dropout": 0.1}
+    learner = learner_for(images, "cnn", options=options)
+    assert learner.class_loss.name == "cross-entropy" and not learner.has_decoder
+    batch = batch_of(folder)
+    learner.eval()
+    found, lengths = learner.losses(batch)
+    nll = nn.functional.nll_loss(learner.model(batch.images).lengths.log(), batch.labels)
+    torch.testing.assert_close(tuple(found), (nll, nll, torch.zeros(())))
+    torch.testing.assert_close(lengths.sum(1), torch.ones(7))
+    learner.train()
+    train.fit(train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False), learner, images)
+    again, _ = train.open_checkpoint(tmp_path / "last.ckpt")
+    assert torch.equal(again.classify(batch.images).activations, learner.eval().classify(batch.images).activations)
+    assert train.evaluate(again, images.sets.test, attack=lambda loss, x: train.fgsm(loss, x, 0.1)).images == 20
+    with pytest.raises(ValueError, match="encode\\(\\) and classes is needed, got cnn"):
+        train.routing_statistics(again, images.sets.test)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ({"weight_decay": -1.0}, "weight_decay must not be negative"),
+        ({"entropy_weight": float("nan")}, "entropy_weight must not be negative"),
+        ({"caps_dropout": 1.0}, "caps_dropout must be at least 0 and below 1, got 1.0"),
+        ({"decoder_dropout": -0.1}, "decoder_dropout must be at least 0"),
+        ({"schedule": "linear"}, "schedule must be one of exponential, cosine, got 'linear'"),
+        ({"loss": "hinge"}, "loss must be one of margin, mse, spread, cross-entropy, got 'hinge'"),
+        ({"normalize": "set"}, 'normalize must be "image", or mean and deviation of each of 1 channels'),
+        ({"normalize": [[0.1, 0.2], [1.0, 1.0]]}, "normalize must be"),
+        ({"adversarial": "noise"}, "adversarial must be one of fgsm, pgd, got 'noise'"),
+        ({"adversarial": "fgsm", "adversarial_eps": 0.0}, "adversarial_eps must be positive"),
+        ({"adversarial": "pgd", "adversarial_steps": 0}, "adversarial_steps must be at least 1"),
+        ({"adversarial": "pgd", "adversarial_share": 1.5}, "adversarial_share must be above 0 and at most 1, got 1.5"),
+        ({"decoder_dropout": 0.1, "options": TINY | {"reconstruction": False}}, "decoder_dropout needs a decoder"),
+        ({"caps_dropout": 0.1, "model": "cnn", "options": {}}, "caps_dropout needs primary capsules, CNN has none"),
+        ({"entropy_weight": 0.1, "model": "cnn", "options": {}}, "entropy_weight needs a network that routes"),
+        ({"adversarial": "fgsm", "model": "autoencoder", "options": {}}, "adversarial needs a network with classes"),
+        ({"loss": "mse", "model": "autoencoder", "options": {}}, "loss is that of classes, of which autoencoder has"),
+        ({"loss": "margin", "model": "segcaps", "options": {}}, "loss is that of classes, of which segcaps has none"),
+        ({"entropy_weight": 0.1, "model": "segcaps", "options": {}}, "entropy_weight needs a network that routes"),
+    ],
+)
+def test_learner_rejects(wrong: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=r"capsfast\.train\.Learner: ") as error:
+        Learner(**{"image_size": 8, "options": TINY, **wrong})
+    assert rule in str(error.value)

@@ -1,0 +1,120 @@
+"""How far training is, without a terminal and on one."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from capsfast.train import progress, run
+from capsfast.train.progress import Bar, Lines, bar_or_lines
+
+from ..support.idx_files import write_set
+from ..support.training import trained
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_set(tmp_path / "images", size=10)
+    return tmp_path / "images"
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[tuple[int, int, str]]:
+    """Step, epoch and text of each line."""
+    found = []
+    for line in capsys.readouterr().out.splitlines():
+        match = re.fullmatch(r"step (\d+)/16, epoch (\d)/2: (.*)", line)
+        assert match is not None, line
+        found.append((int(match[1]), int(match[2]), match[3]))
+    return found
+
+
+def test_lines_of_steps_tests_and_checkpoints(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "bar_or_lines", lambda: Lines(steps=3, seconds=0))
+    trained(folder, tmp_path / "out", progress=True, checkpoint_every=10)
+    found = lines_of(capsys)
+    steps = [(step, epoch, text) for step, epoch, text in found if "elapsed" in text]
+    assert [step for step, _, _ in steps] == [1, 4, 7, 10, 13, 16]
+    assert [epoch for _, epoch, _ in steps] == [1, 1, 1, 2, 2, 2]
+    number = r"[\d.e+-]+"
+    parts = rf"loss {number}, margin {number}, reconstruction {number}"
+    assert re.fullmatch(rf"{parts}, 0:00:\d\d elapsed", steps[0][2])
+    for _, _, text in steps[1:]:
+        assert re.fullmatch(rf"{parts}, \d+ images/s, 0:00:\d\d elapsed, 0:00:\d\d left", text)
+    tests = [step for step, _, text in found if re.search("test accuracy .*, test margin .*, test recon", text)]
+    assert tests == [8, 16]
+    out = tmp_path / "out"
+    wrote = [(step, text) for step, _, text in found if text.startswith("wrote")]
+    assert wrote == [(8, f"wrote {out}/last.ckpt"), (10, f"wrote {out}/step.ckpt"), (16, f"wrote {out}/last.ckpt")]
+    assert len(found) == len(steps) + len(tests) + len(wrote)
+
+
+def test_a_line_waits_for_steps_and_for_seconds(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a clock of two seconds a step, 5 seconds are 3 steps; with one of 20, two steps are more."""
+    for tick, expected in ((2.0, [1, 4, 7, 10, 13, 16]), (20.0, [1, 3, 5, 7, 9, 11, 13, 15])):
+        clock = [0.0]
+
+        def monotonic(clock: list[float] = clock, tick: float = tick) -> float:
+            clock[0] += tick
+            return clock[0]
+
+        monkeypatch.setattr(progress.time, "monotonic", monotonic)
+        monkeypatch.setattr(run, "bar_or_lines", lambda: Lines(steps=2, seconds=5))
+        # Lightning reads the clock as well, for its checkpoints.
+        monkeypatch.setattr(run, "ModelCheckpoint", lambda **_: progress.Callback())
+        monkeypatch.setattr(run, "Stop", lambda *_: progress.Callback())
+        trained(folder, tmp_path / str(tick), progress=True, limit_val_batches=0, enable_checkpointing=False)
+        found = lines_of(capsys)
+        assert [step for step, _, _ in found] == expected
+    # 15 steps in 300 s of this clock, the one left at the same rate.
+    assert found[-1][2].endswith("0:05:00 elapsed, 0:00:20 left")
+
+
+def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    lines.disable()
+    lines.print("step 1")
+    assert capsys.readouterr().out == ""
+    lines.enable()
+    lines.print("step 1")
+    assert capsys.readouterr().out == "step 1\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({"FORCE_COLOR": "1", "TERM": "xterm"}, Bar), ({}, Lines)], ids=["terminal", "file"]
+)
+def test_the_bar_needs_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: type[Any]
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert type(bar_or_lines()) is expected
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        (["loss", "margin", "images_per_s", "test_accuracy"], ["margin", "images/s", "test accuracy"]),
+        (["loss", "image", "reconstruction"], ["loss", "reconstruction"]),
+        (["loss", "margin", "test_iou", "test_pixels"], ["margin", "test IoU", "test pixels"]),
+    ],
+    ids=["classes", "without labels", "pixels"],
+)
+def test_the_bar_shows_the_loss_and_the_test(
+    monkeypatch: pytest.MonkeyPatch, metrics: list[str], shown: list[str]
+) -> None:
+    monkeypatch.setattr(progress.RichProgressBar, "get_metrics", lambda *_: dict.fromkeys(metrics, 1.0))
+    assert list(Bar().get_metrics(None, None)) == shown  # type: ignore[arg-type]
+
+
+def test_no_progress_is_no_progress(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(folder, tmp_path / "out", progress=False, epochs=1)
+    assert capsys.readouterr().out == ""

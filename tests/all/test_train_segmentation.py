@@ -1,0 +1,194 @@
+"""Classes of pixels: targets, losses, overlap, and training from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+pytest.importorskip("lightning")
+pytest.importorskip("matplotlib")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import capsfast
+from capsfast import train
+from capsfast.cli.app import app
+from capsfast.data import Batch, open_sets
+from capsfast.train import ImageData, Overlap, SegmentationLearner, make_learner, overlap, pixel_classes
+from capsfast.train.networks import options_of
+from capsfast.train.pictures import class_colours
+from capsfast.train.run import quiet
+
+from ..support.idx_files import write_set
+
+TINY: dict[str, Any] = {"conv_channels": 3, "types": 2, "dims": (2, 3), "digit_dim": 4, "kernel_size": 3}
+
+
+def test_classes_of_pixels_are_those_of_the_bright_parts() -> None:
+    parts = torch.zeros(1, 2, 2, 2, 3)  # two colours
+    parts[0, 0, :, 0, 0] = 1.0
+    parts[0, 0, :, 0, 1] = torch.tensor([0.3, 0.7])  # 0.5 in the mean
+    parts[0, 1, :, 0, 1] = 0.6
+    parts[0, 1, :, 1, 2] = 0.4
+    batch = Batch(parts.sum(1).clamp(max=1), torch.tensor([[3, 1]]), parts)
+    classes = pixel_classes(batch, 4)
+    assert classes.dtype == torch.bool and classes.shape == (1, 4, 2, 3)
+    assert classes.nonzero().tolist() == [[0, 1, 0, 1], [0, 3, 0, 0], [0, 3, 0, 1]]
+    alone = Batch(parts[:, 0], torch.tensor([2]))
+    assert pixel_classes(alone, 4).nonzero().tolist() == [[0, 2, 0, 0], [0, 2, 0, 1]]
+
+
+def test_overlap_counts_and_its_mean() -> None:
+    found, classes = torch.rand(2, 3, 4, 5, 6) > 0.5
+    found[:, 2] = classes[:, 2] = False  # a class that nobody has, and nobody finds
+    counts = overlap(found, classes)
+    for j in (0, 1, 3):
+        pairs = list(zip(found[:, j].flatten().tolist(), classes[:, j].flatten().tolist(), strict=True))
+        assert counts.both[j] == sum(a and b for a, b in pairs) and counts.either[j] == sum(a or b for a, b in pairs)
+    wanted = [float(counts.both[j] / counts.either[j]) for j in (0, 1, 3)]
+    assert float(counts.iou) == pytest.approx(sum(wanted) / 3)
+    assert float(Overlap(torch.tensor([3, 1]), torch.tensor([4, 4])).iou) == 0.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 of 8 x 8 to train on, 20 to test on; 4 classes."""
+    path = tmp_path_factory.mktemp("images")
+    write_set(path, size=8)
+    return path
+
+
+@pytest.mark.parametrize("reconstruction", [True, False])
+@pytest.mark.parametrize("kind", ["", "multi:"])
+def test_losses(folder: Path, kind: str, reconstruction: bool) -> None:
+    sets = open_sets(f"{kind}{folder}")
+    learner = make_learner("segcaps", *sets[2:], options=TINY | {"reconstruction": reconstruction})
+    assert isinstance(learner, SegmentationLearner) and not learner.has_classes
+    batch = sets.train.batch(torch.arange(5))
+    found, output = learner.measured(batch)
+    classes = pixel_classes(batch, 4)
+    lengths = learner.model(batch.images, classes).lengths
+    torch.testing.assert_close(lengths, output.lengths)
+    there = classes.float()
+    margin = there * (0.9 - lengths).clamp_min(0) ** 2 + 0.25 * (1 - there) * (lengths - 0.1).clamp_min(0) ** 2
+    torch.testing.assert_close(found["margin"], margin.sum(1).mean())
+    error = torch.zeros(())
+    assert ("reconstruction" in found) == reconstruction
+    if reconstruction:
+        error = (output.reconstruction - batch.images * there.amax(1, keepdim=True)).square().sum((1, 2, 3)).mean()
+        torch.testing.assert_close(found["reconstruction"], error)
+    torch.testing.assert_close(found["loss"], found["margin"] + 0.0005 * error)
+
+
+def test_a_test_is_of_all_images_together(folder: Path, tmp_path: Path) -> None:
+    images = ImageData(f"multi:{folder}", batch_size=7)
+    images.setup()
+    learner = make_learner("segcaps", *images.sets[2:], options=TINY)
+    with torch.no_grad():
+        learner.model.classes.conv.weight *= 3
+    trainer = train.make_trainer(tmp_path, epochs=1, accelerator="cpu", devices=1, progress=False, log=())
+    with quiet():
+        (found,) = trainer.validate(learner, datamodule=images, verbose=False)
+    batch = images.sets.test.batch(torch.arange(20))
+    with torch.no_grad():
+        parts, output = learner.measured(batch)
+    lengths = output.lengths
+    classes = pixel_classes(batch, 4)
+    assert found["test_iou"] == pytest.approx(float(overlap(lengths > 0.5, classes).iou)) and found["test_iou"] > 0
+    right = ((lengths > 0.5) == classes).all(1).float().mean()
+    assert found["test_pixels"] == pytest.approx(float(right)) and 0 < right < 1
+    assert found["test_margin"] == pytest.approx(float(parts["margin"]), rel=1e-5)
+    assert found["test_reconstruction"] == pytest.approx(float(parts["reconstruction"]), rel=1e-5)
+
+
+def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    """Trains, keeps a record, goes on from the checkpoint, and draws; what needs classes of images says so."""
+
+    def run(*arguments: Any) -> Any:
+        return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+
+    size = ["--conv-channels", 8, "--types", 2, "--digit-dim", 4, "--option", "dims=[4,4]"]
+    size += ["--option", "kernel_size=3"]
+    model = ["--model", "segcaps", "--data", f"multi:{folder}", *size, "--batch-size", 20, "--accelerator", "cpu"]
+    out = tmp_path / "out"
+    result = run("train", *model, "--lr", 0.01, "--epochs", 3, "--out", out)
+    assert result.exit_code == 0 and "test iou" in result.output, result.output
+    record = json.loads((out / "record.json").read_text())
+    assert set(record["results"]) == {"test_margin", "test_reconstruction", "test_iou", "test_pixels"}
+    assert record["model"]["options"]["dims"] == [4, 4]
+    margin = record["curve"]["test_margin"]
+    assert margin[-1][1] < margin[0][1] and (out / "curve.png").is_file()
+    result = run("train", "--resume", out / "last.ckpt", "--epochs", 4, "--out", out, "--accelerator", "cpu")
+    assert result.exit_code == 0, result.output
+    learner, images = train.open_checkpoint(out / "last.ckpt")
+    assert isinstance(learner, SegmentationLearner)
+    result = run("reconstruct", out / "last.ckpt", "--out", out / "pictures")
+    assert result.exit_code == 0 and (out / "pictures" / "reconstructions.png").is_file(), result.output
+    rows = train.segmented(learner, images.sets.test.batch(torch.arange(3)))
+    assert list(rows) == ["image", "classes", "predicted", "reconstruction"]
+    assert rows["classes"].shape == rows["predicted"].shape == (3, 3, 10, 10)
+    for command in ("evaluate", "perturb", "routing"):
+        result = run(command, out / "last.ckpt", "--out", out / "pictures")
+        assert result.exit_code == 1 and "classes" in result.output and "Traceback" not in result.output
+    result = run("train", *model, "--routing", "dynamic", "--option", "rank=2", "--out", tmp_path / "no")
+    assert result.exit_code == 1 and "segcaps has no option rank; it has conv_channels" in " ".join(
+        result.output.split()
+    )
+
+
+def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images come from the CPU and go back there. Tensors without content stand for those of a GPU."""
+    sets, gpu = open_sets(f"multi:{folder}"), torch.device("cuda:0")
+    learner = make_learner("segcaps", *sets[2:], options=TINY)
+    assert isinstance(learner, SegmentationLearner)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for module in learner.modules():
+        for name, value in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(FakeTensor(mode, value.data.to("meta"), gpu)))
+    monkeypatch.setattr(SegmentationLearner, "device", gpu)
+    batch = sets.test.batch(torch.arange(3))
+    with mode, capsfast.use_backend("reference"):
+        rows = train.segmented(learner, batch)
+    assert list(rows) == ["image", "classes", "predicted", "reconstruction"]
+    assert {each.device.type for each in rows.values()} == {"cpu"}
+
+
+def test_options_are_those_of_the_network_and_its_layers() -> None:
+    known = options_of("segcaps")
+    assert {"dims", "kernel_size", "learned_logits", "softmax", "shared", "num_iterations"} <= set(known)
+    assert "rank" not in known and "positions" in options_of("capsnet")
+
+
+def test_a_step_of_a_network_that_segments_is_profiled(folder: Path) -> None:
+    images = ImageData(f"multi:{folder}")
+    images.setup()
+    learner = make_learner("segcaps", *images.sets[2:], options=TINY)
+    found = train.routing_share(learner, images.sets.train.batch(torch.arange(4)), steps=1)
+    assert 0 < found.routing < found.step
+
+
+def test_colours_of_classes() -> None:
+    classes = torch.zeros(1, 3, 1, 4, dtype=torch.bool)
+    classes[0, 0, 0, :2] = True
+    classes[0, 2, 0, 1:3] = True
+    colours = class_colours(classes)[0, :, 0].T  # a row for each pixel
+    assert not colours[3].any() and not torch.equal(colours[0], colours[2])
+    torch.testing.assert_close(colours[1], (colours[0] + colours[2]) / 2)
+    many = class_colours(torch.eye(12, dtype=torch.bool)[None, :, None])[0, :, 0].T
+    assert len(torch.unique(many, dim=0)) == 12
+
+
+def test_documented_results_are_recorded() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    record, text = (
+        json.loads((docs / "records" / "segcaps-digits.json").read_text()),
+        (docs / "training.md").read_text(),
+    )
+    assert record["command"] in text and record["environment"]["machine"]["threads"] == 1
+    for name, shown in (("test_iou", "ten digits is {}"), ("test_pixels", "{} of the test\npixels")):
+        assert shown.format(f"{record['results'][name]:.2%}".replace("%", " %")) in text
+    assert abs(record["seconds"] - 1362) < 1 and "took 1362 s" in text

@@ -1,0 +1,177 @@
+"""Ctrl-C and SIGTERM while training: where it ends, what is kept, and how it goes on."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from capsfast import train
+from capsfast.train import Interrupted, stopping
+from capsfast.train.checkpoint import read_checkpoint
+
+from ..support.training import assert_same_state, learner_and_images, trained
+
+OPTIONS: dict[str, Any] = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "log": ()}
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Whatever ends training, the signals do afterwards what they did before."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before
+
+
+def interrupted(
+    folder: Path,
+    out: Path,
+    hook: str,
+    call: int,
+    act: Callable[[], None],
+    *,
+    resume: Path | None = None,
+    workers: int = 0,
+    **more: Any,
+) -> Interrupted:
+    """How training ends when ``act`` is called before the ``call``-th call of a hook of the learner."""
+    learner, images = learner_and_images(folder, workers)
+    calls = 0
+    original = getattr(learner, hook)
+
+    def watched(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            act()
+        return original(*arguments)
+
+    setattr(learner, hook, watched)
+    with pytest.raises(Interrupted) as found:
+        train.fit(train.make_trainer(out, **{**OPTIONS, **more}), learner, images, resume)
+    return found.value
+
+
+def send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("hook", "call", "step", "test_every"),
+    [
+        ("training_step", 1, 1, None),
+        ("training_step", 5, 5, None),
+        ("on_train_batch_start", 3, 3, 3),
+        ("training_step", 8, 8, None),
+        ("training_step", 9, 9, None),
+        ("training_step", 16, 16, None),
+        ("validation_step", 1, 8, None),
+        ("validation_step", 3, 8, None),
+        ("validation_step", 2, 3, 3),
+        ("validation_step", 4, 6, 3),
+        ("validation_step", 5, 16, None),
+        ("on_validation_epoch_end", 1, 9, None),
+    ],
+)
+def test_ctrl_c_keeps_the_step_and_resumes_bit_for_bit(
+    folder: Path, whole: Path, tmp_path: Path, hook: str, call: int, step: int, test_every: int | None
+) -> None:
+    """In the middle of steps and of tests, inside of epochs and at their ends."""
+    end = interrupted(folder, tmp_path, hook, call, send(signal.SIGINT), test_every=test_every)
+    last = tmp_path / "last.ckpt"
+    assert (end.signal, end.step, end.checkpoint, end.checkpoint_step) == (signal.SIGINT, step, last, step)
+    assert read_checkpoint(last)["global_step"] == step
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    torch.rand(7)  # the random state of the process must not matter
+    learner = trained(folder, tmp_path, last, test_every=test_every)
+    assert_same_state(whole, last)
+    assert learner.tested_at == 16
+
+
+def test_sigterm_does_the_same(folder: Path, whole: Path, tmp_path: Path) -> None:
+    end = interrupted(folder, tmp_path, "training_step", 6, send(signal.SIGTERM))
+    assert (end.signal, end.step, end.checkpoint_step) == (signal.SIGTERM, 6, 6)
+    trained(folder, tmp_path, tmp_path / "last.ckpt")
+    assert_same_state(whole, tmp_path / "last.ckpt")
+
+
+def test_a_second_ctrl_c_ends_at_once_with_the_checkpoint_before(
+    folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "AT_ONCE_AFTER", -1.0)
+
+    def twice() -> None:
+        send(signal.SIGINT)()
+        send(signal.SIGINT)()
+
+    end = interrupted(folder, tmp_path, "training_step", 6, twice, checkpoint_every=4)
+    assert (end.step, end.checkpoint, end.checkpoint_step) == (5, tmp_path / "step.ckpt", 4)
+    assert not (tmp_path / "last.ckpt").exists()
+    # One that goes on and is ended before its first own checkpoint still has that of the one before.
+    again = interrupted(folder, tmp_path / "b", "training_step", 2, twice, resume=end.checkpoint)
+    assert (again.step, again.checkpoint, again.checkpoint_step) == (5, tmp_path / "step.ckpt", 4)
+    trained(folder, tmp_path, again.checkpoint)
+    assert_same_state(whole, tmp_path / "last.ckpt")
+
+
+def test_a_signal_that_arrives_twice_is_one(folder: Path, tmp_path: Path) -> None:
+    """Launchers pass on what the terminal has sent to all processes."""
+
+    def twice() -> None:
+        send(signal.SIGINT)()
+        send(signal.SIGINT)()
+
+    assert interrupted(folder, tmp_path, "training_step", 6, twice).checkpoint_step == 6
+
+
+def test_before_the_first_step_there_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    end = interrupted(folder, tmp_path, "configure_optimizers", 1, send(signal.SIGINT))
+    assert (end.step, end.checkpoint) == (0, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_test_of_the_end_is_an_interruption(folder: Path, tmp_path: Path) -> None:
+    """The test that follows ``max_steps`` runs outside of training; its signals have other handlers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        out = tmp_path / str(number)
+        end = interrupted(folder, out, "validation_step", 1, send(number), max_steps=5)
+        assert (end.signal, end.step, end.checkpoint, end.checkpoint_step) == (number, 5, out / "last.ckpt", 5)
+
+
+def test_a_process_told_to_ignore_ctrl_c_does(folder: Path, whole: Path, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        learner, images = learner_and_images(folder)
+        learner.on_train_epoch_end = send(signal.SIGINT)  # type: ignore[method-assign]
+        train.fit(train.make_trainer(tmp_path, **OPTIONS), learner, images)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert_same_state(whole, tmp_path / "last.ckpt")
+
+
+def test_workers_live_through_ctrl_c_and_end_with_training(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """A terminal sends the signal to all processes."""
+    seen = []
+
+    def to_all() -> None:
+        workers = multiprocessing.active_children()
+        seen.extend(workers)
+        for pid in [each.pid for each in workers] + [os.getpid()]:
+            assert pid is not None
+            os.kill(pid, signal.SIGINT)
+
+    end = interrupted(folder, tmp_path, "training_step", 3, to_all, workers=2)
+    assert end.checkpoint_step == 3
+    assert len(seen) >= 2 and not any(each.is_alive() for each in seen)
+    trained(folder, tmp_path, tmp_path / "last.ckpt")
+    assert_same_state(whole, tmp_path / "last.ckpt")

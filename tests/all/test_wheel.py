@@ -1,0 +1,307 @@
+"""Building: how setup.py finds a toolkit and architectures, and what it says when something is wrong."""
+
+import fcntl
+import os
+import re
+import runpy
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from capsfast import native
+
+ROOT = Path(__file__).parents[2]
+
+
+class Configured(NamedTuple):
+    said: str
+    error: str  # "" if it would start to compile
+
+
+@pytest.fixture
+def configure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Configured]:
+    """setup.py up to the point where it would start to compile, on a machine with these GPUs."""
+    monkeypatch.chdir(ROOT)
+    functions = runpy.run_path(str(ROOT / "setup.py"))
+
+    def run(gpus: str = "", **environment: str) -> Configured:
+        for name in ("CAPSFAST_CUDA", "CAPSFAST_BUILD", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        (tmp_path / "gpus").mkdir(exist_ok=True)
+        write_program(tmp_path / "gpus" / "nvidia-smi", f'#!/bin/sh\nprintf "%s\\n" {gpus}\n')
+        monkeypatch.setenv("PATH", f"{tmp_path / 'gpus'}{os.pathsep}{os.environ['PATH']}")
+        # What build() sets for its own process is taken back as well.
+        monkeypatch.setenv("MAX_JOBS", "1")
+        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        error = ""
+        try:
+            functions["build"]()
+        except SystemExit as end:
+            error = str(end)
+        return Configured(capsys.readouterr().out, error)
+
+    return run
+
+
+Configure = Callable[..., Configured]
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A toolkit whose compiler says that it is 12.4 and knows architectures up to 9.0."""
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    (home / "include").mkdir()
+    (home / "include" / "cuda_runtime.h").touch()
+    script = """#!/bin/sh
+case "$1" in
+  --version) echo "Cuda compilation tools, release 12.4, V12.4.99" ;;
+  --list-gpu-arch) printf "compute_%s\\n" 50 75 80 86 89 90 ;;
+  --dryrun) echo "#$ TOP=TOOLKIT" ;;
+esac
+"""
+    write_program(home / "bin" / "nvcc", script.replace("TOOLKIT", str(home)))
+    return home
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_which_gpus_it_is_compiled_for(configure: Configure, toolkit: Path) -> None:
+    home = str(toolkit)
+    assert f"CUDA 12.4 in {toolkit}, for 8.9\n" in configure(gpus="8.9 8.9", CUDA_HOME=home).said
+    # A GPU that this toolkit, or the kernels, do not know.
+    assert "for 8.0 9.0+PTX" in configure(gpus="12.0", CUDA_HOME=home).said
+    assert "for 8.0 9.0+PTX" in configure(gpus="7.5", CUDA_HOME=home).said
+    assert "for 8.0 9.0+PTX" in configure(CAPSFAST_CUDA="1", CUDA_HOME=home).said
+    assert "for 8.0 8.6 8.9 9.0+PTX" in configure(TORCH_CUDA_ARCH_LIST="all", CUDA_HOME=home).said
+
+
+def test_no_cuda_kernels_where_nothing_could_run_them(
+    configure: Configure, toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    ran = configure(CUDA_HOME=str(toolkit))
+    assert not ran.error
+    assert "without CUDA kernels: no GPU here, and a torch without CUDA (CAPSFAST_CUDA=1 builds them)" in ran.said
+    monkeypatch.setattr("torch.version.cuda", "12.4")
+    assert "for 8.0 9.0+PTX" in configure(CUDA_HOME=str(toolkit)).said
+
+
+def test_a_wrapper_script_is_followed_to_the_toolkit(configure: Configure, toolkit: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "wrapper" / "bin"
+    folder.mkdir(parents=True)
+    write_program(folder / "nvcc", f'#!/bin/sh\nexec "{toolkit}/bin/nvcc" "$@"\n')
+    ran = configure(PATH=f"{folder}{os.pathsep}{os.environ['PATH']}", CAPSFAST_CUDA="1")
+    assert f"CUDA 12.4 in {toolkit}, for" in ran.said
+
+
+@pytest.mark.parametrize("asked", ["8.0;9.0+PTX", "8.0 9.0+PTX", "8.0, 9.0+PTX"])
+def test_the_list_of_architectures_is_honoured(configure: Configure, toolkit: Path, asked: str) -> None:
+    assert "for 8.0 9.0+PTX" in configure(gpus="8.9", CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=asked).said
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("Hopper", "must list compute capabilities such as '8.0 9.0+PTX', or be 'all', got 'Hopper'"),
+        ("10.0", "asks for 10.0, which the CUDA toolkit 12.4 in"),
+        ("7.5", "need compute capability 8.0 or newer, got 7.5"),
+    ],
+)
+def test_architectures_that_cannot_be_built_are_errors(
+    configure: Configure, toolkit: Path, asked: str, message: str
+) -> None:
+    assert message in configure(CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=asked).error
+
+
+def test_an_old_toolkit_is_named(configure: Configure, toolkit: Path) -> None:
+    nvcc = toolkit / "bin" / "nvcc"
+    nvcc.write_text(nvcc.read_text().replace("12.4", "11.2"))
+    ran = configure(CUDA_HOME=str(toolkit), CAPSFAST_CUDA="1")
+    assert f"CAPSFAST_CUDA=1, but the CUDA toolkit in {toolkit} is 11.2, the kernels need 12.0" in ran.error
+    ran = configure(gpus="8.0", CUDA_HOME=str(toolkit))
+    assert not ran.error
+    assert "building without CUDA kernels: the CUDA toolkit" in ran.said
+
+
+def test_no_toolkit(configure: Configure, tmp_path: Path) -> None:
+    missing = f"no CUDA toolkit with bin/nvcc and include/cuda_runtime.h in {tmp_path} (CUDA_HOME names the folder)"
+    assert f"CAPSFAST_CUDA=1, but {missing}" in configure(CUDA_HOME=str(tmp_path), CAPSFAST_CUDA="1").error
+    ran = configure(gpus="8.0", CUDA_HOME=str(tmp_path))
+    assert not ran.error
+    assert f"building without CUDA kernels: {missing}" in ran.said
+
+
+def test_cuda_can_be_left_out(configure: Configure, toolkit: Path) -> None:
+    ran = configure(gpus="8.0", CUDA_HOME=str(toolkit), CAPSFAST_CUDA="0")
+    assert not ran.error
+    assert "capsfast: CUDA" not in ran.said
+
+
+def test_a_wrong_wish_is_an_error(configure: Configure) -> None:
+    assert "CAPSFAST_CUDA must be 0, 1 or auto, got 'yes'" in configure(CAPSFAST_CUDA="yes").error
+
+
+PROJECT = """
+import runpy
+from pathlib import Path
+from setuptools import setup, Extension
+
+module = runpy.run_path({setup!r}, run_name="functions")
+build = module["build"]
+made = dict(build())
+made["ext_modules"][0].sources = ["csrc/good.cpp", "csrc/other.cpp"]
+made["ext_modules"][0].depends = ["csrc/good.cpp"]
+build.__globals__["ROOT"] = Path({root!r})
+setup(name="small", packages=["capsfast"], **made)
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A package of two files of its own that setup.py builds."""
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "capsfast").mkdir()
+    (tmp_path / "capsfast" / "__init__.py").touch()
+    (tmp_path / "csrc" / "good.cpp").write_text("int good() { return 1; }\n")
+    (tmp_path / "csrc" / "other.cpp").write_text("int other() { return 2; }\n")
+    (tmp_path / "run.py").write_text(PROJECT.format(setup=str(ROOT / "setup.py"), root=str(tmp_path)))
+    return tmp_path
+
+
+def start(small: Path, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "run.py", "-q", "build_ext", "--inplace"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=small,
+        env=os.environ | {"CAPSFAST_CUDA": "0", "MAX_JOBS": "2", "V": "", "CAPSFAST_BUILD": "1"} | environment,
+    )
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
+def test_a_line_for_each_file_and_whole_commands_where_one_fails(small: Path) -> None:
+    said, _ = start(small).communicate(timeout=120)
+    assert re.fullmatch(
+        r"capsfast: compiling 2 files, 2 at a time: about \d+ seconds\n"
+        r"\[1/2\] csrc/(good|other)\.cpp\n\[2/2\] csrc/(good|other)\.cpp\n",
+        # torch may say something of a CUDA toolkit without a GPU.
+        "".join(line for line in said.splitlines(keepends=True) if "cpp_extension" not in line),
+    )
+    (built,) = (small / "capsfast").glob("_C*.so")
+    before = built.read_bytes()
+    (small / "csrc" / "other.cpp").write_text("int other() { return 2 }\n")
+    process = start(small)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "capsfast: compiling what has changed" in said and " -O3 " in said and "expected" in said
+    assert said.endswith("capsfast: the build failed: Error compiling objects for extension (V=1 shows all commands)\n")
+    # What was built stays.
+    assert built.read_bytes() == before
+    (small / "csrc" / "other.cpp").write_text("int other() { return 3; }\n")
+    said, _ = start(small, V="1").communicate(timeout=120)
+    assert " -O3 " in said
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
+def test_a_compiler_may_have_a_wrapper_and_flags(small: Path) -> None:
+    (small / "csrc" / "good.cpp").write_text("#ifndef GOOD\n#error\n#endif\n")
+    process = start(small, CXX="ccache c++ -DGOOD")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
+def test_two_builds_at_once(small: Path) -> None:
+    both = [start(small), start(small)]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum(text.count("[1/2]") for text in said) == 1, said
+    assert len(list((small / "capsfast").glob("_C*"))) == 1
+    (lock,) = small.glob("build/lock")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = start(small)
+        assert process.stdout is not None
+        first = next(line for line in process.stdout if "cpp_extension" not in line)
+        assert first == f"capsfast: another build works in {lock.parent.relative_to(small)}; waiting for it\n"
+    assert "no work to do" in process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+
+
+@pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+def test_the_extension_keeps_to_the_stable_abi() -> None:
+    """It loads into every torch from 2.10 on: no symbol of torch but plain C functions, no library but libtorch."""
+    assert native.extension is not None
+    library = str(native.extension.__file__)
+    names = [
+        line.split()[-1]
+        for line in subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    ]
+    assert any(name.startswith("aoti_torch_") for name in names)
+    mangled = [name for name in names if name.startswith("_Z") and ("c10" in name or "2at" in name or "5torch" in name)]
+    assert mangled == []
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    libraries = [line.split("[")[1].rstrip("]") for line in needed.splitlines() if "(NEEDED)" in line]
+    assert not [
+        name for name in libraries if name.startswith(("libtorch_python", "libc10", "libtorch_cuda", "libcuda"))
+    ]
+
+
+@pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+def test_the_extension_says_what_cuda_kernels_it_holds() -> None:
+    import torch
+
+    assert native.extension is not None
+    info = native.extension.build_info()
+    for op in ("dynamic_routing", "dynamic_routing_backward", "route_votes", "route_votes_backward"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"capsfast::{op}", "CUDA") == bool(info["cuda"]), op
+    assert bool(info["cuda"]) == bool(info["cuda_architectures"])
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "served"),
+    [
+        ("8.0 9.0", (8, 0), True),
+        ("8.0 9.0", (8, 6), True),
+        ("8.6", (8, 0), False),
+        ("8.0 9.0", (10, 0), False),
+        ("8.0 9.0+PTX", (12, 0), True),
+        ("9.0+PTX", (8, 9), False),
+    ],
+)
+def test_which_gpus_a_build_serves(architectures: str, capability: tuple[int, int], served: bool) -> None:
+    assert native.serves_gpu(architectures, capability) == served
+
+
+def test_minor_versions_share_the_ptx_of_the_oldest() -> None:
+    gencode = runpy.run_path(str(ROOT / "setup.py"))["gencode"]
+    assert gencode(["8.9", "8.0", "9.0a", "9.0", "12.0+PTX"]) == [
+        "-gencode=arch=compute_80,code=sm_89",
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+    # PTX that is asked for is that of its own architecture.
+    assert gencode(["8.0", "8.6+PTX"])[1:] == [
+        "-gencode=arch=compute_80,code=sm_86",
+        "-gencode=arch=compute_86,code=compute_86",
+    ]
