@@ -12,6 +12,7 @@ from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
 from capsfast.nn.routed_caps import fully_connected, route
 from capsfast.nn.routing.base import lengths
+from capsfast.nn.routing.names import options_of
 from capsfast.nn.routing.votes import STRIDE, votes_of
 
 from .support import plain
@@ -95,6 +96,43 @@ def test_given_votes_at_positions(name: str, options: dict[str, Any]) -> None:
         for x in range(2):
             alone = layer.routing(votes[..., y, x], activation[..., y, x])
             plain.assert_same((found.poses[..., y, x], found.activations[..., y, x]), tuple(alone))
+
+
+def at_samples(value: Tensor, axes: int) -> Tensor:
+    """The last axes are those of positions, which become samples."""
+    return value.flatten(value.dim() - axes).movedim(-1, 1).flatten(0, 1)
+
+
+OF_VOTES = [name for name, row in ROWS.items() if row.of_votes]
+ONCE = [(name, {"num_iterations": 1}) for name in OF_VOTES if "num_iterations" in options_of(ROUTINGS[name])]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in OF_VOTES), *ONCE, ("cosine", {"exact": True})], ids=str
+)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4, 5, 1, 1), (2, 3, 4, 5, 1, 1, 1), (1, 1, 1, 2, 1), (3, 3, 3, 3, 3, 3)], ids=str
+)
+def test_sizes_that_coincide_with_those_of_positions(
+    name: str, options: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    """Votes with axes of positions are routed as the same votes without such axes."""
+    B, I, J, D, *spatial = shape
+    torch.manual_seed(0)
+    routing = ROUTINGS[name](I, J, K, D, dtype=torch.float64, **options)
+    randomize(routing)
+    votes = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    activation = torch.rand(B, I, *spatial, dtype=torch.float64).requires_grad_()
+    masks = {"mask": torch.rand(B, I, *spatial) < 0.8, "out_mask": torch.rand(B, J, *spatial) < 0.8}
+    leaves = [votes, activation, *routing.parameters()]
+    for given in ({}, masks):
+        found = routing(votes, activation, **given)
+        assert found.poses.shape == (B, J, D, *spatial) and found.activations.shape == (B, J, *spatial)
+        found = tuple(at_samples(each, len(spatial)) for each in found)
+        flat = {each: at_samples(mask, len(spatial)) for each, mask in given.items()}
+        wanted = routing(at_samples(votes, len(spatial)), at_samples(activation, len(spatial)), **flat)
+        plain.assert_same(found, tuple(wanted))
+        plain.assert_same(gradients(found, leaves), gradients(wanted, leaves))
 
 
 @each_case

@@ -309,9 +309,7 @@ class GivenVotes(PassVotes):
         return positions.to_samples(value.flatten(len(axes)))
 
     def restore(self, value: Tensor) -> Tensor:
-        if not self.spatial:
-            return value
-        return positions.restore(positions.from_samples(value, self.batch, self.places), self.spatial)
+        return positions.from_samples(value, self.batch, *self.spatial) if self.spatial else value
 
     def _sampled(self, value: Tensor) -> Tensor:
         if not self.spatial:
