@@ -1,6 +1,8 @@
 """Every routing by name: against plain code, and in every place that takes a routing."""
 
 import copy
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -440,6 +442,32 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "routing must make a capsfast.nn.Routing, got Identity",
     ),
+    "another class": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=nn.Identity),
+        TypeError,
+        "RoutedCaps: routing must be a name or a Routing class, got the class Identity; derive it from capsfast.nn.Ro",
+    ),
+    "a layer": (lambda: RoutedCaps(3, 2, 4, 4, routing=nn.Identity()), TypeError, "or a Routing class, got Identity"),
+    "made already": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=Mean(3, 2, 4, 4)),
+        TypeError,
+        "or a Routing class, got Mean; give its class, and its options to the layer",
+    ),
+    "a function of votes": (
+        lambda: ConvCaps2d(3, 2, 4, 4, routing=lambda votes, activation: votes),
+        TypeError,
+        r"routing must take \(in_caps, .*got <lambda>\(votes, activation\): .*; docs/passes.md adds a routing",
+    ),
+    "no sizes": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=type("Sizeless", (Mean,), {"__init__": lambda self: None})),
+        TypeError,
+        r"RoutedCaps: routing must take \(in_caps, out_caps, in_dim, out_dim, .*, got Sizeless\(\)",
+    ),
+    "not initialised": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=type("Empty", (Mean,), {"__init__": lambda self, *sizes: None})),
+        TypeError,
+        r"routing must be made by Routing.__init__, got Empty without it; call super\(\).__init__",
+    ),
     "option": (
         lambda: RoutedCaps(3, 2, 4, 4, routing="dynamic", sharpness=2),
         TypeError,
@@ -476,6 +504,71 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "couplings": (lambda: couplings(nn.Identity(), torch.zeros(1)), TypeError, "layer must be a routing layer"),
 }
+
+
+def routes(route: Callable[[Any], Any]) -> None:
+    """With a route of one's own, over votes that are made and over votes of 2 by 3 positions."""
+
+    class Own(Routing):
+        def route(self, votes: Any, activation: Tensor | None) -> Any:
+            return route(votes)
+
+    with pytest.raises((TypeError, ValueError, AttributeError)) as made:
+        RoutedCaps(3, 4, 5, 6, routing=Own)(torch.zeros(2, 3, 5))
+    with pytest.raises(type(made.value)) as given:
+        Own(3, 4, 5, 6)(torch.zeros(2, 3, 4, 6, 2, 3))
+    assert str(given.value).replace("12", "2") == str(made.value)
+    raise made.value
+
+
+RETURNS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
+    "poses alone": (lambda v: v, TypeError, "a tensor [2, 4, 6]"),
+    "no activations": (lambda v: (v, None), TypeError, "(a tensor [2, 4, 6], None)"),
+    "a number": (lambda v: (v, 0.5), TypeError, "(a tensor [2, 4, 6], float)"),
+    "nothing": (lambda v: None, TypeError, "None"),
+    "three": (lambda v: [v, v, v], TypeError, "(a tensor [2, 4, 6], a tensor [2, 4, 6], a tensor [2, 4, 6])"),
+    "other poses": (lambda v: (v.mT, lengths(v)), ValueError, "(a tensor [2, 6, 4], a tensor [2, 4])"),
+    "an axis more": (lambda v: (v, v[..., :1]), ValueError, "(a tensor [2, 4, 6], a tensor [2, 4, 1])"),
+    "no samples": (lambda v: (v, lengths(v)[0]), ValueError, "(a tensor [2, 4, 6], a tensor [4])"),
+}
+
+
+@pytest.mark.parametrize("case", RETURNS)
+def test_what_route_returns_is_looked_at(case: str) -> None:
+    result, error, got = RETURNS[case]
+    rule = "Own: route must return a pair of tensors, poses [B, J, D] = [2, 4, 6] and activations [B, J] = [2, 4]"
+    with pytest.raises(error, match=re.escape(f"{rule}, got {got}; where lengths are the activations, return poses, ")):
+        routes(lambda votes: result(votes.moments().first))
+
+
+NO_TENSOR: dict[str, Callable[[Any], Any]] = {
+    "the operator *": lambda votes: 2 * votes,
+    "the operator +": lambda votes: votes + torch.ones(1),
+    "the operator @": lambda votes: torch.ones(6, 6) @ votes,
+    "the operator -": lambda votes: -votes,
+    "the operator >": lambda votes: votes > 0,
+    "the operator [...]": lambda votes: votes[:, 0],
+    "votes.shape": lambda votes: votes.shape,
+    "votes.sum": lambda votes: votes.sum(1),
+    "einsum(votes)": lambda votes: torch.einsum("bijd->bjd", votes),
+    "softmax(votes)": lambda votes: torch.softmax(votes, 1),
+    "squash(votes)": capsfast.squash,
+}
+
+
+@pytest.mark.parametrize("got", NO_TENSOR)
+def test_votes_are_no_tensor(got: str) -> None:
+    rule = f"capsfast.nn.Votes: votes are seen through passes and are no tensor, got {got}; call votes.moments(...)"
+    with pytest.raises((TypeError, AttributeError), match=re.escape(rule)):
+        routes(NO_TENSOR[got])
+
+
+def test_what_votes_lack_is_named() -> None:
+    with pytest.raises(AttributeError, match="Votes' object has no attribute 'moment'"):
+        votes_of("test", torch.zeros(2, 3, 4, 5)).moment()  # type: ignore[attr-defined]
+    votes = votes_of("test", torch.zeros(2, 3, 4, 5, 3, 2))
+    with pytest.raises(ValueError, match=r"capsfast.nn.Votes: query must have votes.B=12 rows, got \[2, 4, 5\]; every"):
+        votes.moments(query=torch.zeros(2, 4, 5))
 
 
 @pytest.mark.parametrize("case", WRONG)
