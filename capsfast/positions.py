@@ -71,9 +71,10 @@ def as_samples(value: Tensor | None, spatial: tuple[int, ...]) -> Tensor | None:
     return value if value is None or not spatial or value.dim() == 1 else to_samples(value)
 
 
-def from_samples(value: Tensor, B: int, S: int) -> Tensor:
-    """``[B S, ...]`` to ``[B, ..., S]``."""
-    return value.reshape(B, S, *value.shape[1:]).movedim(1, -1)
+def from_samples(value: Tensor, B: int, *spatial: int) -> Tensor:
+    """``[B S, ...]`` to ``[B, ..., *spatial]``, where S is the product of these sizes; a size may be 1."""
+    n = len(spatial)
+    return value.reshape(B, *spatial, *value.shape[1:]).movedim(tuple(range(1, n + 1)), tuple(range(-n, 0)))
 
 
 def as_positions(value: Tensor, B: int, spatial: tuple[int, ...]) -> Tensor:

@@ -101,6 +101,8 @@ WINDOWS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "2d own kernels": (SlimConvCaps2d, {"shared": False, "padding": 1, "stride": 2, "conv_bias": True}, {}),
+    "2d to one": (SlimConvCaps2d, {"kernel_size": SIZE[2]}, {}),
+    "3d to one": (SlimConvCaps3d, {"kernel_size": SIZE[3]}, {}),
     "3d": (SlimConvCaps3d, {"kernel_size": (2, 3, 1), "stride": (1, 2, 1), "padding": (1, 0, 1)}, {}),
     "3d own kernels": (SlimConvCaps3d, {"kernel_size": 2, "dilation": (2, 1, 1), "shared": False}, {}),
     "up": (SlimConvTransposeCaps2d, {}, {}),
@@ -176,7 +178,7 @@ def test_softmax_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
 
 
 @each_name
-@pytest.mark.parametrize("window", ["2d own kernels", "3d own kernels", "up"])
+@pytest.mark.parametrize("window", ["2d own kernels", "2d to one", "3d own kernels", "3d to one", "up"])
 def test_every_routing_at_every_position(name: str, window: str) -> None:
     kind, given, _ = WINDOWS[window]
     torch.manual_seed(0)

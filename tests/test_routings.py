@@ -1,6 +1,8 @@
 """Every routing by name: against plain code, and in every place that takes a routing."""
 
 import copy
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
 from capsfast.nn.routed_caps import fully_connected, route
 from capsfast.nn.routing.base import lengths
+from capsfast.nn.routing.names import options_of
 from capsfast.nn.routing.votes import STRIDE, votes_of
 
 from .support import plain
@@ -95,6 +98,43 @@ def test_given_votes_at_positions(name: str, options: dict[str, Any]) -> None:
         for x in range(2):
             alone = layer.routing(votes[..., y, x], activation[..., y, x])
             plain.assert_same((found.poses[..., y, x], found.activations[..., y, x]), tuple(alone))
+
+
+def at_samples(value: Tensor, axes: int) -> Tensor:
+    """The last axes are those of positions, which become samples."""
+    return value.flatten(value.dim() - axes).movedim(-1, 1).flatten(0, 1)
+
+
+OF_VOTES = [name for name, row in ROWS.items() if row.of_votes]
+ONCE = [(name, {"num_iterations": 1}) for name in OF_VOTES if "num_iterations" in options_of(ROUTINGS[name])]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in OF_VOTES), *ONCE, ("cosine", {"exact": True})], ids=str
+)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4, 5, 1, 1), (2, 3, 4, 5, 1, 1, 1), (1, 1, 1, 2, 1), (3, 3, 3, 3, 3, 3)], ids=str
+)
+def test_sizes_that_coincide_with_those_of_positions(
+    name: str, options: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    """Votes with axes of positions are routed as the same votes without such axes."""
+    B, I, J, D, *spatial = shape
+    torch.manual_seed(0)
+    routing = ROUTINGS[name](I, J, K, D, dtype=torch.float64, **options)
+    randomize(routing)
+    votes = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    activation = torch.rand(B, I, *spatial, dtype=torch.float64).requires_grad_()
+    masks = {"mask": torch.rand(B, I, *spatial) < 0.8, "out_mask": torch.rand(B, J, *spatial) < 0.8}
+    leaves = [votes, activation, *routing.parameters()]
+    for given in ({}, masks):
+        found = routing(votes, activation, **given)
+        assert found.poses.shape == (B, J, D, *spatial) and found.activations.shape == (B, J, *spatial)
+        found = tuple(at_samples(each, len(spatial)) for each in found)
+        flat = {each: at_samples(mask, len(spatial)) for each, mask in given.items()}
+        wanted = routing(at_samples(votes, len(spatial)), at_samples(activation, len(spatial)), **flat)
+        plain.assert_same(found, tuple(wanted))
+        plain.assert_same(gradients(found, leaves), gradients(wanted, leaves))
 
 
 @each_case
@@ -403,6 +443,32 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "routing must make a capsfast.nn.Routing, got Identity",
     ),
+    "another class": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=nn.Identity),
+        TypeError,
+        "RoutedCaps: routing must be a name or a Routing class, got the class Identity; derive it from capsfast.nn.Ro",
+    ),
+    "a layer": (lambda: RoutedCaps(3, 2, 4, 4, routing=nn.Identity()), TypeError, "or a Routing class, got Identity"),
+    "made already": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=Mean(3, 2, 4, 4)),
+        TypeError,
+        "or a Routing class, got Mean; give its class, and its options to the layer",
+    ),
+    "a function of votes": (
+        lambda: ConvCaps2d(3, 2, 4, 4, routing=lambda votes, activation: votes),
+        TypeError,
+        r"routing must take \(in_caps, .*got <lambda>\(votes, activation\): .*; docs/passes.md adds a routing",
+    ),
+    "no sizes": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=type("Sizeless", (Mean,), {"__init__": lambda self: None})),
+        TypeError,
+        r"RoutedCaps: routing must take \(in_caps, out_caps, in_dim, out_dim, .*, got Sizeless\(\)",
+    ),
+    "not initialised": (
+        lambda: RoutedCaps(3, 2, 4, 4, routing=type("Empty", (Mean,), {"__init__": lambda self, *sizes: None})),
+        TypeError,
+        r"routing must be made by Routing.__init__, got Empty without it; call super\(\).__init__",
+    ),
     "option": (
         lambda: RoutedCaps(3, 2, 4, 4, routing="dynamic", sharpness=2),
         TypeError,
@@ -439,6 +505,71 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "couplings": (lambda: couplings(nn.Identity(), torch.zeros(1)), TypeError, "layer must be a routing layer"),
 }
+
+
+def routes(route: Callable[[Any], Any]) -> None:
+    """With a route of one's own, over votes that are made and over votes of 2 by 3 positions."""
+
+    class Own(Routing):
+        def route(self, votes: Any, activation: Tensor | None) -> Any:
+            return route(votes)
+
+    with pytest.raises((TypeError, ValueError, AttributeError)) as made:
+        RoutedCaps(3, 4, 5, 6, routing=Own)(torch.zeros(2, 3, 5))
+    with pytest.raises(type(made.value)) as given:
+        Own(3, 4, 5, 6)(torch.zeros(2, 3, 4, 6, 2, 3))
+    assert str(given.value).replace("12", "2") == str(made.value)
+    raise made.value
+
+
+RETURNS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
+    "poses alone": (lambda v: v, TypeError, "a tensor [2, 4, 6]"),
+    "no activations": (lambda v: (v, None), TypeError, "(a tensor [2, 4, 6], None)"),
+    "a number": (lambda v: (v, 0.5), TypeError, "(a tensor [2, 4, 6], float)"),
+    "nothing": (lambda v: None, TypeError, "None"),
+    "three": (lambda v: [v, v, v], TypeError, "(a tensor [2, 4, 6], a tensor [2, 4, 6], a tensor [2, 4, 6])"),
+    "other poses": (lambda v: (v.mT, lengths(v)), ValueError, "(a tensor [2, 6, 4], a tensor [2, 4])"),
+    "an axis more": (lambda v: (v, v[..., :1]), ValueError, "(a tensor [2, 4, 6], a tensor [2, 4, 1])"),
+    "no samples": (lambda v: (v, lengths(v)[0]), ValueError, "(a tensor [2, 4, 6], a tensor [4])"),
+}
+
+
+@pytest.mark.parametrize("case", RETURNS)
+def test_what_route_returns_is_looked_at(case: str) -> None:
+    result, error, got = RETURNS[case]
+    rule = "Own: route must return a pair of tensors, poses [B, J, D] = [2, 4, 6] and activations [B, J] = [2, 4]"
+    with pytest.raises(error, match=re.escape(f"{rule}, got {got}; where lengths are the activations, return poses, ")):
+        routes(lambda votes: result(votes.moments().first))
+
+
+NO_TENSOR: dict[str, Callable[[Any], Any]] = {
+    "the operator *": lambda votes: 2 * votes,
+    "the operator +": lambda votes: votes + torch.ones(1),
+    "the operator @": lambda votes: torch.ones(6, 6) @ votes,
+    "the operator -": lambda votes: -votes,
+    "the operator >": lambda votes: votes > 0,
+    "the operator [...]": lambda votes: votes[:, 0],
+    "votes.shape": lambda votes: votes.shape,
+    "votes.sum": lambda votes: votes.sum(1),
+    "einsum(votes)": lambda votes: torch.einsum("bijd->bjd", votes),
+    "softmax(votes)": lambda votes: torch.softmax(votes, 1),
+    "squash(votes)": capsfast.squash,
+}
+
+
+@pytest.mark.parametrize("got", NO_TENSOR)
+def test_votes_are_no_tensor(got: str) -> None:
+    rule = f"capsfast.nn.Votes: votes are seen through passes and are no tensor, got {got}; call votes.moments(...)"
+    with pytest.raises((TypeError, AttributeError), match=re.escape(rule)):
+        routes(NO_TENSOR[got])
+
+
+def test_what_votes_lack_is_named() -> None:
+    with pytest.raises(AttributeError, match="Votes' object has no attribute 'moment'"):
+        votes_of("test", torch.zeros(2, 3, 4, 5)).moment()  # type: ignore[attr-defined]
+    votes = votes_of("test", torch.zeros(2, 3, 4, 5, 3, 2))
+    with pytest.raises(ValueError, match=r"capsfast.nn.Votes: query must have votes.B=12 rows, got \[2, 4, 5\]; every"):
+        votes.moments(query=torch.zeros(2, 4, 5))
 
 
 @pytest.mark.parametrize("case", WRONG)

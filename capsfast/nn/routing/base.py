@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import checks
 from .. import _arguments
 from .._layer import Layer
 from .votes import Votes, votes_of
@@ -73,7 +74,8 @@ class Routing(Layer):
             activation: of the input capsules, ``[B, I]``, or None for 1.
 
         Returns:
-            Poses ``[B, J, D]`` and activations ``[B, J]``.
+            A pair of tensors, poses ``[B, J, D]`` and activations ``[B, J]``, with the sizes of the votes. Where the
+            length of a pose says how present its capsule is, return ``poses, poses.norm(dim=2)``.
         """
         raise NotImplementedError(f"{self.op}: a routing overrides route(votes, activation); docs/passes.md adds one")
 
@@ -119,14 +121,42 @@ class Routing(Layer):
                 raise TypeError(f"{self.op}: activation must be a torch.Tensor, got {type(activation).__name__}")
             found.check_activation(self.op, activation)
             activation = found.samples("activation", activation)
-        poses, activations = self.route(found, activation if self.uses_activation else None)
+        poses, activations = self._routed(self.route(found, activation if self.uses_activation else None), found)
         if found.out_mask is not None:
             absent = ~found.out_mask
             poses, activations = poses.masked_fill(absent[..., None], 0.0), activations.masked_fill(absent, 0.0)
         return Capsules(*(found.restore(each.to(found.dtype)) for each in (poses, activations)))
 
+    def _routed(self, result: Any, votes: Votes) -> tuple[Tensor, Tensor]:
+        """The result of route, which may be of a user's own.
+
+        Raises:
+            TypeError, ValueError: no pair of tensors, a shape that does not fit.
+        """
+        poses, activations = (votes.B, votes.J, votes.D), (votes.B, votes.J)
+        pair = isinstance(result, (tuple, list)) and len(result) == 2
+        if not pair or not all(isinstance(each, Tensor) for each in result):
+            error: type[Exception] = TypeError
+        elif result[0].shape != poses or result[1].shape != activations:
+            error = ValueError
+        else:
+            return result[0], result[1]
+        raise error(
+            f"{self.op}: route must return a pair of tensors, poses [B, J, D] = {list(poses)} and activations "
+            f"[B, J] = {list(activations)}, got {_said(result)}; where lengths are the activations, return "
+            f"poses, poses.norm(dim=2)"
+        )
+
     def extra_repr(self) -> str:
         return f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}"
+
+
+def _said(result: object) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor {checks.shape_of(result)}"
+    if isinstance(result, (tuple, list)):
+        return f"({', '.join(map(_said, result))})"
+    return "None" if result is None else type(result).__name__
 
 
 class IterativeRouting(Routing):

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from .agreement import AgreementRouting
 from .attention import AttentionRouting, SelfAttentionRouting
 from .base import Routing
@@ -27,6 +29,7 @@ ROUTINGS: dict[str, type[Routing]] = {
 
 # A name, a Routing class, or what makes one from the same arguments.
 RoutingChoice = str | Callable[..., Routing]
+OF_ONES_OWN = "; docs/passes.md adds a routing of one's own"
 # What a layer adds to the options: where and in which dtype its own parameters are.
 MADE = ("device", "dtype")
 
@@ -36,14 +39,20 @@ def routing_class(op: str, routing: RoutingChoice) -> Callable[..., Routing]:
 
     Raises:
         ValueError: no routing of that name.
-        TypeError: neither name nor callable.
+        TypeError: neither name nor Routing class nor function.
     """
     if isinstance(routing, str):
         if routing not in ROUTINGS:
             raise ValueError(f"{op}: routing must be one of {', '.join(map(repr, ROUTINGS))}, got {routing!r}")
         return ROUTINGS[routing]
-    if not callable(routing):
-        raise TypeError(f"{op}: routing must be a name or a Routing class, got {type(routing).__name__}")
+    if not callable(routing) or isinstance(routing, nn.Module):
+        remedy = "; give its class, and its options to the layer" if isinstance(routing, Routing) else ""
+        raise TypeError(f"{op}: routing must be a name or a Routing class, got {type(routing).__name__}{remedy}")
+    if inspect.isclass(routing) and not issubclass(routing, Routing):
+        raise TypeError(
+            f"{op}: routing must be a name or a Routing class, got the class {routing.__name__}; "
+            f"derive it from capsfast.nn.Routing{OF_ONES_OWN}"
+        )
     return routing
 
 
@@ -64,10 +73,31 @@ def make_routing(
             name: value for name, value in options.items() if name in known or name not in MADE or value is not None
         }
         known_options(op, routing, known, options)
+    _takes(op, make, in_caps, out_caps, in_dim, out_dim, **options)
     made = make(in_caps, out_caps, in_dim, out_dim, **options)
     if not isinstance(made, Routing):
-        raise TypeError(f"{op}: routing must make a capsfast.nn.Routing, got {type(made).__name__}")
+        raise TypeError(f"{op}: routing must make a capsfast.nn.Routing, got {type(made).__name__}{OF_ONES_OWN}")
+    if "op" not in vars(made):
+        raise TypeError(
+            f"{op}: routing must be made by Routing.__init__, got {type(made).__name__} without it; call "
+            f"super().__init__(in_caps, out_caps, in_dim, out_dim, **made) in its __init__"
+        )
     return made
+
+
+def _takes(op: str, make: Callable[..., Any], *sizes: int, **options: Any) -> None:
+    """
+    Raises:
+        TypeError: a class or a function that can't be called so.
+    """
+    signature = inspect.signature(make)
+    try:
+        signature.bind(*sizes, **options)
+    except TypeError as error:
+        raise TypeError(
+            f"{op}: routing must take (in_caps, out_caps, in_dim, out_dim, **options) and make a capsfast.nn.Routing, "
+            f"got {routing_name(make)}{signature}: {error}{OF_ONES_OWN}"
+        ) from None
 
 
 def known_options(op: str, routing: RoutingChoice, known: Sequence[str], options: Iterable[str]) -> None:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from ... import checks, positions
-from ...axes import axes_of
+from ...axes import AXES, axes_of
 from ...functional import dynamic_routing, route_votes
 from ...functional import squash as _squash
 from ...ops._product import width
 from ...passes import Moments, routing_pass, votes_pass
 from ...reference.em_update import inverse
+from .no_tensor import NoTensor
 
 # A shorter vote has no direction: its cosine goes to 0 with it.
 LEAST_LENGTH = 1e-8
@@ -23,7 +24,7 @@ STRIDE = 17
 LEAST_SHARE = 1e-2
 
 
-class Votes(ABC):
+class Votes(NoTensor, ABC):
     """Votes ``[B, I, J, D]``, seen through passes over them.
 
     A routing never looks at a vote itself. It calls :meth:`moments`, once or more often, and computes with what it
@@ -273,7 +274,12 @@ class GivenVotes(PassVotes):
 
     def moments(self, **arguments: Any) -> Moments:
         for name, value in arguments.items():
-            if isinstance(value, Tensor) and axes_of(name, value)[0] == "B":
+            if self.spatial and isinstance(value, Tensor) and name in AXES and axes_of(name, value)[0] == "B":
+                if value.shape[:1] != (self.B,):
+                    raise ValueError(
+                        f"capsfast.nn.Votes: {name} must have votes.B={self.B} rows, got {checks.shape_of(value)}; "
+                        f"every position of an image is a sample"
+                    )
                 arguments[name] = self.restore(value)
         found = votes_pass(self.votes, **arguments, **self._said())
         return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
@@ -309,9 +315,7 @@ class GivenVotes(PassVotes):
         return positions.to_samples(value.flatten(len(axes)))
 
     def restore(self, value: Tensor) -> Tensor:
-        if not self.spatial:
-            return value
-        return positions.restore(positions.from_samples(value, self.batch, self.places), self.spatial)
+        return positions.from_samples(value, self.batch, *self.spatial) if self.spatial else value
 
     def _sampled(self, value: Tensor) -> Tensor:
         if not self.spatial:
