@@ -1,6 +1,7 @@
 """Plots of results; matplotlib is imported when one is drawn."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from .contenders import COMPILED, EAGER, OURS
 from .results import Axis, Results
 
 CAPSULES = {"I": "input capsules I", "J": "output capsules J"}
-BASELINES = {"eager": EAGER, "torch.compile": COMPILED}
+BATCH_COLORS = {"eager": "#8c8c8c", "torch.compile": "#d1622b", "capsfast": "#1460aa"}
 
 
 def _new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
@@ -89,11 +90,6 @@ def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[P
     axes = [axis for axis in results.axes() if axis.op == op and axis.name in CAPSULES]
     others = [name for name in results.contenders if not name.startswith(OURS)]
 
-    def memory(case: Case, name: str) -> float | None:
-        growth = results.memory(case, name)
-        # A logarithmic axis has no zero.
-        return None if growth is None else max(growth, 2**12) / 2**20
-
     stem = f"{machine}-{op}"
     written = [
         _panels(
@@ -113,7 +109,7 @@ def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[P
             "MiB",
             results,
             results.contenders,
-            memory,
+            partial(_memory, results),
             None,
         ),
         batch_plot(results, op, folder, machine),
@@ -121,17 +117,25 @@ def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[P
     return [path for path in written if path is not None]
 
 
+def _memory(results: Results, case: Case, name: str) -> float | None:
+    growth = results.memory(case, name)
+    # A logarithmic axis has no zero.
+    return None if growth is None else max(growth, 2**12) / 2**20
+
+
 def _batch_lines(results: Results, op: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """By quantity and name: (batch, value) of capsfast and of the einsum forms, forward and backward."""
-    lines: dict[str, dict[str, list[tuple[int, float]]]] = {"milliseconds": {}, "peak memory, MiB": {}}
+    lines: dict[str, dict[str, list[tuple[int, float]]]] = {
+        quantity: {name: [] for name in BATCH_COLORS} for quantity in ("milliseconds", "peak memory, MiB")
+    }
     axes = [axis for axis in results.axes() if (axis.op, axis.name) == (op, "batch")]
     for case in [case for axis in axes for case in axis.cases if case.backward]:
-        for label, name in (*BASELINES.items(), ("capsfast", results.ours(case))):
-            seconds, memory = (results.seconds(case, name), results.memory(case, name)) if name else (None, None)
-            values = (seconds and 1e3 * seconds, memory and memory / 2**20)
+        for label, name in (("eager", EAGER), ("torch.compile", COMPILED), ("capsfast", results.ours(case))):
+            seconds = results.seconds(case, name) if name else None
+            values = (seconds and 1e3 * seconds, _memory(results, case, name) if name else None)
             for line, value in zip(lines.values(), values, strict=True):
-                if value:
-                    line.setdefault(label, []).append((case.B, round(value, 3)))
+                if value is not None:
+                    line[label].append((case.B, round(value, 3)))
     return lines
 
 
@@ -141,12 +145,12 @@ def batch_plot(results: Results, op: str, folder: Path, machine: str) -> Path | 
     The file's description holds the numbers, so a test sees whether the picture is older than its record.
     """
     lines = _batch_lines(results, op)
-    if not all(len(drawn) == 3 for drawn in lines.values()):
+    if not all(points for drawn in lines.values() for points in drawn.values()):
         return None
     figure, (plots,) = _new_figure(1, 2, (8, 3.2))
     for plot, (quantity, drawn) in zip(plots, lines.items(), strict=True):
-        for (label, points), color in zip(drawn.items(), ("#8c8c8c", "#d1622b", "#1460aa"), strict=True):
-            plot.loglog(*zip(*points, strict=True), marker="o", color=color, linewidth=2, label=label)
+        for label, points in drawn.items():
+            plot.loglog(*zip(*points, strict=True), marker="o", color=BATCH_COLORS[label], linewidth=2, label=label)
         sizes = [size for size, _ in drawn["capsfast"]]
         plot.set_xticks(sizes, labels=[str(size) for size in sizes])
         plot.minorticks_off()
