@@ -9,9 +9,15 @@ import pytest
 import torch
 
 import capsfast
+from capsfast.bench import record
+from capsfast.bench.cases import Case
+from capsfast.bench.contenders import COMPILED, EAGER
+from capsfast.bench.plots import batch_plot
+from capsfast.bench.results import Results
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,16 +44,25 @@ def table_rows(page: Path, header: str) -> list[list[str]]:
     return rows
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+def run(page: Path, texts: list[str]) -> None:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for text in texts:
+        exec(compile(text, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != README], ids=name_of)
 def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In order and in one namespace, as a reader would type them."""
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for block in blocks(page):
-        exec(compile(block, str(page), "exec"), namespace)
+    run(page, blocks(page))
+
+
+@pytest.mark.parametrize("block", blocks(README), ids=lambda block: f"line {len(block) - len(block.lstrip())}")
+def test_python_blocks_of_the_readme_run_alone(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(README, [block])
 
 
 def test_blocks_are_found() -> None:
-    assert len(blocks(ROOT / "README.md")) >= 5
+    assert len(blocks(README)) >= 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -65,14 +80,14 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 def test_options_table_names_every_option() -> None:
     named = set()
-    for option, *_ in table_rows(ROOT / "README.md", "| option |"):
+    for option, *_ in table_rows(ROOT / "docs" / "routing.md", "| option |"):
         named |= set(re.findall(r"`(\w+)`", option))
     parameters = inspect.signature(capsfast.dynamic_routing).parameters
     assert named == set(parameters) - {"u", "weight"}
 
 
 def test_backends_table_names_every_backend() -> None:
-    named = [row[0].strip("`") for row in table_rows(ROOT / "README.md", "| backend |")]
+    named = [row[0].strip("`") for row in table_rows(README, "| backend |")]
     assert named == list(capsfast.backends())
 
 
@@ -127,7 +142,47 @@ def test_speeds_of_interest_capsules_are_those_of_the_record() -> None:
     assert table_rows(ROOT / "docs" / "recommenders.md", "| | | InterestCapsules |") == wanted
 
 
+def of_record(machine: str) -> Results:
+    return Results(record.load(ROOT / "benchmarks" / "results" / f"{machine}.json")[1])
+
+
+def test_speeds_and_memory_in_the_readme_are_those_of_the_records() -> None:
+    results, newer = of_record("amd-epyc-zen-4-2-threads"), of_record("amd-epyc-zen-5-2-threads")
+    forward, both = Case(), Case(direction="forward+backward")
+    speeds = [results.speedup(case, COMPILED) for case in results.cases if case.op == forward.op]
+    known = [speed for speed in speeds if speed is not None]
+    memory = [results.memory(both, name) or 0 for name in ("capsfast cpp", EAGER, COMPILED)]
+    ours, eager, compiled = (size / 2**20 for size in memory)
+    adopted = json.loads((ROOT / "docs" / "records" / "accelerate-capsnet.json").read_text(encoding="utf-8"))
+    calls = [found["network forward+backward"] for found in adopted["measured"]]
+    networks = [f"{call['own']['median'] / call['fused']['median']:.1f}" for call in calls]
+    text = README.read_text(encoding="utf-8")
+    for said in (
+        f"capsfast is {results.speedup(both, COMPILED):.1f} times as fast",
+        f"forward alone {results.speedup(forward, COMPILED):.1f} times",
+        f"takes {ours:.1f} MiB beyond inputs and gradients",
+        f"eager PyTorch takes {eager:.0f} MiB, compiled {compiled:.0f} MiB",
+        f"[{' and '.join(networks)} times as fast]",
+        f"the {len(known)} cases",
+        f"capsfast was {min(known):.1f} to {max(known):.1f} times as fast",
+        f"{newer.speedup(forward, COMPILED):.1f} times forward at batch 128",
+        f"{newer.speedup(both, COMPILED):.1f} with backward",
+    ):
+        assert said in text
+
+
+def test_pictures_of_batches_are_those_of_the_records(tmp_path: Path) -> None:
+    """`python -m capsfast report` draws them anew."""
+    pytest.importorskip("matplotlib")
+    image = pytest.importorskip("PIL.Image")
+    machine = "amd-epyc-zen-4-2-threads"
+    drawn = batch_plot(of_record(machine), "dynamic_routing", tmp_path, machine)
+    assert drawn is not None
+    with image.open(drawn) as new, image.open(ROOT / "docs" / "images" / drawn.name) as old:
+        assert new.text["Description"] == old.text["Description"]
+
+
 def test_readme_names_every_routing() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
     listed = text.partition("any of these routings: ")[2].partition(". Their votes")[0]
     assert sorted(re.findall(r"`([a-z-]+)`", listed)) == sorted(capsfast.nn.ROUTINGS)

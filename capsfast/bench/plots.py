@@ -1,15 +1,17 @@
 """Plots of results; matplotlib is imported when one is drawn."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..files import replacing
 from .cases import Case
-from .contenders import OURS
+from .contenders import COMPILED, EAGER, OURS
 from .results import Axis, Results
 
 CAPSULES = {"I": "input capsules I", "J": "output capsules J"}
+BATCH_COLORS = {"eager": "#8c8c8c", "torch.compile": "#d1622b", "capsfast": "#1460aa"}
 
 
 def _new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
@@ -22,9 +24,9 @@ def _new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path, dpi: int = 120, **metadata: str) -> None:
     with replacing(path) as draft:
-        figure.savefig(draft, dpi=120)
+        figure.savefig(draft, dpi=dpi, metadata=metadata)
 
 
 def _lines(
@@ -84,14 +86,9 @@ def _panels(
 
 
 def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[Path]:
-    """Speed-up and memory of ``op`` against the capsule counts; the files written."""
+    """Speed-up and memory of ``op`` against the capsule counts, both against the batch; the files written."""
     axes = [axis for axis in results.axes() if axis.op == op and axis.name in CAPSULES]
     others = [name for name in results.contenders if not name.startswith(OURS)]
-
-    def memory(case: Case, name: str) -> float | None:
-        growth = results.memory(case, name)
-        # A logarithmic axis has no zero.
-        return None if growth is None else max(growth, 2**12) / 2**20
 
     stem = f"{machine}-{op}"
     written = [
@@ -112,11 +109,60 @@ def sweep_plots(results: Results, op: str, folder: Path, machine: str) -> list[P
             "MiB",
             results,
             results.contenders,
-            memory,
+            partial(_memory, results),
             None,
         ),
+        batch_plot(results, op, folder, machine),
     ]
     return [path for path in written if path is not None]
+
+
+def _memory(results: Results, case: Case, name: str) -> float | None:
+    growth = results.memory(case, name)
+    # A logarithmic axis has no zero.
+    return None if growth is None else max(growth, 2**12) / 2**20
+
+
+def _batch_lines(results: Results, op: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """By quantity and name: (batch, value) of capsfast and of the einsum forms, forward and backward."""
+    lines: dict[str, dict[str, list[tuple[int, float]]]] = {
+        quantity: {name: [] for name in BATCH_COLORS} for quantity in ("milliseconds", "peak memory, MiB")
+    }
+    axes = [axis for axis in results.axes() if (axis.op, axis.name) == (op, "batch")]
+    for case in [case for axis in axes for case in axis.cases if case.backward]:
+        for label, name in (("eager", EAGER), ("torch.compile", COMPILED), ("capsfast", results.ours(case))):
+            seconds = results.seconds(case, name) if name else None
+            values = (seconds and 1e3 * seconds, _memory(results, case, name) if name else None)
+            for line, value in zip(lines.values(), values, strict=True):
+                if value is not None:
+                    line[label].append((case.B, round(value, 3)))
+    return lines
+
+
+def batch_plot(results: Results, op: str, folder: Path, machine: str) -> Path | None:
+    """Time and peak memory against the batch; nothing where the record lacks one of them.
+
+    The file's description holds the numbers, so a test sees whether the picture is older than its record.
+    """
+    lines = _batch_lines(results, op)
+    if not all(points for drawn in lines.values() for points in drawn.values()):
+        return None
+    figure, (plots,) = _new_figure(1, 2, (8, 3.2))
+    for plot, (quantity, drawn) in zip(plots, lines.items(), strict=True):
+        for label, points in drawn.items():
+            plot.loglog(*zip(*points, strict=True), marker="o", color=BATCH_COLORS[label], linewidth=2, label=label)
+        sizes = [size for size, _ in drawn["capsfast"]]
+        plot.set_xticks(sizes, labels=[str(size) for size in sizes])
+        plot.minorticks_off()
+        plot.yaxis.set_major_formatter("{x:g}")
+        plot.set_xlabel("batch B")
+        plot.set_ylabel(quantity)
+        plot.grid(alpha=0.3)
+        plot.spines[["top", "right"]].set_visible(False)
+    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+    path = folder / f"{machine}-{op}-batch.png"
+    _save(figure, path, dpi=200, Description=repr(lines))
+    return path
 
 
 def bars(results: Results, path: Path) -> None:

@@ -25,6 +25,13 @@ AXIS_TITLES = {
     "corners": "wide layers at small batches",
 }
 
+# By the last word of the file's name.
+PICTURES = {
+    "speedup": ("Speed-up", "the number of capsules"),
+    "memory": ("Memory", "the number of capsules"),
+    "batch": ("Time and memory", "the batch, forward and backward"),
+}
+
 
 def _cell(results: Results, case: Case, name: str) -> str:
     row = results.row(case, name)
@@ -133,8 +140,8 @@ def _section(path: Path, images: Path, docs: Path) -> str:
     for op in dict.fromkeys(axis.op for axis in axes):
         parts.append(f"### {op}")
         for image in plots.sweep_plots(results, op, images, title):
-            kind = "Memory" if image.stem.endswith("memory") else "Speed-up"
-            parts.append(f"![{kind} of {op} against the number of capsules]({os.path.relpath(image, docs)})")
+            kind, axis_title = PICTURES[image.stem.rpartition("-")[2]]
+            parts.append(f"![{kind} of {op} against {axis_title}]({os.path.relpath(image, docs)})")
         for axis in axes:
             if axis.op == op:
                 parts.append(f"#### {op}: {AXIS_TITLES[axis.name]}, {axis.direction}")

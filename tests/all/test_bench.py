@@ -25,7 +25,7 @@ from capsfast.bench.graphs import LEAST_CALLS, Replay
 from capsfast.bench.inputs import ROTATED_BYTES, input_set, input_sets, rotated_bytes
 from capsfast.bench.limits import limits
 from capsfast.bench.measure import Row, measure, without_paths
-from capsfast.bench.plots import bars
+from capsfast.bench.plots import bars, batch_plot
 from capsfast.bench.results import Results, shares
 from capsfast.bench.targets import BOTH, HALF, LARGE, TARGETS, WIDE, Evidence, findings
 from capsfast.bench.timing import Timing, interleave
@@ -265,6 +265,20 @@ def test_report_and_plots(tmp_path: Path) -> None:
     assert all(f"(images/{name})" in page for name in images)
     bars(Results(_rows()), tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 0
+
+
+def test_picture_of_the_batches_needs_time_and_memory(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        Row(case, name, "ok", "", dataclasses.asdict(Timing.of([case.B * 1e-3])), {"v": 1e-7}, 2**20)
+        for case in sweep("batch", directions=("forward+backward",))
+        for name in (OURS + "cpp", COMPILED, EAGER)
+    ]
+    drawn = batch_plot(Results(rows), "dynamic_routing", tmp_path, "machine")
+    assert drawn == tmp_path / "machine-dynamic_routing-batch.png"
+    assert b"'capsfast': [(1, 1.0), (16, 16.0), (128, 128.0), (512, 512.0)]" in drawn.read_bytes()
+    forgotten = [dataclasses.replace(row, memory_bytes=None) for row in rows]
+    assert batch_plot(Results(forgotten), "dynamic_routing", tmp_path, "machine") is None
 
 
 CUDA = torch.device("cuda")
