@@ -71,8 +71,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 MARKERS = (
     "shapes(*shapes): run with backend, op where there is one, and shape, as far as the backend is meant for it",
-    "rows(n, **n_of_backend): the first tier takes so many rows of this test's table",
-    "usual(**values): without --all only these values of parameters; triton={...}, for that backend",
+    "rows(n, **n_of_backend): how many rows of this test's table run in the first tier; a pair is for both tiers",
     "of_the_weight(**values): values of parameters that mean nothing to an op whose votes are given",
     "against_reference: compares with the reference, which has nothing to be compared with",
     "fused: only for backends with ops of their own",
@@ -177,37 +176,32 @@ def _has_a_meaning(item: pytest.Item, parameters: dict[str, Any]) -> bool:
     return not any(parameters[name] in values for marker in markers for name, values in marker.kwargs.items())
 
 
-def _is_usual(item: pytest.Item, parameters: dict[str, Any]) -> bool:
-    return all(_among(marker.kwargs, parameters) for marker in item.iter_markers("usual"))
-
-
-def _rows_of_the_first_tier(items: list[pytest.Item]) -> list[pytest.Item]:
-    """No slow test, and a few rows of each test for an op and a backend."""
+def _rows_of_the_tier(items: list[pytest.Item], everything: bool) -> list[pytest.Item]:
+    """Of each test, for an op and a backend, as many rows as the tier takes. The first tier takes no slow test."""
     tables: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if everything or not item.get_closest_marker("slow"):
             parameters = _parameters(item)
-            table = (
-                item.parent,
-                getattr(item, "originalname", item.name),
-                parameters.get("backend"),
-                parameters.get("op"),
-            )
-            tables.setdefault(table, []).append(item)
-    kept = {item for table in tables.values() for item in _spread(table)}
+            name = getattr(item, "originalname", item.name)
+            tables.setdefault((item.parent, name, parameters.get("backend"), parameters.get("op")), []).append(item)
+    kept = {item for table in tables.values() for item in _spread(table, everything)}
     return [item for item in items if item in kept]
 
 
-def _spread(table: list[pytest.Item]) -> list[pytest.Item]:
-    """As many rows as the first tier takes of this table; each brings as many new values as can be."""
+def _spread(table: list[pytest.Item], everything: bool) -> list[pytest.Item]:
+    """Rows that bring as many new values as can be. Of equals the last: tables go from plain rows to loaded ones."""
     backend = _parameters(table[0]).get("backend")
-    number = backend.rows if isinstance(backend, Backend) else ROWS
+    numbers = backend.rows if isinstance(backend, Backend) else (ROWS, None)
     for marker in table[0].iter_markers("rows"):
-        number = marker.kwargs.get(str(backend), *marker.args or (number,))
-    rows = [(item, {(name, str(value)) for name, value in _parameters(item).items()}) for item in table]
+        asked = marker.kwargs.get(str(backend), marker.args[0] if marker.args else numbers)
+        numbers = asked if isinstance(asked, tuple) else (asked, numbers[1])
+    number = numbers[everything]
+    if number is None or len(table) <= number:
+        return table
+    rows = [(item, {(name, str(value)) for name, value in _parameters(item).items()}) for item in reversed(table)]
     seen: set[tuple[str, str]] = set()
     kept = []
-    while rows and len(kept) < number:
+    while len(kept) < number:
         item, values = rows.pop(max(range(len(rows)), key=lambda n: len(rows[n][1] - seen)))
         seen |= values
         kept.append(item)
@@ -268,11 +262,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         parameters = _parameters(item)
         fits = "backend" not in parameters or _is_for(item, parameters["backend"], parameters)
-        if fits and _has_a_meaning(item, parameters) and (everything or _is_usual(item, parameters)):
+        if fits and _has_a_meaning(item, parameters):
             kept.append(item)
-    # What is named is run.
-    if not everything and not any("::" in arg for arg in config.args):
-        kept = _rows_of_the_first_tier(kept)
+    if not any("::" in arg for arg in config.args):  # what is named is run
+        kept = _rows_of_the_tier(kept, everything)
     config.hook.pytest_deselected(items=sorted(set(items) - set(kept), key=items.index))
     items[:] = kept
     if not config.option.collectonly and any(_parameters(item).get("backend") == EMULATED for item in kept):

@@ -90,7 +90,6 @@ def launches(shape: Shape, case: Case, op: str = "dynamic_routing", dtype: torch
 
 @pytest.mark.parametrize("case", [*CASES, *CASES_IN], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.usual(case=[*CASES[:4], CASES_IN[1], CASES_IN[4]])
 def test_shapes(shape: Shape, case: Case) -> None:
     emulator.take_launches()
     with emulator.device(**LARGE):
@@ -136,7 +135,6 @@ def test_clusters_add_up_their_sums() -> None:
 )
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(num_iterations=1), Case(gradient="last")], ids=str)
 @pytest.mark.parametrize("shape", [Shape(33, 60, 3, 16, 8), Shape(2, 90, 10, 8, 4)], ids=str)
-@pytest.mark.usual(case=[LOADED, Case(gradient="last")])
 def test_one_launch_or_many(shape: Shape, case: Case, refusal: dict[str, Any]) -> None:
     """Where the device does not run all blocks of a launch at the same time every step is a launch of its own."""
     problem = make(shape, case, dtype=torch.float32)

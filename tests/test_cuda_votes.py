@@ -72,7 +72,6 @@ def check_votes(problem: Problem, slack: float = 2) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.usual(case=CASES[1:4])
 def test_shapes(shape: Shape, case: Case) -> None:
     check_votes(votes_of(shape, case))
 
@@ -98,7 +97,6 @@ def test_sixteen_bits(shape: tuple[int, ...], case: Case, dtype: torch.dtype) ->
         ((2, 9, 10, 16), 99, 1),  # each row has threads of its own: with more blocks nothing would be quicker
     ],
 )
-@pytest.mark.usual(case=CASES[:2])
 def test_clusters(shape: tuple[int, ...], kib: int, cluster: int, case: Case) -> None:
     problem = votes_of(shape, case)
     with emulator.device(multiprocessors=8, shared_bytes=kib * KIB):
@@ -179,7 +177,6 @@ def padded(votes: Tensor, axis: int, by: int) -> Tensor:
         *(f"expanded{axis}" for axis in range(4)),
     ],
 )
-@pytest.mark.usual(dtype=[torch.bfloat16])
 def test_alignment(lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     for shape in ((2, 29, 4, 16), (2, 49, 3, 8)):
         problem = votes_of(shape, PLAIN, dtype)
@@ -298,7 +295,6 @@ def test_a_sum_of_the_logits_over_samples_goes_to_the_general_kernels() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usual(dtype=[torch.float32], case=CASES[1:2])
 def test_a_sample_too_large_for_a_block_goes_to_the_general_kernels(case: Case, dtype: torch.dtype) -> None:
     problem = votes_of((2, 40 * 1024 // dtype.itemsize // 16, 4, 16), case, dtype)
     check_general(problem, clusters=False, shared_bytes=99 * KIB)

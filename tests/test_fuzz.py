@@ -90,7 +90,7 @@ def test_float64(backend: Backend) -> None:
     agree(backend, torch.float64)
 
 
-@pytest.mark.usual(triton={"backend": []})  # test_bfloat16 draws the same problems
+@pytest.mark.rows(triton=(0, 0))  # test_bfloat16 draws the same problems
 def test_float32(backend: Backend) -> None:
     agree(backend, torch.float32)
 

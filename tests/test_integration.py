@@ -43,12 +43,11 @@ def gradients(function: Callable[..., Any], tensors: dict[str, Tensor]) -> list[
     return [*outputs, *torch.autograd.grad(loss, list(leaves.values()))]
 
 
-@pytest.mark.rows(2, triton=1)
+@pytest.mark.rows(2, triton=1, reference=0)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.emulated(case=COMPILED[:1], dynamic=[None])
-@pytest.mark.usual(reference={"backend": []})
 def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: str, case: Case, dynamic: bool | None) -> None:
     problems = [make(small(backend, B), case, op, torch.float32, backend.device) for B in (3, 18, 5)]
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -87,8 +86,7 @@ def test_the_compiled_graph_holds_the_fused_op(backend: Backend, op: str) -> Non
     assert any("einsum" in target for target in targets) != backend.fused
 
 
-@pytest.mark.rows(triton=0)
-@pytest.mark.usual(reference={"backend": []})  # inductor's own compiling of einsum
+@pytest.mark.rows(triton=0, reference=0)
 def test_compiled_by_inductor_within_a_network(backend: Backend) -> None:
     layer = capsfast.DynamicRouting(7, 4, 6, 5, backend=backend.name)
     network = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), layer).to(backend.device)
@@ -312,7 +310,7 @@ def _gradients_of_half(name: str, device: str, folder: Path, rank: int) -> None:
     torch.save({key: value.grad.cpu() for key, value in layer.named_parameters()}, folder / f"gradients{rank}.pt")
 
 
-@pytest.mark.usual(reference={"backend": []})
+@pytest.mark.slow
 def test_distributed_data_parallel(backend: Backend, tmp_path: Path) -> None:
     on_two_ranks(partial(_gradients_of_half, backend.name, backend.device, tmp_path), tmp_path)
     torch.manual_seed(0)

@@ -61,8 +61,9 @@ def test_launch_plans(shape: tuple[int, ...], votes_given: bool) -> None:
 @pytest.mark.rows(2)
 @needs_extension
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
-@pytest.mark.parametrize(("B", "I"), [(1, 1152), (5, 1152), (128, 1152), (4, 1_000_000)])
-@pytest.mark.usual(I=[1152])
+@pytest.mark.parametrize(
+    ("B", "I"), [(1, 1152), (5, 1152), (128, 1152), pytest.param(4, 1_000_000, marks=pytest.mark.slow)]
+)
 def test_peak_memory_is_far_below_the_votes(B: int, I: int, direction: str) -> None:
     """The canonical layer, whose votes are 94 MB at B=128, several times that with einsum; and a weight of 5 GB."""
     from capsfast.bench.cases import Case

@@ -92,7 +92,6 @@ def normaliser(b: Tensor, case: Case) -> Tensor:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("B", [3, 17])
 @pytest.mark.emulated(B=[3], dtype=[torch.float32, torch.bfloat16])
-@pytest.mark.usual(triton={"dtype": [torch.bfloat16]})
 def test_outputs(backend: Backend, B: int, op: str, case: Case, dtype: torch.dtype) -> None:
     shape = Shape(B, 9, 4, 16, 8)
     problem = make(shape, case, op, dtype, backend.device)
@@ -152,7 +151,6 @@ def test_backward_fills_only_what_is_needed(backend: Backend, op: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.emulated(case=[LOADED])
-@pytest.mark.usual(triton={"grad": [True]})
 def test_opcheck_forward(backend: Backend, op: str, case: Case, grad: bool) -> None:
     problem = make(small(backend), case, op, torch.float32, backend.device)
     problem.inputs = {name: value.requires_grad_(grad) for name, value in problem.inputs.items()}
@@ -163,7 +161,6 @@ def test_opcheck_forward(backend: Backend, op: str, case: Case, grad: bool) -> N
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.emulated(case=[LOADED, LOADED_OUT])
-@pytest.mark.usual(triton={"case": [LOADED_OUT]})
 def test_opcheck_backward(backend: Backend, op: str, case: Case) -> None:
     problem = make(small(backend), case, op, torch.float32, backend.device)
     torch.library.opcheck(backend.op(f"{op}_backward"), backward_arguments(problem, backend))

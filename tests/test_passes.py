@@ -52,10 +52,9 @@ SHAPES = (
 )
 
 
-@pytest.mark.rows(triton=4)
+@pytest.mark.rows(triton=(4, 20))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usual(triton={"case": [QUADRATIC, SHARED, *CASES[-5:]]})
 @pytest.mark.against_reference
 @pytest.mark.linear
 @pytest.mark.kernels
@@ -68,7 +67,6 @@ def test_every_case(backend: Backend, op: PassOp, case: PassCase, dtype: torch.d
 
 @pytest.mark.shapes(*SHAPES)
 @pytest.mark.parametrize("case", [LINEAR, *EACH_WAY[:2]], ids=str)
-@pytest.mark.usual(triton={"case": EACH_WAY[:1]})
 @pytest.mark.against_reference
 @pytest.mark.linear
 @pytest.mark.kernels
@@ -82,7 +80,6 @@ def test_every_shape(backend: Backend, op: PassOp, shape: Shape, case: PassCase)
 )
 @pytest.mark.parametrize("leaky", [False, True])
 @pytest.mark.parametrize("activation", [False, True])
-@pytest.mark.usual(triton={"backend": []})
 @pytest.mark.against_reference
 def test_second_moments_of_equal_coupling(
     backend: Backend, op: PassOp, shape: Shape, activation: bool, leaky: bool
@@ -119,7 +116,6 @@ def test_a_center_near_the_mean_keeps_the_variance(backend: Backend) -> None:
 
 @pytest.mark.parametrize("case", [QUADRATIC, EACH_WAY[1]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.usual(triton={"dtype": [torch.bfloat16], "case": [EACH_WAY[1]]})
 @pytest.mark.against_reference
 def test_sixteen_bits(backend: Backend, op: PassOp, case: PassCase, dtype: torch.dtype) -> None:
     for B in (3, 17):
@@ -128,7 +124,6 @@ def test_sixteen_bits(backend: Backend, op: PassOp, case: PassCase, dtype: torch
         assert {found[f"d{name}"].dtype for name in op.tensors} == {dtype}
 
 
-@pytest.mark.usual(triton={"backend": []})
 def test_sixteen_bits_beside_float32_parameters(backend: Backend, op: PassOp) -> None:
     problem = op.make(SMALL, EVERYTHING, torch.bfloat16, backend.device)
     wide = {name: value.float() for name, value in problem.inputs.items() if name not in op.tensors}
@@ -140,7 +135,6 @@ def test_sixteen_bits_beside_float32_parameters(backend: Backend, op: PassOp) ->
 
 
 @pytest.mark.parametrize("case", [LINEAR, EVERYTHING, SHARED], ids=str)
-@pytest.mark.usual(triton={"case": [EVERYTHING]})
 @pytest.mark.linear
 @pytest.mark.kernels
 def test_the_backend_that_was_asked_for_ran(backend: Backend, op: PassOp, case: PassCase) -> None:
@@ -172,7 +166,6 @@ def test_gradients_are_the_finite_differences(backend: Backend, op: PassOp, case
 
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
 @pytest.mark.parametrize("case", [EVERYTHING, LOADED, SHARED], ids=str)
-@pytest.mark.usual(triton={"case": [EVERYTHING], "layout": ["transposed"]})
 @pytest.mark.linear
 @pytest.mark.kernels
 def test_strides_do_not_matter(backend: Backend, op: PassOp, case: PassCase, layout: str) -> None:
@@ -186,7 +179,6 @@ def test_strides_do_not_matter(backend: Backend, op: PassOp, case: PassCase, lay
 @pytest.mark.parametrize(
     "case", [EVERYTHING, normalized(EVERYTHING, "in"), normalized(EVERYTHING, "lse"), LOADED], ids=str
 )
-@pytest.mark.usual(triton={"backend": []})
 @pytest.mark.linear
 @pytest.mark.kernels
 def test_only_some_gradients_are_needed(backend: Backend, op: PassOp, case: PassCase) -> None:
@@ -199,7 +191,6 @@ def test_only_some_gradients_are_needed(backend: Backend, op: PassOp, case: Pass
 
 @pytest.mark.parametrize("case", [EVERYTHING, normalized(EVERYTHING, "in"), *LINEAR_WAYS], ids=str)
 @pytest.mark.parametrize("used", ["mass", "first", "second", "weights", "log_sum"])
-@pytest.mark.usual(triton={"case": [EVERYTHING], "used": ["log_sum"]})
 @pytest.mark.linear
 @pytest.mark.kernels
 def test_only_one_output_is_used(backend: Backend, op: PassOp, case: PassCase, used: str) -> None:
@@ -270,7 +261,6 @@ def loops(given: dict[str, Any], how: str, leaky: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usual(triton={"case": [LINEAR]})
 @pytest.mark.parametrize("case", [LINEAR, EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
 @pytest.mark.linear
 @pytest.mark.kernels
@@ -301,7 +291,6 @@ def test_a_loop_of_passes_is_dynamic_routing(backend: Backend, softmax: str) -> 
 
 @pytest.mark.parametrize("function", ["dynamic_routing", "route_votes"])
 @pytest.mark.parametrize("case", ["plain", "loaded", "in"])
-@pytest.mark.usual(triton={"case": ["loaded"]})
 def test_votes_that_output_capsules_share(backend: Backend, function: str, case: str) -> None:
     """A size 1 for J in the routing ops: equal to the votes repeated, in every gradient."""
     B, I, J, D, K = (3, 4, 3, 5, 3) if backend.emulated else (18, 21, 5, 16, 8)
@@ -335,7 +324,6 @@ def test_votes_that_output_capsules_share(backend: Backend, function: str, case:
         assert_close(got, want, double=1e-9)
 
 
-@pytest.mark.usual(triton={"backend": []})
 def test_inputs_are_left_alone(backend: Backend, op: PassOp) -> None:
     problem = op.make(SMALL, EVERYTHING, backend.widest, backend.device)
     before = {name: value.clone() for name, value in problem.inputs.items()}

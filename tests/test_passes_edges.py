@@ -28,7 +28,6 @@ pytestmark = pytest.mark.passes
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.usual(triton={"how": ["out", "in"]})
 def test_nan_stays_in_its_sample(backend: Backend, op: PassOp, how: str) -> None:
     for B in (3,) if backend.emulated else (3, 18):
         problem = op.make(SMALL._replace(B=B), normalized(EVERYTHING, how), torch.float32, backend.device)
@@ -46,7 +45,6 @@ def test_nan_stays_in_its_sample(backend: Backend, op: PassOp, how: str) -> None
 
 
 @pytest.mark.parametrize("case", [*EACH_WAY, *LINEAR_WAYS], ids=str)
-@pytest.mark.usual(triton={"case": [EACH_WAY[1], EACH_WAY[3]]})
 @pytest.mark.linear
 @pytest.mark.kernels
 def test_masked_capsules_may_hold_anything(backend: Backend, op: PassOp, case: PassCase) -> None:
@@ -72,7 +70,6 @@ def test_masked_capsules_may_hold_anything(backend: Backend, op: PassOp, case: P
 
 @pytest.mark.parametrize("empty", Shape._fields)
 @pytest.mark.parametrize("case", [LINEAR, EVERYTHING, normalized(EVERYTHING, "in"), SHARED, *LINEAR_WAYS], ids=str)
-@pytest.mark.usual(triton={"case": [EVERYTHING]})
 @pytest.mark.linear
 @pytest.mark.kernels
 def test_empty_sizes(backend: Backend, op: PassOp, empty: str, case: PassCase) -> None:
@@ -87,7 +84,6 @@ def test_empty_sizes(backend: Backend, op: PassOp, empty: str, case: PassCase) -
 
 @pytest.mark.parametrize("leaky", [False, True])
 @pytest.mark.parametrize("case", [*EACH_WAY[:2], *LINEAR_WAYS], ids=str)
-@pytest.mark.usual(triton={"case": EACH_WAY[:2]})
 @pytest.mark.linear
 @pytest.mark.kernels
 def test_masks_that_leave_nothing(backend: Backend, op: PassOp, case: PassCase, leaky: bool) -> None:
@@ -104,7 +100,6 @@ def test_masks_that_leave_nothing(backend: Backend, op: PassOp, case: PassCase, 
                 assert not bool(value.any()), name
 
 
-@pytest.mark.usual(triton={"backend": []})
 def test_huge_logits(backend: Backend, op: PassOp) -> None:
     for how in WAYS:
         if how == "none":

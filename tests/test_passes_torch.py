@@ -29,7 +29,6 @@ pytestmark = pytest.mark.passes
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("case", [LINEAR, SHARED, *EACH_WAY[:3]], ids=str)
 @pytest.mark.fused
-@pytest.mark.usual(triton={"case": [EVERYTHING], "grad": [True]})
 @pytest.mark.linear
 def test_opcheck_forward(backend: Backend, op: PassOp, case: PassCase, grad: bool) -> None:
     if op.name == "routing_pass" and case is SHARED:
@@ -42,7 +41,6 @@ def test_opcheck_forward(backend: Backend, op: PassOp, case: PassCase, grad: boo
 @pytest.mark.rows(3, triton=1)
 @pytest.mark.parametrize("case", [LINEAR, *EACH_WAY], ids=str)
 @pytest.mark.fused
-@pytest.mark.usual(triton={"backend": []})
 @pytest.mark.linear
 def test_opcheck_backward(backend: Backend, op: PassOp, case: PassCase) -> None:
     problem = op.make(SMALL, case, torch.float32, backend.device)
@@ -52,7 +50,6 @@ def test_opcheck_backward(backend: Backend, op: PassOp, case: PassCase) -> None:
 
 @pytest.mark.parametrize("case", EACH_WAY, ids=str)
 @pytest.mark.fused
-@pytest.mark.usual(triton={"case": EACH_WAY[1:2]})
 def test_fakes_promise_what_the_kernels_return(backend: Backend, op: PassOp, case: PassCase) -> None:
     for empty in (None, "I") if backend.emulated else (None, *Shape._fields):
         problem = op.make(SMALL._replace(**({empty: 0} if empty else {})), case, torch.bfloat16, backend.device)
@@ -70,9 +67,8 @@ def test_fakes_promise_what_the_kernels_return(backend: Backend, op: PassOp, cas
                 ), (empty, name)
 
 
-@pytest.mark.rows(2, triton=0)
+@pytest.mark.rows(2, triton=0, reference=0)
 @pytest.mark.parametrize("case", [SHARED, EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
-@pytest.mark.usual(triton={"backend": []}, reference={"backend": []})
 def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: PassOp, case: PassCase) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -97,7 +93,6 @@ def test_compiles_to_one_graph_for_all_batches(backend: Backend, op: PassOp, cas
 
 
 @pytest.mark.fused
-@pytest.mark.usual(triton={"backend": []})
 @pytest.mark.linear
 def test_export_with_any_batch_size(backend: Backend) -> None:
     class Routing(torch.nn.Module):
@@ -113,7 +108,6 @@ def test_export_with_any_batch_size(backend: Backend) -> None:
         torch.testing.assert_close(program.module()(u, weight), Routing()(u, weight))
 
 
-@pytest.mark.usual(triton={"backend": []})
 def test_vmap_and_func_grad(backend: Backend, op: PassOp) -> None:
     problem = op.make(SMALL, PassCase(query=True, precision=True), torch.float32, backend.device)
 

@@ -49,7 +49,6 @@ def make(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usual(triton={"case": [LOADED, QUADRATIC, EVERYTHING]})
 @pytest.mark.against_reference
 def test_every_case(backend: Backend, case: Case | PassCase) -> None:
     for shape, poses in (((17, 3, 3, 8, 4), 2),) if backend.emulated else (SHAPES[0], SHAPES[1]):
@@ -58,14 +57,12 @@ def test_every_case(backend: Backend, case: Case | PassCase) -> None:
 
 @pytest.mark.parametrize(("shape", "poses"), SHAPES, ids=str)
 @pytest.mark.parametrize("case", [LOADED, EVERYTHING], ids=str)
-@pytest.mark.usual(triton={"backend": []})
 @pytest.mark.against_reference
 def test_every_shape(backend: Backend, shape: tuple[int, ...], poses: int, case: Case | PassCase) -> None:
     check(make(shape, poses, case, backend.widest, backend.device), backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.usual(triton={"dtype": [torch.bfloat16]})
 @pytest.mark.against_reference
 def test_sixteen_bits(backend: Backend, dtype: torch.dtype) -> None:
     check(make((17, 4, 3, 8, 4), 2, EVERYTHING, dtype, backend.device), backend)
@@ -93,7 +90,6 @@ def test_they_are_vectors_with_a_block_diagonal_weight(backend: Backend, case: C
 
 
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
-@pytest.mark.usual(triton={"layout": ["transposed"]})
 def test_strides_do_not_matter(backend: Backend, layout: str) -> None:
     shape = (9, 3, 2, 6, 3) if backend.emulated else (18, 7, 4, 6, 3)
     problem = make(shape, 2, EVERYTHING, backend.widest, backend.device)

@@ -60,7 +60,6 @@ def make(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usual(triton={"case": [LOADED, QUADRATIC, EVERYTHING]})
 @pytest.mark.against_reference
 def test_every_case(backend: Backend, case: Case | PassCase) -> None:
     # More than half a tile of positions, and less: kernels of half the width.
@@ -70,21 +69,18 @@ def test_every_case(backend: Backend, case: Case | PassCase) -> None:
 
 @pytest.mark.parametrize(("shape", "spatial"), SHAPES, ids=str)
 @pytest.mark.parametrize("case", [LOADED, EVERYTHING], ids=str)
-@pytest.mark.usual(triton={"backend": []})
 @pytest.mark.against_reference
 def test_every_shape(backend: Backend, shape: tuple[int, ...], spatial: tuple[int, ...], case: Case | PassCase) -> None:
     check(make(shape, spatial, case, backend.widest, backend.device), backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.usual(triton={"dtype": [torch.bfloat16]})
 @pytest.mark.against_reference
 def test_sixteen_bits(backend: Backend, dtype: torch.dtype) -> None:
     check(make((2, 3, 3, 4, 1), (17,), EVERYTHING, dtype, backend.device), backend)
 
 
 @pytest.mark.parametrize("case", [LOADED, LOADED_OUT, EVERYTHING, normalized(EVERYTHING, "in")], ids=str)
-@pytest.mark.usual(triton={"case": [LOADED]})
 def test_every_position_is_a_sample(backend: Backend, case: Case | PassCase) -> None:
     """The same numbers without positions, from a batch that has them as samples."""
     shape = (2, 2, 2, 3, 1) if backend.emulated else (2, 4, 3, 6, 1)
@@ -114,7 +110,6 @@ def test_every_position_is_a_sample(backend: Backend, case: Case | PassCase) -> 
 
 @pytest.mark.parametrize("spatial", [(1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("J", [1, 3])
-@pytest.mark.usual(triton={"spatial": [(1, 1)], "J": [3]})
 def test_a_single_position_is_routed_as_votes_without(backend: Backend, spatial: tuple[int, ...], J: int) -> None:
     draw = torch.Generator().manual_seed(0)
     votes = torch.randn(2, 5, J, 4, generator=draw).to(backend.device)
@@ -131,7 +126,6 @@ def test_a_single_position_is_routed_as_votes_without(backend: Backend, spatial:
 
 
 @pytest.mark.parametrize("layout", ["sliced", "transposed", "channels last"])
-@pytest.mark.usual(triton={"layout": ["channels last"]})
 def test_strides_do_not_matter(backend: Backend, layout: str) -> None:
     shape = (2, 2, 2, 3, 1) if backend.emulated else (2, 4, 3, 6, 1)
     problem = make(shape, (3, 7), EVERYTHING, backend.widest, backend.device)
@@ -146,7 +140,6 @@ def test_strides_do_not_matter(backend: Backend, layout: str) -> None:
         assert_close(value, wanted[name])
 
 
-@pytest.mark.usual(triton={"backend": []})
 def test_what_a_masked_capsule_holds_plays_no_part(backend: Backend) -> None:
     for case in (LOADED, EVERYTHING):
         problem = make((2, 5, 3, 6, 1), (4, 5), case, backend.widest, backend.device)
@@ -157,7 +150,6 @@ def test_what_a_masked_capsule_holds_plays_no_part(backend: Backend) -> None:
             assert_close(value, wanted[name])
 
 
-@pytest.mark.usual(triton={"backend": []})
 def test_nan_stays_at_its_position(backend: Backend) -> None:
     for case in (replace(LOADED, mask=False), replace(EVERYTHING, mask=False)):
         problem = make((2, 5, 3, 6, 1), (4, 5), case, backend.widest, backend.device)
@@ -196,7 +188,6 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend) -> None:
 @pytest.mark.fused
 @pytest.mark.parametrize("spatial", [(3, 6), (1,)], ids=str)
 @pytest.mark.parametrize("case", [PLAIN, EVERYTHING], ids=str)
-@pytest.mark.usual(triton={"case": [EVERYTHING], "spatial": [(3, 6)]})
 def test_compiled(backend: Backend, case: Case | PassCase, spatial: tuple[int, ...]) -> None:
     problem = make((2, 3, 3, 4, 1), spatial, case, backend.widest, backend.device)
 
@@ -220,7 +211,6 @@ def test_a_size_that_only_the_run_knows() -> None:
 
 
 @pytest.mark.fused
-@pytest.mark.usual(triton={"backend": []})
 def test_ops_take_a_single_position(backend: Backend) -> None:
     """As a graph asks for that was traced with more. The functions do without its axis."""
     votes = torch.randn(2, 3, 3, 4, 6, device=backend.device)

@@ -50,12 +50,11 @@ SHAPES = (
 )
 
 
-@pytest.mark.rows(triton=5)
+@pytest.mark.rows(triton=(5, 40))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.of_the_weight(case=[Case(shared=True)])
 @pytest.mark.emulated(route_votes={"case": COMBINED})
-@pytest.mark.usual(triton={"case": [*COMBINED[1:13:3], *COMBINED[13:]]})
 @pytest.mark.against_reference
 def test_every_option(backend: Backend, op: Op, case: Case, dtype: torch.dtype) -> None:
     # Batches of 5 and 19: kernels have one way for few samples and one for many.
@@ -64,12 +63,11 @@ def test_every_option(backend: Backend, op: Op, case: Case, dtype: torch.dtype) 
         check(op.make(shape, case, dtype, backend.device), backend)
 
 
-@pytest.mark.rows(12, triton=2)
+@pytest.mark.rows(12, triton=(2, 12))
 @pytest.mark.shapes(*SHAPES)
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(shared=True)], ids=str)
 @pytest.mark.of_the_weight(case=[Case(shared=True)])
 @pytest.mark.emulated(shape=EMULATED)
-@pytest.mark.usual(triton={"case": [LOADED_OUT]})
 @pytest.mark.against_reference
 def test_every_shape(backend: Backend, op: Op, shape: Shape, case: Case) -> None:
     check(op.make(shape, case, torch.float32, backend.device), backend)
@@ -99,7 +97,6 @@ def test_every_shape_in_float64(backend: Backend, op: Op, shape: Shape) -> None:
 @pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True, gradient="last"), LOADED_OUT], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.emulated(dtype=[torch.bfloat16], case=[LOADED, Case(shared=True, gradient="last"), LOADED_OUT])
-@pytest.mark.usual(triton={"case": [LOADED_OUT]})
 @pytest.mark.against_reference
 def test_sixteen_bits(backend: Backend, op: Op, shape: Shape, case: Case, dtype: torch.dtype) -> None:
     got = check(op.make(shape, case, dtype, backend.device), backend)
@@ -162,7 +159,6 @@ def test_gradients_are_the_finite_differences(backend: Backend, op: Op, case: Ca
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
 @pytest.mark.shapes((5, 11, 4, 6, 3), (17, 9, 3, 16, 8), (17, 3, 4, 5, 3))
 @pytest.mark.emulated(shape=[(17, 3, 4, 5, 3)], case=[LOADED, LOADED_OUT])
-@pytest.mark.usual(triton={"layout": ["transposed"], "case": [LOADED]})
 @pytest.mark.against_reference
 def test_strides_do_not_matter(
     backend: Backend, op: Op, shape: Shape, layout: str, dtype: torch.dtype, case: Case
@@ -178,7 +174,6 @@ SUBSETS = (("poses",), ("weight",), ("logits",), ("bias",), ("poses", "bias"), (
 @pytest.mark.parametrize("softmax", ["out", "in"])
 @pytest.mark.parametrize("B", [2, 17])
 @pytest.mark.emulated(B=[2], softmax=["out"], route_votes={"softmax": ["in"]})
-@pytest.mark.usual(triton={"need": [("poses",), ("weight",), ("logits",), ("poses", "bias")]})
 def test_only_some_inputs_need_a_gradient(
     backend: Backend, op: Op, B: int, softmax: str, need: tuple[str, ...]
 ) -> None:
@@ -339,7 +334,6 @@ def test_huge_capsules_saturate_and_stay_finite(backend: Backend, op: Op, softma
 @pytest.mark.parametrize("zero", ["poses", "weight"])
 @pytest.mark.parametrize("B", [3, 17])
 @pytest.mark.emulated(B=[3], zero=["poses"])
-@pytest.mark.usual(triton={"squash": ["paper", "exp", "unit"]})
 def test_zero_vectors_have_finite_gradients(backend: Backend, op: Op, B: int, zero: str, squash: str) -> None:
     problem = op.make(Shape(B, 9, 4, 16, 8), Case(squash=squash), torch.float32, backend.device)
     problem.inputs[op.poses if zero == "poses" else op.tensors[-1]].zero_()

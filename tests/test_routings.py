@@ -187,7 +187,6 @@ def test_sixteen_bits(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.rows(3)
 @each_case
-@pytest.mark.usual(options=[{}])
 def test_compiles_without_a_graph_break(name: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     layer = layer_of(name, torch.float32, **options)

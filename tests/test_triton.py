@@ -96,7 +96,6 @@ def test_rows_of_no_sample_have_no_part_in_sums_over_samples(how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("I", [250, 1200])
-@pytest.mark.usual(I=[250])
 def test_sums_over_many_input_capsules_do_not_drift(tensor_cores: None, I: int) -> None:
     problem = make((1, I, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
     plain = errors(problem, "reference")
@@ -112,6 +111,7 @@ def test_a_large_coupling_does_not_take_digits_from_the_others() -> None:
     assert errors(problem, "triton")["dlogits"] < 1.5e-6
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("second", [False, True])
 def test_a_saturated_softmax_over_the_input_capsules_in_a_pass(second: bool) -> None:
     """Where one coupling is nearly 1 the gradients of all logits nearly vanish, as they do with einsum. Rounding them
@@ -169,6 +169,7 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, mo
     assert len(ways) == (2 if case.gradient == "last" else 4)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("common", [False, True], ids=["u", "votes of all outputs"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_over_groups_of_outputs_are_rounded_once(dtype: torch.dtype, common: bool) -> None:
@@ -214,6 +215,7 @@ def test_tiles_outside_have_no_part_in_sums_over_outputs(how: str) -> None:
     gradients(first, [u, weight, query, center, torch.rand(3, 2)])
 
 
+@pytest.mark.slow
 def test_tiles_outside_do_not_overflow() -> None:
     """Their logits would be 0 where those of all outputs are less than exp() can hold the inverse of."""
 
@@ -306,6 +308,7 @@ ACCUMULATE, MOMENTS, SUMS, GRADIENT = (
 )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("case", "J", "kernels"),
     [
@@ -344,6 +347,7 @@ BACK = [f"{SUMS} out", "update_gradient_kernel"]
 BACK_IN_GROUPS = ["row_norm_kernel", f"{SUMS} row_norm", "update_gradient_kernel"]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("case", "J", "kernels"),
     [
@@ -393,6 +397,7 @@ def test_the_coupling_is_written_by_the_last_iteration(
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("how", ["out", "in"])
 @pytest.mark.parametrize("op", ["dynamic_routing", "routing_pass"])
 def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,6 @@ def group_is_gone(process: subprocess.Popen[str], seconds: float = 30) -> bool:
 @pytest.mark.parametrize(
     "more", [["--workers", "2"], pytest.param(["--devices", "2", "--strategy", "ddp"], marks=pytest.mark.slow)]
 )
-@pytest.mark.usual(more=[["--workers", "2"]])
 def test_ctrl_c_of_a_terminal_ends_all_processes(images: Path, tmp_path: Path, more: list[str]) -> None:
     """Lines come while it runs; the signal goes to all processes, and the first one alone reports."""
     options = ["--data", str(images), *SMALL, "--epochs", "100000", "--accelerator", "cpu", "--out", str(tmp_path)]

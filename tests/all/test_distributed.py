@@ -99,7 +99,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.usual(launcher=["torchrun"])
 def test_training_in_two_processes_equals_one(alone: Path, tmp_path: Path, launcher: str) -> None:
     """The same images in the same steps, moved alike: weights, loss and test results agree."""
     one = json.loads((alone / "record.json").read_text())

@@ -78,9 +78,6 @@ def assert_replays(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("case", support_problems.CASES, ids=str)
-@pytest.mark.usual(
-    case=[*support_problems.SINGLE[:3], *support_problems.COMBINED[-5:], Case(gradient="last"), Case(shared=True)]
-)
 def test_a_replay_is_the_ordinary_call(case: Case) -> None:
     assert_replays(make(SHAPE, case, dtype=torch.float32))
 
@@ -91,7 +88,6 @@ def test_a_replay_of_votes_is_the_ordinary_call(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", support_passes.CASES, ids=str)
-@pytest.mark.usual(case=[*support_passes.CASES[:3], *support_passes.CASES[-4:], support_passes.QUADRATIC])
 def test_a_replay_of_a_pass_is_the_ordinary_call(case: PassCase) -> None:
     assert_replays(support_passes.make(SHAPE, case, dtype=torch.float32))
 
@@ -130,7 +126,6 @@ def test_what_torch_made_is_freed_after_its_last_use() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.usual(layout=["transposed"])
 def test_other_dtypes_and_strides(case: Case | PassCase, dtype: torch.dtype, layout: str) -> None:
     assert_replays(make_either((18, 3, 4, 6, 3), case, dtype).laid_out(layout))
 

@@ -45,7 +45,7 @@ class Backend:
     passes alone, those of passes.PassCase.linear.
     max_work: the largest Shape.work the tests give it, so that an emulated backend runs the same tests on their smaller
     shapes.
-    rows: how many rows of a test's table the first tier gives it.
+    rows: how many rows of a test's table the first tier gives it, and the second; None: all.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Backend:
     max_work: int = 10**9
     prefix: str = ""
     linear: bool = False
-    rows: int = ROWS
+    rows: tuple[int, int | None] = (ROWS, None)
 
     @property
     def emulated(self) -> bool:
@@ -79,13 +79,15 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = (
     Backend("reference", "cpu", ALL_DTYPES, fused=False),
     Backend("cpp", "cpu", ALL_DTYPES, fused=True),
-    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=15_000, prefix="triton_", rows=1)
+    Backend("triton", "cpu", TRITON_DTYPES, fused=True, max_work=15_000, prefix="triton_", rows=(1, 4))
     if toolchain.interpreting()
     else Backend("triton", "cuda", TRITON_DTYPES, fused=True, prefix="triton_"),
     Backend("cuda", "cuda", ALL_DTYPES, fused=True, linear=True),
 )
 # The CUDA kernels run by the emulator: nobody's backend but the tests'.
-EMULATED = Backend("emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_", linear=True, rows=6)
+EMULATED = Backend(
+    "emulated", "cpu", ALL_DTYPES, fused=True, max_work=20_000, prefix="emulated_", linear=True, rows=(6, None)
+)
 
 
 def named(name: str) -> Backend:
