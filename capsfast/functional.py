@@ -1,5 +1,6 @@
 """Public functions: check the arguments, then call the op."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -138,6 +139,8 @@ def dynamic_routing(
     v, c = _dynamic_routing.call(
         u, weight, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
     )
+    if share_batch_logits:
+        _warn_of_shared_logits()
     return (v, c) if return_coupling else v
 
 
@@ -191,6 +194,18 @@ def route_votes(
     v, c = _route_votes.call(
         votes, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
     )
+    if share_batch_logits:
+        _warn_of_shared_logits()
     if return_coupling:
         return positions.restore(v, spatial), positions.restore(c, spatial)
     return positions.restore(v, spatial)
+
+
+def _warn_of_shared_logits() -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            "capsfast: share_batch_logits averages the routing logits over the batch, so a sample's "
+            "result depends on the others; kept to reproduce older models, accuracy falls at small batches",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -145,7 +145,7 @@ def test_mind() -> None:
     found = layer(u, LENGTHS)
     S, drawn_logits = layer.W[0, 0], layer.logits
     for n, length in enumerate(LENGTHS.tolist()):
-        count = max(1, min(J, int(math.log2(length)) if length else 0))
+        count = max(1, min(J, int(math.log2(length)))) if length else 0
         assert found.mask[n].tolist() == [True] * count + [False] * (J - count)
         b = [[drawn_logits[i, j] for j in range(count)] for i in range(length)]
         v = [torch.zeros(D, dtype=torch.float64)] * count
@@ -214,7 +214,7 @@ def test_the_number_of_interests(rule: str, function: Any) -> None:
     lengths = torch.arange(0, 70)
     layer = InterestCapsules(5, K, D, initial_logits="zero", count=rule)
     found = layer(torch.randn(70, 70, K), lengths)
-    wanted = [max(1, min(5, function(math.log2(n)))) if n else 1 for n in lengths.tolist()]
+    wanted = [max(1, min(5, function(math.log2(n)))) if n else 0 for n in lengths.tolist()]
     assert found.mask.sum(1).tolist() == wanted
     assert not found.vectors[~found.mask].any()
 
@@ -223,7 +223,7 @@ def test_the_number_of_interests(rule: str, function: Any) -> None:
 def test_more_interests_than_an_integer_has_bits(rule: str) -> None:
     layer = InterestCapsules(70, 2, 2, initial_logits="zero", weight="output", count=rule)
     found = layer(torch.randn(3, 33, 2), torch.tensor([3, 0, 33]))
-    assert found.mask.sum(1).tolist() == ([1, 1, 5] if rule == "floor" else [2, 1, 6])
+    assert found.mask.sum(1).tolist() == ([1, 0, 5] if rule == "floor" else [2, 0, 6])
     assert bool((found.mask.int().diff(dim=1) <= 0).all())
 
 
@@ -265,13 +265,27 @@ def test_traced_histories(history: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"weight": "position"}, {"squash_power": 0.5}, {"projection": "relu"}, {"softmax": "in"}]
+    "options",
+    [
+        {},
+        {"count": "floor"},
+        {"weight": "position"},
+        {"squash_power": 0.5},
+        {"projection": "relu"},
+        {"softmax": "in"},
+        {"softmax": "in", "mask_after": True},
+    ],
 )
 def test_users_without_behaviours(options: dict[str, Any]) -> None:
     layer = made(**options)
-    u = torch.full((3, I, K), torch.nan, dtype=torch.float64).requires_grad_()
-    v = layer(u, torch.zeros(3, dtype=torch.int64)).vectors
-    assert not v.any()
+    # Behind the softmax a mask leaves masked behaviours their share, so that what they hold counts.
+    held = 1.0 if "mask_after" in options else torch.nan
+    u = torch.full((3, I, K), held, dtype=torch.float64).requires_grad_()
+    v, mask = layer(u, torch.zeros(3, dtype=torch.int64))
+    assert not v.any() and not mask.any()
+    items = torch.randn(3, D, dtype=torch.float64)
+    assert bool(torch.isneginf(interest_scores(v, items, mask)).all())
+    v = v + LabelAwareAttention(math.inf)(v, items, mask)[:, None]
     v.sum().backward()
     assert bool(u.grad.isfinite().all())  # type: ignore[union-attr]
     assert all(bool(each.grad.isfinite().all()) for each in layer.parameters() if each.grad is not None)

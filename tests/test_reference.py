@@ -127,6 +127,16 @@ def test_the_fused_formulas_give_the_same(num_iterations: int, gradient: str) ->
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
+def test_sixteen_bits_are_rounded_once(op: str, dtype: torch.dtype) -> None:
+    """As by the fused kernels, sums are those of float32."""
+    problem = make(Shape(4, 50, 6, 8, 5), Case(num_iterations=7, logits="IJ", bias=True), op, dtype)
+    wide = run(problem.to(torch.float32), "reference")
+    for name, value in run(problem, "reference").items():
+        assert value.dtype == dtype and torch.equal(value, wide[name].to(dtype)), name
+
+
 def test_the_first_iteration_is_the_mean_of_the_votes() -> None:
     problem = make(SHAPE, Case(num_iterations=1))
     got = run(problem, "reference", need=())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..ops import dynamic_routing, route_votes, routing_pass, votes_pass
+from ..ops import _pass, _routing, dynamic_routing, route_votes, routing_pass, votes_pass
 from ..ops._register import PREFIX, Contract
 from ..options import Options, PassOptions
 from ..precision import wide_dtype
@@ -56,54 +56,39 @@ def _no_backward(contract: Contract) -> Callable[..., Any]:
     return raise_error
 
 
-def _wide(value: Tensor | None, anchor: Tensor) -> Tensor | None:
-    return value.to(wide_dtype(anchor.dtype)) if value is not None and value.is_floating_point() else value
-
-
 def _options(given: tuple[Any, ...]) -> Options:
     return Options.from_op(*given)._replace(gradient="full")  # a detach() is no op of other runtimes
 
 
 def _dynamic_routing(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    parameters, options, return_coupling = rest[:4], _options(rest[4:10]), rest[-1]
-    arguments: list[Any] = [*(_wide(value, u) for value in (u, weight, *parameters)), options]
-    return _routed(reference_dynamic_routing(*arguments), u, return_coupling)
+    found = _routing.run_reference(reference_dynamic_routing, (u, weight), rest[:4], _options(rest[4:10]), False)
+    return _routed(found, u, rest[-1])
 
 
 def _route_votes(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    parameters, J, options, return_coupling = rest[:4], rest[4], _options(rest[5:11]), rest[-1]
-    arguments: list[Any] = [*(_wide(value, votes) for value in (votes, *parameters)), options, False, J]
-    return _routed(reference_route_votes(*arguments), votes, return_coupling)
+    J, options = rest[4], _options(rest[5:11])
+    found = _routing.run_reference(reference_route_votes, (votes,), rest[:4], options, False, J)
+    return _routed(found, votes, rest[-1])
 
 
 def _routed(found: tuple[Tensor, Tensor], anchor: Tensor, return_coupling: bool) -> tuple[Tensor, ...]:
-    v, c = (value.to(anchor.dtype) for value in found)
-    empty = found[0].new_empty(0)
-    return v, c if return_coupling else empty.to(anchor.dtype), empty, empty
+    v, c = found
+    empty = v.new_empty(0)
+    wide = empty.to(wide_dtype(anchor.dtype))
+    return v, c if return_coupling else empty, wide, wide
 
 
 def _routing_pass(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     parameters, options = PassParameters(*rest[:9]), PassOptions(*rest[9:12])
-    wide = wide_dtype(u.dtype)
-    found = reference_routing_pass(u.to(wide), weight.to(wide), parameters, weight.shape[1], options)
-    return _moments(found, u, *rest[-2:])
+    return _with_norm(
+        _pass.run_reference(reference_routing_pass, (u, weight), parameters, weight.shape[1], options, *rest[-2:])
+    )
 
 
 def _votes_pass(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     parameters, J, options = PassParameters(*rest[:9]), rest[9], PassOptions(*rest[10:13])
-    return _moments(reference_votes_pass(votes, parameters, J, options), votes, *rest[-2:])
+    return _with_norm(_pass.run_reference(reference_votes_pass, (votes,), parameters, J, options, *rest[-2:]))
 
 
-def _moments(
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], anchor: Tensor, weights: bool, lse: bool
-) -> tuple[Tensor, ...]:
-    mass, first, second, r, log_sum = found
-    empty = mass.new_empty(0)
-    return (
-        mass,
-        first,
-        second,
-        r.to(anchor.dtype) if weights else empty.to(anchor.dtype),
-        log_sum if lse and log_sum is not None else empty,
-        empty,
-    )
+def _with_norm(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return *found, found[0].new_empty(0)

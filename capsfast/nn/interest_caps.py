@@ -19,7 +19,10 @@ PROJECTIONS = (None, "linear", "relu")
 
 
 class Interests(NamedTuple):
-    """vectors ``[B, J, D]``, and mask ``[B, J]``, bool: which of them the user has. The others are 0."""
+    """vectors ``[B, J, D]``, and mask ``[B, J]``, bool: which of them the user has. The others are 0.
+
+    A user without behaviours has none.
+    """
 
     vectors: Tensor
     mask: Tensor
@@ -60,8 +63,8 @@ class InterestCapsules(Layer):
             ``"half"`` and ``"eps_outside"``. With one other than 1, ``n + eps`` stands for n.
         squash, eps: see :func:`capsfast.squash`.
         gradient: ``"full"``, or ``"last"``: the agreement counts as constant.
-        count: how many interests a user has: None, J; ``"floor"`` or ``"ceil"`` of ``max(1, min(J, log2(length)))``
-            (MIND).
+        count: how many interests a user with behaviours has: None, J; ``"floor"`` or ``"ceil"`` of
+            ``max(1, min(J, log2(length)))`` (MIND).
         projection: a linear map after the routing, ``"relu"`` with a ReLU behind it.
         init_std: W starts as a normal distribution of this deviation, cut at two deviations; by default ``K**-0.5``.
         backend: see :func:`capsfast.dynamic_routing`.
@@ -181,9 +184,9 @@ class InterestCapsules(Layer):
     ) -> Interests:
         """Interests of the users.
 
-        At most one of lengths, mask and offsets is given; with none all behaviours count. The interests of a user
-        without behaviours are 0; with ``count`` there is one of them, else there are as many as other users have.
-        Numbers that are out of range are seen on the CPU, where a look at them is cheap, and while nothing is traced.
+        At most one of lengths, mask and offsets is given; with none all behaviours count. A user without behaviours has
+        no interest, whatever ``count`` and interests say: vectors of 0, and False in the mask. Numbers that
+        are out of range are seen on the CPU, where a look at them is cheap, and while nothing is traced.
 
         Args:
             behaviours: ``[B, I, K]``, with offsets ``[N, K]``.
@@ -215,7 +218,7 @@ class InterestCapsules(Layer):
             raise ValueError(f"{op}: behaviours must be at most max_length={self.max_length}, got {I}")
         checks.parameters(op, "behaviours", behaviours, (B, I, J, self.out_dim), {"mask": mask, "logits": logits})
         number = behaviours.new_full((B,), I, dtype=torch.int64) if mask is None else mask.sum(1)
-        there = self._there(op, number, interests, behaviours)
+        there = self._there(op, number, interests, behaviours) & (number > 0)[:, None]
         start = self._start(behaviours, B, I, generator) if logits is None else logits
         W = self.W[:I] if self.weight == "position" else self.W
         # Where all interests are there, the kernels need not know.
@@ -224,7 +227,7 @@ class InterestCapsules(Layer):
         if self.projection is not None:
             v = self.projection(v)
             v = v.relu() if self.relu else v
-            v = v.masked_fill(~(there & (number > 0)[:, None])[..., None], 0.0)
+            v = v.masked_fill(~there[..., None], 0.0)
         return Interests(v, there)
 
     def _there(self, op: str, number: Tensor, interests: Tensor | None, behaviours: Tensor) -> Tensor:

@@ -8,16 +8,17 @@ As elsewhere, u is ``[B, I, P K]`` and the weight ``[I or 1, J, R, K]``, with P 
 """
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..options import Options
-from ..precision import wide_dtype
 from ..reference.coupling import coupling_coefficients
 from ..reference.squash import squash
-from ._glue import as_under_autocast
+from ._glue import in_wide_dtype
 from ._product import poses
+from ._routing import BOTH
 
 
 def serves(mask: Tensor | None, out_mask: Tensor | None, softmax: str) -> bool:
@@ -38,19 +39,16 @@ def dynamic_routing(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """``v [B, J, P R]`` and the last coupling ``c [B, I, J]``, in the dtype of u. Sums are in float32 or float64."""
-    (u, weight), no_autocast = as_under_autocast((u, weight))
-    with no_autocast:
-        return _route(u, weight, logits, bias, mask, options)
+    v, c = in_wide_dtype(partial(_route, options), (u, weight), (logits, bias, mask), BOTH)
+    return v, c
 
 
 def _route(
-    u: Tensor, weight: Tensor, logits: Tensor | None, bias: Tensor | None, mask: Tensor | None, options: Options
+    options: Options, u: Tensor, weight: Tensor, logits: Tensor | None, bias: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    dtype, wide = u.dtype, wide_dtype(u.dtype)
     B, I, _ = u.shape
     J = weight.shape[1]
     count = max(B, 1)  # nothing is the mean of no samples
-    u, weight = u.to(wide), weight.to(wide)
     if mask is not None:
         # What a masked capsule holds (NaN, say) must not reach dW, nor its weight the sums.
         u = u.masked_fill(~mask[:, :, None], 0.0)
@@ -58,7 +56,7 @@ def _route(
             weight = weight.masked_fill(~mask.any(0)[:, None, None, None], 0.0)
     # A single row for a single input capsule is its own.
     product = _Shared(u, weight) if weight.shape[0] != I else _Own(u, weight)
-    prior = u.new_zeros(I, J) if logits is None else logits.to(wide)
+    prior = u.new_zeros(I, J) if logits is None else logits
     if prior.dim() == 3:
         prior = prior.sum(0) / count
 
@@ -69,7 +67,7 @@ def _route(
             c = coupling_coefficients((prior + agreement)[None], None, options.softmax, options.leaky)[0]
             s = product.weighted_sums(c)
             if bias is not None:
-                s = s + bias.to(wide)
+                s = s + bias
             v = squash(s, -1, options.eps, options.squash) if options.squash_last or not last else s
             if not last:
                 agreement = agreement + product.agreement(v) / count
@@ -78,7 +76,7 @@ def _route(
     coupling = c.expand(B, I, J)
     if mask is not None:
         coupling = coupling.masked_fill(~mask[:, :, None], 0.0)
-    return v.to(dtype), coupling.to(dtype)
+    return v, coupling
 
 
 class _Own:

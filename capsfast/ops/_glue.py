@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..axes import axes_of
+from ..precision import wide_dtype
 
 if TYPE_CHECKING:
     from ._register import Contract
@@ -35,6 +36,26 @@ def as_under_autocast(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], 
     low = torch.get_autocast_dtype(device)
     cast = tuple(value if value.dtype == torch.float64 else value.to(low) for value in tensors)
     return cast, torch.autocast(device, enabled=False)
+
+
+def in_wide_dtype(
+    function: Callable[..., Sequence[Tensor]],
+    inputs: tuple[Tensor, ...],
+    parameters: Sequence[Tensor | None],
+    narrow: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """``function(*inputs, *parameters)`` as an op computes: 16-bit tensors become float32 before any sum.
+
+    narrow: which results get the dtype of the inputs back. As with ops, autocast casts the inputs alone.
+    """
+    inputs, no_autocast = as_under_autocast(inputs)
+    dtype = inputs[0].dtype
+    wide = wide_dtype(dtype)
+    given = (
+        value.to(wide) if value is not None and value.is_floating_point() else value for value in (*inputs, *parameters)
+    )
+    with no_autocast:
+        return tuple(value.to(dtype) if n in narrow else value for n, value in enumerate(function(*given)))
 
 
 def fake_gradients(tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> tuple[Tensor, ...]:

@@ -11,12 +11,14 @@ from .. import toolchain
 from ..options import PassOptions
 from ..precision import wide_dtype
 from ..reference.votes_pass import PassParameters
-from ._glue import as_under_autocast, check_shapes
+from ._glue import check_shapes, in_wide_dtype
 from ._routing import why_not_in_cuda
 
 # The option has another name than the moment, which the backward gets too.
 OPTIONS = "str normalize, bool leaky, bool with_second"
 MOMENTS = ("mass", "first", "second", "weights", "lse_out")
+# The one result that has the dtype of the inputs.
+WEIGHTS = MOMENTS.index("weights")
 # The parts of a contract in which routing_pass and votes_pass agree.
 SHARED: dict[str, Any] = {
     "parameters": PassParameters._fields[:-2],
@@ -62,23 +64,22 @@ def why_not_fused(
 def run_reference(
     definition: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]],
     tensors: tuple[Tensor, ...],
-    rest: tuple[Any, ...],
+    parameters: PassParameters,
+    J: int,
+    options: PassOptions,
     weights: bool,
     lse: bool,
 ) -> tuple[Tensor, ...]:
-    """What the ops return, without norm, from the definition. As with the ops, autocast is of the tensors alone."""
-    tensors, no_autocast = as_under_autocast(tensors)
-    with no_autocast:
-        mass, first, second, r, log_sum = definition(*tensors, *rest)
-    dtype = tensors[0].dtype
-    empty = mass.new_empty(0)
-    return (
-        mass,
-        first,
-        second,
-        r.to(dtype) if weights else empty.to(dtype),
-        log_sum if lse and log_sum is not None else empty,
-    )
+    """What the ops return, without norm, from the definition."""
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        count = len(tensors)
+        found = definition(*given[:count], PassParameters(*given[count:]), J, options)
+        mass, first, second, r, log_sum = found
+        empty = mass.new_empty(0)
+        return mass, first, second, r if weights else empty, log_sum if lse and log_sum is not None else empty
+
+    return in_wide_dtype(run, tensors, parameters, (WEIGHTS,))
 
 
 def fake_outputs(

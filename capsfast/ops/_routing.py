@@ -1,6 +1,5 @@
 """What both routing ops share: fakes, the call of the reference, and which backend serves a call."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from .. import toolchain
 from ..options import Options
 from ..precision import wide_dtype
-from ._glue import check_shapes
+from ._glue import check_shapes, in_wide_dtype
 
 OPTIONS = "int num_iterations, str softmax, str gradient, bool leaky, str squash, float eps"
 # The parts of a contract in which dynamic_routing and route_votes agree.
@@ -22,6 +21,10 @@ SHARED: dict[str, Any] = {
     "saved": ("coupling", "s", "norm"),
     "optional": ("coupling",),
 }
+
+
+# Which results of a routing have the dtype of its inputs: v and the coupling.
+BOTH = (0, 1)
 
 
 def why_not_in_cuda(shared_outputs: bool, poses: int, positions: bool) -> str:
@@ -70,19 +73,12 @@ def run_reference(
     share_batch_logits: bool,
     *sizes: int,
 ) -> tuple[Tensor, Tensor]:
-    if share_batch_logits:
-        warn_of_shared_logits(stacklevel=5)
-    return definition(*tensors, *parameters, options, share_batch_logits, *sizes)
 
+    def run(*given: Tensor) -> tuple[Tensor, Tensor]:
+        return definition(*given, options, share_batch_logits, *sizes)
 
-def warn_of_shared_logits(stacklevel: int) -> None:
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            "capsfast: share_batch_logits averages the routing logits over the batch, so a sample's "
-            "result depends on the others; kept to reproduce older models, accuracy falls at small batches",
-            UserWarning,
-            stacklevel=stacklevel,
-        )
+    v, c = in_wide_dtype(run, tensors, parameters, BOTH)
+    return v, c
 
 
 def fake_outputs(

@@ -26,10 +26,10 @@ from ..options import Options
 from ..precision import tf32_allowed
 from ..reference.dynamic_routing import dynamic_routing as reference
 from . import _batch_logits, route_votes, shared_routing
-from ._glue import fake_gradients
+from ._glue import fake_gradients, in_wide_dtype
 from ._product import fake_sizes, poses, width
 from ._register import Contract, define
-from ._routing import OPTIONS, SHARED, fake_outputs, received, run_reference, warn_of_shared_logits, why_not_fused
+from ._routing import BOTH, OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
 from ._shared_outputs import votes
 
 NAME = "capsfast.dynamic_routing"
@@ -76,13 +76,17 @@ def call(
         if not others and shared_routing.serves(u, weight, logits, J, options, backend):
             v = shared_routing.call(u, weight, logits, mask, out_mask, J, options)
             return v, v.new_empty(0)
-        # All output capsules have the same votes, 1 / J of the others' size.
-        x = votes(u, weight, mask)
-        return route_votes.call(
-            x, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
-        )
+
+        def run(u: Tensor, weight: Tensor, logits: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            # All output capsules have the same votes, 1 / J of the others' size.
+            x = votes(u, weight, mask)
+            return route_votes.call(
+                x, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
+            )
+
+        v, c = in_wide_dtype(run, (u, weight), (logits, bias), BOTH)
+        return v, c
     if share_batch_logits and demanded(NAME, backend) is None and _batch_logits.serves(mask, out_mask, options.softmax):
-        warn_of_shared_logits(stacklevel=4)
         return _batch_logits.dynamic_routing(u, weight, logits, bias, mask, options)
     cannot = why_not_fused(u.dtype, width(u, weight), share_batch_logits, poses=poses(u, weight))
     chosen = select(

@@ -23,8 +23,8 @@ from ..precision import tf32_allowed
 from ..reference.routing_pass import routing_pass as reference
 from ..reference.votes_pass import PassParameters
 from . import votes_pass
-from ._glue import fake_gradients
-from ._pass import OPTIONS, SHARED, fake_outputs, received, run_reference, why_not_fused
+from ._glue import fake_gradients, in_wide_dtype
+from ._pass import OPTIONS, SHARED, WEIGHTS, fake_outputs, received, run_reference, why_not_fused
 from ._product import fake_sizes, poses, width
 from ._register import Contract, define
 from ._shared_outputs import votes
@@ -47,13 +47,18 @@ def call(
     The arguments were checked by the caller.
     """
     if weight.shape[1] != J:
-        # All output capsules have the same votes, 1 / J of the others' size.
-        x = votes(u, weight, parameters.mask)
-        return votes_pass.call(x, parameters, J, options, return_weights, return_lse, backend, NAME)
+
+        def run(u: Tensor, weight: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
+            wide = PassParameters(*given)
+            # All output capsules have the same votes, 1 / J of the others' size.
+            x = votes(u, weight, wide.mask)
+            return votes_pass.call(x, wide, J, options, return_weights, return_lse, backend, NAME)
+
+        return in_wide_dtype(run, (u, weight), parameters, (WEIGHTS,))
     cannot = why_not_fused(u.dtype, width(u, weight), parameters, options, poses=poses(u, weight))
     chosen = select(NAME, u.device, backend, cannot)
     if chosen == "reference":
-        return run_reference(reference, (u, weight), (parameters, J, options), return_weights, return_lse)
+        return run_reference(reference, (u, weight), parameters, J, options, return_weights, return_lse)
     tf32 = chosen != "cpp" and tf32_allowed()
     *found, _ = _ops[chosen](u, weight, *parameters, *options, tf32, return_weights, return_lse)
     return tuple(found)

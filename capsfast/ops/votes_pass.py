@@ -44,7 +44,7 @@ def call(
     )
     chosen = select(op, votes.device, backend, cannot)
     if chosen == "reference":
-        return run_reference(reference, (votes,), (parameters, J, options), return_weights, return_lse)
+        return run_reference(reference, (votes,), parameters, J, options, return_weights, return_lse)
     *found, _ = _ops[chosen](votes, *parameters, J, *options, return_weights, return_lse)
     return tuple(found)
 

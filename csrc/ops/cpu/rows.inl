@@ -113,11 +113,11 @@ struct RowsBlock : Coupling<T, L_> {
   }
 
   // Sets to[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them: in place if they are a
-  // run of T, else copied to `buffer` [L][J D]. Those of a masked capsule are zeros.
+  // run of T, else copied to `buffer` [L][J D or D]. Those of a masked capsule are zeros.
   static CAPSFAST_ONCE void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** to) {
     const View& view = p.votes;
     const int64_t J = p.shared_outputs ? 1 : p.J;
-    const int64_t size = J * p.D, n[3] = {1, J, p.D}, s[3] = {0, view.stride[2], view.stride[3]};
+    const int64_t size = p.votes_size(), n[3] = {1, J, p.D}, s[3] = {0, view.stride[2], view.stride[3]};
     const bool run = is_run<T>(view, n, s);
     for (int64_t c = 0; c < count; ++c, buffer += size) {
       const int64_t at = b * view.stride[0] + (i0 + c) * view.stride[1];

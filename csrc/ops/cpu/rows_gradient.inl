@@ -129,7 +129,7 @@ struct RowsGradient {
   static void write_votes(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block,
                           int64_t n) {
     const Problem& p = *pass.problem;
-    const int64_t i = block.i0 + n, size = (p.shared_outputs ? 1 : p.J) * p.D,
+    const int64_t i = block.i0 + n, size = p.votes_size(),
                   to = block.b * pass.dvotes.stride[0] + i * pass.dvotes.stride[1];
     const bool in_place = pass.dvotes.storage == kStorage<T>;
     T* dvotes = in_place ? static_cast<T*>(pass.dvotes.data) + to : at.row;

@@ -130,8 +130,8 @@ struct SmallBatchScratch {
   }
 };
 
-// For blocks of L input capsules. rows [L][J D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of 16
-// output capsules. scores and dc [J][L]. sum [J][vectors of D][L] and norm [J]: the sums of a chunk. second and mass:
+// For blocks of L input capsules. rows [L][J D or D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of
+// 16 output capsules. scores and dc [J][L]. sum [J][vectors of D][L] and norm [J]: the sums of a chunk. second and mass:
 // as sum and norm. activation, lse and dlse [L].
 template <class T>
 struct RowsAccumulateScratch {
@@ -141,7 +141,7 @@ struct RowsAccumulateScratch {
   RowsAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, sums = p.J * ((p.D + L - 1) / L * L);
-    rows = carve.take(plan.gather_rows ? L * p.J * p.D : 0);
+    rows = carve.take(plan.gather_rows ? L * p.votes_size() : 0);
     part = carve.take(16 * L * L);
     scores = carve.take(p.J * L);
     dc = carve.take(p.J * L);
@@ -156,8 +156,8 @@ struct RowsAccumulateScratch {
   }
 };
 
-// rows and part as above. c and db [iterations][J][L]. row [J D]: dvotes before they are converted to another dtype, or
-// added up over shared outputs. activation, lse and dlse [L].
+// rows and part as above. c and db [iterations][J][L]. row [J D or D]: dvotes before they are converted to another
+// dtype. activation, lse and dlse [L].
 template <class T>
 struct RowsGradientScratch {
   T *rows, *part, *c, *db, *row, *activation, *lse, *dlse;
@@ -166,11 +166,11 @@ struct RowsGradientScratch {
   RowsGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L;
-    rows = carve.take(plan.gather_rows ? L * p.J * p.D : 0);
+    rows = carve.take(plan.gather_rows ? L * p.votes_size() : 0);
     part = carve.take(16 * L * L);
     c = carve.take(iterations * p.J * L);
     db = carve.take(iterations * p.J * L);
-    row = carve.take(p.J * p.D);
+    row = carve.take(p.votes_size());
     activation = carve.take(p.moments ? L : 0);
     lse = carve.take(p.moments ? L : 0);
     dlse = carve.take(p.moments ? L : 0);
