@@ -17,6 +17,7 @@ pytest.importorskip("sklearn")
 
 
 from capsfast import train
+from capsfast._install import in_the_checkout
 from capsfast.cli import training, training_options
 from capsfast.train.checkpoint import read_checkpoint
 
@@ -230,7 +231,7 @@ def test_tensorboard_log(tmp_path: Path) -> None:
 def test_missing_extra_is_one_line(command: str, missing: Callable[..., None]) -> None:
     missing("lightning")
     message = failed(command, *(() if command == "train" else ("x.ckpt",)))
-    assert message == 'capsfast: this command needs lightning: pip install "capsfast[train]"'
+    assert message == f"capsfast: this command needs lightning; {in_the_checkout('train')}"
 
 
 def test_other_commands_do_not_load_lightning() -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._install import in_the_checkout
 from .affine import RandomAffine
 from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, RandomLight, Transform, channel_statistics
 from .cifar import BATCHES, FOLDERS, read_cifar10
@@ -33,7 +34,7 @@ def _digits() -> Split:
         from sklearn.model_selection import train_test_split
     except ImportError:
         raise ModuleNotFoundError(
-            'capsfast.data.load: digits are those of scikit-learn: pip install "capsfast[train]"'
+            f"capsfast.data.load: digits are those of scikit-learn; {in_the_checkout('train')}"
         ) from None
     digits = load_digits()
     rows = torch.arange(len(digits.target))
