@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import checks
 from .._install import in_the_checkout
 from .affine import RandomAffine
 from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, RandomLight, Transform, channel_statistics
@@ -149,7 +150,8 @@ def load(name: str, data_dir: Path | str | None = None) -> Split:
         return _idx_folder(name, places(name, data_dir))
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"capsfast.data.load: data must be digits, {', '.join(GET)} or a folder, got {name!r}")
+        got = checks.shown(name)
+        raise ValueError(f"capsfast.data.load: data must be digits, {', '.join(GET)} or a folder, got {got}")
     return _idx_folder(name, [folder])
 
 
