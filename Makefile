@@ -8,10 +8,8 @@
 # ARGS=... goes to pytest or to the benchmarks; with ARGS the tests run in one process. V=1 shows whole commands.
 
 PYTHON ?= python3
-ifeq ($(origin CAPSFAST_CUDA),undefined)
-CAPSFAST_CUDA := $(if $(shell nvidia-smi -L 2>/dev/null),auto,0)
-endif
 CONSTRAINTS ?= constraints.txt
+CAPSFAST_CUDA ?= auto
 export TORCH CONSTRAINTS ARGS V CAPSFAST_CUDA
 
 WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(origin VENV)),,--venv=$(VENV)))
@@ -57,8 +55,7 @@ docs: | ready-docs ## the documentation site in build/docs; warnings are errors
 	$(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
 
 wheel: | ready-torch ## build a wheel in dist/ for all GPUs, check it, say where it is
-	CAPSFAST_CUDA=$(if $(filter file,$(origin CAPSFAST_CUDA)),auto,$(CAPSFAST_CUDA)) TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" \
-	$(PY) -m pip wheel . --no-build-isolation --no-deps --wheel-dir dist
+	TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-all}" $(PY) -m pip wheel . --no-build-isolation --no-deps --wheel-dir dist
 	-$(PY) -m pip install --quiet torch-abi-audit
 	$(PY) .ci/wheel.py $$(ls -t dist/capsfast-*.whl | head -n 1)
 

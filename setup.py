@@ -3,9 +3,9 @@
 CAPSFAST_BUILD=0 installs without the extension (the reference backend remains). Otherwise a missing
 compiler is an error that names the way out.
 
-CAPSFAST_CUDA=auto (default) adds the CUDA kernels where there is a toolkit and something to run them: a GPU in this
-machine, or a torch that was built with CUDA. 1 demands them, 0 leaves them out. TORCH_CUDA_ARCH_LIST says for which
-GPUs ("8.0 9.0+PTX", or "all"), MAX_JOBS how many compilers run at a time.
+CAPSFAST_CUDA=auto (default) adds the CUDA kernels where there is a toolkit, and a GPU in this machine or a
+TORCH_CUDA_ARCH_LIST that says for which GPUs ("8.0 9.0+PTX", or "all"). 1 demands the CUDA kernels, 0 leaves them out.
+MAX_JOBS says how many compilers run at a time.
 
 A compiled file is one line of output; V=1 shows whole commands.
 """
@@ -32,8 +32,9 @@ TORCH_TARGET = "2.10"
 TORCH_TARGET_VERSION = "0x020a000000000000"
 # Ampere to Blackwell: what has bfloat16 and TF32 tensor cores. The newest is also kept as PTX, for what follows it.
 ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-# Where nobody says for which, and no GPU is there to ask: what data centres have, and PTX for what follows it.
+# For CAPSFAST_CUDA=1 where no GPU is there to ask: what data centres have, and PTX for what follows it.
 WITHOUT_GPU = ("8.0", "9.0")
+OLDEST_GPU = (8, 0)
 MINIMUM_CUDA = (12, 0)
 # Memory that one compiler of CUDA sources takes, for the architectures above.
 GIGABYTES_PER_JOB = 1.5
@@ -120,10 +121,11 @@ def toolkit() -> Toolkit | str:
 
 
 def gpus() -> list[str]:
-    """The compute capabilities of the GPUs in this machine, each once: "9.0"."""
+    """The compute capabilities of the GPUs in this machine that the kernels run on, each once: "9.0"."""
     program = shutil.which("nvidia-smi")
     said = output_of(program, "--query-gpu=compute_cap", "--format=csv,noheader") if program else ""
-    return sorted(set(re.findall(r"^\s*(\d+\.\d)\s*$", said, re.MULTILINE)))
+    found = set(re.findall(r"^\s*(\d+\.\d)\s*$", said, re.MULTILINE))
+    return sorted(name for name in found if as_numbers(name) >= OLDEST_GPU)
 
 
 def asked_architectures() -> str:
@@ -136,10 +138,8 @@ def wanted_toolkit() -> Toolkit | None:
         raise SystemExit(f"capsfast: CAPSFAST_CUDA must be 0, 1 or auto, got {wish!r}")
     if wish == "0":
         return None
-    import torch
-
-    if wish == "auto" and not (gpus() or asked_architectures() or torch.version.cuda):
-        print("capsfast: without CUDA kernels: no GPU here, and a torch without CUDA (CAPSFAST_CUDA=1 builds them)")
+    if wish == "auto" and not (gpus() or asked_architectures()):
+        print("capsfast: without CUDA kernels: no GPU here that runs them (CAPSFAST_CUDA=1 compiles them all the same)")
         return None
     found = toolkit()
     if isinstance(found, str):
@@ -154,7 +154,7 @@ def architectures(found: Toolkit) -> list[str]:
     """TORCH_CUDA_ARCH_LIST, or those of this machine's GPUs, or WITHOUT_GPU; "+PTX" behind those kept as PTX too."""
     asked = [word for word in re.split(r"[;,\s]+", asked_architectures()) if word]
     if not asked:
-        here = [name for name in gpus() if name in found.known and as_numbers(name) >= (8, 0)]
+        here = [name for name in gpus() if name in found.known]
         return here or [*WITHOUT_GPU[:-1], f"{WITHOUT_GPU[-1]}+PTX"]
     if asked == ["all"]:
         names = [name for name in ARCHITECTURES if name in found.known]
@@ -171,7 +171,7 @@ def architectures(found: Toolkit) -> list[str]:
                 f"capsfast: TORCH_CUDA_ARCH_LIST asks for {number}, which the CUDA toolkit {found.version[0]}."
                 f"{found.version[1]} in {found.home} does not know ({', '.join(sorted(found.known))})"
             )
-        if as_numbers(number) < (8, 0):
+        if as_numbers(number) < OLDEST_GPU:
             raise SystemExit(f"capsfast: the CUDA kernels need compute capability 8.0 or newer, got {number}")
     return asked
 

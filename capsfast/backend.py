@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import native, toolchain
+from . import checks, native, toolchain
 
 # In the order in which backend=None tries them, but for one kind of call. docs/routing.md has the same table:
 #
@@ -52,9 +52,9 @@ def backends() -> dict[str, BackendStatus]:
 
 
 def _checked(name: str | None, source: str) -> str | None:
-    if name is None or name in ORDER:
-        return name
-    raise ValueError(f"{source}: backend must be one of {', '.join(map(repr, ORDER))}, got {name!r}")
+    if name is not None:
+        checks.choice(source, "backend", name, ORDER)
+    return name
 
 
 _forced: str | None = _checked(os.environ.get("CAPSFAST_BACKEND") or None, "CAPSFAST_BACKEND")

@@ -1,7 +1,11 @@
 """Argument checks: every message names the op, the rule, what came, and often the remedy."""
 
+import numbers
+import os
+import reprlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,6 +37,38 @@ def shape_of(tensor: Tensor) -> str:
 
 def dtype_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+# What is shown as it is; every other object by the name of its type.
+_PLAIN = (numbers.Number, type(None), str, os.PathLike, torch.dtype, torch.device, torch.SymInt, torch.SymFloat)
+
+
+class _Shown(reprlib.Repr):
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, Tensor):
+            return f"{_with_article(dtype_of(x))} tensor {shape_of(x)}"
+        if isinstance(x, tuple):  # a shape, a named tuple
+            return self.repr_tuple(x, level)
+        if isinstance(x, _PLAIN):
+            return repr(x)
+        if hasattr(type(x), "__array_interface__"):
+            return f"{_with_article(str(x.dtype))} array {list(x.shape)}"
+        return x.__qualname__ if isinstance(x, type) else type(x).__name__
+
+
+_SHOWN = _Shown()
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 3, 80, 80
+LONGEST = 200
+
+
+def _with_article(dtype: str) -> str:
+    return f"{'an' if dtype.startswith('int') else 'a'} {dtype}"
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: a line of bounded length, without the numbers of a tensor. For error branches."""
+    text = _SHOWN.repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def tensor(op: str, name: str, value: object, shape: str) -> Tensor:
@@ -105,19 +141,20 @@ def parameter_dtype(op: str, name: str, value: Tensor, anchor: str, anchor_value
     )
 
 
-def choice(op: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+def choice(op: str, name: str, value: object, allowed: Collection[str]) -> None:
+    # A comparison with an array would be an array.
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}")
 
 
 def boolean(op: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+        raise TypeError(f"{op}: {name} must be True or False, got {shown(value)}")
 
 
 def positive_eps(op: str, eps: object) -> None:
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: eps must be a number, got {eps!r}")
+        raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
     if not SMALLEST_EPS <= eps < float("inf"):
         raise ValueError(
             f"{op}: eps must be positive and finite, at least {SMALLEST_EPS} (below, the gradient of a zero vector "
@@ -127,7 +164,7 @@ def positive_eps(op: str, eps: object) -> None:
 
 def options(op: str, given: Options) -> None:
     if isinstance(given.num_iterations, bool) or not isinstance(given.num_iterations, int):
-        raise TypeError(f"{op}: num_iterations must be an int, got {given.num_iterations!r}")
+        raise TypeError(f"{op}: num_iterations must be an int, got {shown(given.num_iterations)}")
     if given.num_iterations < 1:
         raise ValueError(f"{op}: num_iterations must be at least 1, got {given.num_iterations}")
     choice(op, "softmax", given.softmax, SOFTMAX)
@@ -156,19 +193,43 @@ def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
     floating(op, "weight", weight)
     I, size = u.shape[1], u.shape[-1]
     rows = weight.shape[0]
-    if rows != I and rows != 1:
-        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {_shapes(weight, u)}{OTHER_ORDERS}")
-    if weight.shape[axis] != size:
-        where = "must end in K" if symbol == "K" else "must be [I, J, Q, R] with Q"
-        raise ValueError(
-            f"{op}: weight {where}={size}, the size of the input capsules{'' if symbol == 'K' else ' [P, Q]'}, "
-            f"got {weight.shape[axis]} {_shapes(weight, u)}{OTHER_ORDERS if symbol == 'K' else ''}"
-        )
+    if (rows != I and rows != 1) or weight.shape[axis] != size:
+        _refuse_product(op, u, weight, symbol)
     if symbol == "Q" and (u.shape[2] == 0 or size == 0):
         raise ValueError(f"{op}: pose matrices [P, Q] must not be empty, got u {shape_of(u)}")
     same_device(op, "u", u, "weight", weight)
     same_dtype(op, "u", u, "weight", weight)
     return (u, weight) if symbol == "K" else (u.flatten(2), weight.transpose(2, 3))
+
+
+def _transposed(name: str) -> str:
+    return f"; {name} looks transposed: give {name}.transpose(1, 2)"
+
+
+def _refuse_product(op: str, u: Tensor, weight: Tensor, symbol: str) -> NoReturn:
+    """Whose fault it is that u and weight don't fit; ``symbol`` is the axis that the products sum over, "K" or "Q"."""
+    I, size, rows = u.shape[1], u.shape[-1], weight.shape[0]
+    got = f"(weight {shape_of(weight)}, u {shape_of(u)})"
+    if symbol == "K" and weight.shape[3] == I and rows in (1, size):
+        raise ValueError(f"{op}: u must be [B, I, K] with K={I}, got K={size} {got}{_transposed('u')}")
+    if rows != I and rows != 1:
+        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {got}{OTHER_ORDERS}")
+    if symbol == "K":
+        raise ValueError(
+            f"{op}: weight must end in K={size}, the size of the input capsules, got {weight.shape[3]} "
+            f"{got}{OTHER_ORDERS}"
+        )
+    raise ValueError(
+        f"{op}: weight must be [I, J, Q, R] with Q={size}, the size of the input capsules [P, Q], "
+        f"got {weight.shape[2]} {got}"
+    )
+
+
+def refuse_capsules(op: str, name: str, value: Tensor, **sizes: int) -> NoReturn:
+    """``value [B, I, K]`` does not have the two ``sizes``, under the names that the layer has for them."""
+    wanted = ", ".join(f"{each}={size}" for each, size in sizes.items())
+    hint = _transposed(name) if list(value.shape[1:]) == [*sizes.values()][::-1] else ""
+    raise ValueError(f"{op}: {name} must be [B, {wanted}], got {shape_of(value)}{hint}")
 
 
 def votes(op: str, value: object) -> tuple[Tensor, tuple[int, ...]]:
@@ -180,10 +241,6 @@ def votes(op: str, value: object) -> tuple[Tensor, tuple[int, ...]]:
     floating(op, "votes", value)
     spatial = tuple(value.shape[4:])
     return (value.flatten(4) if len(spatial) > 1 else value), spatial
-
-
-def _shapes(weight: Tensor, u: Tensor) -> str:
-    return f"(weight {shape_of(weight)}, u {shape_of(u)})"
 
 
 def outputs(op: str, anchor: str, value: Tensor, axis: int, saying: Mapping[str, object], needed: bool = True) -> int:
@@ -211,7 +268,7 @@ def pass_options(op: str, given: PassOptions) -> None:
     boolean(op, "second", given.second)
     if given.leaky and given.normalize not in SOFTMAX:
         raise ValueError(
-            f'{op}: leaky adds an entry to a softmax, so normalize must be "out" or "in", got {given.normalize!r}'
+            f'{op}: leaky adds an entry to a softmax, so normalize must be "out" or "in", got {shown(given.normalize)}'
         )
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
-from . import checks, passes
+from . import _keywords, checks, passes
 from .ops import _sharding
 from .options import Options
 from .passes import Moments
@@ -42,6 +43,7 @@ def register_sharding() -> None:
     _sharding.register()
 
 
+@_keywords.closed
 def dynamic_routing(
     u: Tensor,
     weight: Tensor,
@@ -61,6 +63,7 @@ def dynamic_routing(
     squash_last: bool = True,
     return_coupling: bool = False,
     backend: str | None = None,
+    **unknown: Unpack[_keywords.NoMore],
 ) -> Any:
     """:func:`capsfast.dynamic_routing` over the input capsules of all ranks (Sabour, Frosst, Hinton 2017, procedure 1).
 
@@ -93,6 +96,8 @@ def dynamic_routing(
         TypeError: not a dense floating-point tensor, dtypes that differ, or a DTensor.
         RuntimeError: there is no process group, or the demanded backend cannot serve the passes.
     """
+    if unknown:
+        _keywords.refuse("capsfast.distributed.dynamic_routing", dynamic_routing, unknown)
     op = "capsfast.distributed.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
@@ -146,6 +151,7 @@ def _agreement(u: Tensor, weight: Tensor, total: Tensor, common: dict[str, Any])
     return found.weights
 
 
+@_keywords.closed
 def routing_pass(
     u: Tensor,
     weight: Tensor,
@@ -167,6 +173,7 @@ def routing_pass(
     return_weights: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Unpack[_keywords.NoMore],
 ) -> Moments:
     """:func:`capsfast.routing_pass` over the input capsules of all ranks.
 
@@ -186,6 +193,8 @@ def routing_pass(
     Raises:
         The errors of :func:`capsfast.routing_pass` and those of :func:`dynamic_routing`.
     """
+    if unknown:
+        _keywords.refuse("capsfast.distributed.routing_pass", routing_pass, unknown)
     op = "capsfast.distributed.routing_pass"
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
@@ -207,6 +216,7 @@ def routing_pass(
     return _combined(op, ranks, local, shared, normalize, leaky, second, return_weights, return_lse)
 
 
+@_keywords.closed
 def votes_pass(
     votes: Tensor,
     *,
@@ -226,6 +236,7 @@ def votes_pass(
     return_weights: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Unpack[_keywords.NoMore],
 ) -> Moments:
     """:func:`capsfast.votes_pass` over the input capsules of all ranks.
 
@@ -234,6 +245,8 @@ def votes_pass(
 
     All other arguments, the result and the errors are those of :func:`routing_pass`.
     """
+    if unknown:
+        _keywords.refuse("capsfast.distributed.votes_pass", votes_pass, unknown)
     op = "capsfast.distributed.votes_pass"
     ranks = _Ranks(op, group, "votes", checks.tensor(op, "votes", votes, "[B, I, J, D]"))
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function, has_torch_function_unary
+from typing_extensions import Unpack
 
-from . import checks, positions
+from . import _keywords, checks, positions
 from ._overrides import instead
 from .ops import dynamic_routing as _dynamic_routing
 from .ops import route_votes as _route_votes
@@ -52,6 +53,8 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     if s.layout != torch.strided:
         raise TypeError(f"{op}: s must be a dense tensor, got layout {s.layout}; call s.to_dense() first")
     checks.floating(op, "s", s)
+    if isinstance(dim, Tensor):
+        raise TypeError(f"{op}: dim must be an int, got {checks.shown(dim)}")
     if not -s.dim() <= dim < s.dim():
         raise IndexError(f"{op}: dim must be in [{-s.dim()}, {s.dim() - 1}] for s {checks.shape_of(s)}, got {dim}")
     checks.choice(op, "kind", kind, SQUASH)
@@ -59,6 +62,7 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
     return _squash(s, dim, eps, kind)
 
 
+@_keywords.closed
 def dynamic_routing(
     u: Tensor,
     weight: Tensor,
@@ -77,6 +81,7 @@ def dynamic_routing(
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
+    **unknown: Unpack[_keywords.NoMore],
 ) -> Any:
     """Routing by agreement from input capsules, without the votes in memory.
 
@@ -124,6 +129,8 @@ def dynamic_routing(
         RuntimeError: the demanded backend cannot serve the call; a second or a forward-mode derivative of a fused
             backend.
     """
+    if unknown:
+        _keywords.refuse("capsfast.dynamic_routing", dynamic_routing, unknown)
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
         return instead(dynamic_routing, locals(), 3)
     op = "capsfast.dynamic_routing"
@@ -144,6 +151,7 @@ def dynamic_routing(
     return (v, c) if return_coupling else v
 
 
+@_keywords.closed
 def route_votes(
     votes: Tensor,
     num_iterations: int = 3,
@@ -161,6 +169,7 @@ def route_votes(
     share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
+    **unknown: Unpack[_keywords.NoMore],
 ) -> Any:
     """Routing by agreement over votes that already exist, read in place.
 
@@ -174,9 +183,16 @@ def route_votes(
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1). The reference alone serves ``share_batch_logits``.
     """
+    if unknown:
+        _keywords.refuse("capsfast.route_votes", route_votes, unknown)
     if has_torch_function((votes, logits, bias, mask, out_mask)):
         return instead(route_votes, locals(), 2)
     op = "capsfast.route_votes"
+    if isinstance(num_iterations, Tensor) and num_iterations.dim() > 1:
+        raise TypeError(
+            f"{op}: takes votes [B, I, J, D] and a number of iterations, got {checks.shown(votes)} and "
+            f"{checks.shown(num_iterations)}; for u and a weight use capsfast.dynamic_routing"
+        )
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
     checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)

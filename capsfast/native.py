@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from ._install import in_the_checkout
 from ._version import __version__
 from .toolchain import constant_while_tracing
 
@@ -17,7 +18,7 @@ from .toolchain import constant_while_tracing
 MINIMUM_TORCH = (2, 10)
 # The signatures of the ops in csrc/ops/bindings.h, by number.
 BINDINGS = 6
-_REMEDY = "build it in a checkout: pip install --no-build-isolation --editable ."
+_REMEDY = f"build it {in_the_checkout()}"
 
 
 def _torch_version() -> tuple[int, int]:

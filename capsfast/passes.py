@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 from torch.overrides import has_torch_function
+from typing_extensions import Unpack
 
-from . import checks, positions
+from . import _keywords, checks, positions
 from ._overrides import instead
 from .ops import routing_pass as _routing_pass
 from .ops import votes_pass as _votes_pass
@@ -33,6 +34,7 @@ class Moments(NamedTuple):
     lse: Tensor | None = None
 
 
+@_keywords.closed
 def routing_pass(
     u: Tensor,
     weight: Tensor,
@@ -52,6 +54,7 @@ def routing_pass(
     return_weights: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Unpack[_keywords.NoMore],
 ) -> Moments:
     """One pass over the input capsules: what every routing does between two updates of its output capsules.
 
@@ -99,6 +102,8 @@ def routing_pass(
         TypeError: not a dense floating-point tensor, or dtypes that differ.
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
     """
+    if unknown:
+        _keywords.refuse("capsfast.routing_pass", routing_pass, unknown)
     if has_torch_function((u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
         return instead(routing_pass, locals(), 2)  # type: ignore[no-any-return]
     op = "capsfast.routing_pass"
@@ -112,6 +117,7 @@ def routing_pass(
     return _moments(found, options, return_weights, return_lse)
 
 
+@_keywords.closed
 def votes_pass(
     votes: Tensor,
     *,
@@ -130,6 +136,7 @@ def votes_pass(
     return_weights: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Unpack[_keywords.NoMore],
 ) -> Moments:
     """A routing pass over votes that already exist, read in place.
 
@@ -141,6 +148,8 @@ def votes_pass(
 
     All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
     """
+    if unknown:
+        _keywords.refuse("capsfast.votes_pass", votes_pass, unknown)
     if has_torch_function((votes, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
         return instead(votes_pass, locals(), 1)  # type: ignore[no-any-return]
     op = "capsfast.votes_pass"

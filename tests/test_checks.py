@@ -1,5 +1,6 @@
 """Bad input: the error has the right type and its message names the op, the rule and what came."""
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import capsfast
+import capsfast.distributed
+from capsfast import checks, compat, models, nn
 
 B, I, J, D, K = 2, 3, 4, 5, 6
 
@@ -30,7 +33,7 @@ SHARED: dict[str, Row] = {
         lambda: {"num_iterations": torch.tensor(3)},
         TypeError,
         "num_iterations must be an int",
-        "got tensor(3)",
+        "got an int64 tensor []",
     ),
     "softmax": (lambda: {"softmax": "over"}, ValueError, "softmax must be one of 'out', 'in'", "got 'over'"),
     "softmax none": (lambda: {"softmax": None}, ValueError, "softmax must be one of 'out', 'in'", "got None"),
@@ -430,3 +433,175 @@ def test_shared_outputs_need_a_number(op: str) -> None:
 def test_a_backend_without_passes_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"capsfast.votes_pass: backend 'cuda' cannot serve this call"):
         capsfast.votes_pass(torch.zeros(B, I, J, D), backend="cuda")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.randn(16, 1152, 8), "a float32 tensor [16, 1152, 8]"),
+        (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)), "a float64 tensor [2]"),
+        (np.zeros((2, 3), dtype=np.int32), "an int32 array [2, 3]"),
+        (torch.nn.Linear(2, 3), "Linear"),
+        (torch.nn.Linear, "Linear"),
+        (
+            capsfast.Moments(torch.ones(2), torch.ones(3)),
+            "(a float32 tensor [2], a float32 tensor [3], None, None, None)",
+        ),
+        ({"a": [torch.ones(2)] * 9}, f"{{'a': [{'a float32 tensor [2], ' * 6}...]}}"),
+        (torch.Size([3, 28, 28]), "(3, 28, 28)"),
+        ("paper", "'paper'"),
+        (np.float32(0.5), repr(np.float32(0.5))),
+        (torch.float16, "torch.float16"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_how_messages_show_a_value(value: object, said: str) -> None:
+    assert checks.shown(value) == said
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, list(range(10_000)), [["x" * 99] * 99] * 99, 10**999])
+def test_messages_show_a_bounded_part_of_a_long_value(value: object) -> None:
+    assert len(checks.shown(value)) <= checks.LONGEST and "..." in checks.shown(value)
+
+
+def test_route_votes_of_u_and_a_weight_names_dynamic_routing() -> None:
+    arguments = good("dynamic_routing")
+    with pytest.raises(TypeError) as caught:
+        capsfast.route_votes(arguments["u"], arguments["weight"])
+    assert str(caught.value) == (
+        "capsfast.route_votes: takes votes [B, I, J, D] and a number of iterations, got a float32 tensor [2, 3, 6] and "
+        "a float32 tensor [3, 4, 5, 6]; for u and a weight use capsfast.dynamic_routing"
+    )
+
+
+@pytest.mark.parametrize("rows", [1, I])
+@pytest.mark.parametrize("op", ["dynamic_routing", "routing_pass"])
+def test_transposed_input_capsules(op: str, rows: int) -> None:
+    u, weight = torch.zeros(B, K, I), torch.zeros(rows, J, D, K)
+    said = f"u must be [B, I, K] with K=6, got K=3 (weight [{rows}, 4, 5, 6], u [2, 6, 3]); u looks transposed: give "
+    row: Row = (dict, ValueError, f"{said}u.transpose(1, 2)", "")
+    expect(getattr(capsfast, op), op, {"u": u, "weight": weight}, row)
+    getattr(capsfast, op)(u.transpose(1, 2), weight)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (capsfast.DynamicRouting(I, J, K, D), "u"),
+        (nn.RoutedCaps(I, J, K, D, routing="em"), "u"),
+        (compat.DenseCapsule(I, K, J, D), "x"),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_transposed_input_capsules_of_a_layer(layer: torch.nn.Module, name: str) -> None:
+    u = torch.zeros(B, K, I)
+    with pytest.raises(ValueError, match=rf"got \[2, 6, 3\]; {name} looks transposed: give {name}.transpose\(1, 2\)$"):
+        layer(u)
+    layer(u.transpose(1, 2))
+    with pytest.raises(ValueError, match=r"got \[2, 6, 4\]$"):
+        layer(torch.zeros(B, K, I + 1))
+
+
+U, VOTES = tuple(good("u").values()), tuple(good("route_votes").values())
+# The keyword, what is called with it, who says so, and which argument may be meant.
+MISSPELLED: list[tuple[str, Callable[..., Any], tuple[Any, ...], str, str]] = [
+    ("iterations", capsfast.dynamic_routing, U, "dynamic_routing", "num_iterations"),
+    ("routings", capsfast.dynamic_routing, U, "dynamic_routing", "num_iterations"),
+    ("num_routing", capsfast.route_votes, VOTES, "route_votes", "num_iterations"),
+    ("iters", capsfast.distributed.dynamic_routing, U, "distributed.dynamic_routing", "num_iterations"),
+    ("sofmax", capsfast.dynamic_routing, U, "dynamic_routing", "softmax"),
+    ("prioor", capsfast.votes_pass, VOTES, "votes_pass", "prior"),
+    ("activations", capsfast.routing_pass, U, "routing_pass", "activation"),
+    ("alpha", capsfast.dynamic_routing, U, "dynamic_routing", ""),
+    ("num_routings", capsfast.DynamicRouting, (I, J, K, D), "DynamicRouting", "num_iterations"),
+    ("in_capsules", capsfast.DynamicRouting, (), "DynamicRouting", "in_caps"),
+    ("n_iterations", nn.RoutedCaps, (I, J, K, D), "nn.RoutedCaps", "num_iterations"),
+    ("routing_iters", nn.ConvCaps2d, (1, 1, 4, 4), "DynamicRouting", "num_iterations"),
+    ("num_iteration", models.CapsNet, (), "DynamicRouting", "num_iterations"),
+    ("reductions", nn.SpreadLoss, (), "nn.SpreadLoss", "reduction"),
+    ("alpha", nn.SpreadLoss, (), "nn.SpreadLoss", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "arguments", "op", "own"), MISSPELLED)
+def test_a_keyword_that_is_misspelled(
+    name: str, function: Callable[..., Any], arguments: tuple[Any, ...], op: str, own: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        function(*arguments, **{name: 3})
+    message = str(caught.value)
+    assert message.startswith(f"capsfast.{op}: ") and name in message, message
+    assert (f" (did you mean {own}?)" in message) if own else ("did you mean" not in message), message
+
+
+def test_functions_show_the_keywords_they_have() -> None:
+    for op in ("dynamic_routing", "route_votes", "routing_pass", "votes_pass"):
+        parameters = inspect.signature(getattr(capsfast, op)).parameters
+        assert list(parameters)[-1] == "backend"
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            getattr(capsfast, op)(**{"u": 1} if "u" in parameters else {})
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """Functions, layers and networks."""
+    names = ("squash", "dynamic_routing", "route_votes", "routing_pass", "votes_pass", "use_backend")
+    found = {name: getattr(capsfast, name) for name in (*names, "diagnose", "accelerate", "identify")}
+    for part in (nn, models, compat):
+        for name in part.__all__:
+            each = getattr(part, name)
+            if inspect.isfunction(each) or (inspect.isclass(each) and issubclass(each, torch.nn.Module)):
+                found[f"{part.__name__.split('.')[1]}.{name}"] = each
+    return found
+
+
+LAYER = capsfast.DynamicRouting(I, J, K, D)
+# Arguments that are there in every call; other ones without a default are 4. Networks are small.
+GIVEN: dict[str, Any] = {
+    "s": torch.randn(B, D),
+    **good("u"),
+    **good("route_votes"),
+    "interests": torch.randn(B, J, D),
+    "items": torch.randn(B, D),
+    "layer": LAYER,
+    "model": LAYER,
+    "example": torch.randn(B, I, K),
+    "name": "reference",
+    "size": (2, 2),
+    "routing_module": compat.AgreementRouting(4, 4, 3),
+    "max_length": 4,
+}
+SMALL = {"conv_channels": 4, "types": 2, "image_size": 20}
+TENSORS = {
+    *("s", "u", "weight", "votes", "interests", "items", "logits", "mask", "out_mask", "query", "precision", "center"),
+    *("prior", "activation", "lse", "example"),
+}
+
+
+def message_of(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    """Of the error; an argument that nothing looks at is none."""
+    try:
+        function(**arguments)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "capsfast."
+
+
+@pytest.mark.parametrize("name", public())
+def test_a_tensor_in_the_place_of_anything_else_is_not_printed(name: str) -> None:
+    function = public()[name]
+    parameters = [each for each in inspect.signature(function).parameters.values() if "VAR" not in each.kind.name]
+    given = {
+        each.name: GIVEN.get(each.name, 4)
+        for each in parameters
+        if each.default is each.empty or each.name in ("max_length", "bias")
+    }
+    if name.startswith("models."):
+        given |= {each.name: SMALL[each.name] for each in parameters if each.name in SMALL}
+    for each in parameters:
+        # torch says what is wrong with a device and a dtype.
+        if each.name in {*TENSORS, "device", "dtype"} or (each.name == "bias" and each.default is None):
+            continue
+        for tensor in (torch.full((3, 4), 0.12345), torch.full((1,), -0.12345)):
+            message = message_of(function, given | {each.name: tensor})
+            assert message.startswith("capsfast.") and len(message) < 1000, message
+            assert "tensor(" not in message and "0.123" not in message, message

@@ -12,6 +12,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import capsfast
+from capsfast._install import in_the_checkout
 from capsfast.cli.app import app
 
 RUN = CliRunner()
@@ -38,7 +39,7 @@ main()
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.returncode == 1
-    assert answer.stderr == f'capsfast: the command line needs {missing}: pip install "capsfast[cli]"\n'
+    assert answer.stderr == f"capsfast: the command line needs {missing}; {in_the_checkout('cli')}\n"
 
 
 def test_a_tile_of_em_routing_has_no_number_of_iterations(tmp_path: Path) -> None:

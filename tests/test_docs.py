@@ -78,6 +78,16 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert heading in [title.lower().replace(" ", "-") for title in headings], f"{name_of(page)}: {target}"
 
 
+def test_nothing_recommends_a_capsfast_of_the_package_index() -> None:
+    """There is none there, and anybody could take the name."""
+    files = [*PAGES, ROOT / "setup.py", ROOT / "Makefile", ROOT / "pyproject.toml"]
+    for folder in ("capsfast", "examples", "benchmarks", "tests", ".ci", ".github"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yml", "")]
+    asked = re.compile(r"pip3? install (?:-\S+ )*[\"']?capsfast\b")
+    found = [name_of(path) for path in files if path.is_file() and asked.search(path.read_text(errors="replace"))]
+    assert found == []
+
+
 def test_options_table_names_every_option() -> None:
     named = set()
     for option, *_ in table_rows(ROOT / "docs" / "routing.md", "| option |"):

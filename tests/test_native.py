@@ -162,7 +162,7 @@ def test_a_build_from_other_sources_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(native, "BINDINGS", native.BINDINGS + 1)
     extension, reason = native._load()
     assert extension is None
-    assert "built from older or newer sources than these; build it in a checkout" in reason
+    assert "built from older or newer sources than these; build it in the checkout" in reason
 
 
 def test_a_build_for_another_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ TAKES = (
         ),
         (
             lambda: capsfast.DynamicRouting(I, J, K, D, 3, share_weights=True),
-            f"{TAKES}, .*unexpected.*'share_weights'; capsfast.compat.DynamicRoutingLayer can",
+            f"{TAKES}, .*unexpected.*'share_weights' .did you mean shared_weight.*; capsfast.compat.DynamicRoutingLayer can",
         ),
         (
             lambda: capsfast.DynamicRouting(num_capsules=J, num_route_nodes=I, in_channels=K, out_channels=D),
@@ -46,7 +46,7 @@ TAKES = (
         (lambda: capsfast.DynamicRouting(I, K, J, D, routings=3), f"{TAKES}, .*; capsfast.compat.DenseCapsule can"),
         (
             lambda: capsfast.DynamicRouting(I, J, K, D, sofmax="in"),
-            f"{TAKES}, got an unexpected keyword argument 'sofmax'; (?!caps)",
+            f"{TAKES}, got an unexpected keyword argument 'sofmax' .did you mean softmax..; (?!caps)",
         ),
         (
             lambda: capsfast.nn.DigitCaps(num_lower=I, num_higher=J, lower_dim=K, higher_dim=D),
@@ -143,7 +143,7 @@ def test_a_layer_has_not_the_signature_of_its_class() -> None:
 )
 def test_a_tensor_in_the_place_of_the_batch_size(layer: nn.Module) -> None:
     votes = torch.randn(2, I, J, D)
-    for wrong, got in ((torch.zeros(2, I, J), r"a tensor \[2, 7, 4\]"), (2.0, "2.0"), (True, "True")):
+    for wrong, got in ((torch.zeros(2, I, J), r"a float32 tensor \[2, 7, 4\]"), (2.0, "2.0"), (True, "True")):
         with pytest.raises(TypeError, match=f"batch_size must be an int, got {got}; logits"):
             layer(votes, wrong)
     assert torch.equal(layer(votes, 2), layer(votes)) and torch.equal(layer(votes, torch.tensor(2)), layer(votes))

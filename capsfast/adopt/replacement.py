@@ -155,9 +155,9 @@ def _check(model: object, dry_run: object, only_faster: object, tolerance: objec
         if name == "tolerance" and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{OP}: {name} must be a number, got {value!r}")
+            raise TypeError(f"{OP}: {name} must be a number, got {checks.shown(value)}")
         if not value >= 0:
-            raise ValueError(f"{OP}: {name} must not be negative, got {value}")
+            raise ValueError(f"{OP}: {name} must not be negative, got {checks.shown(value)}")
 
 
 def _look(model: nn.Module, candidate: Candidate, tolerance: float | None, seconds: float) -> Found:

@@ -5,6 +5,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from .. import native
+from .._install import in_the_checkout
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -34,6 +35,6 @@ def why_not_this_one(command: str) -> str:
         return ""
     return (
         f"{command}: imported is {PACKAGE}, which has no extension, and not the installed {hidden}, which has one: "
-        "build the checkout (pip install --no-build-isolation --editable .), or start from another folder to measure "
-        f"the installed one; this one can't be measured because {native.why_absent}"
+        f"build it {in_the_checkout()}, or start from another folder to measure the "
+        f"installed one; this one can't be measured because {native.why_absent}"
     )

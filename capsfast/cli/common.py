@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from .._install import in_the_checkout
 from .endings import one_line, stop
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def plain_errors(command: str) -> Iterator[None]:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise stop(f'capsfast: this command needs {" and ".join(missing)}: pip install "capsfast[train]"')
+        raise stop(f"capsfast: this command needs {' and '.join(missing)}; {in_the_checkout('train')}")
     try:
         with one_line(command):
             yield

@@ -8,6 +8,7 @@ import torch
 import typer
 from rich.console import Console
 
+from .._install import in_the_checkout
 from ..bench import record, roofline
 from ..bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
 from ..bench.checkout import checkout, why_not_this_one
@@ -187,7 +188,7 @@ def _device(name: str) -> torch.device:
 
 def _need_matplotlib(what: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter(f'{what} needs matplotlib: pip install "capsfast[cli]"')
+        raise typer.BadParameter(f"{what} needs matplotlib; {in_the_checkout('cli')}")
 
 
 def _results() -> Path:

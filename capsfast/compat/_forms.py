@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..nn._called import Called, check_call
+from ..nn._called import Called
+from ..nn._layer import check_call
 
 Choice = Callable[[tuple[Any, ...], dict[str, Any]], type["Forms"]]
 

@@ -41,9 +41,7 @@ class CompatLayer(Called):
         _arguments.floats(self._op, name, value, "[B, I, K]")
         wanted = (getattr(self, caps), getattr(self, dim))
         if tuple(value.shape[1:]) != wanted:
-            raise ValueError(
-                f"{self._op}: {name} must be [B, {caps}={wanted[0]}, {dim}={wanted[1]}], got {checks.shape_of(value)}"
-            )
+            checks.refuse_capsules(self._op, name, value, **{caps: wanted[0], dim: wanted[1]})
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in self._either:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..functional import dynamic_routing, squash
 from ..nn import _arguments
 from ._layer import NO_EPS, CompatLayer
@@ -55,14 +56,14 @@ class CapsuleLayer(CompatLayer):
             num_iterations=num_iterations,
         )
         self.num_route_nodes = num_route_nodes
-        if num_route_nodes != -1:
+        if not isinstance(num_route_nodes, int) or num_route_nodes != -1:
             _arguments.integer(self._op, "num_route_nodes", num_route_nodes)
             self.route_weights = nn.Parameter(torch.randn(num_capsules, num_route_nodes, in_channels, out_channels))
             return
         if kernel_size is None or stride is None:
             raise ValueError(
                 f"{self._op}: num_route_nodes=-1 makes convolutions and needs kernel_size and stride, got "
-                f"{kernel_size} and {stride}"
+                f"{checks.shown(kernel_size)} and {checks.shown(stride)}"
             )
         self.capsules = nn.ModuleList(
             nn.Conv2d(in_channels, out_channels, kernel_size, stride) for _ in range(num_capsules)

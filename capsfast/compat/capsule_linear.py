@@ -72,9 +72,8 @@ class CapsuleLinear(CompatLayer):
             checks.boolean(op, name, value)
         checks.choice(op, "routing_type", routing_type, ROUTING_TYPE)
         if share_weight and in_capsules is not None:
-            raise ValueError(
-                f"{op}: share_weight=True is for any number of input capsules, got in_capsules={in_capsules}"
-            )
+            got = checks.shown(in_capsules)
+            raise ValueError(f"{op}: share_weight=True is for any number of input capsules, got in_capsules={got}")
         if not share_weight:
             _arguments.integers(op, in_capsules=in_capsules)
         self.in_capsules = in_capsules

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import checks
 from .labelled import CHUNK, Labelled
 
 
@@ -117,7 +118,7 @@ class RandomLight:
     def __post_init__(self) -> None:
         for name, value in (("brightness", self.brightness), ("contrast", self.contrast)):
             if not 0 <= value <= 1:
-                raise ValueError(f"capsfast.data.RandomLight: {name} must be from 0 to 1, got {value}")
+                raise ValueError(f"capsfast.data.RandomLight: {name} must be from 0 to 1, got {checks.shown(value)}")
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
         """Draws: brightness, contrast."""
@@ -145,7 +146,7 @@ class Cutout:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"capsfast.data.Cutout: size must be at least 1, got {self.size}")
+            raise ValueError(f"capsfast.data.Cutout: size must be at least 1, got {checks.shown(self.size)}")
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
         """Draws: across, down."""
@@ -159,9 +160,9 @@ class Cutout:
 
 def _check_crop(name: str, size: int, padding: int) -> None:
     if size < 1:
-        raise ValueError(f"capsfast.data.{name}: size must be at least 1, got {size}")
+        raise ValueError(f"capsfast.data.{name}: size must be at least 1, got {checks.shown(size)}")
     if padding < 0:
-        raise ValueError(f"capsfast.data.{name}: padding must not be negative, got {padding}")
+        raise ValueError(f"capsfast.data.{name}: padding must not be negative, got {checks.shown(padding)}")
 
 
 def channel_statistics(images: Labelled) -> tuple[tuple[float, ...], tuple[float, ...]]:

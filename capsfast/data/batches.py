@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from .. import checks
 from .seeds import generator
 
 
@@ -40,7 +41,7 @@ class BatchOrder(Sampler[Draw]):
         self, size: int, batch_size: int, *, shuffle: bool, seed: int = 0, rank: int = 0, world_size: int = 1
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"capsfast.data.BatchOrder: batch_size must be at least 1, got {batch_size}")
+            raise ValueError(f"capsfast.data.BatchOrder: batch_size must be at least 1, got {checks.shown(batch_size)}")
         if size < world_size:
             raise ValueError(f"capsfast.data.BatchOrder: {world_size} processes need as many images, got {size}")
         self.size = size

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from .. import checks
+from .._install import in_the_checkout
 from .affine import RandomAffine
 from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, RandomLight, Transform, channel_statistics
 from .cifar import BATCHES, FOLDERS, read_cifar10
@@ -33,7 +35,7 @@ def _digits() -> Split:
         from sklearn.model_selection import train_test_split
     except ImportError:
         raise ModuleNotFoundError(
-            'capsfast.data.load: digits are those of scikit-learn: pip install "capsfast[train]"'
+            f"capsfast.data.load: digits are those of scikit-learn; {in_the_checkout('train')}"
         ) from None
     digits = load_digits()
     rows = torch.arange(len(digits.target))
@@ -148,7 +150,8 @@ def load(name: str, data_dir: Path | str | None = None) -> Split:
         return _idx_folder(name, places(name, data_dir))
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"capsfast.data.load: data must be digits, {', '.join(GET)} or a folder, got {name!r}")
+        got = checks.shown(name)
+        raise ValueError(f"capsfast.data.load: data must be digits, {', '.join(GET)} or a folder, got {got}")
     return _idx_folder(name, [folder])
 
 

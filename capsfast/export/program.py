@@ -105,7 +105,7 @@ def library() -> Path:
 def _file(op: str, file: str | Path, suffix: str) -> Path:
     path = Path(file)
     if path.suffix != suffix:
-        raise ValueError(f"{op}: file must end in {suffix}, got {path.name!r}")
+        raise ValueError(f"{op}: file must end in {suffix}, got {checks.shown(path.name)}")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{op}: file must be in a folder that exists, got {str(path)!r}")
     return path

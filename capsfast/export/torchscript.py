@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .. import checks
 from ..nn._layer import Layer
 from ..nn.dynamic_routing import DynamicRouting
 from ..options import Options
@@ -69,11 +70,10 @@ class ScriptableRouting(nn.Module):
         unserved = {"rank": None, "groups": 1, "top_k": None, "share_batch_logits": False}
         for name, wanted in unserved.items():
             if getattr(layer, name) != wanted:
-                raise ValueError(
-                    f"{op}: {name} must be {wanted}, got {getattr(layer, name)!r}; torch.jit.trace serves the layer"
-                )
+                got = checks.shown(getattr(layer, name))
+                raise ValueError(f"{op}: {name} must be {wanted}, got {got}; torch.jit.trace serves the layer")
         if layer.backend not in (None, "cpp", "cuda"):
-            raise ValueError(f"{op}: backend must be None, 'cpp' or 'cuda', got {layer.backend!r}")
+            raise ValueError(f"{op}: backend must be None, 'cpp' or 'cuda', got {checks.shown(layer.backend)}")
         for name in ("W", "logits", "bias"):
             self.register_parameter(name, getattr(layer, name))
         self.positions = layer.positions if layer.W is not None and layer.W.shape[0] > 1 else 1

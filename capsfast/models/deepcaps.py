@@ -114,7 +114,7 @@ class DeepCaps(DecodedCapsules):
             dims = (4, *(4, 8, 8, 8)[-cells:])
         dims = _arguments.sizes(op, "dims", dims, 3)
         if dims[-1] != dims[-2]:
-            raise ValueError(f"{op}: the last two of dims must be alike, got {dims}")
+            raise ValueError(f"{op}: the last two of dims must be alike, got {checks.shown(dims)}")
         checks.boolean(op, "reconstruction", reconstruction)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"backend": backend, "gradient": gradient, "eps": eps, **made}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import checks
 from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
@@ -117,10 +118,10 @@ class MatrixCapsNet(Layer):
         if windows is None:
             windows = fitting_windows(*size)
         if not isinstance(windows, Sequence) or isinstance(windows, str):
-            raise TypeError(f"{op}: windows must be three pairs (kernel size, stride), got {windows!r}")
+            raise TypeError(f"{op}: windows must be three pairs (kernel size, stride), got {checks.shown(windows)}")
         windows = [_arguments.sizes(op, "windows", window) for window in windows]
         if [len(window) for window in windows] != [2, 2, 2]:
-            raise ValueError(f"{op}: windows must be three pairs (kernel size, stride), got {windows}")
+            raise ValueError(f"{op}: windows must be three pairs (kernel size, stride), got {checks.shown(windows)}")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         chosen: dict[str, Any] = {"routing": routing, "pose_rows": pose_rows, "backend": backend, **made}
         if num_iterations is not None:

@@ -14,7 +14,7 @@ REDUCTION = ("mean", "sum", "none")
 
 def integer(op: str, name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+        raise TypeError(f"{op}: {name} must be an int, got {checks.shown(value)}")
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
 
@@ -30,8 +30,9 @@ def batch_size(op: str, value: object, votes: Tensor) -> None:
         return
     whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not whole and not (isinstance(value, Tensor) and value.dim() == 0):
-        got = f"a tensor {checks.shape_of(value)}" if isinstance(value, Tensor) else repr(value)
-        raise TypeError(f"{op}: batch_size must be an int, got {got}; logits, bias and masks go by keyword")
+        raise TypeError(
+            f"{op}: batch_size must be an int, got {checks.shown(value)}; logits, bias and masks go by keyword"
+        )
     if value != votes.shape[0]:
         raise ValueError(f"{op}: batch_size must be B={votes.shape[0]}, got {value} (votes {checks.shape_of(votes)})")
 
@@ -39,21 +40,21 @@ def batch_size(op: str, value: object, votes: Tensor) -> None:
 def positive(op: str, name: str, value: object, zero: bool = False) -> None:
     """A finite number above 0, or with ``zero`` from 0 on."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+        raise TypeError(f"{op}: {name} must be a number, got {checks.shown(value)}")
     if not (0 < value < math.inf or (zero and value == 0)):
         raise ValueError(f"{op}: {name} must be {'0 or ' if zero else ''}positive and finite, got {value}")
 
 
 def finite(op: str, name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+        raise TypeError(f"{op}: {name} must be a number, got {checks.shown(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{op}: {name} must be finite, got {value}")
 
 
 def backend(op: str, name: str | None) -> None:
-    if name is not None and name not in ORDER:
-        raise ValueError(f"{op}: backend must be one of {', '.join(map(repr, ORDER))}, got {name!r}")
+    if name is not None:
+        checks.choice(op, "backend", name, ORDER)
 
 
 def pair(op: str, name: str, value: int | Sequence[int], least: int = 1) -> tuple[int, int]:
@@ -70,7 +71,7 @@ def for_axes(op: str, name: str, value: int | Sequence[int], axes: int, least: i
         return tuple(value)
     if isinstance(value, bool) or not isinstance(value, int):
         many = {2: "two", 3: "three"}[axes]
-        raise TypeError(f"{op}: {name} must be an int or {many} of them, got {value!r}")
+        raise TypeError(f"{op}: {name} must be an int or {many} of them, got {checks.shown(value)}")
     integer(op, name, value, least)
     return (value,) * axes
 
@@ -78,11 +79,11 @@ def for_axes(op: str, name: str, value: int | Sequence[int], axes: int, least: i
 def sizes(op: str, name: str, value: object, least: int = 1) -> tuple[int, ...]:
     """A sequence of at least so many ints, each at least 1."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise TypeError(f"{op}: {name} must be a sequence of ints, got {value!r}")
+        raise TypeError(f"{op}: {name} must be a sequence of ints, got {checks.shown(value)}")
     for size in value:
         integer(op, name, size)
     if len(value) < least:
-        raise ValueError(f"{op}: {name} must hold at least {least} of them, got {tuple(value)}")
+        raise ValueError(f"{op}: {name} must hold at least {least} of them, got {checks.shown(tuple(value))}")
     return tuple(value)
 
 

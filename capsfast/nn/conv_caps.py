@@ -90,6 +90,8 @@ class ConvCaps2d(Layer):
         super().__init__()
         op = "capsfast.nn.ConvCaps2d"
         _arguments.integers(op, in_types=in_types, out_types=out_types, in_dim=in_dim, out_dim=out_dim, groups=groups)
+        if num_iterations is not None:
+            _arguments.integer(op, "num_iterations", num_iterations)
         _arguments.divides(op, "in_types", in_types, groups)
         _arguments.divides(op, "out_types", out_types, groups)
         self.in_types = in_types

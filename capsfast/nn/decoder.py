@@ -25,7 +25,9 @@ class _MaskedDecoder(Layer):
         super().__init__()
         _arguments.integers(self._op, num_caps=num_caps, dim=dim)
         if not isinstance(image_shape, Sequence) or len(image_shape) != 3:
-            raise ValueError(f"{self._op}: image_shape must be (channels, height, width), got {image_shape!r}")
+            raise ValueError(
+                f"{self._op}: image_shape must be (channels, height, width), got {checks.shown(image_shape)}"
+            )
         for size in image_shape:
             _arguments.integer(self._op, "image_shape", size)
         checks.boolean(self._op, "masked", masked)

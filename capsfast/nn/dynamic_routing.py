@@ -122,6 +122,8 @@ class DynamicRouting(RoutingLayer):
         super().__init__(options, share_batch_logits, top_k, backend)
         op = self._op
         _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim, groups=groups)
+        for name, value in (("shared_weight", shared_weight), ("learned_logits", learned_logits), ("bias", bias)):
+            checks.boolean(op, name, value)
         _arguments.positive(op, "init_std", init_std)
         _arguments.divides(op, "in_caps", in_caps, groups)
         _arguments.divides(op, "out_caps", out_caps, groups)
@@ -211,9 +213,7 @@ class DynamicRouting(RoutingLayer):
         if isinstance(u, Tensor) and u.dim() == 4 and u.shape[1:] == votes:
             _called.refuse_votes(op, u)
         if isinstance(u, Tensor) and u.dim() == 3 and (u.shape[1] != self.in_caps or u.shape[2] != self.in_dim):
-            raise ValueError(
-                f"{op}: u must be [B, in_caps={self.in_caps}, in_dim={self.in_dim}], got {checks.shape_of(u)}"
-            )
+            checks.refuse_capsules(op, "u", u, in_caps=self.in_caps, in_dim=self.in_dim)
         if self.logits is not None:
             if isinstance(logits, Tensor) and logits.shape[-2:] != self.logits.shape:
                 raise ValueError(

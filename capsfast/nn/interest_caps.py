@@ -130,11 +130,11 @@ class InterestCapsules(Layer):
         if count is not None:
             checks.choice(op, "count", count, COUNTS)
         if projection not in PROJECTIONS:
-            raise ValueError(f"{op}: projection must be None, 'linear' or 'relu', got {projection!r}")
+            raise ValueError(f"{op}: projection must be None, 'linear' or 'relu', got {checks.shown(projection)}")
         if squash_power != 1 and squash not in RATIO:
             raise ValueError(
                 f"{op}: squash_power is of a length n / (c + n), so squash must be one of {', '.join(RATIO)}, "
-                f"got {squash!r}"
+                f"got {checks.shown(squash)}"
             )
         for name, option, needing in (("initial_logits", initial_logits, "fixed"), ("weight", weight, "position")):
             if max_length is None and option == needing:

@@ -70,7 +70,7 @@ class LabelAwareAttention(Layer):
     def __init__(self, power: float = 1.0, *, signed: bool = False) -> None:
         super().__init__()
         checks.boolean(self.op, "signed", signed)
-        if power != math.inf:
+        if not isinstance(power, float) or power != math.inf:
             _arguments.positive(self.op, "power", power, zero=True)
             if 0 < power < 1:
                 raise ValueError(f"{self.op}: power must be 0, from 1 on or math.inf, got {power}")

@@ -82,6 +82,7 @@ class PrimaryCaps(Layer):
         super().__init__()
         op = "capsfast.nn.PrimaryCaps"
         _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
+        checks.boolean(op, "bias", bias)
         checks.boolean(op, "flatten", flatten)
         checks.choice(op, "order", order, ORDER)
         if order == "view" and not flatten:

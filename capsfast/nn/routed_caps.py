@@ -120,9 +120,7 @@ class RoutedCaps(Layer):
         op = self._op
         _arguments.floats(op, "u", u, "[B, I, K]")
         if u.shape[1] != self.in_caps or u.shape[2] != self.in_dim:
-            raise ValueError(
-                f"{op}: u must be [B, in_caps={self.in_caps}, in_dim={self.in_dim}], got {checks.shape_of(u)}"
-            )
+            checks.refuse_capsules(op, "u", u, in_caps=self.in_caps, in_dim=self.in_dim)
         if self.pose_rows is not None:
             u = u.unflatten(2, (self.pose_rows, -1))
         weight = at_positions(self.W, self.positions)

@@ -2,8 +2,10 @@
 
 from importlib.util import find_spec
 
+from .._install import in_the_checkout
+
 if find_spec("lightning") is None:
-    raise ModuleNotFoundError('capsfast.train needs lightning: pip install "capsfast[train]"')
+    raise ModuleNotFoundError(f"capsfast.train needs lightning; {in_the_checkout('train')}")
 
 from .attacks import fgsm, pgd
 from .checkpoint import open_checkpoint

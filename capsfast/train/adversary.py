@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import checks
+from ..nn import _arguments
 from .attacks import Loss, fgsm, pgd
 
 ATTACKS = ("fgsm", "pgd")
@@ -32,14 +34,11 @@ class Adversary:
 
     def __post_init__(self) -> None:
         op = "capsfast.train.Learner"
-        if self.attack not in ATTACKS:
-            raise ValueError(f"{op}: adversarial must be one of {', '.join(ATTACKS)}, got {self.attack!r}")
-        if not 0 < self.eps < float("inf"):
-            raise ValueError(f"{op}: adversarial_eps must be positive and finite, got {self.eps}")
-        if self.steps < 1:
-            raise ValueError(f"{op}: adversarial_steps must be at least 1, got {self.steps}")
+        checks.choice(op, "adversarial", self.attack, ATTACKS)
+        _arguments.positive(op, "adversarial_eps", self.eps)
+        _arguments.integer(op, "adversarial_steps", self.steps)
         if not 0 < self.share <= 1:
-            raise ValueError(f"{op}: adversarial_share must be above 0 and at most 1, got {self.share}")
+            raise ValueError(f"{op}: adversarial_share must be above 0 and at most 1, got {checks.shown(self.share)}")
 
     def count(self, images: int) -> int:
         """How many of so many images are attacked."""

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import checks
+
 Loss = Callable[[Tensor], Tensor]  # images [B, C, H, W] to one number
 
 
@@ -58,7 +60,7 @@ def pgd(
     """
     _check_eps("pgd", eps)
     if steps < 1:
-        raise ValueError(f"capsfast.train.pgd: steps must be at least 1, got {steps}")
+        raise ValueError(f"capsfast.train.pgd: steps must be at least 1, got {checks.shown(steps)}")
     step_size = 2.5 * eps / steps if step_size is None else step_size
     moved = images
     if generator is not None:
@@ -72,4 +74,4 @@ def pgd(
 
 def _check_eps(name: str, eps: float) -> None:
     if not eps >= 0:
-        raise ValueError(f"capsfast.train.{name}: eps must not be negative, got {eps}")
+        raise ValueError(f"capsfast.train.{name}: eps must not be negative, got {checks.shown(eps)}")

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .._install import in_the_checkout
+
 
 def cluster_accuracy(train: Tensor, test: Tensor, labels: Tensor, num_classes: int, seed: int = 0) -> float:
     """Accuracy of k-means clusters under the best naming of them (LIN-MATCH of Kosiorek et al. 2019, section 3).
@@ -28,7 +30,7 @@ def cluster_accuracy(train: Tensor, test: Tensor, labels: Tensor, num_classes: i
         from sklearn.cluster import KMeans
     except ImportError:
         raise ModuleNotFoundError(
-            'capsfast.train.cluster_accuracy: clusters are found by scikit-learn: pip install "capsfast[train]"'
+            f"capsfast.train.cluster_accuracy: clusters are found by scikit-learn; {in_the_checkout('train')}"
         ) from None
     if len(train) < num_classes:
         op = "capsfast.train.cluster_accuracy"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..data.sets import DrawnSet
 from .evaluate import Attack, batches
 from .learner import Learner
@@ -103,9 +104,8 @@ def detection(
     """
     learner.check_decoder("detection")
     if not 0 <= false_positive_rate < 1:
-        raise ValueError(
-            f"capsfast.train.detection: false_positive_rate must be at least 0 and below 1, got {false_positive_rate}"
-        )
+        got = checks.shown(false_positive_rate)
+        raise ValueError(f"capsfast.train.detection: false_positive_rate must be at least 0 and below 1, got {got}")
     learner.eval()
     if clean is None:
         clean = clean_errors(learner, dataset, batch_size=batch_size, on_step=on_step)

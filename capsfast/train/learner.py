@@ -8,9 +8,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..data import Batch
 from ..data.seeds import generator, seed_for
-from ..nn import CouplingEntropy, DynamicRouting, LossParts, ReconstructionLoss, RoutedCaps, recorded
+from ..nn import CouplingEntropy, DynamicRouting, LossParts, ReconstructionLoss, RoutedCaps, _arguments, recorded
 from ..nn.routing.base import Capsules
 from .adversary import Adversary
 from .dropout import drop_capsules, drop_hidden
@@ -114,17 +115,16 @@ class Learner(pl.LightningModule):
         op = "capsfast.train.Learner"
         positive = {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}
         for name, value in positive.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{op}: {name} must be positive and finite, got {value}")
+            if value is not None:
+                _arguments.positive(op, name, value)
         weights = {"weight_decay": weight_decay, "reconstruction_weight": reconstruction_weight}
         for name, value in {"warmup_steps": warmup_steps, **weights, "entropy_weight": entropy_weight}.items():
             if not 0 <= value < float("inf"):
-                raise ValueError(f"{op}: {name} must not be negative, got {value}")
+                raise ValueError(f"{op}: {name} must not be negative, got {checks.shown(value)}")
         for name, value in {"caps_dropout": caps_dropout, "decoder_dropout": decoder_dropout}.items():
             if not 0 <= value < 1:
-                raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {value}")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"{op}: schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+                raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {checks.shown(value)}")
+        checks.choice(op, "schedule", schedule, SCHEDULES)
         self.sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
         self.seed = seed
         with torch.random.fork_rng():
@@ -148,7 +148,8 @@ class Learner(pl.LightningModule):
         self.tested_at: int | None = None
         self.has_classes = model not in WITHOUT_CLASSES
         if loss is not None and not self.has_classes:
-            raise ValueError(f"{op}: loss is that of classes, of which {model} has none; leave it out, got {loss!r}")
+            got = checks.shown(loss)
+            raise ValueError(f"{op}: loss is that of classes, of which {model} has none; leave it out, got {got}")
         if adversarial is not None and not self.has_classes:
             raise ValueError(f"{op}: adversarial needs a network with classes, got {model}")
         self.entropy: CouplingEntropy | None = None

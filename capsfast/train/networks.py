@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .. import checks
 from ..models import (
     CNN,
     CapsAutoEncoder,
@@ -56,8 +57,7 @@ def options_of(name: str, routing: RoutingChoice | None = None) -> list[str]:
         ValueError: no model or no routing of that name.
     """
     op = "capsfast.train.build"
-    if name not in NETWORKS:
-        raise ValueError(f"{op}: model must be one of {', '.join(NETWORKS)}, got {name!r}")
+    checks.choice(op, "model", name, NETWORKS)
     taken = inspect.signature(NETWORKS[name]).parameters
     if routing is None:
         routing = taken["routing"].default if "routing" in taken else "dynamic"

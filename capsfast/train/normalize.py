@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..nn._layer import Layer
 
 # Of a variance; images of one shade have 0, whose root has no derivative.
@@ -38,7 +39,7 @@ class Normalize(Layer):
         if sizes != [in_channels, in_channels]:
             raise ValueError(
                 f'capsfast.train.Learner: normalize must be "image", or mean and deviation of each of {in_channels} '
-                f"channels, got {given!r}"
+                f"channels, got {checks.shown(given)}"
             )
         mean, deviation = (torch.tensor(part, dtype=torch.float32)[:, None, None] for part in given)  # type: ignore[arg-type]
         # Not in a checkpoint's weights: its settings have them.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..nn import MarginLoss, SpreadLoss
 from ..nn._layer import Layer
 
@@ -39,8 +40,7 @@ class ClassLoss(Layer):
 
     def __init__(self, name: str, spread_steps: int = 10_000) -> None:
         super().__init__()
-        if name not in LOSSES:
-            raise ValueError(f"capsfast.train.Learner: loss must be one of {', '.join(LOSSES)}, got {name!r}")
+        checks.choice("capsfast.train.Learner", "loss", name, LOSSES)
         self.name = name
         self.spread_steps = spread_steps
         self.margin = MarginLoss(reduction="none")

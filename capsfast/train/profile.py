@@ -9,6 +9,7 @@ from torch import nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from .. import checks
 from ..backend import use_backend
 from ..data import Batch
 from ..nn import ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement
@@ -88,7 +89,7 @@ def routing_share(learner: Learner, batch: Batch, *, backend: str | None = None,
         ValueError: no steps.
     """
     if steps < 1:
-        raise ValueError(f"capsfast.train.routing_share: steps must be at least 1, got {steps}")
+        raise ValueError(f"capsfast.train.routing_share: steps must be at least 1, got {checks.shown(steps)}")
     before = {name: value.clone() for name, value in learner.state_dict().items()}
     optimizer = learner.make_optimizer()
     on_gpu = learner.device.type == "cuda"

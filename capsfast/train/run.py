@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from .. import checks
 from .checkpoint import WholeCheckpoints, read_checkpoint
 from .images import ImageData
 from .learner import Learner
@@ -33,8 +34,7 @@ def loggers(out: Path, names: Sequence[str]) -> list[Logger]:
     """
     found: list[Logger] = []
     for name in names:
-        if name not in LOGS:
-            raise ValueError(f"capsfast.train: log must be one of {', '.join(LOGS)}, got {name!r}")
+        checks.choice("capsfast.train", "log", name, LOGS)
         if name == "csv":
             found.append(CSVLogger(out, name="logs", flush_logs_every_n_steps=LOG_EVERY))
         else:

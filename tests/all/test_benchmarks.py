@@ -57,5 +57,5 @@ def test_a_checkout_that_hides_an_installation_with_the_extension_is_an_error(
     assert answer.returncode in (2, 4)  # usage errors of the command line and of pytest
     said = answer.stdout + answer.stderr
     assert str(checkout / "capsfast") in said and str(installed / "capsfast") in said
-    assert "build the checkout" in said and "another folder" in said
+    assert "build it in the checkout" in said and "another folder" in said
     assert "Traceback" not in said

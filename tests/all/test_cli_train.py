@@ -17,6 +17,7 @@ pytest.importorskip("sklearn")
 
 
 from capsfast import train
+from capsfast._install import in_the_checkout
 from capsfast.cli import training, training_options
 from capsfast.train.checkpoint import read_checkpoint
 
@@ -157,7 +158,7 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
             ["--data", "nothing"],
             "data must be digits, mnist, fashion-mnist, cifar10, smallnorb or a folder, got 'nothing'",
         ),
-        (["--model", "caps"], "model must be one of capsnet, deepcaps, "),
+        (["--model", "caps"], "model must be one of 'capsnet', 'deepcaps', "),
         (["--types", "3"], "capsnet has no option types; it has conv_channels"),
         (["--lr", "-1"], "lr must be positive and finite, got -1.0"),
         (["--rotation", "5", "--data", "multi:digits"], "multi sets move images themselves"),
@@ -179,7 +180,7 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
         (["--test-every", "5", "--limit-val-batches", "0"], "--test-every has no use beside --limit-val-batches 0"),
         (["--profile", "--epochs", "3"], "--profile has no use for --epochs; it measures steps and trains nothing"),
         (["--profile", "--backend", "cpp", "--workers", "0"], "--profile has no use for --backend, --workers; it"),
-        (["--log", "paper"], "log must be one of csv, tensorboard, got 'paper'"),
+        (["--log", "paper"], "log must be one of 'csv', 'tensorboard', got 'paper'"),
         (["--test-every", "46", "--batch-size", "32"], "--test-every must be at most 45, an epoch, got 46"),
         (["--accelerator", "abacus"], "abacus"),
         (["--precision", "7"], "7"),
@@ -230,7 +231,7 @@ def test_tensorboard_log(tmp_path: Path) -> None:
 def test_missing_extra_is_one_line(command: str, missing: Callable[..., None]) -> None:
     missing("lightning")
     message = failed(command, *(() if command == "train" else ("x.ckpt",)))
-    assert message == 'capsfast: this command needs lightning: pip install "capsfast[train]"'
+    assert message == f"capsfast: this command needs lightning; {in_the_checkout('train')}"
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_learner_rejects_numbers(wrong: dict[str, Any]) -> None:
 
 
 def test_build_names_models_and_their_options() -> None:
-    with pytest.raises(ValueError, match=r"model must be one of capsnet, .*, got 'capsule'"):
+    with pytest.raises(ValueError, match=r"model must be one of 'capsnet', .*, got 'capsule'"):
         Learner("capsule")
     with pytest.raises(ValueError, match="deepcaps has no option primary_groups; it has conv_channels, types"):
         Learner("deepcaps", options={"primary_groups": 3})

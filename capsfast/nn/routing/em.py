@@ -175,9 +175,8 @@ def schedule(
     if isinstance(inverse_temperature, (int, float)):
         inverse_temperature = [inverse_temperature] * num_iterations
     if not isinstance(inverse_temperature, Sequence) or isinstance(inverse_temperature, str):
-        raise TypeError(
-            f"{op}: inverse_temperature must be None, a number or a sequence of them, got {inverse_temperature!r}"
-        )
+        got = checks.shown(inverse_temperature)
+        raise TypeError(f"{op}: inverse_temperature must be None, a number or a sequence of them, got {got}")
     if len(inverse_temperature) != num_iterations:
         raise ValueError(
             f"{op}: inverse_temperature must hold num_iterations={num_iterations} numbers, "

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ... import _keywords, checks
 from .agreement import AgreementRouting
 from .attention import AttentionRouting, SelfAttentionRouting
 from .base import Routing
@@ -42,8 +43,7 @@ def routing_class(op: str, routing: RoutingChoice) -> Callable[..., Routing]:
         TypeError: neither name nor Routing class nor function.
     """
     if isinstance(routing, str):
-        if routing not in ROUTINGS:
-            raise ValueError(f"{op}: routing must be one of {', '.join(map(repr, ROUTINGS))}, got {routing!r}")
+        checks.choice(op, "routing", routing, ROUTINGS)
         return ROUTINGS[routing]
     if not callable(routing) or isinstance(routing, nn.Module):
         remedy = "; give its class, and its options to the layer" if isinstance(routing, Routing) else ""
@@ -110,7 +110,8 @@ def known_options(op: str, routing: RoutingChoice, known: Sequence[str], options
         if name not in known:
             remedy = "; its __init__ must take **made and hand it on" if name in (*MADE, "backend") else ""
             there = ", ".join(known) if known else "none"
-            raise TypeError(f"{op}: routing {routing_name(routing)} has no option {name}; it has {there}{remedy}")
+            hint = _keywords.meant(name, known)
+            raise TypeError(f"{op}: routing {routing_name(routing)} has no option {name}{hint}; it has {there}{remedy}")
 
 
 def options_of(routing: Callable[..., Any]) -> list[str]:

@@ -1,0 +1,67 @@
+"""Keywords that a function or a constructor does not have: the error says which of its own may be meant."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, TypedDict, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# What this field calls an argument, by the name here.
+OTHER_NAMES = {
+    "num_iterations": "iterations iters n_iterations n_iters num_iters num_iter routings n_routings num_routing "
+    "num_routings n_routing routing_iterations routing_iters num_routing_iterations num_routes r",
+    "in_caps": "in_capsules input_caps num_in_caps num_in_capsules in_num_caps num_caps_in",
+    "out_caps": "out_capsules output_caps num_out_caps num_out_capsules out_num_caps num_caps_out",
+    "in_dim": "in_caps_dim in_capsule_dim in_dim_caps dim_caps_in in_d",
+    "out_dim": "out_caps_dim out_capsule_dim out_dim_caps dim_caps_out out_d",
+    "weight": "W",
+    "votes": "u_hat priors",
+}
+_MEANT = {name: own for own, names in OTHER_NAMES.items() for name in names.split()}
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """ " (did you mean num_iterations?)", or "" where nothing comes close."""
+    own = _MEANT.get(name)
+    close = [own] if own in known else difflib.get_close_matches(name, known, 1, 0.7)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def unexpected(name: str, known: Collection[str]) -> str:
+    return f"got an unexpected keyword argument '{name}'{meant(name, known)}"
+
+
+def takes(signature: inspect.Signature) -> str:
+    """What it is called with: "(u, weight, num_iterations=3) and options by keyword"."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    plain = [
+        each.name if each.default is each.empty else f"{each.name}={each.default!r}"
+        for each in signature.parameters.values()
+        if each.kind in by_position
+    ]
+    options = " and options by keyword" if len(plain) < len(signature.parameters) else ""
+    return f"({', '.join(plain)}){options}"
+
+
+class NoMore(TypedDict):
+    """For ``**unknown: Unpack[NoMore]``: no keyword at all, which type checkers hold callers to."""
+
+
+def closed(function: Function) -> Function:
+    """Shows a function without its last parameter ``**unknown``, whose keywords it hands to :func:`refuse`.
+
+    A wrapper that catches TypeError would cost every call up to a microsecond, and torch.compile a frame.
+    """
+    *own, _ = inspect.signature(function).parameters.values()
+    function.__signature__ = inspect.signature(function).replace(parameters=own)  # type: ignore[attr-defined]
+    return function
+
+
+def refuse(op: str, function: Callable[..., Any], unknown: Mapping[str, object]) -> NoReturn:
+    """
+    Raises:
+        TypeError: with the first of the unknown keywords.
+    """
+    signature, name = inspect.signature(function), next(iter(unknown))
+    raise TypeError(f"{op}: takes {takes(signature)}, {unexpected(name, signature.parameters)}")
