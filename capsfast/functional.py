@@ -98,8 +98,9 @@ def dynamic_routing(
         weight: transformation matrices ``[I, J, D, K]``, for pose matrices ``[I, J, Q, R]``; same dtype as ``u``,
             except under autocast. A size 1 for I shares them between the input capsules, a size 1 for J between the
             output capsules, without a copy. With size 1 for J the number of output capsules is that of logits, bias or
-            out_mask, if one of them is given, and the votes, which then have no axis J, are in memory; on the CPU they
-            are not formed where one matrix for all pairs makes that less work (docs/recommenders.md).
+            out_mask, if one of them is given, and the votes, which then have no axis J, are in memory, in float32 for
+            16 bits; on the CPU they are not formed where one matrix for all pairs makes that less work
+            (docs/recommenders.md).
         num_iterations: how many weighted sums are formed, at least 1.
         logits: log prior of the coupling, ``[I, J]`` (learned) or ``[B, I, J]``; default 0.
         bias: ``[J, D]``, added to the weighted sum before the squash.

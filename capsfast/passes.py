@@ -74,7 +74,8 @@ def routing_pass(
             each, row by row.
         weight: transformation matrices ``[I, J, D, K]``; for pose matrices ``[I, J, Q, R]``. A size 1 for I or for J
             shares them without a copy. With size 1 for J the number of output capsules is that of query, precision,
-            center, prior, logits or out_mask, and the votes, which then have no axis J, are in memory.
+            center, prior, logits or out_mask, and the votes, which then have no axis J, are in memory, in float32 for
+            16 bits.
         query: ``[B, J, D]``, the linear part of the score.
         precision: ``[B, J, D]``, not negative: the quadratic part.
         center: ``[B, J, D]``, subtracted from the votes. About a mean, float32 does not cancel in ``second``.

@@ -40,6 +40,32 @@ def test_build_info() -> None:
     assert native.extension.peak_flops() > 1e6  # an emulated processor reaches 3e7
 
 
+# The inputs are one number. Results are 4 MiB each, scratch is 16 votes.
+NO_MEMORY = """
+import resource, torch, capsfast
+torch.set_num_threads(1)
+votes = torch.zeros(1).expand(1, 16, 1, 2**20)
+bias = torch.zeros(1, 2**20, requires_grad=True)
+before = capsfast.route_votes(votes, bias=bias, backend="cpp").sum()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 12 * 2**20,) * 2)
+for call in (lambda: capsfast.route_votes(votes, 1, backend="cpp"), before.backward):
+    try:
+        call()
+    except MemoryError as error:
+        print(error)
+"""
+
+
+@needs_extension
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_memory_for_scratch_is_a_memory_error() -> None:
+    ran = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    told = re.findall(r"^capsfast.route_votes: .* of ([\d.]+) MiB\); take a smaller batch .*$", ran.stdout, re.M)
+    assert len(told) == 2 and min(map(float, told)) >= 4, ran.stdout
+
+
 @needs_extension
 @pytest.mark.parametrize("votes_given", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1152, 10, 16, 8), (128, 1152, 10, 16, 8), (2, 2, 1000, 3, 4)], ids=str)

@@ -126,7 +126,9 @@ def _define(contract: Contract, backend: str, sharded: bool = True) -> Callable[
     if backend == "triton":
         _bind_triton(contract.name)
     second, jvp = _second_derivative(contract.public), _forward_mode(contract.public)
-    fused_backward = _transformable(f"{name}_backward", _keep_nothing, second, jvp, 0, contract.differentiable)
+    fused_backward = _transformable(
+        f"{name}_backward", contract.public, _keep_nothing, second, jvp, 0, contract.differentiable
+    )
     backward = backward_by(contract, fused_backward)
     save = saving(contract)
     torch.library.register_fake(op, contract.fake)
@@ -139,7 +141,7 @@ def _define(contract: Contract, backend: str, sharded: bool = True) -> Callable[
         _register_autocast(name, device, contract.autocast)
     if sharded:
         _sharding.announce(contract, _overload(op), _overload(f"{op}_backward"))
-    return _transformable(name, save, backward, jvp, contract.autocast)
+    return _transformable(name, contract.public, save, backward, jvp, contract.autocast)
 
 
 def _bind_triton(name: str) -> None:
@@ -160,6 +162,7 @@ def _bind_triton(name: str) -> None:
 
 def _transformable(
     name: str,
+    public: str,
     save: Callable[..., None],
     backward: Callable[..., Any],
     jvp: Callable[..., Any],
@@ -170,8 +173,8 @@ def _transformable(
 
     Under torch.compile and autocast it calls the op itself. torch.func cannot differentiate ops registered with
     torch.library, and in eager mode their autograd takes most of the host time of a call. In both cases save and
-    backward run in an autograd.Function instead. cast: how many of the first arguments autocast casts. first: which
-    argument is surely a tensor, as the gradients before it may be None.
+    backward run in an autograd.Function instead. public: the function that errors name. cast: how many of the first
+    arguments autocast casts. first: which argument is surely a tensor, as the gradients before it may be None.
     """
     op = _overload(f"capsfast::{name}")
 
@@ -203,23 +206,32 @@ def _transformable(
             _sharding.register_if_imported()
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return op(*inputs)
-        casting = torch._C._is_any_autocast_enabled()
-        if casting:
-            device = inputs[first].device.type
-            casting = device != "meta" and torch.is_autocast_enabled(device)
-        if torch._C._are_functorch_transforms_active():
-            if not casting:
-                return Transformed.apply(*inputs)
-            with torch.autocast(device, enabled=False):
-                return Transformed.apply(*_cast(inputs, torch.get_autocast_dtype(device), cast))
-        if casting:
-            return op(*inputs)
-        # Under forward-mode differentiation the Function raises an error. The op would silently drop the tangent.
-        differentiated = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in inputs)
-        if differentiated or forward_ad._current_level >= 0:
-            return Eager.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*inputs)
+        try:
+            casting = torch._C._is_any_autocast_enabled()
+            if casting:
+                device = inputs[first].device.type
+                casting = device != "meta" and torch.is_autocast_enabled(device)
+            if torch._C._are_functorch_transforms_active():
+                if not casting:
+                    return Transformed.apply(*inputs)
+                with torch.autocast(device, enabled=False):
+                    return Transformed.apply(*_cast(inputs, torch.get_autocast_dtype(device), cast))
+            if casting:
+                return op(*inputs)
+            # Under forward-mode differentiation the Function raises an error. The op would silently drop the tangent.
+            differentiated = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in inputs)
+            if differentiated or forward_ad._current_level >= 0:
+                return Eager.apply(*inputs)
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*inputs)
+        except RuntimeError as error:
+            # What torch makes of a std::bad_alloc.
+            if not str(error).startswith("std::bad_alloc"):
+                raise
+            raise MemoryError(
+                f"{public}: the system has no memory for the scratch of this call ({error}); "
+                "take a smaller batch or fewer threads (torch.set_num_threads)"
+            ) from None
 
     return call
 
