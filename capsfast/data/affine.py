@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import checks
+
 COLUMNS = 6  # numbers drawn for an image: two shifts, rotation, two scales, shear
 
 
@@ -34,9 +36,10 @@ class RandomAffine:
     def __post_init__(self) -> None:
         for name in ("shift", "rotation", "scale", "shear", "canvas"):
             if getattr(self, name) < 0:
-                raise ValueError(f"capsfast.data.RandomAffine: {name} must not be negative, got {getattr(self, name)}")
+                got = checks.shown(getattr(self, name))
+                raise ValueError(f"capsfast.data.RandomAffine: {name} must not be negative, got {got}")
         if self.scale >= 1:
-            raise ValueError(f"capsfast.data.RandomAffine: scale must be below 1, got {self.scale}")
+            raise ValueError(f"capsfast.data.RandomAffine: scale must be below 1, got {checks.shown(self.scale)}")
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
         """``images [B, C, H, W]`` and ``draws [B, 6]`` in [0, 1) to ``[B, C, H + 2 canvas, W + 2 canvas]``."""

@@ -368,7 +368,8 @@ class SlimConvTransposeCaps2d(_SlimCaps):
             not low <= there < low + step for there, low, step in zip(given, least, self.stride, strict=True)
         ):
             raise ValueError(
-                f"{self._op}: size must be at least {least} and less than a stride of {self.stride} larger, got {given}"
+                f"{self._op}: size must be at least {least} and less than a stride of {self.stride} larger, "
+                f"got {checks.shown(given)}"
             )
         return self._as_votes(self.conv(self._stacked(poses), output_size=list(given)), poses.shape[0])
 
