@@ -79,8 +79,8 @@ class RoutedCaps(Layer):
         self.routing = make_routing(op, routing, in_caps, out_caps, in_dim, out_dim, **options, **made)
         if self.routing.needs_votes:
             raise ValueError(
-                f"{op}: routing must be one that takes (u, weight), got {checks.shown(self.routing)}, which needs votes in memory; "
-                f"call it with votes, or route those of a convolution"
+                f"{op}: routing must be one that takes (u, weight), got {checks.shown(self.routing)}, which needs "
+                f"votes in memory; call it with votes, or route those of a convolution"
             )
         self.in_caps = in_caps
         self.out_caps = out_caps
