@@ -135,6 +135,7 @@ def test_autocast() -> None:
         torch.testing.assert_close(value.float(), wanted[name], rtol=0.03, atol=0.03)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_serves_all_batches() -> None:
     torch._dynamo.reset()
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -74,7 +74,7 @@ def for_all(backend: Backend, *strategies: Any, runs: int = 1) -> Callable[[Call
     runs: how often an example runs on the backend.
     """
     everywhere = settings.default.max_examples
-    chosen = settings(max_examples=everywhere // (10 * runs) if backend.emulated else everywhere)
+    chosen = settings(max_examples=max(2, everywhere // (10 * runs)) if backend.emulated else everywhere)
     return lambda function: chosen(given(*strategies)(function))()
 
 

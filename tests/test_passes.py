@@ -75,6 +75,7 @@ def test_every_shape(backend: Backend, op: PassOp, shape: Shape, case: PassCase)
 
 
 # Whole tiles of samples, chunks of input capsules, blocks of rows, output capsules whose votes are held; and parts.
+@pytest.mark.rows(triton=(0, 2))
 @pytest.mark.shapes(
     (32, 70, 10, 16, 8), (17, 35, 3, 5, 4), (16, 9, 1, 3, 33), (16, 5, 200, 12, 8), (48, 33, 10, 16, 16)
 )
@@ -85,7 +86,7 @@ def test_second_moments_of_equal_coupling(
     backend: Backend, op: PassOp, shape: Shape, activation: bool, leaky: bool
 ) -> None:
     case = PassCase(center=True, activation=activation, leaky=leaky, second=True)
-    for dtype in (torch.float32, torch.float64):
+    for dtype in {torch.float32, backend.widest}:
         check(op.make(shape, case, dtype, backend.device), backend)
 
 

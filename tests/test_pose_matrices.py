@@ -55,6 +55,7 @@ def test_every_case(backend: Backend, case: Case | PassCase) -> None:
         check(make(shape, poses, case, torch.float32, backend.device), backend)
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.parametrize(("shape", "poses"), SHAPES, ids=str)
 @pytest.mark.parametrize("case", [LOADED, EVERYTHING], ids=str)
 @pytest.mark.against_reference

@@ -140,6 +140,7 @@ def test_strides_do_not_matter(backend: Backend, layout: str) -> None:
         assert_close(value, wanted[name])
 
 
+@pytest.mark.rows(triton=0)
 def test_what_a_masked_capsule_holds_plays_no_part(backend: Backend) -> None:
     for case in (LOADED, EVERYTHING):
         problem = make((2, 5, 3, 6, 1), (4, 5), case, backend.widest, backend.device)
@@ -150,6 +151,7 @@ def test_what_a_masked_capsule_holds_plays_no_part(backend: Backend) -> None:
             assert_close(value, wanted[name])
 
 
+@pytest.mark.rows(triton=0)
 def test_nan_stays_at_its_position(backend: Backend) -> None:
     for case in (replace(LOADED, mask=False), replace(EVERYTHING, mask=False)):
         problem = make((2, 5, 3, 6, 1), (4, 5), case, backend.widest, backend.device)
@@ -184,6 +186,7 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend) -> None:
         assert_path(backend, op, ops)
 
 
+@pytest.mark.rows(triton=0)
 @pytest.mark.rows(1)
 @pytest.mark.fused
 @pytest.mark.parametrize("spatial", [(3, 6), (1,)], ids=str)

@@ -63,7 +63,7 @@ def test_every_option(backend: Backend, op: Op, case: Case, dtype: torch.dtype) 
         check(op.make(shape, case, dtype, backend.device), backend)
 
 
-@pytest.mark.rows(12, triton=(2, 12))
+@pytest.mark.rows(12, triton=(1, 12))
 @pytest.mark.shapes(*SHAPES)
 @pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(shared=True)], ids=str)
 @pytest.mark.of_the_weight(case=[Case(shared=True)])

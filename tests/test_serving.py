@@ -159,6 +159,7 @@ def test_a_package_runs_in_python(served: Served, package: Path) -> None:
         assert_same(tuple(model(images)), served, images)
 
 
+@pytest.mark.slow
 @needs_extension
 @pytest.mark.parametrize("B", [1, 6])
 def test_a_package_runs_in_a_program_without_python(served: Served, package: Path, B: int) -> None:

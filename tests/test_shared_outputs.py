@@ -17,7 +17,7 @@ SMALL = Shape(3, 7, 4, 6, 5)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [9, 1])
-@pytest.mark.usual(triton={"backend": []})  # as the others: torch's product, then float32
+@pytest.mark.rows(triton=(0, 0))  # as the others: torch's product, then float32
 def test_votes_are_not_rounded_to_sixteen_bits(backend: Backend, rows: int, dtype: torch.dtype) -> None:
     shape, case = Shape(2, 9, 17, 7, 3), Case(num_iterations=4, softmax="in", logits="IJ", bias=True)
     moments = passes.make(shape, PassCase(query=True, center=True, second=True, weights=True), dtype=dtype)
@@ -31,7 +31,6 @@ def test_votes_are_not_rounded_to_sixteen_bits(backend: Backend, rows: int, dtyp
 
 @pytest.mark.parametrize("empty", ["B", "I", "J"])
 @pytest.mark.parametrize("rows", ["own", "shared"])
-@pytest.mark.usual(triton={"rows": ["own"], "empty": ["B"]})
 def test_empty_sizes(backend: Backend, rows: str, empty: str) -> None:
     B, I, J, D, K = SMALL._replace(**{empty: 0})
     for dtype in (torch.float32, torch.bfloat16):

@@ -206,6 +206,7 @@ def test_numbers_of_parameters() -> None:
     assert_same(other.eval()(images).reconstruction, model.eval()(images).reconstruction)
 
 
+@pytest.mark.slow
 def test_learns() -> None:
     """Bars of one of two directions: after some steps the image is explained better than by the background."""
     torch.manual_seed(0)

@@ -90,7 +90,7 @@ def forward(
     """Returns ``(mass, first, second, weights, lse, norm)``. given_lse: the one that normalize="lse" needs."""
     B, I, J, D, _ = call.sizes
     assert isinstance(call.options, PassOptions) and call.scores is not None
-    inward, empty = call.normalize == "in", call.new(0)
+    inward = call.normalize == "in"
     weights = call.new_pairs(call.x.dtype) if return_weights else None
     norm = call.new(2, B, J) if inward else None
     log_sum = call.new(B, I) if return_lse and not inward else None
@@ -119,10 +119,11 @@ def forward(
     return (
         sums.mass,
         sums.first,
-        empty if sums.second is None else sums.second,
+        # Each a tensor of its own: outputs of an op may not share memory.
+        call.new(0) if sums.second is None else sums.second,
         call.new(0, dtype=call.x.dtype) if weights is None else weights,
-        empty if log_sum is None else log_sum,
-        empty if norm is None else norm,
+        call.new(0) if log_sum is None else log_sum,
+        call.new(0) if norm is None else norm,
     )
 
 
