@@ -15,7 +15,20 @@ import capsfast
 
 from .support.accuracy import assert_close, check, check_scores
 from .support.backends import ALL_DTYPES, Backend, Shape, assert_path, recorded_ops
-from .support.problems import CASES, COMBINED, EMULATED, LOADED, LOADED_OUT, PLAIN, Case, Op, Problem, call, run, with_one_leader
+from .support.problems import (
+    CASES,
+    COMBINED,
+    EMULATED,
+    LOADED,
+    LOADED_OUT,
+    PLAIN,
+    Case,
+    Op,
+    Problem,
+    call,
+    run,
+    with_one_leader,
+)
 
 pytestmark = pytest.mark.kernels
 
