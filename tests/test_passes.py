@@ -16,7 +16,7 @@ from torch import Tensor
 import capsfast
 
 from .support import passes
-from .support.accuracy import assert_close, check
+from .support.accuracy import assert_close, check, check_scores
 from .support.backends import Backend, Shape, assert_path, recorded_ops
 from .support.passes import (
     CASES,
@@ -33,7 +33,7 @@ from .support.passes import (
     PassOp,
     normalized,
 )
-from .support.problems import call, relayout, run
+from .support.problems import call, relayout, run, with_one_leader
 
 pytestmark = pytest.mark.passes
 
@@ -96,6 +96,23 @@ def test_second_moments_of_equal_coupling(
 @pytest.mark.against_reference
 def test_float32_is_as_exact_as_einsum(backend: Backend, op: PassOp, shape: Shape, case: PassCase) -> None:
     check(op.make(shape, case, torch.float32, backend.device), backend, slack=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PassCase(query=True, prior=True, logits="BIJ", weights=True, normalize="in"),
+        PassCase(query=True, logits="IJ", lse=True, normalize="in"),
+        replace(QUADRATIC, query=True, logits="BIJ", weights=True, normalize="in"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("I", [1, 5])
+@pytest.mark.linear
+@pytest.mark.kernels
+def test_scores_of_all_the_coupling_have_no_gradient(backend: Backend, op: PassOp, I: int, case: PassCase) -> None:
+    for shape in (Shape(17, I, 3, 12, 4), Shape(3, I, 2, 16, 8))[: 1 if backend.emulated else 2]:
+        check_scores(with_one_leader(op.make(shape, case, torch.float32, backend.device)), backend)
 
 
 @pytest.mark.against_reference

@@ -13,9 +13,22 @@ import torch
 
 import capsfast
 
-from .support.accuracy import assert_close, check
+from .support.accuracy import assert_close, check, check_scores
 from .support.backends import ALL_DTYPES, Backend, Shape, assert_path, recorded_ops
-from .support.problems import CASES, COMBINED, EMULATED, LOADED, LOADED_OUT, PLAIN, Case, Op, Problem, call, run
+from .support.problems import (
+    CASES,
+    COMBINED,
+    EMULATED,
+    LOADED,
+    LOADED_OUT,
+    PLAIN,
+    Case,
+    Op,
+    Problem,
+    call,
+    run,
+    with_one_leader,
+)
 
 pytestmark = pytest.mark.kernels
 
@@ -327,6 +340,15 @@ def test_huge_capsules_saturate_and_stay_finite(backend: Backend, op: Op, softma
     assert (length < 1e-5).logical_or((length - 1).abs() < 1e-5).all()  # 0: no input capsule agrees
     sums = got["c"].sum(2 if softmax == "out" else 1)
     torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+@pytest.mark.parametrize("logits", ["IJ", "BIJ"])
+@pytest.mark.parametrize("I", [1, 5])
+@pytest.mark.emulated(logits=["BIJ"])
+def test_logits_of_all_the_coupling_have_no_gradient(backend: Backend, op: Op, I: int, logits: str) -> None:
+    for shape in (Shape(17, I, 3, 12, 4), Shape(3, I, 2, 16, 8))[: 1 if backend.emulated else 2]:
+        problem = op.make(shape, Case(softmax="in", logits=logits), torch.float32, backend.device)
+        check_scores(with_one_leader(problem), backend)
 
 
 @pytest.mark.parametrize("squash", ["paper", "half", "eps_outside", "exp", "unit", "identity"])

@@ -162,7 +162,6 @@ def backward(
         s = aligned(saved[1]) if call.scores.activation is None else None
         delta = _inward_total(call, beside, dfirst, dcoupling, saved, s)
         norms = Norms(None, saved[5][0], saved[5][1], delta, s)
-        beside = Given(dmass, dsecond)
     need_x, need_weight, *need_scores, need_logits, need_activation, need_lse = needed
     uniform = call.uniform_start and not need_activation
     through = Through(state, dcoupling, norms._replace(rows=_rows(call, parameters.lse)), beside)
@@ -197,7 +196,7 @@ def _inward_total(
     saved: tuple[Tensor, ...],
     s: Tensor | None,
 ) -> Tensor:
-    """sum_i c dc - dlse [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these.
+    """sum_i c dc [B, J] for a softmax over the input capsules: from the moments, as dc is linear in these.
 
     s: the first moment if s . dfirst + s^2 . dsecond is left out, as kernels/votes.py takes it off dc.
     """
@@ -212,7 +211,7 @@ def _inward_total(
         total += (given.second * (second if s is None else second - s * s)).sum(2)
     if dcoupling is not None:
         total += call.over_inputs(dcoupling.float() * weights)
-    return total if given.lse is None else total - given.lse
+    return total
 
 
 def _summed(call: Call, needed: list[bool]) -> bool:

@@ -23,7 +23,7 @@ class Given(NamedTuple):
 
     mass: Tensor | None = None  # [B, J]
     second: Tensor | None = None  # [B, J, D]
-    lse: Tensor | None = None  # [B, I], for normalize="out"
+    lse: Tensor | None = None  # [B, I], [B, J] for normalize="in"
 
 
 NOTHING = Given()

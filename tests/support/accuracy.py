@@ -84,6 +84,14 @@ def assert_accurate(name: str, got: Tensor, truth: Tensor, *plain: Tensor, slack
     assert bias <= slack * drift, f"{name}: signed bias {bias:.2e}, allowed {slack * drift:.2e}"
 
 
+def check_scores(problem: Problem, backend: Backend) -> None:
+    """What scores the votes has a gradient of 0 if it is 0 but for 1e-12, and else one that is exact to 1e-6."""
+    got, truth = run(problem, backend.name), run(problem.to(torch.float64), "reference")
+    for name in got.keys() & {"dlogits", "dquery", "dprecision", "dprior"}:
+        worst, size = (got[name].cpu().double() - truth[name]).abs().max().item(), truth[name].abs().max().item()
+        assert worst <= 1e-6 * size + 1e-12, f"{name}: largest error {worst:.2e}, values reach {size:.2e}"
+
+
 def assert_close(got: Tensor, wanted: Tensor, double: float = DOUBLE) -> None:
     """Two ways to one result, in the widest dtype of a backend: ``double`` says how close in float64."""
     rtol, atol = (double, double / 100) if got.dtype == torch.float64 else (2e-4, 2e-5)

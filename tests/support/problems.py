@@ -258,6 +258,15 @@ def make(
     return problem.to(dtype, device)
 
 
+def with_one_leader(problem: Problem) -> Problem:
+    """The same with other logits: over the input capsules, one has all of the coupling of each output capsule."""
+    logits, draw = problem.inputs["logits"], torch.Generator().manual_seed(1)
+    axis = 0 if logits.dim() == 2 else 1
+    behind = -60 - 100 * torch.rand(logits.shape, generator=draw)
+    leader = torch.rand(logits.shape, generator=draw).argmax(axis, keepdim=True)
+    return replace(problem, inputs=problem.inputs | {"logits": behind.scatter(axis, leader, 0.0).to(logits)})
+
+
 def product(
     normal: Callable[..., Tensor], shape: Shape | tuple[int, ...], poses: int, rows: int, columns: int, spread: float
 ) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ class Given(NamedTuple):
     dcoupling: Any  # [B, I, J]
     dmass: Any  # of a pass, as all that follow: [B, J]
     dsecond: Any  # [B, J, D]
-    dlse: Any  # [B, I]
+    dlse: Any  # [B, I]; [B, J] for MODE "in"
 
 
 class Norms(NamedTuple):

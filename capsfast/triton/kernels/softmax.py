@@ -135,7 +135,11 @@ def agreement_gradient(
     If dc is of x - s, the sum has no s . ds either: for a large c the difference of x . ds and s . ds would lose its
     digits.
 
-    dlse_ptr: [B, I] or None, for MODE "out"; in other modes it is part of delta or of the rows.
+    Where one input capsule has all of the coupling of MODE "in", that sum is its dc, and its db is 0. The difference of
+    two rounded numbers is not: csrc/math/softmax.h says why that matters. Rounding of b is in c, but not in the sum of
+    all exp(b - maximum), of which the largest is 1.
+
+    dlse_ptr: [B, I], [B, J] for MODE "in", or None; of MODE "row_norm" it is part of the rows.
     """
     db = ()
     total = tl.zeros([1], tl.float32)
@@ -144,7 +148,13 @@ def agreement_gradient(
             about = dc[n]
             if norms.delta is not None:
                 about -= load_numbers(norms.delta, rows, known[n], first + n, T)
-            db = db + (where_valid(valid[n], c[n] * about, 0.0, T.MASKED),)
+            WHOLE: tl.constexpr = 1.0 - 2.0**-22
+            each = load_numbers(norms.inverse, rows, known[n], first + n, T)
+            # A product and not a selection of 0: NaN stays.
+            found = tl.where((each > WHOLE) & (c[n] > 0.5), 0.0, c[n]) * about
+            if dlse_ptr is not None:
+                found += c[n] * load_numbers(dlse_ptr, rows, known[n], first + n, T)
+            db = db + (where_valid(valid[n], found, 0.0, T.MASKED),)
     elif MODE == "sigmoid":
         for n in tl.static_range(T.NT):
             db = db + (where_valid(valid[n], c[n] * (1.0 - c[n]) * dc[n], 0.0, T.MASKED),)

@@ -40,7 +40,8 @@ class CapsuleLanes {
   // The pass of a split as it has its sums, [B][J D] and [B][J], with such for each lane.
   AccumulatePass<T> begin(const AccumulatePass<T>& split) {
     AccumulatePass<T> pass = of_sample(split);
-    for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread(at(*numbers, p.J), p.J);
+    for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc, &pass.in_dlse})
+      *numbers = spread(at(*numbers, p.J), p.J);
     for (View* view : {&pass.dcoupling, &pass.dlse, &pass.coupling, &pass.lse})
       *view = across_lanes(samples(p, *view, b), L);
     for (Sum<T>* sum : {&pass.first, &pass.second}) *sum = at(*sum, p.J * p.D);
@@ -91,6 +92,7 @@ class CapsuleLanes {
     GradientPass<T> pass = of_sample(given);
     if (p.softmax_in()) {
       for (const T** numbers : {&pass.in_max, &pass.in_scale, &pass.c_dc}) *numbers = spread_iterations(*numbers);
+      pass.in_dlse = spread(at(pass.in_dlse, p.J), p.J);
     }
     for (View* view : {&pass.dcoupling, &pass.dlse, &pass.dactivation, &pass.dlse_given, &pass.dlogits_sample})
       *view = across_lanes(samples(p, *view, b), L);

@@ -115,7 +115,7 @@ struct Coupling {
     }
   }
 
-  // Replaces dc, the gradient of R, by dl, that of the logits. A softmax: see softmax_backward().
+  // Replaces dc, the gradient of R, by dl, that of the logits. A softmax: see the next three.
   static CAPSFAST_ONCE void derivative(Normalize way, int64_t J, const T* c, T* dc) {
     if (way == Normalize::none) return;
     for (int64_t j = 0; j < J; ++j) {
@@ -137,14 +137,26 @@ struct Coupling {
     return all;
   }
 
-  // Replaces dc by db = c (dc - sum_j c dc + dlse). If c_dc [J][L] is not null it holds the sum, over i instead of j,
-  // less the gradient of its lse. dlse [L], null without one: the gradient of the lse of a softmax over j.
-  static CAPSFAST_ONCE void softmax_backward(int64_t J, const T* c, const T* c_dc, const T* dlse, T* dc) {
-    V mean = c_dc == nullptr ? total(J, c, dc) : V{};
+  // Replaces dc by db = c (dc - sum_j c dc + dlse). dlse [L], null without one: the gradient of the lse.
+  static CAPSFAST_ONCE void softmax_out_backward(int64_t J, const T* c, const T* dlse, T* dc) {
+    V mean = total(J, c, dc);
     if (dlse != nullptr) mean -= load<L>(dlse);
-    for (int64_t j = 0; j < J; ++j) {
-      if (c_dc != nullptr) mean = load<L>(c_dc + j * L);
-      store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - mean));
+    for (int64_t j = 0; j < J; ++j) store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - mean));
+  }
+
+  // The same over the input capsules, where c_dc [J][L] is the sum over i. in_scale and dlse: [J][L].
+  static CAPSFAST_ONCE void softmax_in_backward(int64_t J, const T* in_scale, const T* c, const T* c_dc, const T* dlse,
+                                                T* dc) {
+    for (int64_t n = 0; n < J * L; n += L) {
+      const V each = load<L>(c + n), db = divided(load<L>(in_scale + n), each) * (load<L>(dc + n) - load<L>(c_dc + n));
+      store<L>(dc + n, dlse == nullptr ? db : db + each * load<L>(dlse + n));
     }
+  }
+
+  // c, or 0 where it is 1 (see kWhole). That is said by 1 / in_scale, the sum of all exp(b - max), of which the largest
+  // is 1: c has the rounding errors of b too. NaN in what this is multiplied with stays.
+  static CAPSFAST_INLINE V divided(V in_scale, V c) {
+    const auto whole = (in_scale > broadcast<L>(kWhole<T>)) & (c > broadcast<L>(T(0.5)));
+    return whole ? V{} : c;
   }
 };

@@ -379,6 +379,7 @@ struct LanesAccumulate {
         tile.in_max = from(pass.in_max, scalars);
         tile.in_scale = from(pass.in_scale, scalars);
         tile.c_dc = from(pass.c_dc, scalars);
+        tile.in_dlse = from(pass.in_dlse, scalars);
         tile.begin(p, t, tile.center, pass.dlse, at);
         tile.only_scores = Coefficients::has_only_scores(pass, tile);
         if (pass.unweighted) {

@@ -12,7 +12,7 @@ struct LanesCoefficients {
   struct Tile : LanesTile<T> {
     const T* center;
     Form<T> score, gradient;
-    const T *valid_out, *in_max, *in_scale, *c_dc;
+    const T *valid_out, *in_max, *in_scale, *c_dc, *in_dlse;
     bool only_scores;  // the coupling is the softmax over j of the scores, and nothing else has a part in it
   };
 
@@ -34,7 +34,7 @@ struct LanesCoefficients {
                                          const LanesAccumulateScratch<T>& at, int64_t i, T* b, T* dc) {
     if (!tile.only_scores) return any_coefficients(pass, tile, at, i, b, dc);
     Couplings::softmax_out(pass.problem->J, pass.problem->leaky, nullptr, b);
-    if (tile.gradient.linear != nullptr) Couplings::softmax_backward(pass.problem->J, b, nullptr, nullptr, dc);
+    if (tile.gradient.linear != nullptr) Couplings::softmax_out_backward(pass.problem->J, b, nullptr, dc);
   }
 
   static CAPSFAST_ONCE void any_coefficients(const AccumulatePass<T>& pass, const Tile& tile,
@@ -66,8 +66,10 @@ struct LanesCoefficients {
     if (pass.dcoupling.data != nullptr)
       Packing::template transfer<false>(pass.dcoupling, tile.b0, tile.samples, tile.i0 + i, J, dc);
     Couplings::weigh(activation, J, dc);
-    if (p.normalize == Normalize::out || p.softmax_in()) {
-      Couplings::softmax_backward(J, b, tile.c_dc, row(pass.dlse, at.dlse, i), dc);
+    if (p.normalize == Normalize::out) {
+      Couplings::softmax_out_backward(J, b, row(pass.dlse, at.dlse, i), dc);
+    } else if (p.softmax_in()) {
+      Couplings::softmax_in_backward(J, tile.in_scale, b, tile.c_dc, tile.in_dlse, dc);
     } else {
       Couplings::derivative(p.normalize, J, b, dc);
       if (p.normalize == Normalize::none) Couplings::mask(tile.valid_of(i), tile.valid_out, J, masked, dc);

@@ -29,7 +29,7 @@ struct LanesVoteGradients {
       for (int64_t t = pass.first; t < pass.problem->iterations; ++t) {
         const int64_t place = (t - pass.first) * pitch + i * size;
         B_::softmax_out(J, pass.problem->leaky, nullptr, at.c + place);
-        if (needs_db(pass, t)) B_::softmax_backward(J, at.c + place, nullptr, nullptr, at.db + place);
+        if (needs_db(pass, t)) B_::softmax_out_backward(J, at.c + place, nullptr, at.db + place);
       }
     }
   }
@@ -71,9 +71,11 @@ struct LanesVoteGradients {
         }
         if (pass.dactivation.data != nullptr) number(pass.dactivation, tile, i, B_::total(J, c, dc));
         B_::weigh(activation, J, dc);
-        if (p.normalize == Normalize::out || p.softmax_in()) {
-          const T* dlse = pass.dlse.data == nullptr ? nullptr : at.dlse + i * L;
-          B_::softmax_backward(J, c, p.softmax_in() ? pass.c_dc + scalars : nullptr, dlse, dc);
+        if (p.normalize == Normalize::out) {
+          B_::softmax_out_backward(J, c, pass.dlse.data == nullptr ? nullptr : at.dlse + i * L, dc);
+        } else if (p.softmax_in()) {
+          const T* dlse = pass.in_dlse == nullptr ? nullptr : pass.in_dlse + scalars;
+          B_::softmax_in_backward(J, pass.in_scale + scalars, c, pass.c_dc + scalars, dlse, dc);
         } else {
           B_::derivative(p.normalize, J, c, dc);
           if (p.normalize == Normalize::none) B_::mask(tile.valid_of(i), valid_out, J, masked, dc);

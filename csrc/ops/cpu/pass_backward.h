@@ -23,12 +23,14 @@ class PassBackward {
         score(context, inputs),
         gradient(context, saved.dfirst, saved.dsecond, T(1), saved.dmass),
         in_norm(context.layout, p.softmax_in() ? 1 : 0),
-        c_dc(p.softmax_in() ? context.layout.scalars() : 0) {
+        c_dc(p.softmax_in() ? context.layout.scalars() : 0),
+        in_dlse(p.softmax_in() && saved.dlse.data != nullptr ? context.layout.scalars() : 0) {
     if (!p.softmax_in()) return;
     for (int64_t b = 0; b < p.B; ++b) {
       in_norm.restore(static_cast<const T*>(saved.norm), p, saved.batch, 0, b, context.layout.of(b), 0);
     }
     mean_gradients();
+    if (saved.dlse.data != nullptr) context.load(saved.dlse, p.J, 1, T(1), in_dlse.get());
   }
 
   void run() {
@@ -44,19 +46,27 @@ class PassBackward {
     pass.score = score.form();
     pass.scored = score.scored() ? 0 : 1;
     pass.gradient = gradient.form();
-    pass.in_max = in_norm.max();
-    pass.in_scale = in_norm.scale();
-    pass.c_dc = c_dc.get();
-    pass.dcoupling = saved.dweights;
-    if (p.normalize == Normalize::out) pass.dlse = saved.dlse;
+    normalise(&pass);
     pass.dactivation = out.dactivation;
     pass.dlse_given = out.dlse;
     context.gradient(pass, common, dlogits_sum_, weights);
   }
 
  private:
-  // For a softmax over the input capsules: sum_i R dR, less the gradient of its lse. As the moments are the sums of the
-  // coupling that gradients of them multiply, it needs no pass.
+  // What both passes have of the coupling and its gradient.
+  template <class Pass>
+  void normalise(Pass* pass) const {
+    pass->dcoupling = saved.dweights;
+    if (p.normalize == Normalize::out) pass->dlse = saved.dlse;
+    if (!p.softmax_in()) return;
+    pass->in_max = in_norm.max();
+    pass->in_scale = in_norm.scale();
+    pass->c_dc = c_dc.get();
+    if (saved.dlse.data != nullptr) pass->in_dlse = in_dlse.get();
+  }
+
+  // For a softmax over the input capsules: sum_i R dR. As the moments are the sums of the coupling that gradients of
+  // them multiply, it needs no pass.
   void mean_gradients() {
     std::fill_n(c_dc.get(), context.layout.scalars(), T(0));
     const auto product = [&](const View& x, const View& dx, int64_t b, int64_t j, int64_t size, int64_t axis) {
@@ -71,11 +81,9 @@ class PassBackward {
     for (int64_t b = 0; b < p.B; ++b) {
       const Place at = context.layout.of(b);
       for (int64_t j = 0; j < p.J; ++j) {
-        double total =
+        const double total =
             product(saved.mass, saved.dmass, b, j, 1, 2) + product(saved.first, saved.dfirst, b, j, p.D, 2) +
             product(saved.second, saved.dsecond, b, j, p.D, 2) + product(saved.weights, saved.dweights, b, j, p.I, 1);
-        if (saved.dlse.data != nullptr)
-          total -= read<T>(saved.dlse, b * saved.dlse.stride[0] + j * saved.dlse.stride[1]);
         c_dc.get()[at.scalar + j * at.stride] = static_cast<T>(total);
       }
     }
@@ -95,13 +103,7 @@ class PassBackward {
     pass.center = score.center(p);
     pass.score = score.form();
     pass.gradient = gradient.form();
-    if (p.softmax_in()) {
-      pass.in_max = in_norm.max();
-      pass.in_scale = in_norm.scale();
-      pass.c_dc = c_dc.get();
-    }
-    pass.dcoupling = saved.dweights;
-    if (p.normalize == Normalize::out) pass.dlse = saved.dlse;
+    normalise(&pass);
     pass.first = first.sum();
     if (squares) pass.second = second.sum();
     pass.mass = mass.sum();
@@ -152,7 +154,7 @@ class PassBackward {
   Score<T> score;
   FormArrays<T> gradient;
   InNormArrays<T> in_norm;
-  Buffer<T> c_dc;
+  Buffer<T> c_dc, in_dlse;
 };
 
 }  // namespace capsfast::driver

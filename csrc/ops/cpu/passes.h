@@ -67,6 +67,7 @@ struct AccumulatePass {
   const T* in_max = nullptr;    // [tiles][J][L]
   const T* in_scale = nullptr;  // [tiles][J][L]
   const T* c_dc = nullptr;      // sum_i c dc [tiles][J][L], with in_max in the backward
+  const T* in_dlse = nullptr;   // [tiles][J][L], the gradient of the lse of this softmax; null without one
   View dcoupling;               // [B, I, J], in the backward (of the last iteration)
   View dlse;                // [B, I], in the backward of a softmax over the output capsules: the gradient of its lse
   View coupling;            // [B, I, J], written unless data is null
@@ -95,18 +96,19 @@ struct GradientPass {
   const T* valid_out = nullptr;
   const T* in_max = nullptr;  // [r][tiles][J][L]
   const T* in_scale = nullptr;
-  const T* c_dc = nullptr;    // [r][tiles][J][L]
-  View dcoupling;             // [B, I, J], of the last iteration
-  View dlse;                  // [B, I], as in AccumulatePass
-  View du;                    // [B, I, K]
-  View dvotes;                // [B, I, J or 1, D]
-  View dactivation;           // [B, I]
-  View dlse_given;            // [B, I], the gradient of the lse of Normalize::lse
-  View dlogits_sample;        // [B, I, J], if the logits are [B, I, J]
-  double* dlogits = nullptr;  // [I, J], added to, if the logits are [I, J]
-  T* dweight_sum = nullptr;   // [I or 1, J, D, K], added to; null if the pass writes dweight itself
-  T* dweight_low = nullptr;   // as dweight_sum: what those additions round off
-  View dweight;               // [I, J, D, K]
+  const T* c_dc = nullptr;     // [r][tiles][J][L]
+  const T* in_dlse = nullptr;  // [tiles][J][L], as in AccumulatePass
+  View dcoupling;              // [B, I, J], of the last iteration
+  View dlse;                   // [B, I], as in AccumulatePass
+  View du;                     // [B, I, K]
+  View dvotes;                 // [B, I, J or 1, D]
+  View dactivation;            // [B, I]
+  View dlse_given;             // [B, I], the gradient of the lse of Normalize::lse
+  View dlogits_sample;         // [B, I, J], if the logits are [B, I, J]
+  double* dlogits = nullptr;   // [I, J], added to, if the logits are [I, J]
+  T* dweight_sum = nullptr;    // [I or 1, J, D, K], added to; null if the pass writes dweight itself
+  T* dweight_low = nullptr;    // as dweight_sum: what those additions round off
+  View dweight;                // [I, J, D, K]
   // Whether parts of the batch before or after this one add to a dweight in place too. Between them it holds blocks of
   // L rows.
   bool weight_begun = false, weight_continued = false;

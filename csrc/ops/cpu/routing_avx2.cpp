@@ -7,6 +7,7 @@
 
 #include "../../cpu/isa.h"
 #include "../../math/half.h"
+#include "../../math/softmax.h"
 #include "../../math/squash.h"
 #include "passes.h"
 #include "scratch.h"

@@ -47,10 +47,14 @@ struct RowsBlock : Coupling<T, L_> {
     for (int64_t j = 0; j < J; ++j) store<L>(scores + j * L, exp<L>(load<L>(scores + j * L) - in_max[j]) * in_scale[j]);
   }
 
-  // As in Coupling, but c_dc is [J].
-  static CAPSFAST_ONCE void softmax_backward(int64_t J, const T* c, const T* c_dc, const T* dlse, T* dc) {
-    if (c_dc == nullptr) return Coupling<T, L>::softmax_backward(J, c, nullptr, dlse, dc);
-    for (int64_t j = 0; j < J; ++j) store<L>(dc + j * L, load<L>(c + j * L) * (load<L>(dc + j * L) - c_dc[j]));
+  // As in Coupling, but in_scale, c_dc and dlse are [J].
+  static CAPSFAST_ONCE void softmax_in_backward(int64_t J, const T* in_scale, const T* c, const T* c_dc, const T* dlse,
+                                                T* dc) {
+    for (int64_t j = 0; j < J; ++j) {
+      const V each = load<L>(c + j * L);
+      const V db = Coupling<T, L>::divided(broadcast<L>(in_scale[j]), each) * (load<L>(dc + j * L) - c_dc[j]);
+      store<L>(dc + j * L, dlse == nullptr ? db : db + each * dlse[j]);
+    }
   }
 
   // Adds a number per output capsule, [J], to [J][L], unless it is null.

@@ -104,9 +104,13 @@ struct RowsAccumulate {
       if (pass.dcoupling.data != nullptr)
         B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.dc);
       B_::weigh(activation, J, at.dc);
-      if (p.normalize == Normalize::out || p.softmax_in()) {
+      if (p.normalize == Normalize::out) {
         const T* dlse = B_::numbers(pass.dlse, p, block.b, block.i0, block.count, at.dlse);
-        B_::softmax_backward(J, at.scores, from(pass.c_dc, block.b * J), dlse, at.dc);
+        B_::softmax_out_backward(J, at.scores, dlse, at.dc);
+      } else if (p.softmax_in()) {
+        const int64_t scalars = block.b * J;
+        B_::softmax_in_backward(
+            J, pass.in_scale + scalars, at.scores, pass.c_dc + scalars, from(pass.in_dlse, scalars), at.dc);
       } else {
         B_::derivative(p.normalize, J, at.scores, at.dc);
         B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, at.dc);

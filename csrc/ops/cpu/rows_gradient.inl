@@ -49,8 +49,10 @@ struct RowsGradient {
       if (pass.dactivation.data != nullptr)
         B_::put(pass.dactivation, p, block.b, block.i0, block.count, B_::total(J, c, dc));
       B_::weigh(activation, J, dc);
-      if (p.normalize == Normalize::out || p.softmax_in()) {
-        B_::softmax_backward(J, c, p.softmax_in() ? pass.c_dc + scalars : nullptr, dlse, dc);
+      if (p.normalize == Normalize::out) {
+        B_::softmax_out_backward(J, c, dlse, dc);
+      } else if (p.softmax_in()) {
+        B_::softmax_in_backward(J, pass.in_scale + scalars, c, pass.c_dc + scalars, from(pass.in_dlse, scalars), dc);
       } else {
         B_::derivative(p.normalize, J, c, dc);
         B_::mask_unnormalized(p, block.b, block.i0, block.count, valid_out, dc);

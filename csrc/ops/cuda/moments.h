@@ -30,12 +30,12 @@ query_kernel(QueryArgs<T> a) {
 
 // The step that makes ds of the gradient of the first moment and, for the softmax over the input capsules, sums up
 // c dc of every output capsule. As dc = dmass + votes . ds + dweights, and the moments are the sums of c and c votes,
-// this takes no pass. dlse is subtracted, because it is added to every dc - mean.
+// this takes no pass.
 template <class T>
 struct MomentGradientArgs {
   Inputs in;
   Operand dfirst, first;      // [B, J, D]
-  Operand dmass, mass, dlse;  // [B, J]
+  Operand dmass, mass;        // [B, J]
   Operand dweights, weights;  // [B, I, J]
   Global<T> ds;               // [B, J, D], written
   Global<T> mean;             // [B, J], written; absent for the softmax over the output capsules
@@ -50,7 +50,6 @@ CAPSFAST_DEVICE void differentiate_moments(const MomentGradientArgs<T>& a, const
   const auto scalar = [&](const Operand& x) { return x.template read<T>(x.at(at.b, at.j)); };
   T mean = T(0);
   if (lane == 0 && a.dmass.data) mean += scalar(a.dmass) * scalar(a.mass);
-  if (lane == 0 && a.dlse.data) mean -= scalar(a.dlse);
   for (int64_t d = lane; d < in.D; d += 32)
     mean += a.ds[at.row * in.D + d] * a.first.template read<T>(a.first.at(at.b, at.j, d));
   mean = lane_sum(add_coupling<T>(in, at, a.weights, a.dweights, mean), 32);

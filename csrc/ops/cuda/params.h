@@ -206,7 +206,8 @@ struct Work {
 // What iteration t scores votes with. V [B, J, D] is the sum of the outputs before t, absent in the first iteration.
 // ds [B, J, D] is the gradient of s_t, absent in the forward. dcoupling [B, I, J] is added to dc, absent but in the
 // last iteration of a backward. A pass is one iteration: V is its query and ds the gradient of its first moment. dmass
-// [B, J], that of its mass, is added to dc. dlse [B, I] is that of the log-sum-exp over the output capsules.
+// [B, J], that of its mass, is added to dc. dlse is that of the log-sum-exp: [B, I] or, of one over the input capsules,
+// [B, J].
 template <class T>
 struct Scoring {
   Global<const T> V, ds;

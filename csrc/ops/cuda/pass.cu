@@ -109,19 +109,16 @@ void Engine::pass_backward(const Problem& p, const PassInputs& inputs, const Pas
   gradients.weights = operand(saved.weights, {p.B, p.I, p.J});
   gradients.ds = call.template scratch<T>(call.vectors());
   Normaliser<T> norm;
-  const Operand dlse = operand(saved.dlse, {p.B, p.softmax_in() ? p.J : p.I});
   if (p.softmax_in()) {
-    gradients.dlse = dlse;
     gradients.mean = call.template scratch<T>(call.scalars());
     const Global<const T> columns(static_cast<const T*>(saved.norm), 2 * call.scalars());
     norm = {columns.from(0, call.scalars()), columns.from(call.scalars(), call.scalars()), gradients.mean};
-  } else {
-    pass.scoring.dlse = dlse;
   }
   call.per_output(moment_gradient_kernel<T>, gradients);
   pass.scoring.ds = gradients.ds;
   pass.scoring.dmass = gradients.dmass;
   pass.scoring.dcoupling = gradients.dweights;
+  pass.scoring.dlse = operand(saved.dlse, {p.B, p.softmax_in() ? p.J : p.I});
   if (call.plan.row_norm_apart || call.plan.gradient_row_norm_apart) norm = pass.row_norm();
 
   if (out.dquery.data != nullptr || out.dprior.data != nullptr) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../../../math/softmax.h"
 #include "../warp.h"
 
 namespace capsfast::cuda {
@@ -218,8 +219,9 @@ struct Tile {
       c[n] = coupling;
       if (with_dc) {
         T dlse = T(0);
-        with.dlse.add_to(&dlse, sample_of(pair), input_of(pair));
-        dc[n] = coupling * (dc[n] - (norm(given.mean, mean, pair, out) - dlse));
+        with.dlse.add_to(&dlse, sample_of(pair), in.softmax_in ? j0 + out : input_of(pair));
+        const T divided = in.softmax_in && coupling > kWhole<T> ? T(0) : coupling;
+        dc[n] = divided * (dc[n] - norm(given.mean, mean, pair, out)) + coupling * dlse;
       }
       f(pair, out, n);
     });

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../../../math/softmax.h"
 #include "../warp.h"
 #include "votes.h"
 
@@ -114,7 +115,7 @@ CAPSFAST_DEVICE void softmax_known(const Inputs& in, const Normaliser<float>& no
     if (sample < in.B && j < in.J) {
       const int64_t column = sample * in.J + j;
       c = exponential(b[slot][row] - norm.max[column]) * norm.scale[column];
-      if constexpr (kBackward) db = c * (dc[slot][row] - norm.mean[column]);
+      if constexpr (kBackward) db = (c > kWhole<float> ? 0.0f : c) * (dc[slot][row] - norm.mean[column]);
     }
     b[slot][row] = c;
     if constexpr (kBackward) dc[slot][row] = db;
