@@ -27,6 +27,7 @@ def test_info_names_versions_and_backends() -> None:
         assert status.reason[:10] in result.output
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_missing_extra_is_one_line(missing: str) -> None:
     # A None in sys.modules makes find_spec raise, so the finder is made to miss it.

@@ -28,6 +28,7 @@ def test_nothing_heavy_is_imported() -> None:
     assert not {name for name in modules - by_torch if name.startswith("torch.distributed.tensor")}
 
 
+@pytest.mark.slow
 def test_networks_are_imported_when_they_are_asked_for() -> None:
     code = "import capsfast; assert {'models', 'compat'} <= {*dir(capsfast)}; "
     code += "print(capsfast.models.CapsNet.__name__, capsfast.compat.Router.__name__)"
@@ -36,6 +37,7 @@ def test_networks_are_imported_when_they_are_asked_for() -> None:
         capsfast.magic  # noqa: B018
 
 
+@pytest.mark.slow
 def test_it_costs_a_tenth_of_torch() -> None:
     """Of the processor's time, both in one process, so that a busy or slow machine changes both; the least of two.
 

@@ -84,7 +84,7 @@ def test_launch_plans(shape: tuple[int, ...], votes_given: bool) -> None:
     assert found["bytes"] > 4 * B * J * D
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @needs_extension
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_shapes_of_the_tests_reach_every_part_of_the_kernels() -> None:
 
 
 @needs_extension
-@pytest.mark.parametrize("name", ["portable", "avx2"])
+@pytest.mark.parametrize("name", [pytest.param("portable", marks=pytest.mark.slow), "avx2"])
 def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) -> None:
     """What other machines run. The choice is made once a process, so the tests of the ops run again in their own."""
     assert native.extension is not None

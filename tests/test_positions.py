@@ -287,6 +287,7 @@ print((_resident()["VmHWM"] - before - 4 * dvotes.numel() - v) / (4 * votes.nume
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 @pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 def test_memory_grows_by_less_than_a_twentieth_of_the_votes() -> None:

@@ -375,6 +375,7 @@ print((_resident()["VmHWM"] - before) / 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 def test_a_forward_has_no_memory_for_a_backward() -> None:
     """A backward keeps the coupling of 100 iterations and the gradients of their logits: 104 MB."""

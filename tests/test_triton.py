@@ -415,7 +415,7 @@ def test_the_coupling_is_written_by_the_last_iteration(
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["out", "in"])
 @pytest.mark.parametrize("op", ["dynamic_routing", "routing_pass"])
 def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:

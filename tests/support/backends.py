@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 
 # What the first tier takes of a table that has more rows.
-ROWS = 10
+ROWS = 8
 
 
 @dataclass(frozen=True)
