@@ -12,8 +12,9 @@ from capsfast.options import Options
 
 from .backends import Shape
 
-# What an emulated backend has time for: more outputs than one program holds, with several input capsules and with several
-# tiles of the batch; D no power of two, K in steps, tiles of the batch. The slow ones first: the first tier takes the last.
+# What an emulated backend has time for: more outputs than one program holds, with several input capsules and with
+# several tiles of the batch; D no power of two, K in steps, tiles of the batch. The slow ones stand first, as the first
+# tier takes the last.
 EMULATED = (
     (2, 4, 330, 3, 1),
     (34, 1, 330, 4, 1),
