@@ -18,6 +18,9 @@ EXTENSION := $(if $(filter 0,$(CAPSFAST_BUILD)),,$(word 2,$(WHERE)))
 CXX_FILES := $(shell find csrc tests/emulator examples -type f ! -name '*.py*' ! -name Makefile)
 PARALLEL := -n auto --maxprocesses 8 -p no:benchmark
 
+# A make that this one starts, for the program in examples/serve, has a TORCH of its own.
+MAKEOVERRIDES =
+
 .PHONY: help demo test test-all build lint format docs wheel bench gpu-check clean force
 .DELETE_ON_ERROR:
 

@@ -143,12 +143,12 @@ def agreement_gradient(
     """
     db = ()
     total = tl.zeros([1], tl.float32)
+    WHOLE: tl.constexpr = 1.0 - 2.0**-22
     if MODE == "in":
         for n in tl.static_range(T.NT):
             about = dc[n]
             if norms.delta is not None:
                 about -= load_numbers(norms.delta, rows, known[n], first + n, T)
-            WHOLE: tl.constexpr = 1.0 - 2.0**-22
             each = load_numbers(norms.inverse, rows, known[n], first + n, T)
             # A product and not a selection of 0: NaN stays.
             found = tl.where((each > WHOLE) & (c[n] > 0.5), 0.0, c[n]) * about
