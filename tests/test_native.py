@@ -48,7 +48,7 @@ votes = torch.zeros(1).expand(1, 16, 1, 2**20)
 bias = torch.zeros(1, 2**20, requires_grad=True)
 before = capsfast.route_votes(votes, bias=bias, backend="cpp").sum()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 40 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (used + 28 * 2**20,) * 2)
 for call in (lambda: capsfast.route_votes(votes, 1, backend="cpp"), before.backward):
     try:
         call()

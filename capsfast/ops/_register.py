@@ -224,8 +224,8 @@ def _transformable(
                 return Eager.apply(*inputs)
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*inputs)
-        except RuntimeError as error:
-            # What torch makes of a std::bad_alloc.
+        except (RuntimeError, MemoryError) as error:
+            # What torch makes of a std::bad_alloc: one or the other, by release.
             if not str(error).startswith("std::bad_alloc"):
                 raise
             raise MemoryError(
