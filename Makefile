@@ -38,7 +38,7 @@ test test-all: export OMP_WAIT_POLICY = passive
 test: $(EXTENSION) | ready-test ## what catches a real defect: pytest's first tier (six minutes on two cores)
 	$(PY) -m pytest $(or $(ARGS),$(PARALLEL))
 
-test-all: $(EXTENSION) | ready-test ready-docs ## every test there is (half an hour on two cores)
+test-all: $(EXTENSION) | ready-test ready-docs ## both tiers: every test there is (25 minutes on two cores)
 	$(PY) -m pytest --all $(or $(ARGS),$(PARALLEL))
 
 build: ready-package $(EXTENSION) ## install from this checkout, the extension in place
