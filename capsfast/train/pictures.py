@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from ..files import replacing
 from .inspect import DELTAS, Predictions, RoutingStatistics
-from .progress import OF_CLASSES
-from .run import LOG_EVERY
+from .progress import LOG_EVERY, OF_CLASSES
 
 CELL = 0.5  # inches
 SHADES = 31

@@ -13,6 +13,7 @@ from rich.console import Console
 
 LINE_SECONDS = 15.0
 LINE_STEPS = 10
+LOG_EVERY = 10  # steps
 OF_CLASSES = ("margin", "mse", "spread", "cross_entropy")
 # What the log has beside the parts of the loss.
 DETAILS = ("margin_present", "margin_absent", "reconstruction_absent")

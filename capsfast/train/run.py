@@ -18,11 +18,10 @@ from .. import checks
 from .checkpoint import WholeCheckpoints, read_checkpoint
 from .images import ImageData
 from .learner import Learner
-from .progress import Lines, Throughput, bar_or_lines
+from .progress import LOG_EVERY, Lines, Throughput, bar_or_lines
 from .stopping import Interrupted, Stop, Stopped, handlers_kept
 
 LOGS = ("csv", "tensorboard")
-LOG_EVERY = 10  # steps
 
 
 def loggers(out: Path, names: Sequence[str]) -> list[Logger]:
