@@ -79,7 +79,7 @@ ready-package ready-examples ready-test ready-lint ready-docs: ready-torch
 ready-%: force
 	@$(PYTHON) .ci/environment.py ready $(PY) $*
 
-$(EXTENSION): setup.py build/settings $(shell find csrc -type f) | ready-torch
+$(EXTENSION): setup.py build/settings capsfast/ops/schemas.inc $(shell find csrc -type f) | ready-torch
 	$(PY) setup.py -q build_ext --inplace
 	@touch -c $@
 

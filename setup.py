@@ -216,6 +216,7 @@ def extension(found: Toolkit | None, flags: list[str]):
     sources = [path.relative_to(ROOT) for suffix in ("*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(suffix)]
     sources = sorted(str(path) for path in sources if found or "cuda" not in path.parts)
     headers = [path for suffix in ("*.h", "*.inl") for path in (ROOT / "csrc").rglob(suffix)]
+    headers.append(ROOT / "capsfast" / "ops" / "schemas.inc")
     hidden = [f"{ROOT.resolve()}/=", f"{Path(torch.__file__).parent}/="]
     macros = [
         ("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION),

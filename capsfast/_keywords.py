@@ -58,10 +58,25 @@ def closed(function: Function) -> Function:
     return function
 
 
-def refuse(op: str, function: Callable[..., Any], unknown: Mapping[str, object]) -> NoReturn:
+def with_keywords_of(other: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Shows a function with the keywords of another one, to which it hands its last parameter ``**options``."""
+
+    def shown(function: Function) -> Function:
+        *own, _ = inspect.signature(function).parameters.values()
+        names = [each.name for each in own]
+        handed = inspect.signature(other).parameters.values()
+        own += [each for each in handed if each.kind is each.KEYWORD_ONLY and each.name not in names]
+        function.__signature__ = inspect.signature(function).replace(parameters=own)  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def refuse(function: Callable[..., Any], unknown: Mapping[str, object], op: str = "") -> NoReturn:
     """
     Raises:
         TypeError: with the first of the unknown keywords.
     """
     signature, name = inspect.signature(function), next(iter(unknown))
+    op = op or f"capsfast.{function.__name__}"
     raise TypeError(f"{op}: takes {takes(signature)}, {unexpected(name, signature.parameters)}")

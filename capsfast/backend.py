@@ -1,25 +1,15 @@
-"""Which implementation serves a call: ``backends()``, ``use_backend()`` and ``CAPSFAST_BACKEND``."""
+"""Which implementation serves a call: ``backends()``, ``use_backend()``, ``CAPSFAST_BACKEND``, and the choice itself."""
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from . import checks, native, toolchain
-
-# In the order in which backend=None tries them, but for one kind of call. docs/routing.md has the same table:
-#
-#   call on a GPU                   | order                   | reason
-#   served by "cuda", whose kernels | cuda                    | one launch from C++ against six from Python (a forward,
-#   its op wants first              |                         | r = 3): host time decides small layers
-#   any other                       | triton, cuda, reference | kernels that run for longer hide the host's time;
-#                                   |                         | nothing says whose are faster
-#
-# This follows from the number of launches. No GPU has measured it.
-ORDER = ("cpp", "triton", "cuda", "reference")
-DEVICES = {"cpp": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",), "reference": ("any",)}
+from .arguments import Call
+from .options import PassOptions
 
 
 class BackendStatus(NamedTuple):
@@ -30,29 +20,69 @@ class BackendStatus(NamedTuple):
     devices: tuple[str, ...]
 
 
-def _absence(name: str) -> str:
-    if name == "cuda":
-        return native.why_no_cuda()
-    if name == "cpp":
-        return native.why_absent
-    return toolchain.why_no_triton() if name == "triton" else ""
+def _nothing(*_: object) -> str:
+    return ""
+
+
+def _not_by_triton(call: Call) -> str:
+    if call.u.dtype == torch.float64:
+        return "it serves float32, bfloat16 and float16, got float64"
+    return toolchain.too_large_for_triton(call.D, call.P)
+
+
+def _not_by_cuda(call: Call) -> str:
+    options, given = call.options, call.parameters
+    if isinstance(options, PassOptions):
+        lacking = [name for name in ("precision", "center", "activation") if getattr(given, name) is not None]
+        lacking += ["second"] * options.second
+        if lacking:
+            return f"it serves linear passes, those without {', '.join(lacking)}"
+        if options.normalize not in ("out", "in"):
+            return f"it serves normalize 'out' and 'in', got {options.normalize!r}"
+    if call.shared_outputs:
+        return "it does not serve votes that all output capsules share"
+    if call.P != 1 or (call.weight is None and call.u.dim() == 5):
+        return "it does not serve pose matrices, nor votes with axes of positions"
+    return ""
+
+
+class _Backend(NamedTuple):
+    """devices: whose tensors it takes. Each function says why not, "" if nothing is in the way: absent, it can't run
+    here; unsuitable, not on this GPU; refuses, not this call."""
+
+    devices: tuple[str, ...]
+    absent: Callable[[], str] = _nothing
+    unsuitable: Callable[[torch.device], str] = _nothing
+    refuses: Callable[[Call], str] = _nothing
+
+
+# In the order in which backend=None tries them. On a GPU Triton goes first wherever it serves: no record says yet which
+# of the two is faster (docs/routing.md).
+BACKENDS = {
+    "cpp": _Backend(("cpu",), lambda: native.why_absent),
+    "triton": _Backend(("cuda",), toolchain.why_no_triton, toolchain.too_old_for_triton, _not_by_triton),
+    "cuda": _Backend(("cuda",), native.why_no_cuda, native.why_not_on, _not_by_cuda),
+    "reference": _Backend(("any",)),
+}
+ORDER = tuple(BACKENDS)
 
 
 def _devices(name: str) -> tuple[str, ...]:
-    return ("cpu",) if name == "triton" and toolchain.interpreting() else DEVICES[name]
+    return ("cpu",) if name == "triton" and toolchain.interpreting() else BACKENDS[name].devices
 
 
 def backends() -> dict[str, BackendStatus]:
     """Every backend by name, and for each absent one the reason.
 
-    They are in the order in which ``backend=None`` tries them, but that "cuda" goes before "triton" for some layers of
-    few output capsules (docs/routing.md). "reference" serves every call.
+    They are in the order in which ``backend=None`` tries them. "reference" serves every call.
     """
-    return {name: BackendStatus(not _absence(name), _absence(name), _devices(name)) for name in ORDER}
+    return {
+        name: BackendStatus(not (why := BACKENDS[name].absent()), why, _devices(name)) for name in ORDER
+    }
 
 
 def _checked(name: str | None, source: str) -> str | None:
-    if name is not None:
+    if name is not None and not (isinstance(name, str) and name in BACKENDS):
         checks.choice(source, "backend", name, ORDER)
     return name
 
@@ -76,8 +106,8 @@ class use_backend:
     def __init__(self, name: str | None) -> None:
         global _forced
         _checked(name, "capsfast.use_backend")
-        if name is not None and _absence(name):
-            raise RuntimeError(f"capsfast.use_backend: backend {name!r} is not available: {_absence(name)}")
+        if name is not None and (why := BACKENDS[name].absent()):
+            raise RuntimeError(f"capsfast.use_backend: backend {name!r} is not available: {why}")
         self._name = name
         self._previous = _forced
         _forced = name
@@ -100,68 +130,49 @@ def _warn_once(reason: str) -> None:
     global _warned
     if not _warned and not torch.compiler.is_compiling():
         _warned = True
-        warnings.warn(f"capsfast: running on the slow reference backend: {reason}", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"capsfast: running on the slow reference backend: {reason}", RuntimeWarning, stacklevel=6)
 
 
 def demanded(op: str, name: str | None) -> str | None:
     """The backend that a call with ``backend=name`` has to run on, None where it may choose."""
-    return _checked(name, op) or _forced
+    return _forced if name is None else _checked(name, op)
 
 
-def select(
-    op: str,
-    device: torch.device,
-    backend: str | None,
-    cannot: Mapping[str, Callable[[], str]] | None = None,
-    why_not_cuda_first: Callable[[], str] | None = None,
-) -> str:
-    """The backend for a call of ``op`` on ``device``.
+def choose(call: Call, backend: str | None) -> str:
+    """The backend for a call.
 
-    ``cannot`` maps a backend to a function that says why it can't serve this call ("" if it can).
-    ``why_not_cuda_first`` says why Triton's kernels go before the CUDA kernels, which they do without it, and "" if
-    they don't. It is asked only where the CUDA kernels can serve the call.
+    Raises:
+        RuntimeError: the demanded backend cannot serve it.
     """
-    name = demanded(op, backend)
-    if name is not None:
-        reason = _absence(name) or _refusal(name, device, cannot) or _unsuitable(name, device)
+    demand, device = demanded(call.op, backend), call.u.device
+    if demand is not None:
+        there = BACKENDS[demand]
+        reason = there.absent() or _elsewhere(demand, device) or there.refuses(call) or _of_gpu(there, device)
         if reason:
-            raise RuntimeError(f"{op}: backend {name!r} cannot serve this call: {reason}")
-        return name
-    if why_not_cuda_first is not None and device.type == "cuda":
-        # Last what may compare symbols: under torch.compile a comparison is a guard.
-        reason = _refusal("cuda", device, cannot) or _absence("cuda") or _unsuitable("cuda", device)
-        if not (reason or why_not_cuda_first()):
-            return "cuda"
+            raise RuntimeError(f"{call.op}: backend {demand!r} cannot serve this call: {reason}")
+        return demand
     lacking = ""
-    for name in ORDER:
-        # An interpreter serves those who ask for it.
-        if device.type not in (*DEVICES[name], "meta") and "any" not in DEVICES[name]:
+    for name, there in BACKENDS.items():
+        # Not _elsewhere(): an interpreter serves those who ask for it.
+        if (device.type not in (*there.devices, "meta") and name != "reference") or there.refuses(call):
             continue
-        if _refusal(name, device, cannot):
-            continue
-        reason = _absence(name) or _unsuitable(name, device)
-        if reason:
-            lacking = lacking or reason
-            continue
-        if name == "reference" and lacking:
-            _warn_once(lacking)
-        return name
+        reason = there.absent() or _of_gpu(there, device)
+        if not reason:
+            if name == "reference" and lacking:
+                _warn_once(lacking)
+            return name
+        lacking = lacking or reason
     raise AssertionError("the reference backend serves every call")
 
 
-def _unsuitable(name: str, device: torch.device) -> str:
-    """Why a backend that is available can't run on this very GPU, "" if it can."""
-    if device.type != "cuda" or name not in ("triton", "cuda"):
-        return ""
-    return toolchain.too_old_for_triton(device) if name == "triton" else native.why_not_on(device)
+def _of_gpu(backend: _Backend, device: torch.device) -> str:
+    return backend.unsuitable(device) if device.type == "cuda" else ""
 
 
-def _refusal(name: str, device: torch.device, cannot: Mapping[str, Callable[[], str]] | None) -> str:
-    """Why a backend can't serve a call on a ``device`` of this type, "" if it can."""
+def _elsewhere(name: str, device: torch.device) -> str:
+    """Why a backend can't serve tensors on this device, "" if it can."""
     devices = _devices(name)
     # Meta tensors take the path of the device they stand for: the fake of the CPU op.
-    if "any" not in devices and device.type not in (*devices, "meta"):
-        return f"it runs on {' and '.join(devices)} tensors, got a tensor on {device}"
-    if cannot is not None and name in cannot:
-        return cannot[name]()
-    return ""
+    if "any" in devices or device.type in (*devices, "meta"):
+        return ""
+    return f"it runs on {' and '.join(devices)} tensors, got a tensor on {device}"

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from . import _keywords, checks, passes
-from .ops import _sharding
+from . import _keywords, arguments, checks, passes
+from .ops import sharding
 from .options import Options
 from .passes import Moments
 from .precision import wide_dtype
@@ -40,7 +40,7 @@ def register_sharding() -> None:
     without a softmax over the input capsules also along these, its moments then being partial sums. Anything else is
     brought together first.
     """
-    _sharding.register()
+    sharding.register()
 
 
 @_keywords.closed
@@ -97,18 +97,18 @@ def dynamic_routing(
         RuntimeError: there is no process group, or the demanded backend cannot serve the passes.
     """
     if unknown:
-        _keywords.refuse("capsfast.distributed.dynamic_routing", dynamic_routing, unknown)
+        _keywords.refuse(dynamic_routing, unknown, "capsfast.distributed.dynamic_routing")
     op = "capsfast.distributed.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    checks.options(op, options)
+    options.check(op)
     checks.boolean(op, "return_coupling", return_coupling)
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
     B, I, _ = u.shape
     D = weight.shape[2]
-    J = checks.outputs(op, "weight", weight, 1, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
+    J = arguments.outputs(op, "weight", weight, 1, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
     given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
-    checks.parameters(op, "u", u, (B, I, J, D), given)
+    arguments.check_parameters(op, "u", u, (B, I, J, D), given)
     wide = wide_dtype(u.dtype)
     # Says what J is where the weight does not.
     prior = u.new_zeros(B, J) if weight.shape[1] != J else None
@@ -194,7 +194,7 @@ def routing_pass(
         The errors of :func:`capsfast.routing_pass` and those of :func:`dynamic_routing`.
     """
     if unknown:
-        _keywords.refuse("capsfast.distributed.routing_pass", routing_pass, unknown)
+        _keywords.refuse(routing_pass, unknown, "capsfast.distributed.routing_pass")
     op = "capsfast.distributed.routing_pass"
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
@@ -246,7 +246,7 @@ def votes_pass(
     All other arguments, the result and the errors are those of :func:`routing_pass`.
     """
     if unknown:
-        _keywords.refuse("capsfast.distributed.votes_pass", votes_pass, unknown)
+        _keywords.refuse(votes_pass, unknown, "capsfast.distributed.votes_pass")
     op = "capsfast.distributed.votes_pass"
     ranks = _Ranks(op, group, "votes", checks.tensor(op, "votes", votes, "[B, I, J, D]"))
 
@@ -318,7 +318,7 @@ def _combined(
 def _own_weight(op: str, ranks: "_Ranks", u: Tensor, weight: Tensor, shared: bool) -> Tensor:
     checks.boolean(op, "shared_weight", shared)
     checks.tensor(op, "weight", weight, "[I, J, D, K]")
-    checks.product(op, u, weight)
+    arguments.product(op, u, weight)
     rows, I = weight.shape[0], u.shape[1]
     if shared and rows != 1:
         raise ValueError(f"{op}: with shared_weight the weight must have 1 row, got {rows}")

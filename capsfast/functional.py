@@ -1,22 +1,37 @@
-"""Public functions: check the arguments, then call the op."""
+"""The public functions of routing: check the arguments, choose a backend, call the op."""
 
-import warnings
-from typing import Any
+from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 from torch.overrides import has_torch_function, has_torch_function_unary
 from typing_extensions import Unpack
 
-from . import _keywords, checks, positions
+from . import _keywords, arguments, checks
 from ._overrides import instead
+from .arguments import RoutingParameters
 from .ops import dynamic_routing as _dynamic_routing
-from .ops import route_votes as _route_votes
-from .ops._product import width
 from .options import SQUASH, Options
+from .positions import restore
 from .reference.squash import squash as _squash
 
 __all__ = ["dynamic_routing", "route_votes", "squash"]
+
+
+class RoutingKeywords(TypedDict, total=False):
+    """The keywords of :func:`dynamic_routing`, for functions that hand them on."""
+
+    logits: Tensor | None
+    bias: Tensor | None
+    mask: Tensor | None
+    out_mask: Tensor | None
+    softmax: str
+    gradient: str
+    leaky: bool
+    squash: str
+    eps: float
+    squash_last: bool
+    return_coupling: bool
+    backend: str | None
 
 
 def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> Tensor:
@@ -65,7 +80,7 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
 @_keywords.closed
 def dynamic_routing(
     u: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     num_iterations: int = 3,
     *,
     logits: Tensor | None = None,
@@ -78,7 +93,6 @@ def dynamic_routing(
     squash: str = "paper",
     eps: float = 1e-8,
     squash_last: bool = True,
-    share_batch_logits: bool = False,
     return_coupling: bool = False,
     backend: str | None = None,
     **unknown: Unpack[_keywords.NoMore],
@@ -100,7 +114,7 @@ def dynamic_routing(
             output capsules, without a copy. With size 1 for J the number of output capsules is that of logits, bias or
             out_mask, if one of them is given, and the votes, which then have no axis J, are in memory, in float32 for
             16 bits; on the CPU they are not formed where one matrix for all pairs makes that less work
-            (docs/recommenders.md).
+            (docs/recommenders.md). None where ``u`` are votes, see :func:`capsfast.route_votes`.
         num_iterations: how many weighted sums are formed, at least 1.
         logits: log prior of the coupling, ``[I, J]`` (learned) or ``[B, I, J]``; default 0.
         bias: ``[J, D]``, added to the weighted sum before the squash.
@@ -113,10 +127,6 @@ def dynamic_routing(
         eps: of the squash, at least 1e-20, which reproduces layers without an eps.
         squash_last: False leaves out the squash of the last iteration, whose weighted sum with the bias is then the
             result. The iterations before squash as they do otherwise.
-        share_batch_logits: routing logits averaged over the batch. A defect of some older code, under
-            which a sample's result depends on its batch, with a warning. Without ``backend`` it is products of torch
-            that need no votes, the reference with ``out_mask``, with ``mask`` and ``softmax="in"``, or with a weight
-            that output capsules share; of other backends the reference alone serves it.
         return_coupling: also return the last coupling coefficients.
         backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
 
@@ -131,47 +141,21 @@ def dynamic_routing(
             backend.
     """
     if unknown:
-        _keywords.refuse("capsfast.dynamic_routing", dynamic_routing, unknown)
+        _keywords.refuse(route_votes if weight is None else dynamic_routing, unknown)
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
         return instead(dynamic_routing, locals(), 3)
-    op = "capsfast.dynamic_routing"
+    op = "capsfast.route_votes" if weight is None else "capsfast.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    checks.options(op, options)
     checks.boolean(op, "return_coupling", return_coupling)
-    checks.boolean(op, "share_batch_logits", share_batch_logits)
-    u, weight = checks.product(op, u, weight)
-    B, I, _ = u.shape
-    J = checks.outputs(op, "weight", weight, 1, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
-    given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
-    checks.parameters(op, "u", u, (B, I, J, width(u, weight)), given)
-    v, c = _dynamic_routing.call(
-        u, weight, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
-    )
-    if share_batch_logits:
-        _warn_of_shared_logits()
+    call, spatial = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options)
+    v, c = _dynamic_routing.run(call, return_coupling, backend)
+    if spatial:
+        v, c = restore(v, spatial), restore(c, spatial) if return_coupling else c
     return (v, c) if return_coupling else v
 
 
-@_keywords.closed
-def route_votes(
-    votes: Tensor,
-    num_iterations: int = 3,
-    *,
-    logits: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    softmax: str = "out",
-    gradient: str = "full",
-    leaky: bool = False,
-    squash: str = "paper",
-    eps: float = 1e-8,
-    squash_last: bool = True,
-    share_batch_logits: bool = False,
-    return_coupling: bool = False,
-    backend: str | None = None,
-    **unknown: Unpack[_keywords.NoMore],
-) -> Any:
+@_keywords.with_keywords_of(dynamic_routing)
+def route_votes(votes: Tensor, num_iterations: int = 3, **options: Unpack[RoutingKeywords]) -> Any:
     """Routing by agreement over votes that already exist, read in place.
 
     Args:
@@ -182,47 +166,11 @@ def route_votes(
             every position.
 
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
-    (Sabour, Frosst, Hinton 2017, procedure 1). The reference alone serves ``share_batch_logits``.
+    (Sabour, Frosst, Hinton 2017, procedure 1).
     """
-    if unknown:
-        _keywords.refuse("capsfast.route_votes", route_votes, unknown)
-    if has_torch_function((votes, logits, bias, mask, out_mask)):
-        return instead(route_votes, locals(), 2)
-    op = "capsfast.route_votes"
     if isinstance(num_iterations, Tensor) and num_iterations.dim() > 1:
         raise TypeError(
-            f"{op}: takes votes [B, I, J, D] and a number of iterations, got {checks.shown(votes)} and "
+            f"capsfast.route_votes: takes votes [B, I, J, D] and a number of iterations, got {checks.shown(votes)} and "
             f"{checks.shown(num_iterations)}; for u and a weight use capsfast.dynamic_routing"
         )
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    checks.options(op, options)
-    checks.boolean(op, "return_coupling", return_coupling)
-    checks.boolean(op, "share_batch_logits", share_batch_logits)
-    votes, spatial = checks.votes(op, votes)
-    if spatial and share_batch_logits and not positions.alone(spatial):
-        raise ValueError(f"{op}: share_batch_logits needs votes [B, I, J, D], got axes of positions {list(spatial)}")
-    B, I, _, D = votes.shape[:4]
-    J = checks.outputs(op, "votes", votes, 2, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
-    given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
-    checks.parameters(op, "votes", votes, (B, I, J, D), given, spatial)
-    if spatial:
-        votes = positions.of_votes(votes, J, spatial)
-        logits, bias, mask, out_mask = (positions.spread(name, given[name], spatial) for name in given)
-    v, c = _route_votes.call(
-        votes, logits, bias, mask, out_mask, J, options, return_coupling, share_batch_logits, backend
-    )
-    if share_batch_logits:
-        _warn_of_shared_logits()
-    if return_coupling:
-        return positions.restore(v, spatial), positions.restore(c, spatial)
-    return positions.restore(v, spatial)
-
-
-def _warn_of_shared_logits() -> None:
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            "capsfast: share_batch_logits averages the routing logits over the batch, so a sample's "
-            "result depends on the others; kept to reproduce older models, accuracy falls at small batches",
-            UserWarning,
-            stacklevel=3,
-        )
+    return dynamic_routing(votes, None, num_iterations, **options)

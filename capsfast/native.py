@@ -1,5 +1,6 @@
 """Loads the compiled extension ``capsfast._C`` and says why when it can't."""
 
+import ast
 import functools
 import importlib.util
 import os
@@ -12,12 +13,12 @@ import torch
 
 from ._install import in_the_checkout
 from ._version import __version__
-from .toolchain import constant_while_tracing
+from ._torch import constant_while_tracing
 
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
-# The signatures of the ops in csrc/ops/bindings.h, by number.
-BINDINGS = 6
+# The op schemas, as csrc/library.cpp defines them: the file is a list of strings in both languages.
+SCHEMAS: tuple[str, ...] = ast.literal_eval(f"({Path(__file__).with_name('ops').joinpath('schemas.inc').read_text(encoding='utf-8')})")
 _REMEDY = f"build it {in_the_checkout()}"
 
 
@@ -55,7 +56,7 @@ def _load() -> tuple[ModuleType | None, str]:
     built = module.build_info()
     if built["version"] != __version__:
         return None, f"the extension was built from capsfast {built['version']}, this is {__version__}; {_REMEDY}"
-    if built.get("bindings") != BINDINGS:
+    if built.get("schemas") != SCHEMAS:
         return None, f"the extension was built from older or newer sources than these; {_REMEDY}"
     asked = os.environ.get("CAPSFAST_ISA")
     if asked and asked != built["instruction_set"]:

@@ -1,19 +1,19 @@
-"""The options every routing function shares, and their admissible values."""
+"""The options of the ops: their admissible values, their checks, and how the op schemas list them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from . import checks
 
 SOFTMAX = ("out", "in")
 NORMALIZE = ("out", "in", "sigmoid", "none", "lse")
 GRADIENT = ("full", "last")
 SQUASH = ("paper", "half", "eps_outside", "exp", "unit", "identity")
-
-
 # What the ops have behind a slash in ``squash`` where the last iteration has another one than the others.
 NO_SQUASH = "identity"
 
 
 class Options(NamedTuple):
-    """Static routing options; of_op() has them as the op schemas do.
+    """Static options of dynamic routing; of_op() has them as the op schema does.
 
     num_iterations: r >= 1, the number of weighted sums.
     softmax: the axis the coupling coefficients sum to one over: "out" (the output capsules,
@@ -32,6 +32,28 @@ class Options(NamedTuple):
     squash: str
     eps: float
     squash_last: bool = True
+
+    def check(self, op: str) -> None:
+        """
+        Raises:
+            TypeError, ValueError: an option that is not admissible.
+        """
+        number, softmax, gradient, leaky, squash, eps, squash_last = self
+        # Nearly every call: nothing can be wrong with it.
+        if type(number) is int and type(softmax) is type(gradient) is type(squash) is str and type(eps) is float:
+            known = softmax in SOFTMAX and gradient in GRADIENT and squash in SQUASH
+            if known and number > 0 and checks.SMALLEST_EPS <= eps < 1.0 and type(leaky) is type(squash_last) is bool:
+                return
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{op}: num_iterations must be an int, got {checks.shown(number)}")
+        if number < 1:
+            raise ValueError(f"{op}: num_iterations must be at least 1, got {number}")
+        checks.choice(op, "softmax", softmax, SOFTMAX)
+        checks.choice(op, "gradient", gradient, GRADIENT)
+        checks.boolean(op, "leaky", leaky)
+        checks.choice(op, "squash", squash, SQUASH)
+        checks.positive_eps(op, eps)
+        checks.boolean(op, "squash_last", squash_last)
 
     def of_op(self) -> tuple[int, str, str, bool, str, float]:
         """In the order in which the op schemas list them.
@@ -64,6 +86,27 @@ class PassOptions(NamedTuple):
     normalize: str
     leaky: bool
     second: bool
+
+    def check(self, op: str) -> None:
+        """
+        Raises:
+            TypeError, ValueError: an option that is not admissible.
+        """
+        checks.choice(op, "normalize", self.normalize, NORMALIZE)
+        checks.boolean(op, "leaky", self.leaky)
+        checks.boolean(op, "second", self.second)
+        if self.leaky and self.normalize not in SOFTMAX:
+            raise ValueError(
+                f'{op}: leaky adds an entry to a softmax, so normalize must be "out" or "in", '
+                f"got {checks.shown(self.normalize)}"
+            )
+
+    def of_op(self) -> tuple[str, bool, bool]:
+        return tuple(self)
+
+    @classmethod
+    def from_op(cls, *options: Any) -> "PassOptions":
+        return cls(*options)
 
 
 class EMOptions(NamedTuple):

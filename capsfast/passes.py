@@ -1,18 +1,17 @@
-"""The routing pass, public: check the arguments, then call the op."""
+"""The public routing pass: check the arguments, choose a backend, call the op."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 from torch.overrides import has_torch_function
 from typing_extensions import Unpack
 
-from . import _keywords, checks, positions
+from . import _keywords, arguments, checks
 from ._overrides import instead
+from .arguments import PassParameters
 from .ops import routing_pass as _routing_pass
-from .ops import votes_pass as _votes_pass
-from .ops._product import width
 from .options import PassOptions
-from .reference.votes_pass import PassParameters
+from .positions import restore
 
 __all__ = ["Moments", "routing_pass", "votes_pass"]
 
@@ -34,10 +33,30 @@ class Moments(NamedTuple):
     lse: Tensor | None = None
 
 
+class PassKeywords(TypedDict, total=False):
+    """The keywords of :func:`routing_pass`, for functions that hand them on."""
+
+    query: Tensor | None
+    precision: Tensor | None
+    center: Tensor | None
+    prior: Tensor | None
+    logits: Tensor | None
+    activation: Tensor | None
+    mask: Tensor | None
+    out_mask: Tensor | None
+    normalize: str
+    lse: Tensor | None
+    leaky: bool
+    second: bool
+    return_weights: bool
+    return_lse: bool
+    backend: str | None
+
+
 @_keywords.closed
 def routing_pass(
     u: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     *,
     query: Tensor | None = None,
     precision: Tensor | None = None,
@@ -75,7 +94,7 @@ def routing_pass(
         weight: transformation matrices ``[I, J, D, K]``; for pose matrices ``[I, J, Q, R]``. A size 1 for I or for J
             shares them without a copy. With size 1 for J the number of output capsules is that of query, precision,
             center, prior, logits or out_mask, and the votes, which then have no axis J, are in memory, in float32 for
-            16 bits.
+            16 bits. None where ``u`` are votes, see :func:`capsfast.votes_pass`.
         query: ``[B, J, D]``, the linear part of the score.
         precision: ``[B, J, D]``, not negative: the quadratic part.
         center: ``[B, J, D]``, subtracted from the votes. About a mean, float32 does not cancel in ``second``.
@@ -104,41 +123,23 @@ def routing_pass(
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
     """
     if unknown:
-        _keywords.refuse("capsfast.routing_pass", routing_pass, unknown)
+        _keywords.refuse(votes_pass if weight is None else routing_pass, unknown)
     if has_torch_function((u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
         return instead(routing_pass, locals(), 2)  # type: ignore[no-any-return]
-    op = "capsfast.routing_pass"
-    u, weight = checks.product(op, u, weight)
-    options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)
+    op = "capsfast.votes_pass" if weight is None else "capsfast.routing_pass"
     parameters = PassParameters(query, precision, center, prior, logits, activation, lse, mask, out_mask)
-    B, I, _ = u.shape
-    J = checks.outputs(op, "weight", weight, 1, {name: getattr(parameters, name) for name in _SAY_J})
-    checks.parameters(op, "u", u, (B, I, J, width(u, weight)), parameters._asdict())
-    found = _routing_pass.call(u, weight, parameters, J, options, return_weights, return_lse, backend)
-    return _moments(found, options, return_weights, return_lse)
+    options = PassOptions(normalize, leaky, second)
+    call, spatial = arguments.check(op, u, weight, parameters, options, J_needed=True)
+    _check_lse(op, normalize, lse, return_weights, return_lse)
+    mass, first, squares, r, log_sum = _routing_pass.run(call, return_weights, return_lse, backend)
+    asked = (mass, first, squares if second else None, r if return_weights else None, log_sum if return_lse else None)
+    if spatial:
+        return Moments(*[value if value is None else restore(value, spatial) for value in asked])  # type: ignore[arg-type]
+    return Moments(*asked)
 
 
-@_keywords.closed
-def votes_pass(
-    votes: Tensor,
-    *,
-    query: Tensor | None = None,
-    precision: Tensor | None = None,
-    center: Tensor | None = None,
-    prior: Tensor | None = None,
-    logits: Tensor | None = None,
-    activation: Tensor | None = None,
-    mask: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    normalize: str = "out",
-    lse: Tensor | None = None,
-    leaky: bool = False,
-    second: bool = False,
-    return_weights: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
-    **unknown: Unpack[_keywords.NoMore],
-) -> Moments:
+@_keywords.with_keywords_of(routing_pass)
+def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
     """A routing pass over votes that already exist, read in place.
 
     Args:
@@ -149,43 +150,10 @@ def votes_pass(
 
     All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
     """
-    if unknown:
-        _keywords.refuse("capsfast.votes_pass", votes_pass, unknown)
-    if has_torch_function((votes, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
-        return instead(votes_pass, locals(), 1)  # type: ignore[no-any-return]
-    op = "capsfast.votes_pass"
-    votes, spatial = checks.votes(op, votes)
-    options = _options(op, normalize, leaky, second, lse, return_weights, return_lse)
-    parameters = PassParameters(query, precision, center, prior, logits, activation, lse, mask, out_mask)
-    B, I, _, D = votes.shape[:4]
-    J = checks.outputs(op, "votes", votes, 2, {name: getattr(parameters, name) for name in _SAY_J})
-    checks.parameters(op, "votes", votes, (B, I, J, D), parameters._asdict(), spatial)
-    if spatial:
-        votes = positions.of_votes(votes, J, spatial)
-        given = parameters._asdict()
-        parameters = PassParameters(**{name: positions.spread(name, given[name], spatial) for name in given})
-    found = _votes_pass.call(votes, parameters, J, options, return_weights, return_lse, backend)
-    moments = _moments(found, options, return_weights, return_lse)
-    restored = {
-        name: positions.restore(value, spatial) for name, value in moments._asdict().items() if value is not None
-    }
-    return moments._replace(**restored)
+    return routing_pass(votes, None, **options)
 
 
-_SAY_J = ("query", "precision", "center", "prior", "logits", "out_mask")
-
-
-def _options(
-    op: str,
-    normalize: str,
-    leaky: bool,
-    second: bool,
-    lse: Tensor | None,
-    return_weights: bool,
-    return_lse: bool,
-) -> PassOptions:
-    options = PassOptions(normalize, leaky, second)
-    checks.pass_options(op, options)
+def _check_lse(op: str, normalize: str, lse: Tensor | None, return_weights: bool, return_lse: bool) -> None:
     checks.boolean(op, "return_weights", return_weights)
     checks.boolean(op, "return_lse", return_lse)
     if (lse is not None) != (normalize == "lse"):
@@ -195,9 +163,3 @@ def _options(
         raise ValueError(
             f'{op}: return_lse needs a softmax, normalize="out" or "in", whose log-sum-exp it is, got {normalize!r}'
         )
-    return options
-
-
-def _moments(found: tuple[Tensor, ...], options: PassOptions, weights: bool, lse: bool) -> Moments:
-    mass, first, second, r, log_sum = found
-    return Moments(mass, first, second if options.second else None, r if weights else None, log_sum if lse else None)

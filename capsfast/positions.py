@@ -1,8 +1,8 @@
 """Axes of positions, which votes that a convolution made have behind the others: one axis for the ops, or none."""
 
-import torch
 from torch import Tensor
 
+from ._torch import surely
 from .axes import axes_of
 
 
@@ -11,16 +11,7 @@ def alone(spatial: tuple[int, ...]) -> bool:
 
     A size that a traced graph learns only when it runs counts as more.
     """
-    return bool(spatial) and all(_is_one(size) for size in spatial)
-
-
-def _is_one(size: int) -> bool:
-    if not torch.compiler.is_compiling():
-        return size == 1
-    # Its import takes a second, but not where something is compiled.
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(size == 1)
+    return bool(spatial) and all(surely(size == 1) for size in spatial)
 
 
 def of_votes(votes: Tensor, J: int, spatial: tuple[int, ...]) -> Tensor:

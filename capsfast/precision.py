@@ -2,7 +2,7 @@
 
 import torch
 
-from .toolchain import constant_while_tracing
+from ._torch import constant_while_tracing
 
 
 @constant_while_tracing

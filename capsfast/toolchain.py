@@ -6,10 +6,10 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
+
+from ._torch import constant_while_tracing
 
 # What the kernels are compiled and interpreted with in tests: torch 2.10 brings 3.6, torch 2.15 brings 3.9.
 MINIMUM_TRITON = (3, 6)
@@ -21,16 +21,6 @@ LARGEST_D = 512
 LARGEST_P = 32
 # A program updates all output capsules of a sample, padded to powers of two.
 LARGEST_UPDATE = 4096
-
-
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def constant_while_tracing(function: F) -> F:
-    """torch.compile calls the function instead of tracing it, and keeps what it returns."""
-    # What torch.compiler.assume_constant_result does, without importing the compiler for it.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def interpreting() -> bool:

@@ -15,32 +15,40 @@
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "ops/bindings.h"
 #include "ops/cpu/context.h"
 #include "ops/cpu/engine.h"
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
 #include "ops/cuda/engine.h"
+#include "ops/dynamic_routing.h"
 #include "ops/em_bindings.h"
-#include "ops/pass_bindings.h"
-#include "ops/schemas.h"
-#include "ops/shared_bindings.h"
+#include "ops/routing_pass.h"
+#include "ops/shared_routing.h"
+
+namespace {
+
+// Defined when the library is loaded, not by Python, so that a process without Python finds the ops.
+constexpr const char* kSchemas[] = {
+#include "../capsfast/ops/schemas.inc"
+};
+
+}  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(capsfast, m) {
-  for (const char* schema : capsfast::kSchemas) m.def(schema);
+  for (const char* schema : kSchemas) m.def(schema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
-  capsfast::register_ops<capsfast::CpuEngine>(m);
-  capsfast::register_pass_ops<capsfast::CpuEngine>(m);
-  capsfast::register_shared_op(m);
+  capsfast::register_dynamic_routing<capsfast::CpuEngine>(m);
+  capsfast::register_routing_pass<capsfast::CpuEngine>(m);
+  capsfast::register_shared_routing(m);
   capsfast::register_em_op(m);
 }
 
 #if CAPSFAST_CUDA
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CUDA, m) {
-  capsfast::register_ops<capsfast::cuda::Engine>(m);
-  capsfast::register_pass_ops<capsfast::cuda::Engine>(m);
+  capsfast::register_dynamic_routing<capsfast::cuda::Engine>(m);
+  capsfast::register_routing_pass<capsfast::cuda::Engine>(m);
 }
 #endif
 
@@ -52,7 +60,9 @@ using namespace capsfast;
 py::dict build_info() {
   py::dict info;
   info["version"] = CAPSFAST_VERSION;
-  info["bindings"] = kBindings;
+  py::list schemas;
+  for (const char* schema : kSchemas) schemas.append(schema);
+  info["schemas"] = py::tuple(schemas);
   info["built_beside_torch"] = CAPSFAST_BUILD_TORCH;
 #if defined(__x86_64__)
   info["architecture"] = "x86_64";

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checks, kinds
 from ..kinds import spelled
-from ..toolchain import constant_while_tracing
+from .._torch import constant_while_tracing
 
 # Methods of a tensor with their arguments, one after the other.
 Steps = tuple[tuple[str, tuple[object, ...]], ...]

@@ -3,19 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from ..ops import _pass, _routing, dynamic_routing, route_votes, routing_pass, votes_pass
-from ..ops._register import PREFIX, Contract
+from .._torch import OpOverload
+from ..arguments import Call, PassParameters, RoutingParameters
+from ..ops import dynamic_routing, routing_pass
+from ..ops.define import PREFIX, Op, fake_sizes, overload
 from ..options import Options, PassOptions
 from ..precision import wide_dtype
-from ..reference.dynamic_routing import dynamic_routing as reference_dynamic_routing
-from ..reference.route_votes import route_votes as reference_route_votes
-from ..reference.routing_pass import routing_pass as reference_routing_pass
-from ..reference.votes_pass import PassParameters
-from ..reference.votes_pass import votes_pass as reference_votes_pass
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
@@ -28,67 +23,40 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         For each op of ``torch.ops.capsfast`` that a program can hold a function of the same arguments. Sums are formed
         in float32 for 16-bit inputs, as by the ops. ``shared_routing`` and ``em_update`` are in no program.
     """
-    forward: dict[Contract, Callable[..., Any]] = {
-        dynamic_routing.CONTRACT: _dynamic_routing,
-        route_votes.CONTRACT: _route_votes,
-        routing_pass.CONTRACT: _routing_pass,
-        votes_pass.CONTRACT: _votes_pass,
-    }
     found: dict[OpOverload, Callable[..., Any]] = {}
-    for contract, definition in forward.items():
+    for op, parameters, options in (
+        (dynamic_routing.OP, RoutingParameters, Options),
+        (routing_pass.OP, PassParameters, PassOptions),
+    ):
         for prefix in PREFIX.values():
-            found[_op(f"{prefix}{contract.name}")] = definition
-            found[_op(f"{prefix}{contract.name}_backward")] = _no_backward(contract)
+            found[overload(prefix + op.contract.name)] = _by_definition(op, parameters, options)
+            found[overload(f"{prefix}{op.contract.name}_backward")] = _no_backward(op.contract.name)
     return found
 
 
-def _op(name: str) -> OpOverload:
-    return getattr(torch.ops.capsfast, name).default  # type: ignore[no-any-return]
+def _by_definition(op: Op, parameters: Any, options: Any) -> Callable[..., tuple[Tensor, ...]]:
+    first, last = len(parameters._fields), -1 - op.contract.requests
+
+    def run(u: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+        given, J = options.from_op(*rest[first + 1 : last]), rest[first]
+        if options is Options:
+            given = given._replace(gradient="full")  # a detach() is no op of other runtimes
+        (_, _, J, D), _ = fake_sizes(u, weight, J)
+        P = 1 if weight is None or weight.shape[3] == 0 else u.shape[2] // weight.shape[3]
+        call = Call(op.public, u, weight, parameters(*rest[:first]), given, J, D, P)
+        results = op.run_definition(call, rest[last + 1 :])
+        # What the backward alone reads.
+        empty = u.new_empty(0, dtype=wide_dtype(u.dtype))
+        return (*results, *[empty] * (len(op.contract.outputs) - len(results)))
+
+    return run
 
 
-def _no_backward(contract: Contract) -> Callable[..., Any]:
+def _no_backward(name: str) -> Callable[..., Any]:
     def raise_error(*_: Any) -> None:
         raise RuntimeError(
-            f"capsfast.export.decompositions: they are for inference, got a program with capsfast::{contract.name}"
+            f"capsfast.export.decompositions: they are for inference, got a program with capsfast::{name}"
             "_backward; export the forward alone"
         )
 
     return raise_error
-
-
-def _options(given: tuple[Any, ...]) -> Options:
-    return Options.from_op(*given)._replace(gradient="full")  # a detach() is no op of other runtimes
-
-
-def _dynamic_routing(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    found = _routing.run_reference(reference_dynamic_routing, (u, weight), rest[:4], _options(rest[4:10]), False)
-    return _routed(found, u, rest[-1])
-
-
-def _route_votes(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    J, options = rest[4], _options(rest[5:11])
-    found = _routing.run_reference(reference_route_votes, (votes,), rest[:4], options, False, J)
-    return _routed(found, votes, rest[-1])
-
-
-def _routed(found: tuple[Tensor, Tensor], anchor: Tensor, return_coupling: bool) -> tuple[Tensor, ...]:
-    v, c = found
-    empty = v.new_empty(0)
-    wide = empty.to(wide_dtype(anchor.dtype))
-    return v, c if return_coupling else empty, wide, wide
-
-
-def _routing_pass(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    parameters, options = PassParameters(*rest[:9]), PassOptions(*rest[9:12])
-    return _with_norm(
-        _pass.run_reference(reference_routing_pass, (u, weight), parameters, weight.shape[1], options, *rest[-2:])
-    )
-
-
-def _votes_pass(votes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    parameters, J, options = PassParameters(*rest[:9]), rest[9], PassOptions(*rest[10:13])
-    return _with_norm(_pass.run_reference(reference_votes_pass, (votes,), parameters, J, options, *rest[-2:]))
-
-
-def _with_norm(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return *found, found[0].new_empty(0)

@@ -36,7 +36,7 @@ class RoutingLayer(Called):
         super().__init__()
         _arguments.backend(self._op, backend)
         checks.boolean(self._op, "share_batch_logits", share_batch_logits)
-        checks.options(self._op, options)
+        options.check(self._op)
         if top_k is not None:
             _arguments.integer(self._op, "top_k", top_k)
             if share_batch_logits:
@@ -73,7 +73,6 @@ class RoutingLayer(Called):
             squash=self.squash,
             eps=self.eps,
             squash_last=self.squash_last,
-            share_batch_logits=self.share_batch_logits,
             backend=self.backend,
         )
         if self.top_k is not None:

@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
+from ..arguments import Call, RoutingParameters
 from ..functional import dynamic_routing
 from ..functional import squash as _squash
 from ..ops import shared_routing
-from ..ops._glue import as_under_autocast
+from ..ops.define import as_under_autocast
 from ..options import Options
 from ..passes import Moments, routing_pass, votes_pass
 from ..precision import wide_dtype
@@ -68,16 +69,16 @@ def route(
     """
     if logits is not None and checks.autocast_dtype(u.device) is not None:
         logits = logits.to(wide_dtype(u.dtype))
-    (u, weight), no_autocast = as_under_autocast((u, weight))
+    (u, weight), no_autocast = as_under_autocast(u, weight)
     o = options
     with no_autocast:
         fused = Options(o.num_iterations, o.softmax, o.gradient, False, o.squash, o.eps)
-        shared = weight.shape[0] == 1 and weight.shape[1] == 1
-        if shared and o.plain and shared_routing.serves(u, weight, logits, J, fused, backend):
+        if weight.shape[0] == 1 and weight.shape[1] == 1 and o.plain:
             scaled = logits if logits is None or o.temperature == 1 else logits / o.temperature
-            return shared_routing.call(
-                u, weight, scaled, mask, out_mask, J, fused, o.update == "accumulate", 1 / o.temperature
-            )
+            given = RoutingParameters(scaled, None, mask, out_mask)
+            call = Call("capsfast.nn.InterestCapsules", u, weight, given, fused, J, weight.shape[2])
+            if shared_routing.serves(call, backend):
+                return shared_routing.run(call, o.update == "accumulate", 1 / o.temperature)
         if out_mask is None and logits is None and weight.shape[1] != J:
             # Says how many output capsules there are.
             logits = u.new_zeros(u.shape[1], J)

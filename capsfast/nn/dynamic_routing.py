@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
+from .. import arguments, checks
 from ..functional import dynamic_routing
 from ..options import Options
 from . import _arguments, _called
@@ -268,8 +268,8 @@ class DynamicRouting(RoutingLayer):
         op, group_caps = self._op, self.out_caps // self.groups
         _arguments.floats(op, "u", u, "[B, I, K]")
         B, I, D = u.shape[0], self.in_caps, self.out_dim
-        checks.parameters(op, "u", u, (B, I, group_caps, D), {"logits": logits, "mask": mask})
-        checks.parameters(op, "u", u, (B, I, self.out_caps, D), {"out_mask": out_mask})
+        arguments.check_parameters(op, "u", u, (B, I, group_caps, D), {"logits": logits, "mask": mask})
+        arguments.check_parameters(op, "u", u, (B, I, self.out_caps, D), {"out_mask": out_mask})
 
         def runs(tensor: Tensor | None, dim: int) -> tuple[Tensor | None, ...]:
             return (None,) * self.groups if tensor is None else tensor.chunk(self.groups, dim)

@@ -1,1 +1,1 @@
-"""One file an op: its contract, fake, autograd, autocast and choice of backend."""
+"""The ops: contracts, fakes, autograd, and what computes a call."""

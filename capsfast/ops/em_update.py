@@ -10,19 +10,17 @@ torch; a compiler fuses them.
 false. It computes again what it needs.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import checks, native, toolchain
+from .._torch import forward_mode
 from ..backend import demanded
 from ..options import EMOptions
 from ..reference.em_update import em_update as reference
-from ._glue import check_shapes, fake_gradients
-from ._register import Contract, define
+from .define import Op, check_fake
 
 
 def call(
@@ -46,7 +44,7 @@ def call(
     chosen = _chosen(tensors[:4], out_mask, backend)
     if chosen == "reference":
         return reference(*tensors, out_mask, options)
-    poses, precision, score = _ops[chosen](*tensors, None, out_mask, *options)
+    poses, precision, score = OP.kernels[chosen](*tensors, out_mask, *options)
     return poses, None if options.final else precision, score
 
 
@@ -57,7 +55,7 @@ def _chosen(moments: tuple[Tensor, ...], out_mask: Tensor | None, backend: str |
     a user's own votes make of them.
     """
     mass, first, *_ = moments
-    if not checks.is_eager(first) or forward_ad._current_level >= 0:
+    if not checks.is_eager(first) or forward_mode():
         return "reference"
     if first.dtype not in (torch.float32, torch.float64) or any(value.dtype != first.dtype for value in moments):
         return "reference"
@@ -80,50 +78,19 @@ def _padded(n: int) -> int:
     return 1 << (n - 1).bit_length() if n else 0
 
 
-def _fake(mass: Tensor, first: Tensor, second: Tensor, center: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    beta_a, beta_u, last, _, out_mask = rest[:5]
-    options = EMOptions(*rest[5:])
-    torch._check(first.dim() == 3, lambda: "first must be [B, J, D]")
-    B, J, D = first.shape
-    given = {"prior": mass, "query": second, "center": center, "out_mask": out_mask}
-    check_shapes(given | {"precision": last}, (B, 0, J, D), ())
-    for value, wanted in ((beta_a, (J,)), (beta_u, (J,) if beta_u.dim() == 1 else (J, D))):
+def _fake(a: Any) -> tuple[Tensor, ...]:
+    torch._check(a.first.dim() == 3, lambda: "first must be [B, J, D]")
+    B, J, D = a.first.shape
+    given = {"prior": a.mass, "query": a.second, "center": a.center, "out_mask": a.out_mask}
+    check_fake(given | {"precision": a.last}, (B, 0, J, D), ())
+    for value, wanted in ((a.beta_a, (J,)), (a.beta_u, (J,) if a.beta_u.dim() == 1 else (J, D))):
         torch._check(tuple(value.shape) == wanted, lambda: "beta_a must be [J], beta_u [J] or [J, D]")
-    same = all(value.dtype == mass.dtype for value in (first, second, center, beta_a, beta_u))
+    same = all(value.dtype == a.mass.dtype for value in (a.first, a.second, a.center, a.beta_a, a.beta_u))
     torch._check(same, lambda: "all must have the dtype of mass")
-    torch._check(options.cost in ("variance", "mass"), lambda: "cost must be 'variance' or 'mass'")
-    torch._check(options.nonlinearity in ("sigmoid", "softmax"), lambda: "nonlinearity must be 'sigmoid' or 'softmax'")
-    precision = first.new_empty(0) if options.final else first.new_empty(B, J, D)
-    return first.new_empty(B, J, D), precision, first.new_empty(B, J)
+    torch._check(a.cost in ("variance", "mass"), lambda: "cost must be 'variance' or 'mass'")
+    torch._check(a.nonlinearity in ("sigmoid", "softmax"), lambda: "nonlinearity must be 'sigmoid' or 'softmax'")
+    new = a.first.new_empty
+    return new(B, J, D), new((0,) if a.final else (B, J, D)), new(B, J)
 
 
-def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
-    # Three gradients of outputs, then the tensors.
-    return fake_gradients(args[3:10], args[-7:])
-
-
-def _received(
-    given: Sequence[Tensor | None], tensors: Sequence[Tensor | None], saved: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    # torch.compile gives zeros for what the final iteration leaves empty.
-    return tuple(None if gradient is None or gradient.dim() == 1 else gradient for gradient in given)
-
-
-CONTRACT = Contract(
-    name="em_update",
-    inputs=("mass", "first", "second", "center", "beta_a", "beta_u"),
-    parameters=("last",),
-    options="float floor, float momentum, bool isotropic, str cost, float cost_scale, str nonlinearity, "
-    "float inverse_temperature, bool final",
-    requests=(),
-    outputs=("poses", "precision", "score"),
-    differentiable=3,
-    saved=(),
-    optional=("poses", "precision", "score"),
-    fake=_fake,
-    fake_backward=_fake_backward,
-    received=_received,
-    called="EMRouting",
-    cast=0,
-)
-_ops = define(CONTRACT, sharded=False)
+OP = Op("em_update", "capsfast.EMRouting", _fake, cast=0, sharded=False)

@@ -45,8 +45,8 @@ def _arguments(
 
 @replayed
 def forward(*args: Any) -> tuple[Tensor, ...]:
-    # Seven tensors, two masks, the options.
-    tensors, out_mask, options = args[:7], args[8], EMOptions(*args[9:])
+    # Seven tensors, the mask, the options.
+    tensors, out_mask, options = args[:7], args[7], EMOptions(*args[8:])
     given, numbers, constants = _arguments(tensors, out_mask, options)
     first = given[1]
     poses, score = torch.empty_like(first), first.new_empty(first.shape[:2])
@@ -59,9 +59,9 @@ def forward(*args: Any) -> tuple[Tensor, ...]:
 
 @replayed
 def backward(*args: Any) -> tuple[Tensor, ...]:
-    # Three gradients of outputs, seven tensors, two masks, the options, seven needs.
+    # Three gradients of outputs, seven tensors, the mask, the options, what is needed.
     upstream = [None if value is None else value.contiguous() for value in args[:3]]
-    tensors, out_mask, options, needed = args[3:10], args[11], EMOptions(*args[12:-7]), args[-7:]
+    tensors, out_mask, options, needed = args[3:10], args[10], EMOptions(*args[11:-1]), args[-1]
     given, numbers, constants = _arguments(tensors, out_mask, options)
     mass, first, last = given[0], given[1], given[4]
     dmass, dbeta_a, dbeta_u = (torch.empty_like(mass) for _ in range(3))

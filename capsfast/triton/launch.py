@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops._product import poses, width
 from ..options import SOFTMAX, Options, PassOptions
 from ..positions import to_samples
 from . import config
@@ -75,9 +74,10 @@ class Call:
             B *= math.prod(positions)
             self.sizes = (B, I, J if self.outputs is None else self.outputs, D, 1)
         else:
-            B, I, _ = self.x.shape
-            self.poses = poses(self.x, self.weight)
-            self.sizes = (B, I, self.weight.shape[1], width(self.x, self.weight), self.weight.shape[3])
+            B, I, numbers = self.x.shape
+            _, J, R, K = self.weight.shape
+            self.poses = 1 if K == 0 else numbers // K
+            self.sizes = (B, I, J, self.poses * R, K)
         self.mask, self.out_mask = bytes_of(self.mask), bytes_of(self.out_mask)
         self.logits, self.bias = (None if each is None else each.contiguous() for each in (self.logits, self.bias))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..options import PassOptions
-from ..reference.votes_pass import PassParameters
+from ..arguments import PassParameters
 from . import passes
 from .kernels.arguments import Norms
 from .launch import Call, Scores

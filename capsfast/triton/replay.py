@@ -98,7 +98,7 @@ def replayed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple
                 addresses.append(address := value.data_ptr())
                 key.append((value.shape, value.stride(), value.dtype, value.get_device(), address % ALIGNMENT))
             else:
-                key.append(value)
+                key.append(tuple(value) if isinstance(value, list) else value)
         signature = tuple(key)
         with on_device(tensors[0].device):
             if why_not() or hooked():

@@ -1,26 +1,50 @@
 """The kernels of ``capsfast::triton_routing_pass``; the contract is in ops/routing_pass.py."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from ..arguments import PassParameters
 from ..options import PassOptions
-from ..reference.votes_pass import PassParameters
+from ..positions import as_positions, as_samples
 from . import moments
 from .replay import replayed
 
+# What has positions behind, as the votes have them, and is read and written like that.
+IN_PLACE = ("u", "weight", "logits", "weights", "norm")
+OUTPUTS = ("mass", "first", "second", "weights", "lse", "norm")
+GRADIENTS = ("u", "weight", *PassParameters._fields[:-2])
+
+
+def _samples(names: Sequence[str], values: Sequence[Tensor | None], u: Tensor) -> tuple[Tensor | None, ...]:
+    """Values by name, with a row for every position."""
+    spatial = u.shape[4:]
+    pairs = zip(names, values, strict=True)
+    return tuple(value if name in IN_PLACE else as_samples(value, spatial) for name, value in pairs)
+
+
+def _positions(names: Sequence[str], values: Sequence[Tensor], u: Tensor) -> tuple[Tensor, ...]:
+    """The opposite."""
+    B, spatial = u.shape[0], u.shape[4:]
+    pairs = zip(names, values, strict=True)
+    return tuple(value if name in IN_PLACE else as_positions(value, B, spatial) for name, value in pairs)
+
 
 @replayed
-def forward(u: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    parameters, (*options, tf32, return_weights, return_lse) = PassParameters(*rest[:9]), rest[9:]
-    call = moments.call(u, weight, parameters, PassOptions(*options), tf32)
-    return moments.forward(call, parameters.lse, return_weights, return_lse)
+def forward(u: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    J, *options, tf32, return_weights, return_lse = rest[9:]
+    parameters = PassParameters(*_samples(PassParameters._fields, rest[:9], u))
+    call = moments.call(u, weight, parameters, PassOptions(*options), tf32, J)
+    return _positions(OUTPUTS, moments.forward(call, parameters.lse, return_weights, return_lse), u)
 
 
 @replayed
 def backward(*args: Any) -> tuple[Tensor, ...]:
-    # Five gradients of outputs, u and weight, nine parameters, six saved outputs, the options and tf32, nine needs.
-    given, (u, weight), parameters, saved = args[:5], args[5:7], PassParameters(*args[7:16]), args[16:22]
-    (*options, tf32), needed = args[22:-9], args[-9:]
-    call = moments.call(u, weight, parameters, PassOptions(*options), tf32)
-    return moments.backward(call, parameters, given, saved, needed)
+    # Five gradients of outputs, u and weight, nine parameters, six saved outputs, J and the options, what is needed.
+    (u, weight), (J, *options, tf32, needed) = args[5:7], args[22:]
+    given = _samples(OUTPUTS[:5], args[:5], u)
+    parameters = PassParameters(*_samples(PassParameters._fields, args[7:16], u))
+    saved: Any = _samples(OUTPUTS, args[16:22], u)
+    call = moments.call(u, weight, parameters, PassOptions(*options), tf32, J)
+    return _positions(GRADIENTS, moments.backward(call, parameters, given, saved, needed), u)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..files import write_text
 from ..options import Options, PassOptions
-from ..reference.votes_pass import PassParameters
+from ..arguments import PassParameters
 from . import config, dynamic_routing, moments, replay, routing_pass
 from .config import Choice, Layer
 from .launch import Call
@@ -67,12 +67,13 @@ class Workload(NamedTuple):
 
 def of_dynamic_routing(u: Tensor, weight: Tensor, options: Options) -> Workload:
     given = (u, weight, None, None, None, None)
-    v, *saved = dynamic_routing.forward(*given, *options.of_op(), False, False)
+    v, *saved = dynamic_routing.forward(*given, None, *options.of_op(), False, False)
     dv = torch.randn_like(v)
 
     def run() -> None:
-        dynamic_routing.forward(*given, *options.of_op(), False, False)
-        dynamic_routing.backward(dv, None, *given, *saved, *options.of_op(), False, True, True, False, False)
+        dynamic_routing.forward(*given, None, *options.of_op(), False, False)
+        needed = (True, True, False, False)
+        dynamic_routing.backward(dv, None, *given, *saved, None, *options.of_op(), False, needed)
 
     return Workload(Call(*given, options).layer, run)
 
@@ -84,13 +85,13 @@ def of_routing_pass(u: Tensor, weight: Tensor, options: PassOptions) -> Workload
     # Positive, as a precision and an activation are.
     parameters = PassParameters(precision=draw(B, J, D), center=draw(B, J, D), prior=draw(B, J), activation=draw(B, I))
     given = (u, weight, *parameters)
-    saved = routing_pass.forward(*given, *options, False, False, False)
+    saved = routing_pass.forward(*given, None, *options, False, False, False)
     gradients = (*saved[:2], saved[2] if options.second else None, None, None)
-    needed = [value is not None for value in given[:9]]
+    needed = tuple(value is not None for value in given[:9])
 
     def run() -> None:
-        routing_pass.forward(*given, *options, False, False, False)
-        routing_pass.backward(*gradients, *given, *saved, *options, False, *needed)
+        routing_pass.forward(*given, None, *options, False, False, False)
+        routing_pass.backward(*gradients, *given, *saved, None, *options, False, needed)
 
     return Workload(moments.call(u, weight, parameters, options).layer, run)
 

@@ -1,7 +1,14 @@
-// Tensors of the stable ABI as the kernels take them. Python checks the arguments. Checked again here are only shapes,
-// devices and dtypes, which would make the kernels read out of bounds.
+// What torch hands to an op, as the kernels take it: arguments off the stack, tensors of the stable ABI as views.
+//
+// Python checks the arguments. Checked again here are only shapes, devices and dtypes, which would make the kernels read
+// out of bounds.
+//
+// An Engine is where an op runs. It has the device's name `device`, `holds(tensor)`, and `forward<T>`, `backward<T>`,
+// `pass_forward<T>` and `pass_backward<T>`, where T is the type that sums are formed in. These take the problem, its
+// inputs and outputs, and a tensor `like` whose device and allocator new memory comes from.
 #pragma once
 
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -20,6 +27,42 @@ namespace bindings {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using torch::headeronly::ScalarType;
+
+// The arguments of a call in the order of its schema; then its results.
+class Stack {
+ public:
+  Stack(StableIValue* values, uint64_t arguments, uint64_t results)
+      : values_(values), arguments_(arguments), results_(results) {}
+
+  template <class T>
+  Stack& operator>>(T& argument) {
+    STD_TORCH_CHECK(taken_ < arguments_, "capsfast: a schema and its kernel differ");
+    argument = torch::stable::detail::to<T>(values_[taken_++]);
+    return *this;
+  }
+
+  void give(std::initializer_list<Tensor> results) {
+    STD_TORCH_CHECK(taken_ == arguments_ && results.size() == results_, "capsfast: a schema and its kernel differ");
+    for (const Tensor& result : results) *values_++ = torch::stable::detail::from(result);
+  }
+
+ private:
+  StableIValue* values_;
+  const uint64_t arguments_, results_;
+  uint64_t taken_ = 0;
+};
+
+// A kernel as torch calls it.
+template <void (*kernel)(Stack&)>
+void boxed(StableIValue* values, uint64_t arguments, uint64_t results) {
+  Stack stack(values, arguments, results);
+  kernel(stack);
+}
+
+template <class F>
+void with_type(ScalarType type, const F& f) {
+  type == ScalarType::Double ? f(double{}) : f(float{});
+}
 
 inline Storage storage_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -74,7 +117,22 @@ inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_proble
   return gradient;
 }
 
-// Engine: see bindings.h.
+// The gradients of what the votes are made from.
+struct VoteGradients {
+  Tensor u, weight;
+};
+
+// a: u and weight, a struct that has these. Where u are votes, the kernels write dvotes where else dW goes.
+template <class A>
+VoteGradients gradients_of(const A& a, const Problem& p, const std::vector<bool>& needed, BackwardOutputs& out) {
+  out.weight_rows = a.weight.has_value() ? a.weight->size(0) : 0;
+  if (!a.weight.has_value())
+    return {gradient_like(a.u, needed[0], p.empty(), &out.dweight, p.positions >= 0, false),
+            empty(a.u, {0}, a.u.scalar_type())};
+  return {gradient_like(a.u, needed[0], p.empty(), &out.du),
+          gradient_like(*a.weight, needed[1], p.empty(), &out.dweight)};
+}
+
 template <class Engine>
 struct Arguments {
   static void expect(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes,
@@ -117,7 +175,13 @@ struct Arguments {
     p.out_mask = mask_of("out_mask", out_mask, p, p.J);
   }
 
-  static Problem problem_of(const Tensor& u, const Tensor& weight) {
+  // The sizes and the votes: those of u and weight or, without a weight, u itself with J output capsules.
+  static Problem problem_of(const Tensor& u, const OptionalTensor& weight, std::optional<int64_t> J) {
+    return weight.has_value() ? of_product(u, *weight) : of_votes(u, J.value_or(u.dim() > 2 ? u.size(2) : 0));
+  }
+
+ private:
+  static Problem of_product(const Tensor& u, const Tensor& weight) {
     STD_TORCH_CHECK(u.dim() == 3 && weight.dim() == 4, "capsfast: u must be [B, I, P K], weight [I, J, R, K]");
     Problem p;
     p.B = u.size(0);
@@ -141,7 +205,7 @@ struct Arguments {
     return p;
   }
 
-  static Problem problem_of(const Tensor& votes, int64_t J) {
+  static Problem of_votes(const Tensor& votes, int64_t J) {
     const bool positions = votes.dim() == 5;
     STD_TORCH_CHECK(votes.dim() == 4 || positions, "capsfast: votes must be [B, I, J or 1, D] or [B, I, J, D, S]");
     STD_TORCH_CHECK(!positions || Engine::kPositions, "capsfast: ", Engine::device, " votes must have no positions");

@@ -25,7 +25,6 @@ class EmOps : Arguments<CpuEngine> {
       Tensor beta_a,            // [J]
       Tensor beta_u,            // [J] or [J, D]
       OptionalTensor last,      // [B, J, D]
-      OptionalTensor mask,      // not used: every op of the library has two masks
       OptionalTensor out_mask,  // [B, J]
       double floor, double momentum, bool isotropic, std::string cost, double cost_scale, std::string nonlinearity,
       double inverse_temperature, bool final) {
@@ -47,12 +46,13 @@ class EmOps : Arguments<CpuEngine> {
       OptionalTensor dprecision,  // [B, J, D]
       OptionalTensor dscore,      // [B, J]
       Tensor mass, Tensor first, Tensor second, Tensor center, Tensor beta_a, Tensor beta_u, OptionalTensor last,
-      OptionalTensor mask, OptionalTensor out_mask, double floor, double momentum, bool isotropic, std::string cost,
-      double cost_scale, std::string nonlinearity, double inverse_temperature, bool final, bool need_mass,
-      bool need_first, bool need_second, bool need_center, bool need_beta_a, bool need_beta_u, bool need_last) {
+      OptionalTensor out_mask, double floor, double momentum, bool isotropic, std::string cost,
+      double cost_scale, std::string nonlinearity, double inverse_temperature, bool final, std::vector<bool> needed) {
     const Call call(mass, first, second, center, beta_a, beta_u, last, out_mask,
                     {floor, momentum, isotropic, cost, cost_scale, nonlinearity, inverse_temperature, final});
     const EmProblem& p = call.p;
+    const bool need_mass = needed[0], need_first = needed[1], need_second = needed[2], need_center = needed[3],
+               need_beta_a = needed[4], need_beta_u = needed[5], need_last = needed[6];
     STD_TORCH_CHECK(!final || !dprecision.has_value(), "capsfast: the final em_update has no precision");
     const OptionalTensor given[] = {
         call.taken("dposes", dposes, {p.B, p.J, p.D}), call.taken("dprecision", dprecision, {p.B, p.J, p.D}),

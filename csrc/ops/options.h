@@ -9,32 +9,28 @@
 
 namespace capsfast {
 
-inline Normalize normalize_of(const std::string& word) {
-  constexpr const char* names[] = {"out", "in", "sigmoid", "none", "lse"};
-  for (int way = 0; way < 5; ++way) {
-    if (word == names[way]) return static_cast<Normalize>(way);
+template <size_t count>
+int choice_of(const char* option, const std::string& word, const char* const (&words)[count]) {
+  for (size_t n = 0; n < count; ++n) {
+    if (word == words[n]) return static_cast<int>(n);
   }
-  STD_TORCH_CHECK(false, "capsfast: unknown way to normalize '", word, "'");
-  return Normalize::out;
+  STD_TORCH_CHECK(false, "capsfast: ", option, " must not be '", word, "'");
+  return 0;
+}
+
+inline Normalize normalize_of(const std::string& word) {
+  return static_cast<Normalize>(choice_of("normalize", word, {"out", "in", "sigmoid", "none", "lse"}));
 }
 
 inline Normalize softmax_of(const std::string& word) {
-  STD_TORCH_CHECK(word == "out" || word == "in", "capsfast: softmax must be 'out' or 'in', got '", word, "'");
-  return normalize_of(word);
+  return static_cast<Normalize>(choice_of("softmax", word, {"out", "in"}));
 }
 
-inline bool gradient_last_of(const std::string& word) {
-  STD_TORCH_CHECK(word == "full" || word == "last", "capsfast: gradient must be 'full' or 'last', got '", word, "'");
-  return word == "last";
-}
+inline bool gradient_last_of(const std::string& word) { return choice_of("gradient", word, {"full", "last"}) == 1; }
 
 inline Squash squash_of(const std::string& word) {
-  constexpr const char* names[] = {"paper", "half", "eps_outside", "exp", "unit", "identity"};
-  for (int kind = 0; kind < 6; ++kind) {
-    if (word == names[kind]) return static_cast<Squash>(kind);
-  }
-  STD_TORCH_CHECK(false, "capsfast: unknown squash '", word, "'");
-  return Squash::paper;
+  return static_cast<Squash>(
+      choice_of("squash", word, {"paper", "half", "eps_outside", "exp", "unit", "identity"}));
 }
 
 // Where the last iteration has another squash, it stands behind a slash: "paper/identity".

@@ -1,52 +1,142 @@
-// Dynamic routing with one matrix S for all pairs of an input and an output capsule.
-//
-// Then no vote S u_i has to be formed. A weighted sum of votes is s_j = S z_j with z_j = sum_i c_ij u_i, and the agreement
-// of a vote with v_j = f(|s_j|^2) s_j is u_i . q_j with q_j = S^T v_j. An iteration multiplies J vectors a sample by S and
-// by S^T; votes take the product of S with I. The matrix S^T S is not formed: it squares the condition of S, so that what
-// u has in directions that S maps to nothing would cost digits.
+// The op shared_routing: tensors of the stable ABI in and out. It runs on the CPU alone.
 #pragma once
 
-#include "routing.h"
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "cpu/engine.h"
+#include "cpu/shared_routing.h"
+#include "options.h"
 
 namespace capsfast {
+namespace bindings {
 
-struct SharedProblem {
-  int64_t B = 0, I = 0, J = 0, D = 0, K = 0;
-  int64_t iterations = 1;
-  bool gradient_last = false;  // the agreement is a constant
-  bool accumulate = true;      // logits are the given ones and all agreements; else the last agreement alone
-  bool keep_all = false;       // see kept()
-  double scale = 1;            // factor of the agreement
-  Squash squash = Squash::paper;
-  double eps = 1e-8;
-  View u;             // [B, I, K], the stride over K is 1
-  View weight;        // [D, K], contiguous
-  View logits;        // [B, I, J]; the stride over B is 0 for logits [I, J]; data is null if there are none
-  MaskView mask;      // [B, I]
-  MaskView out_mask;  // [B, J]
-
-  // What a forward keeps of a sample for its backward: z of all iterations, and with `keep_all` what the backward would
-  // compute again: S z of all iterations, q and the couplings of all but the first. The length of a row of couplings
-  // is a multiple of every vector, so that the layout is the same for all kernels.
-  int64_t kept() const {
-    return J * (iterations * K + (keep_all ? iterations * D + (iterations - 1) * (K + kept_row()) : 0));
+class SharedRouting : Arguments<CpuEngine> {
+ public:
+  static void forward(Stack& stack) {
+    Call call;
+    bool return_kept, return_all;
+    call.take_tensors(stack);
+    call.take_options(stack);
+    stack >> return_kept >> return_all;
+    SharedProblem p = call.problem();
+    p.keep_all = return_all;
+    const ScalarType type = call.u.scalar_type();
+    Tensor v = empty(call.u, {p.B, p.J, p.D}, type),
+           kept = return_kept ? empty(call.u, {p.B, p.kept()}, type) : empty(call.u, {0}, type);
+    if (p.empty()) {
+      torch::stable::zero_(v);
+      torch::stable::zero_(kept);
+    } else {
+      const SharedOutputs out{v.data_ptr(), return_kept ? kept.data_ptr() : nullptr};
+      with_team(worth_sharing(p),
+                [&] { with_type(type, [&](auto zero) { shared_forward<decltype(zero)>(p, out); }); });
+    }
+    stack.give({v, kept});
   }
-  int64_t kept_row() const { return (I + 15) / 16 * 16; }
-  bool empty() const { return B == 0 || I == 0 || J == 0 || D == 0 || K == 0; }
+
+  static void backward(Stack& stack) {
+    Call call;
+    OptionalTensor dv;  // [B, J, D]
+    Tensor kept;        // [B, p.kept()]
+    std::vector<bool> needed;
+    stack >> dv;
+    call.take_tensors(stack);
+    stack >> kept;
+    call.take_options(stack);
+    stack >> needed;
+    SharedProblem p = call.problem();
+    const ScalarType type = call.u.scalar_type();
+    if (!dv.has_value()) {
+      dv = empty(call.u, {p.B, p.J, p.D}, type);
+      torch::stable::zero_(*dv);
+    }
+    expect("dv", *dv, {p.B, p.J, p.D});
+    STD_TORCH_CHECK(
+        kept.dim() == 2 || p.empty(),
+        "capsfast: shared_routing was called with return_kept=False, so that it has no backward; pass True");
+    p.keep_all = kept.dim() == 2 && kept.size(1) > p.kept();
+    expect("kept", kept, {p.B, p.kept()});
+    STD_TORCH_CHECK(dv->scalar_type() == type && kept.scalar_type() == type,
+                    "capsfast: dv and kept must have the dtype of u");
+    SharedGradients out;
+    View du_view, dweight_view;
+    const bool of_logits = needed[2] && call.logits.has_value();
+    Tensor du = gradient_like(call.u, needed[0], p.empty(), &du_view),
+           dweight = gradient_like(call.weight, needed[1], p.empty(), &dweight_view),
+           dlogits = gradient_like(call.logits.value_or(call.u), of_logits, p.empty(), &out.dlogits);
+    out.per_sample_logits = call.logits.has_value() && call.logits->dim() == 3;
+    if (!p.empty()) {
+      out.du = du_view.data, out.dweight = dweight_view.data;
+      const Tensor given = torch::stable::contiguous(*dv), saved = torch::stable::contiguous(kept);
+      with_team(worth_sharing(p), [&] {
+        with_type(type, [&](auto zero) {
+          using T = decltype(zero);
+          shared_backward(p, static_cast<const T*>(given.data_ptr()), static_cast<const T*>(saved.data_ptr()), out);
+        });
+      });
+    }
+    stack.give({du, dweight, dlogits});
+  }
+
+ private:
+  // The arguments, which the problem points to.
+  struct Call {
+    Tensor u;                 // [B, I, K]
+    Tensor weight;            // [1, 1, D, K]
+    OptionalTensor logits;    // [I, J] or [B, I, J]
+    OptionalTensor mask;      // [B, I]
+    OptionalTensor out_mask;  // [B, J]
+    int64_t J, num_iterations;
+    std::string gradient, squash;
+    bool accumulate;
+    double scale, eps;
+
+    void take_tensors(Stack& stack) { stack >> u >> weight >> logits >> mask >> out_mask; }
+    void take_options(Stack& stack) {
+      stack >> J >> num_iterations >> gradient >> accumulate >> scale >> squash >> eps;
+    }
+
+    SharedProblem problem() {
+      const ScalarType type = u.scalar_type();
+      STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
+                      "capsfast: shared_routing takes float32 and float64");
+      STD_TORCH_CHECK(
+          u.dim() == 3 && weight.dim() == 4 && J >= 0, "capsfast: u must be [B, I, K], weight [1, 1, D, K]");
+      STD_TORCH_CHECK(num_iterations >= 1, "capsfast: num_iterations must be at least 1");
+      if (u.stride(2) != 1) u = torch::stable::contiguous(u);
+      weight = torch::stable::contiguous(weight);
+      SharedProblem p;
+      p.B = u.size(0), p.I = u.size(1), p.J = J, p.D = weight.size(2), p.K = u.size(2);
+      expect("weight", weight, {1, 1, p.D, p.K});
+      expect("u", u, {p.B, p.I, p.K});
+      STD_TORCH_CHECK(weight.scalar_type() == type && (!logits.has_value() || logits->scalar_type() == type),
+                      "capsfast: u, weight and logits must have one dtype");
+      p.iterations = num_iterations;
+      p.gradient_last = gradient_last_of(gradient);
+      p.accumulate = accumulate, p.scale = scale;
+      p.squash = squash_of(squash), p.eps = eps;
+      p.u = view_of(u), p.weight = view_of(weight);
+      Problem masks;
+      masks.B = p.B, masks.I = p.I, masks.J = p.J;
+      add_logits_and_masks(masks, logits, mask, out_mask);
+      p.logits = masks.logits, p.mask = masks.mask, p.out_mask = masks.out_mask;
+      return p;
+    }
+  };
+
+  static bool worth_sharing(const SharedProblem& p) {
+    return double(p.B) * double(p.I) * double(p.J) * double(p.K) * double(p.iterations) >= CpuEngine::kShared;
+  }
 };
 
-// Contiguous, of the type that sums are formed in, as all that follows.
-struct SharedOutputs {
-  void* v = nullptr;     // [B, J, D]
-  void* kept = nullptr;  // [B, kept()]; null where no gradient is wanted
-};
+}  // namespace bindings
 
-// Null where a gradient is not wanted.
-struct SharedGradients {
-  void* du = nullptr;       // [B, I, K]
-  void* dweight = nullptr;  // [D, K]
-  View dlogits;             // [I, J] or [B, I, J]
-  bool per_sample_logits = false;
-};
+template <class Library>
+void register_shared_routing(Library& library) {
+  library.impl("shared_routing", &bindings::boxed<bindings::SharedRouting::forward>);
+  library.impl("shared_routing_backward", &bindings::boxed<bindings::SharedRouting::backward>);
+}
 
 }  // namespace capsfast

@@ -1,9 +1,9 @@
 // Registers capsfast::emulated_<op>: the routing and the pass ops on CPU tensors, with the CUDA kernels run by the
 // emulator.
-#include "../../csrc/ops/bindings.h"
 #include "../../csrc/ops/cuda/launch.h"
 #include "../../csrc/ops/cuda/engine.h"
-#include "../../csrc/ops/pass_bindings.h"
+#include "../../csrc/ops/dynamic_routing.h"
+#include "../../csrc/ops/routing_pass.h"
 
 namespace capsfast {
 
@@ -16,8 +16,8 @@ struct EmulatedEngine : cuda::Engine {
 }  // namespace capsfast
 
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
-  capsfast::register_ops<capsfast::EmulatedEngine>(m, "emulated_");
-  capsfast::register_pass_ops<capsfast::EmulatedEngine>(m, "emulated_");
+  capsfast::register_dynamic_routing<capsfast::EmulatedEngine>(m, "emulated_");
+  capsfast::register_routing_pass<capsfast::EmulatedEngine>(m, "emulated_");
 }
 
 // The plan of a call [B, I, J, D, K] of float32 without options; backend.py names the values.

@@ -46,7 +46,7 @@ class AgreementRouting(IterativeRouting):
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
-        checks.options(self.op, Options(num_iterations, "out", gradient, False, squash, eps, squash_last))
+        Options(num_iterations, "out", gradient, False, squash, eps, squash_last).check(self.op)
         checks.boolean(self.op, "learned_logits", learned_logits)
         self.gradient = gradient
         self.squash = squash

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks, positions
+from ... import arguments, checks, positions
 from ...axes import AXES, axes_of
 from ...functional import dynamic_routing, route_votes
 from ...functional import squash as _squash
-from ...ops._product import width
 from ...passes import Moments, routing_pass, votes_pass
 from ...reference.em_update import inverse
 from .no_tensor import NoTensor
@@ -193,12 +192,12 @@ class ProductVotes(PassVotes):
         out_mask: Tensor | None = None,
         backend: str | None = None,
     ) -> None:
-        flat, matrix = checks.product(op, u, weight)
+        flat, matrix = arguments.product(op, u, weight)
         self.u, self.factors = u, (u, weight)
         self.B, self.I = flat.shape[:2]
         self.batch = self.B
         self.J = matrix.shape[1] if matrix.shape[1] != 1 or J is None else J
-        self.D = width(flat, matrix)
+        self.D = matrix.shape[2] * (1 if u.dim() == 3 else u.shape[2])
         self.dtype, self.device, self.mask, self.out_mask = u.dtype, u.device, mask, out_mask
         self.given = {"mask": mask, "out_mask": out_mask, "backend": backend}
         self.backend = backend
@@ -207,7 +206,7 @@ class ProductVotes(PassVotes):
             self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
 
     def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
-        checks.parameters(op, "u", self.factors[0], (self.B, self.I, self.J, self.D), given)
+        arguments.check_parameters(op, "u", self.factors[0], (self.B, self.I, self.J, self.D), given)
 
     def check_activation(self, op: str, activation: Tensor) -> None:
         self._check(op, {"activation": activation})
@@ -249,7 +248,7 @@ class GivenVotes(PassVotes):
         out_mask: Tensor | None = None,
         backend: str | None = None,
     ) -> None:
-        _, self.spatial = checks.votes(op, votes)
+        _, self.spatial = arguments.votes(op, votes)
         self.votes = votes
         self.batch = votes.shape[0]
         self.places = 1
@@ -267,7 +266,7 @@ class GivenVotes(PassVotes):
         self.out_mask = self.samples("out_mask", out_mask)
 
     def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
-        checks.parameters(op, "votes", self.votes, (self.batch, self.I, self.J, self.D), given, self.spatial)
+        arguments.check_parameters(op, "votes", self.votes, (self.batch, self.I, self.J, self.D), given, self.spatial)
 
     def check_activation(self, op: str, activation: Tensor) -> None:
         self._check(op, {"activation": activation})

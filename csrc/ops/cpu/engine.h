@@ -1,4 +1,4 @@
-// The Engine (see bindings.h) of CPU tensors.
+// The Engine (see arguments.h) of CPU tensors.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-// The Engine (see bindings.h) of CUDA tensors. forward.cu, backward.cu and pass.cu define its functions.
+// The Engine (see arguments.h) of CUDA tensors. forward.cu, backward.cu and pass.cu define its functions.
 #pragma once
 
 #include "../../cuda/tensor.h"

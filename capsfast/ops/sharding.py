@@ -6,32 +6,25 @@ every rank then has its part of a sum. Nothing here imports torch.distributed.te
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from torch._ops import OpOverload
-
+from .._torch import OpOverload, constant_while_tracing, register_sharding_rule
 from ..axes import AXES
-from ..toolchain import constant_while_tracing
-
-if TYPE_CHECKING:
-    from ._register import Contract
+from .contract import Contract
 
 # Of the tensors whose axes do not depend on the call.
 _AXES = {
     **AXES,
-    "u": "BIK",
-    "weight": "IJDK",
-    "votes": "BIJD",
     **dict.fromkeys(("v", "first", "second"), "BJD"),
     "mass": "BJ",
     **dict.fromkeys(("coupling", "weights"), "BIJ"),
     "s": "rBJD",
 }
 
-_pending: list[tuple["Contract", OpOverload, OpOverload]] = []
+_pending: list[tuple[Contract, OpOverload, OpOverload]] = []
 
 
-def announce(contract: "Contract", op: OpOverload, backward: OpOverload) -> None:
+def announce(contract: Contract, op: OpOverload, backward: OpOverload) -> None:
     """The op and its backward get rules when they are wanted."""
     _pending.append((contract, op, backward))
 
@@ -46,20 +39,14 @@ def register_if_imported() -> bool:
 
 def register() -> None:
     """Registers the rules of all ops that have none yet."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-    from torch.distributed.tensor.experimental import register_sharding
-
-    propagator = DTensor._op_dispatcher.sharding_propagator
     while _pending:
-        contract, *both = _pending[-1]
-        for op, rule in zip(both, (_forward_rule, _backward_rule), strict=True):
-            names = [argument.name for argument in op._schema.arguments]
-            options = names.index(contract.first_option)
-            register_sharding(op)(_rules(rule, contract, names, options))  # type: ignore[arg-type]
-            # register_sharding takes the options from the first int on for what a rule depends on: without this, the
-            # rules for normalize="in" would be remembered for "out".
-            propagator.op_to_schema_info[op] = RuntimeSchemaInfo(options)
+        contract, op, backward = _pending[-1]
+        for each, rule, names in (
+            (op, _forward_rule, contract.arguments),
+            (backward, _backward_rule, contract.backward),
+        ):
+            options = names.index(contract.arguments[contract.tensors])
+            register_sharding_rule(each, _rules(rule, contract, names, options), options)
         _pending.pop()
 
 
@@ -81,8 +68,8 @@ class _Call(NamedTuple):
     def splits(self) -> str:
         """The axes that it can be split along."""
         splits = "B"
-        # J is a number among the options of ops on votes: each rank would be told the whole.
-        if self.normalize != "out" and "J" not in self.options:
+        # J is a number among the options where votes are given: each rank would be told the whole.
+        if self.normalize != "out" and "weight" in self.tensors:
             splits += "J"
         # What follows a sum over the input capsules needs it whole: dynamic routing, and a softmax over them.
         if self.is_pass and self.normalize != "in":
@@ -94,14 +81,17 @@ class _Call(NamedTuple):
 
     @property
     def positions(self) -> bool:
-        return "votes" in self.tensors and self.tensors["votes"].ndim == 5
+        return self.tensors["u"].ndim == 5  # type: ignore[no-any-return]
 
     def axes(self, name: str) -> str:
         """A letter for each axis of an argument or a result."""
         if name == "norm":
             return "2BJ" if self.is_pass else "2rBJ"
-        if name == "weight" and self.tensors["weight"].shape[0] == 1:
-            return "1JDK"
+        if name == "u":
+            axes = "BIK" if "weight" in self.tensors else "BIJD"
+            return f"{axes}S" if self.positions else axes
+        if name == "weight":
+            return "1JDK" if self.tensors["weight"].shape[0] == 1 else "IJDK"
         if name == "logits" and self.tensors["logits"].ndim == 2:
             return "IJ"
         axes = ("BJ" if self.normalize == "in" else "BI") if name == "lse_out" else _AXES[name]
@@ -109,7 +99,7 @@ class _Call(NamedTuple):
 
 
 def _rules(
-    rule: Callable[..., Any], contract: "Contract", names: list[str], options: int
+    rule: Callable[..., Any], contract: Contract, names: tuple[str, ...], options: int
 ) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
     def sharding(*args: Any) -> list[tuple[list[Any], list[Any]]]:
         named = list(zip(names, args, strict=True))
@@ -138,7 +128,7 @@ def _as_sum(name: str, call: _Call, axis: str) -> Any:
     return Partial() if axis and axis not in call.axes(name) else _as_input(name, call, axis)
 
 
-def _forward_rule(contract: "Contract", call: _Call, axis: str) -> tuple[list[Any], dict[str, Any]]:
+def _forward_rule(contract: Contract, call: _Call, axis: str) -> tuple[list[Any], dict[str, Any]]:
     from torch.distributed.tensor import Replicate
 
     # What was not asked for is empty.
@@ -152,7 +142,7 @@ def _forward_rule(contract: "Contract", call: _Call, axis: str) -> tuple[list[An
     return outputs, {name: _as_input(name, call, axis) for name in call.tensors}
 
 
-def _backward_rule(contract: "Contract", call: _Call, axis: str) -> tuple[list[Any], dict[str, Any]]:
+def _backward_rule(contract: Contract, call: _Call, axis: str) -> tuple[list[Any], dict[str, Any]]:
     from torch.distributed.tensor import Replicate
 
     inputs = {}
@@ -163,5 +153,5 @@ def _backward_rule(contract: "Contract", call: _Call, axis: str) -> tuple[list[A
             inputs[name] = _as_sum(name, call, axis) if asked_for else Replicate()
         else:
             inputs[name] = _as_input(name[1:] if name[1:] in contract.outputs else name, call, axis)
-    gradients = [_as_sum(name, call, axis) if call.options[f"need_{name}"] else Replicate() for name in contract.needed]
-    return gradients, inputs
+    wanted = zip(contract.needed, call.options["needed"], strict=True)
+    return [_as_sum(name, call, axis) if need and name in call.tensors else Replicate() for name, need in wanted], inputs

@@ -1,0 +1,263 @@
+"""The arguments of the public functions: checked here, once, and then handed down as one value.
+
+A :class:`Call` holds what an op computes from: u and weight, or votes; what goes with the capsules; the options.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import checks, positions
+from .axes import AXES, axes_of
+from .checks import shape_of
+from .options import Options, PassOptions
+
+OTHER_ORDERS = "; docs/migration.md turns weights of other layers into this order"
+
+
+class RoutingParameters(NamedTuple):
+    """What goes with the capsules of a routing, in the order of the op schema; None where there is nothing."""
+
+    logits: Tensor | None = None  # [I, J] or [B, I, J]
+    bias: Tensor | None = None  # [J, D]
+    mask: Tensor | None = None  # [B, I]
+    out_mask: Tensor | None = None  # [B, J]
+
+
+class PassParameters(NamedTuple):
+    """What a pass scores votes against, in the order of the op schema; None where there is nothing of its kind."""
+
+    query: Tensor | None = None  # [B, J, D]
+    precision: Tensor | None = None  # [B, J, D]
+    center: Tensor | None = None  # [B, J, D]
+    prior: Tensor | None = None  # [B, J]
+    logits: Tensor | None = None  # [I, J] or [B, I, J]
+    activation: Tensor | None = None  # [B, I]
+    lse: Tensor | None = None  # [B, I]
+    mask: Tensor | None = None  # [B, I]
+    out_mask: Tensor | None = None  # [B, J]
+
+
+@dataclass
+class Call:
+    """A checked call.
+
+    u: ``[B, I, P K]``; without a weight the votes ``[B, I, J or 1, D]`` or ``[B, I, J, D, S]``. weight ``[I or 1, J or
+    1, R, K]``: P poses share it (P is 1 but for pose matrices), and D is P R, the numbers of the P votes one after the
+    other. J: how many output capsules there are. S: positions, each of which is routed for itself; with them all that
+    has an axis B ends in an axis S.
+    """
+
+    op: str  # the public function, which errors name
+    u: Tensor
+    weight: Tensor | None
+    parameters: Any  # RoutingParameters or PassParameters
+    options: Any  # Options or PassOptions
+    J: int
+    D: int
+    P: int = 1
+
+    @property
+    def shared_outputs(self) -> bool:
+        """Whether all output capsules have the same votes, of which there is one."""
+        shared: int = self.u.shape[2] if self.weight is None else self.weight.shape[1]
+        return shared != self.J
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Call":
+        """With every float tensor changed."""
+
+        def changed(value: Tensor | None) -> Tensor | None:
+            return value if value is None or not value.is_floating_point() else change(value)
+
+        parameters = type(self.parameters)(*map(changed, self.parameters))
+        return replace(self, u=change(self.u), weight=changed(self.weight), parameters=parameters)
+
+    def as_samples(self) -> "Call":
+        """Every position as a sample of its own."""
+        if self.weight is not None or self.u.dim() == 4:
+            return self
+        given = {
+            name: value if value is None or axes_of(name, value)[0] != "B" else positions.to_samples(value)
+            for name, value in self.parameters._asdict().items()
+        }
+        return replace(self, u=positions.to_samples(self.u), parameters=type(self.parameters)(**given))
+
+
+def check(
+    op: str,
+    u: Any,
+    weight: Any,
+    parameters: RoutingParameters | PassParameters,
+    options: Options | PassOptions,
+    J_needed: bool = False,
+) -> tuple[Call, tuple[int, ...]]:
+    """The arguments of a routing or a pass as one value, and the sizes of the axes of positions.
+
+    weight: None where u are votes. J_needed: where weight or votes are shared by all output capsules, another argument
+    must say how many there are.
+
+    Raises:
+        ValueError, TypeError: something does not fit.
+    """
+    options.check(op)
+    given = dict(zip(parameters._fields, parameters, strict=True))
+    spatial: tuple[int, ...] = ()
+    if weight is None:
+        u, spatial = votes(op, u)
+        P, J, D = 1, u.shape[2], u.shape[3]
+    else:
+        u, weight = product(op, u, weight)
+        _, J, R, K = weight.shape
+        P = 1 if K == 0 else u.shape[2] // K
+        D = P * R
+    if J == 1:
+        saying = {name: value for name, value in given.items() if "J" in AXES[name]}
+        anchor, value, axis = ("votes", u, 2) if weight is None else ("weight", weight, 1)
+        J = outputs(op, anchor, value, axis, saying, J_needed)
+    check_parameters(op, "votes" if weight is None else "u", u, (u.shape[0], u.shape[1], J, D), given, spatial)
+    if spatial:
+        u = positions.of_votes(u, J, spatial)
+        spread = {name: positions.spread(name, value, spatial) for name, value in given.items()}
+        parameters = parameters._replace(**spread)
+    return Call(op, u, weight, parameters, options, J, D, P), spatial
+
+
+def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:
+    """u [B, I, K] and weight [I or 1, J, D, K], or pose matrices u [B, I, P, Q] and weight [I or 1, J, Q, R].
+
+    Returns them as the ops take them: pose matrices as u [B, I, P Q] and weight [I or 1, J, R, Q].
+    """
+    if isinstance(u, Tensor) and isinstance(weight, Tensor) and u.dim() == 3 and weight.dim() == 4:
+        # Nearly every call: nothing can be wrong with it.
+        alike = u.dtype == weight.dtype and u.device == weight.device and u.layout == weight.layout == torch.strided
+        fits = weight.shape[3] == u.shape[2] and (weight.shape[0] == u.shape[1] or weight.shape[0] == 1)
+        if alike and fits and u.dtype in checks.FLOATING:
+            return u, weight
+    if isinstance(u, Tensor) and u.dim() == 4:
+        u, weight = checks.tensor(op, "u", u, "[B, I, P, Q]"), checks.tensor(op, "weight", weight, "[I, J, Q, R]")
+        symbol, axis = "Q", 2
+    else:
+        u = checks.tensor(op, "u", u, "[B, I, K]")
+        if isinstance(weight, Tensor) and weight.dim() != 4:
+            raise ValueError(f"{op}: weight must have shape [I, J, D, K], got {shape_of(weight)}{OTHER_ORDERS}")
+        weight = checks.tensor(op, "weight", weight, "[I, J, D, K]")
+        symbol, axis = "K", 3
+    checks.floating(op, "u", u)
+    checks.floating(op, "weight", weight)
+    I, size = u.shape[1], u.shape[-1]
+    rows = weight.shape[0]
+    if (rows != I and rows != 1) or weight.shape[axis] != size:
+        _refuse_product(op, u, weight, symbol)
+    if symbol == "Q" and (u.shape[2] == 0 or size == 0):
+        raise ValueError(f"{op}: pose matrices [P, Q] must not be empty, got u {shape_of(u)}")
+    checks.same_device(op, "u", u, "weight", weight)
+    checks.same_dtype(op, "u", u, "weight", weight)
+    return (u, weight) if symbol == "K" else (u.flatten(2), weight.transpose(2, 3))
+
+
+def _refuse_product(op: str, u: Tensor, weight: Tensor, symbol: str) -> NoReturn:
+    """Whose fault it is that u and weight don't fit; ``symbol`` is the axis that the products sum over, "K" or "Q"."""
+    I, size, rows = u.shape[1], u.shape[-1], weight.shape[0]
+    got = f"(weight {shape_of(weight)}, u {shape_of(u)})"
+    if symbol == "K" and weight.shape[3] == I and rows in (1, size):
+        raise ValueError(f"{op}: u must be [B, I, K] with K={I}, got K={size} {got}{checks.transposed('u')}")
+    if rows != I and rows != 1:
+        raise ValueError(f"{op}: weight must have 1 or I={I} rows, got {rows} {got}{OTHER_ORDERS}")
+    if symbol == "K":
+        raise ValueError(
+            f"{op}: weight must end in K={size}, the size of the input capsules, got {weight.shape[3]} "
+            f"{got}{OTHER_ORDERS}"
+        )
+    raise ValueError(
+        f"{op}: weight must be [I, J, Q, R] with Q={size}, the size of the input capsules [P, Q], "
+        f"got {weight.shape[2]} {got}"
+    )
+
+
+def votes(op: str, value: object) -> tuple[Tensor, tuple[int, ...]]:
+    """votes [B, I, J, D] or [B, I, J, D, *spatial], with one axis for all of spatial; and the sizes of spatial."""
+    if not isinstance(value, Tensor) or value.dim() < 4:
+        checks.tensor(op, "votes", value, "[B, I, J, D]")
+    assert isinstance(value, Tensor)
+    checks.dense(op, "votes", value)
+    checks.floating(op, "votes", value)
+    spatial = tuple(value.shape[4:])
+    return (value.flatten(4) if len(spatial) > 1 else value), spatial
+
+
+def outputs(op: str, anchor: str, value: Tensor, axis: int, saying: Mapping[str, object], needed: bool = True) -> int:
+    """J: the size of ``axis`` of the anchor or, where that is 1, what the first of ``saying`` that is given says.
+
+    If none is given and one is ``needed`` that is an error. Whether they agree is seen when their shapes are checked.
+    """
+    J: int = value.shape[axis]
+    if J != 1:
+        return J
+    for name, given in saying.items():
+        if isinstance(given, Tensor) and given.dim() > 1:
+            return given.shape[axes_of(name, given).index("J")]
+    if needed:
+        raise ValueError(
+            f"{op}: {anchor} {shape_of(value)} is shared by all output capsules, so another argument must say how many "
+            f"there are, got none of {', '.join(saying)}; pass prior=torch.zeros(B, J)"
+        )
+    return J
+
+
+def check_parameters(
+    op: str,
+    anchor: str,
+    anchor_value: Tensor,
+    sizes: tuple[int, int, int, int],
+    given: Mapping[str, Tensor | None],
+    spatial: tuple[int, ...] = (),
+) -> None:
+    """The arguments beside the anchor tensor, by name, against its ``sizes`` = (B, I, J, D): shapes, dtypes, devices.
+
+    Those with an axis B may end in the sizes of ``spatial``.
+    """
+    symbols = dict(zip("BIJD", sizes, strict=True))
+    for name, value in given.items():
+        if value is None:
+            continue
+        axes = axes_of(name, value)
+        if _is_usual(value, tuple(symbols[axis] for axis in axes), name.endswith("mask"), anchor_value):
+            continue
+        own = spatial if axes[0] == "B" and isinstance(value, Tensor) and value.dim() > len(axes) else ()
+        if not own:
+            checks.tensor(op, name, value, f"[{', '.join(axes)}]")
+        elif value.dim() != len(axes) + len(own):
+            spelled = ", ".join((*axes, *map(str, own)))
+            raise ValueError(f"{op}: {name} must have shape [{spelled}], got {shape_of(value)}")
+        else:
+            checks.dense(op, name, value)
+        if name.endswith("mask") and value.dtype != torch.bool:
+            raise TypeError(
+                f"{op}: {name} must be bool (True = use), got {checks.dtype_of(value)}; convert it with {name}.bool()"
+            )
+        wanted = [*(symbols[axis] for axis in axes), *own]
+        if any(size != right for size, right in zip(value.shape, wanted, strict=True)):
+            rule = " or ".join(
+                f"[{', '.join(each)}] = [{', '.join(str(symbols[axis]) for axis in each)}]"
+                for each in (("IJ", "BIJ") if name == "logits" else (axes,))
+            )
+            if own:
+                rule += f", and may end in the positions {list(spatial)}"
+            raise ValueError(f"{op}: {name} must be {rule}, got {shape_of(value)} ({anchor} {shape_of(anchor_value)})")
+        if not name.endswith("mask"):
+            checks.parameter_dtype(op, name, value, anchor, anchor_value)
+        checks.same_device(op, anchor, anchor_value, name, value)
+    if given.get("precision") is not None:
+        checks.not_negative(op, "precision", given["precision"], ", an inverse variance,")
+
+
+def _is_usual(value: object, wanted: tuple[int, ...], mask: bool, anchor: Tensor) -> bool:
+    """Whether nothing can be wrong with an argument: the check of nearly all, and the quickest."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.shape != wanted:
+        return False
+    return value.dtype == (torch.bool if mask else anchor.dtype) and value.device == anchor.device
+
+

@@ -1,0 +1,364 @@
+"""Defines the ops: schema, fake, autograd, autocast, vmap, sharding, and which kernels a call goes to.
+
+Each op exists twice with the same contract, one for each set of kernels: ``capsfast::<op>`` for those of the extension,
+``capsfast::triton_<op>`` for those of Triton. So a traced program keeps the kernels it was traced with.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import native
+from .._torch import OpOverload, any_autocast, below_autograd, forward_mode, tracing_state, transformed
+from ..arguments import Call
+from ..axes import axes_of
+from ..backend import choose
+from ..precision import tf32_allowed, wide_dtype
+from . import sharding
+from .contract import Contract
+
+PREFIX = {"cpp": "", "triton": "triton_"}
+LOW = (torch.float32, torch.float16, torch.bfloat16)
+_library = torch.library.Library("capsfast", "FRAGMENT")
+
+Function = Callable[..., Any]
+Outputs = tuple[Tensor, ...]
+
+
+class Op:
+    """An op of routing, and what computes it.
+
+    kernels: a function for each backend, of the arguments of the schema. cpp and cuda are one op, which has a kernel
+    for each device.
+
+    Args:
+        name: in schemas.inc.
+        public: the function that errors name.
+        fake: gives shapes and dtypes of the results; called with a namespace of the arguments.
+        cast: how many of the first arguments autocast casts.
+        definition: what the reference computes: a :class:`capsfast.arguments.Call` to results, as far as the public
+            function has them.
+        narrow: which of these have the dtype of u; sums of 16-bit inputs are float32.
+        sharded: whether DTensors have rules.
+        backends: which sets of kernels there are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        public: str,
+        fake: Function,
+        *,
+        cast: int = 2,
+        definition: Callable[[Call], Outputs] | None = None,
+        narrow: Sequence[int] = (),
+        sharded: bool = True,
+        backends: Sequence[str] = tuple(PREFIX),
+    ) -> None:
+        self.contract = Contract(name)
+        self.public, self.fake, self.cast, self.sharded = public, fake, cast, sharded
+        self.definition, self.narrow = definition, narrow
+        self.kernels: dict[str, Function] = {backend: self.define(PREFIX[backend]) for backend in backends}
+        self.kernels["cuda"] = self.kernels["cpp"]
+        if "triton" in backends:
+            _bind_triton(name)
+
+    def run(self, call: Call, requests: tuple[bool, ...], backend: str | None) -> Outputs:
+        """What the public function returns, from the chosen backend; empty tensors for what is not requested."""
+        chosen = choose(call, backend)
+        if chosen == "reference":
+            return self.run_definition(call, requests)
+        J = call.J if call.weight is None else None
+        tf32 = chosen != "cpp" and tf32_allowed()
+        kernel = self.kernels[chosen]
+        found: Outputs = kernel(
+            call.u, call.weight, *call.parameters, J, *call.options.of_op(), tf32, *requests
+        )
+        return found
+
+    def run_definition(self, call: Call, requests: tuple[bool, ...]) -> Outputs:
+        """The same from the definition."""
+        assert self.definition is not None
+        found = in_wide_dtype(self.definition, call, self.narrow)
+        asked = dict(zip(self.contract.arguments[-len(requests) :], requests, strict=True))
+        return tuple(
+            value if asked.get(f"return_{name.removesuffix('_out')}", True) else value.new_empty(0)
+            for name, value in zip(self.contract.outputs, found, strict=False)
+        )
+
+    def define(self, prefix: str) -> Function:
+        """Registers the op and its backward; a function that calls it as the caller needs it."""
+        contract, name = self.contract, prefix + self.contract.name
+        for schema in native.SCHEMAS:
+            defined = schema.split("(")[0]
+            # The extension defines its own, for processes without Python.
+            if defined in (contract.name, f"{contract.name}_backward"):
+                if not hasattr(torch.ops.capsfast, prefix + defined):
+                    _library.define(prefix + schema)
+        op, op_backward = overload(name), overload(f"{name}_backward")
+        second, jvp = _no_second_derivative(self.public), _no_forward_mode(self.public)
+        save = _saving(contract)
+        fused_backward = _called(op_backward, self.public, _save_nothing, second, jvp, 0, contract.differentiable)
+        backward = _backward_by(contract, fused_backward)
+        torch.library.register_fake(op)(self._fake)
+        torch.library.register_fake(op_backward)(self._fake_backward)
+        torch.library.register_autograd(op, backward, setup_context=save)
+        torch.library.register_autograd(op_backward, second)
+        for each in (op, op_backward):
+            torch.library.register_vmap(each, _vmap(each))
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, _under_autocast(op, device.lower(), self.cast), f"Autocast{device}")
+        if self.sharded:
+            sharding.announce(contract, op, op_backward)
+        return _called(op, self.public, save, backward, jvp, self.cast, 0)
+
+    def _fake(self, *arguments: Any) -> Any:
+        return self.fake(SimpleNamespace(**dict(zip(self.contract.arguments, arguments, strict=True))))
+
+    def _fake_backward(self, *arguments: Any) -> Outputs:
+        """A gradient for each tensor, empty if it is not needed."""
+        contract = self.contract
+        tensors, needed = arguments[contract.differentiable :][: len(contract.needed)], arguments[-1]
+        anchor = tensors[0]
+        return tuple(
+            (anchor if tensor is None else tensor).new_empty(tensor.shape if wanted and tensor is not None else (0,))
+            for tensor, wanted in zip(tensors, needed, strict=True)
+        )
+
+
+def check_fake(given: Mapping[str, Tensor | None], sizes: tuple[int, int, int, int], S: Sequence[int]) -> None:
+    """For fakes: the arguments beside the first, by name, against (B, I, J, D) and S, the positions."""
+    symbols = dict(zip("BIJD", sizes, strict=True))
+    for name, value in given.items():
+        if value is None:
+            continue
+        axes = axes_of(name, value)
+        shape = [*(symbols[axis] for axis in axes), *(S if axes[0] == "B" else ())]
+        torch._check(value.dim() == len(shape), partial("{} has the wrong rank".format, name))
+        for size, wanted in zip(value.shape, shape, strict=True):
+            torch._check(size == wanted, partial("{} has a shape that does not fit".format, name))
+
+
+def fake_sizes(u: Tensor, weight: Tensor | None, J: int | None) -> tuple[tuple[int, int, int, int], Sequence[int]]:
+    """(B, I, J, D) and the positions, after a look whether u and weight fit."""
+    if weight is None:
+        torch._check(u.dim() in (4, 5), lambda: "votes must be [B, I, J or 1, D] or [B, I, J, D, S]")
+        B, I, given, D = u.shape[:4]
+        J = given if J is None else J
+        if given != 1 or u.dim() == 5:
+            torch._check(given == J, lambda: "votes must have 1 or J output capsules")
+        return (B, I, J, D), u.shape[4:]
+    torch._check(u.dim() == 3 and weight.dim() == 4, lambda: "u must be [B, I, P K], weight [I, J, R, K]")
+    torch._check(u.dtype == weight.dtype, lambda: "u and weight must have one dtype")
+    (B, I, numbers), (rows, J, R, K) = u.shape, weight.shape
+    P = 1 if K == 0 else numbers // K
+    torch._check(numbers == P * K, lambda: "u and weight must agree in K")
+    if rows != 1:
+        torch._check(rows == I, lambda: "weight must have 1 or I rows")
+    return (B, I, J, P * R), ()
+
+
+def as_under_autocast(*tensors: Any) -> tuple[Sequence[Any], AbstractContextManager[Any]]:
+    """For what stands in for an op: the tensors as autocast casts those of ops, and a context without autocast."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors, nullcontext()
+    return _cast(tensors, torch.get_autocast_dtype(device), len(tensors)), torch.autocast(device, enabled=False)
+
+
+def in_wide_dtype(definition: Callable[[Call], Outputs], call: Call, narrow: Sequence[int]) -> Outputs:
+    """``definition(call)`` as an op computes: 16-bit tensors become float32 before any sum.
+
+    narrow: which results get the dtype of u back. As with ops, autocast casts u and weight alone.
+    """
+    (u, weight), no_autocast = as_under_autocast(call.u, call.weight)
+    dtype = u.dtype
+    with no_autocast:
+        wide = replace(call, u=u, weight=weight).with_tensors(lambda value: value.to(wide_dtype(dtype)))
+        found = definition(wide)
+        return tuple(value.to(dtype) if n in narrow else value for n, value in enumerate(found))
+
+
+def overload(name: str) -> OpOverload:
+    return getattr(torch.ops.capsfast, name).default  # type: ignore[no-any-return]
+
+
+def _bind_triton(name: str) -> None:
+    """Registers the Triton kernels. Triton is imported at the first call. On CPU tensors only its interpreter runs."""
+    imported = functools.cache(lambda: importlib.import_module(f"capsfast.triton.{name}"))
+
+    def bound(function: str) -> Function:
+        def kernel(*args: Any) -> Any:
+            return getattr(imported(), function)(*args)
+
+        return kernel
+
+    for key in ("CPU", "CUDA"):
+        _library.impl(f"triton_{name}", bound("forward"), key)
+        _library.impl(f"triton_{name}_backward", bound("backward"), key)
+
+
+def _saving(contract: Contract) -> Function:
+    """setup_context of an op: keeps its tensors, the outputs that the backward gets, and the options."""
+    tensors, last = contract.tensors, len(contract.arguments) - contract.requests
+    kept = [contract.outputs.index(name) for name in contract.saved]
+    constant = range(contract.differentiable, len(contract.outputs))
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+        ctx.save_for_backward(*inputs[:tensors], *[output[n] for n in kept])
+        ctx.options = inputs[tensors:last]
+        ctx.mark_non_differentiable(*[output[n] for n in constant])
+        ctx.set_materialize_grads(False)
+
+    return save
+
+
+def _backward_by(contract: Contract, op: Function) -> Function:
+    """The backward of an autograd formula. op: the function of the ``..._backward`` op."""
+    may_need, differentiable = len(contract.needed), contract.differentiable
+    others = (None,) * (len(contract.arguments) - may_need)
+
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        # What was not asked for is an empty vector, and so is its gradient where torch makes zeros of nothing.
+        received = [g if g is None or g.dim() > 1 else None for g in given[:differentiable]]
+        needed = list(ctx.needs_input_grad[:may_need])
+        gradients = op(*received, *ctx.saved_tensors, *ctx.options, needed)
+        return (*[g if wanted else None for g, wanted in zip(gradients, needed, strict=True)], *others)
+
+    return backward
+
+
+def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _called(
+    op: OpOverload, public: str, save: Function, backward: Function, jvp: Function, cast: int, first: int
+) -> Function:
+    """A function that calls an op in the way that suits its caller.
+
+    Under torch.compile and autocast it calls the op itself. torch.func cannot differentiate ops registered with
+    torch.library, and in eager mode their autograd takes most of the host time of a call. In both cases save and
+    backward run in an autograd.Function instead.
+
+    public: the function that errors name. cast: how many of the first arguments autocast casts. first: which argument
+    is surely a tensor, as the gradients before it may be None.
+    """
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return op(*inputs)
+
+        setup_context = staticmethod(save)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+            return _vmap(Transformed.apply)(info, in_dims, *inputs)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with below_autograd():
+                output = op(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+    for function in (Transformed, Eager):
+        function.backward = staticmethod(backward)  # type: ignore[assignment]
+        function.jvp = staticmethod(jvp)  # type: ignore[assignment]
+
+    def call(*inputs: Any) -> Any:
+        if type(inputs[first]) is not Tensor:
+            sharding.register_if_imported()
+        if torch.compiler.is_compiling() or tracing_state() is not None:
+            return op(*inputs)
+        try:
+            casting = any_autocast()
+            if casting:
+                device = inputs[first].device.type
+                casting = device != "meta" and torch.is_autocast_enabled(device)
+            if transformed():
+                if not casting:
+                    return Transformed.apply(*inputs)
+                with torch.autocast(device, enabled=False):
+                    return Transformed.apply(*_cast(inputs, torch.get_autocast_dtype(device), cast))
+            if casting:
+                return op(*inputs)
+            differentiated = False
+            if torch.is_grad_enabled():
+                for value in inputs:
+                    if isinstance(value, Tensor) and value.requires_grad:
+                        differentiated = True
+            # Under forward-mode differentiation the Function raises an error. The op would silently drop the tangent.
+            if differentiated or forward_mode():
+                return Eager.apply(*inputs)
+            with below_autograd():
+                return op(*inputs)
+        except (RuntimeError, MemoryError) as error:
+            # What torch makes of a std::bad_alloc: one or the other, by release.
+            if not str(error).startswith("std::bad_alloc"):
+                raise
+            raise MemoryError(
+                f"{public}: the system has no memory for the scratch of this call ({error}); "
+                "take a smaller batch or fewer threads (torch.set_num_threads)"
+            ) from None
+
+    return call
+
+
+def _cast(args: Sequence[Any], dtype: torch.dtype, count: int) -> list[Any]:
+    """args, the first ``count`` of them cast to dtype. float64 is not cast, as in torch's own autocast rules."""
+    return [
+        arg.to(dtype) if n < count and isinstance(arg, Tensor) and arg.dtype in LOW else arg
+        for n, arg in enumerate(args)
+    ]
+
+
+def _under_autocast(op: OpOverload, device: str, cast: int) -> Function:
+    def kernel(*args: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return op(*_cast(args, torch.get_autocast_dtype(device), cast))
+
+    return kernel
+
+
+def _no_second_derivative(public: str) -> Function:
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(
+            f'{public}: the fused backends have no second derivative; for create_graph=True use backend="reference"'
+        )
+
+    return backward
+
+
+def _no_forward_mode(public: str) -> Function:
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        raise NotImplementedError(
+            f"{public}: the fused backends have no forward-mode derivative (jvp), got an argument with a tangent; "
+            f'use backend="reference"'
+        )
+
+    return jvp
+
+
+def _vmap(op: Function) -> Function:
+    """A vmap rule that makes one call per element. It is only a convenience: the kernels batch over B themselves."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Outputs, tuple[int, ...]]:
+        calls = [
+            op(*(arg.select(dim, n) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)))
+            for n in range(info.batch_size)
+        ]
+        outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+        return outputs, (0,) * len(outputs)
+
+    return rule

@@ -1,0 +1,143 @@
+// The op dynamic_routing: tensors of the stable ABI in and out.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "options.h"
+#include "routing.h"
+
+namespace capsfast {
+namespace bindings {
+
+struct RoutingArguments {
+  Tensor u;                 // [B, I, P K]; without a weight votes [B, I, J or 1, D] or [B, I, J, D, S]
+  OptionalTensor weight;    // [I or 1, J, R, K]
+  OptionalTensor logits;    // [I, J] or [B, I, J]
+  OptionalTensor bias;      // [J, D]
+  OptionalTensor mask;      // [B, I]
+  OptionalTensor out_mask;  // [B, J]
+  std::optional<int64_t> J;
+  int64_t num_iterations = 1;
+  std::string softmax, gradient, squash;
+  bool leaky = false, tf32 = false;
+  double eps = 0;
+
+  void take_tensors(Stack& stack) { stack >> u >> weight >> logits >> bias >> mask >> out_mask; }
+  void take_options(Stack& stack) {
+    stack >> J >> num_iterations >> softmax >> gradient >> leaky >> squash >> eps >> tf32;
+  }
+};
+
+template <class Engine>
+class DynamicRouting : Arguments<Engine> {
+  using Arguments<Engine>::add_logits_and_masks, Arguments<Engine>::expect, Arguments<Engine>::problem_of;
+
+ public:
+  static void forward(Stack& stack) {
+    RoutingArguments a;
+    bool return_coupling;
+    a.take_tensors(stack);
+    a.take_options(stack);
+    stack >> return_coupling;
+    const Problem p = problem(a);
+    const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u);
+    const bool positions = p.positions >= 0;
+    Tensor v = empty(a.u, {p.B, p.J, p.D}, type, p.positions);
+    Tensor coupling = return_coupling ? empty(a.u, {p.B, p.I, p.J}, type, p.positions) : empty(a.u, {0}, type);
+    // Neither is kept where there are positions.
+    Tensor s = positions ? empty(a.u, {0}, wide) : empty(a.u, {p.iterations, p.B, p.J, p.D}, wide);
+    Tensor norm =
+        p.softmax_in() && !positions ? empty(a.u, {2, p.iterations, p.B, p.J}, wide) : empty(a.u, {0}, wide);
+    ForwardOutputs out;
+    out.batch = p.B;
+    out.v = view_of(v, positions);
+    if (return_coupling && coupling.numel() > 0) out.coupling = view_of(coupling, positions);
+    out.s = s.data_ptr();
+    out.norm = norm.data_ptr();
+    with_type(wide, [&](auto zero) { Engine::template forward<decltype(zero)>(p, out, a.u); });
+    stack.give({v, coupling, s, norm});
+  }
+
+  static void backward(Stack& stack) {
+    RoutingArguments a;
+    OptionalTensor dv, dcoupling;  // [B, J, D] and [B, I, J]
+    Tensor coupling, s, norm;      // [B, I, J], [r, B, J, D] and [2, r, B, J], each empty if it was not kept
+    std::vector<bool> needed;
+    stack >> dv >> dcoupling;
+    a.take_tensors(stack);
+    stack >> coupling >> s >> norm;
+    a.take_options(stack);
+    stack >> needed;
+    const Problem p = problem(a);
+    const bool positions = p.positions >= 0;
+    const ScalarType wide = wide_type(a.u);
+
+    BackwardInputs in;
+    in.batch = p.B;
+    if (dv.has_value()) {
+      expect("dv", *dv, {p.B, p.J, p.D}, p.positions);
+    } else {
+      dv = empty(a.u, {p.B, p.J, p.D}, a.u.scalar_type(), p.positions);
+      torch::stable::zero_(*dv);
+    }
+    in.dv = view_of(*dv, positions);
+    STD_TORCH_CHECK(s.scalar_type() == wide, "capsfast: s must have the dtype sums are formed in");
+    s = torch::stable::contiguous(s), norm = torch::stable::contiguous(norm);
+    if (!positions) expect("s", s, {p.iterations, p.B, p.J, p.D});
+    in.s = s.data_ptr();
+    if (p.softmax_in() && !positions) {
+      expect("norm", norm, {2, p.iterations, p.B, p.J});
+      STD_TORCH_CHECK(norm.scalar_type() == wide, "capsfast: norm must have the dtype sums are formed in");
+      in.norm = norm.data_ptr();
+    }
+    if (dcoupling.has_value()) {
+      expect("dcoupling", *dcoupling, {p.B, p.I, p.J}, p.positions);
+      expect("coupling", coupling, {p.B, p.I, p.J}, p.positions);
+      in.dcoupling = view_of(*dcoupling, positions);
+      in.coupling = view_of(coupling, positions);
+    }
+
+    BackwardOutputs out;
+    out.per_sample_logits = a.logits.has_value() && a.logits->dim() > 2;
+    const auto gradients = gradients_of(a, p, needed, out);
+    const auto gradient = [&](const OptionalTensor& tensor, bool wanted, View* view, bool position) {
+      return gradient_like(tensor.value_or(a.u), wanted && tensor.has_value(), p.empty(), view, position);
+    };
+    Tensor dlogits = gradient(a.logits, needed[2], &out.dlogits, positions && out.per_sample_logits);
+    Tensor dbias = gradient(a.bias, needed[3], &out.dbias, false);
+    with_type(wide, [&](auto zero) { Engine::template backward<decltype(zero)>(p, in, out, a.u); });
+    stack.give({gradients.u, gradients.weight, dlogits, dbias});
+  }
+
+ private:
+  static Problem problem(const RoutingArguments& a) {
+    Problem p = problem_of(a.u, a.weight, a.J);
+    STD_TORCH_CHECK(a.num_iterations >= 1, "capsfast: num_iterations must be at least 1");
+    p.iterations = a.num_iterations;
+    p.normalize = softmax_of(a.softmax);
+    p.gradient_last = gradient_last_of(a.gradient);
+    p.leaky = a.leaky;
+    set_squash(p, a.squash);
+    p.eps = a.eps;
+    p.tf32 = a.tf32;
+    add_logits_and_masks(p, a.logits, a.mask, a.out_mask);
+    if (a.bias.has_value()) {
+      expect("bias", *a.bias, {p.J, p.D});
+      p.bias = view_of(*a.bias);
+    }
+    return p;
+  }
+};
+
+}  // namespace bindings
+
+template <class Engine, class Library>
+void register_dynamic_routing(Library& library, const std::string& prefix = "") {
+  using Op = bindings::DynamicRouting<Engine>;
+  library.impl((prefix + "dynamic_routing").c_str(), &bindings::boxed<Op::forward>);
+  library.impl((prefix + "dynamic_routing_backward").c_str(), &bindings::boxed<Op::backward>);
+}
+
+}  // namespace capsfast

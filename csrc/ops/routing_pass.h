@@ -1,0 +1,154 @@
+// The op routing_pass: tensors of the stable ABI in and out.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "options.h"
+#include "pass.h"
+
+namespace capsfast {
+namespace bindings {
+
+struct PassArguments {
+  Tensor u;                                 // [B, I, P K]; without a weight votes [B, I, J or 1, D] or [B, I, J, D, S]
+  OptionalTensor weight;                    // [I or 1, J, R, K]
+  OptionalTensor query, precision, center;  // [B, J, D]
+  OptionalTensor prior;                     // [B, J]
+  OptionalTensor logits;                    // [I, J] or [B, I, J]
+  OptionalTensor activation, lse, mask;     // [B, I]
+  OptionalTensor out_mask;                  // [B, J]
+  std::optional<int64_t> J;
+  std::string normalize;
+  bool leaky = false, second = false, tf32 = false;
+
+  void take_tensors(Stack& stack) {
+    stack >> u >> weight >> query >> precision >> center >> prior >> logits >> activation >> lse >> mask >> out_mask;
+  }
+  void take_options(Stack& stack) { stack >> J >> normalize >> leaky >> second >> tf32; }
+};
+
+template <class Engine>
+class RoutingPass : Arguments<Engine> {
+  using Arguments<Engine>::add_logits_and_masks, Arguments<Engine>::expect, Arguments<Engine>::problem_of;
+
+ public:
+  static void forward(Stack& stack) {
+    PassArguments a;
+    bool return_weights, return_lse;
+    a.take_tensors(stack);
+    a.take_options(stack);
+    stack >> return_weights >> return_lse;
+    Problem p = problem(a);
+    const PassInputs in = inputs(p, a);
+    const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u);
+    PassOutputs out;
+    const auto output = [&](std::initializer_list<int64_t> sizes, bool wanted, ScalarType dtype, View* view) {
+      Tensor tensor = wanted ? empty(a.u, sizes, dtype, p.positions) : empty(a.u, {0}, dtype);
+      if (wanted && tensor.numel() > 0) *view = view_of(tensor, p.positions >= 0);
+      return tensor;
+    };
+    Tensor mass = output({p.B, p.J}, true, wide, &out.mass);
+    Tensor first = output({p.B, p.J, p.D}, true, wide, &out.first);
+    Tensor second = output({p.B, p.J, p.D}, a.second, wide, &out.second);
+    Tensor weights = output({p.B, p.I, p.J}, return_weights, type, &out.weights);
+    Tensor lse = output({p.B, p.softmax_in() ? p.J : p.I}, return_lse, wide, &out.lse);
+    Tensor norm = p.softmax_in() ? empty(a.u, {2, p.samples(), p.J}, wide) : empty(a.u, {0}, wide);
+    out.batch = p.samples();
+    out.norm = norm.data_ptr();
+    with_type(wide, [&](auto zero) { Engine::template pass_forward<decltype(zero)>(p, in, out, a.u); });
+    stack.give({mass, first, second, weights, lse, norm});
+  }
+
+  static void backward(Stack& stack) {
+    PassArguments a;
+    OptionalTensor dmass, dfirst, dsecond, dweights, dlse_out;
+    Tensor mass, first, second, weights, lse_out, norm;
+    std::vector<bool> needed;
+    stack >> dmass >> dfirst >> dsecond >> dweights >> dlse_out;
+    a.take_tensors(stack);
+    stack >> mass >> first >> second >> weights >> lse_out >> norm;
+    a.take_options(stack);
+    stack >> needed;
+    // Without a gradient of the second moment, and without squares in the score, it plays no part.
+    a.second = a.second && dsecond.has_value();
+    Problem p = problem(a);
+    const PassInputs in = inputs(p, a);
+
+    PassSaved saved;
+    saved.batch = p.samples();
+    saved.dmass = matrix("dmass", dmass, p, {p.B, p.J});
+    saved.dfirst = matrix("dfirst", dfirst, p, {p.B, p.J, p.D});
+    saved.dsecond = matrix("dsecond", dsecond, p, {p.B, p.J, p.D});
+    saved.dweights = matrix("dweights", dweights, p, {p.B, p.I, p.J});
+    saved.dlse = matrix("dlse_out", dlse_out, p, {p.B, p.softmax_in() ? p.J : p.I});
+    saved.mass = matrix("mass", mass, p, {p.B, p.J});
+    saved.first = matrix("first", first, p, {p.B, p.J, p.D});
+    if (dsecond.has_value()) saved.second = matrix("second", second, p, {p.B, p.J, p.D});
+    if (dweights.has_value()) saved.weights = matrix("weights", weights, p, {p.B, p.I, p.J});
+    norm = torch::stable::contiguous(norm);
+    if (p.softmax_in()) {
+      expect("norm", norm, {2, p.samples(), p.J});
+      STD_TORCH_CHECK(norm.scalar_type() == wide_type(a.u), "capsfast: norm must have the dtype sums are formed in");
+      saved.norm = norm.data_ptr();
+    }
+
+    PassGradients out;
+    out.common.per_sample_logits = a.logits.has_value() && a.logits->dim() > 2;
+    const auto gradients = gradients_of(a, p, needed, out.common);
+    const auto gradient = [&](const OptionalTensor& tensor, bool wanted, View* view, bool per_sample = true) {
+      const bool positions = per_sample && p.positions >= 0;
+      return gradient_like(tensor.value_or(a.u), wanted && tensor.has_value(), p.empty(), view, positions);
+    };
+    Tensor dquery = gradient(a.query, needed[2], &out.dquery);
+    Tensor dprecision = gradient(a.precision, needed[3], &out.dprecision);
+    Tensor dcenter = gradient(a.center, needed[4], &out.dcenter);
+    Tensor dprior = gradient(a.prior, needed[5], &out.dprior);
+    Tensor dlogits = gradient(a.logits, needed[6], &out.common.dlogits, out.common.per_sample_logits);
+    Tensor dactivation = gradient(a.activation, needed[7], &out.dactivation);
+    Tensor dlse = gradient(a.lse, needed[8], &out.dlse);
+    with_type(wide_type(a.u),
+              [&](auto zero) { Engine::template pass_backward<decltype(zero)>(p, in, saved, out, a.u); });
+    stack.give(
+        {gradients.u, gradients.weight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse});
+  }
+
+ private:
+  static View matrix(const char* name, const OptionalTensor& tensor, const Problem& p,
+                     std::initializer_list<int64_t> sizes) {
+    if (!tensor.has_value()) return {};
+    expect(name, *tensor, sizes, p.positions);
+    return view_of(*tensor, p.positions >= 0);
+  }
+
+  static Problem problem(const PassArguments& a) {
+    Problem p = problem_of(a.u, a.weight, a.J);
+    p.moments = true;
+    p.normalize = normalize_of(a.normalize);
+    p.leaky = a.leaky;
+    p.tf32 = a.tf32;
+    p.quadratic = a.second || a.precision.has_value() || a.center.has_value();
+    add_logits_and_masks(p, a.logits, a.mask, a.out_mask);
+    p.activation = matrix("activation", a.activation, p, {p.B, p.I});
+    p.lse = matrix("lse", a.lse, p, {p.B, p.I});
+    STD_TORCH_CHECK(a.lse.has_value() == (p.normalize == Normalize::lse), "capsfast: lse goes with normalize 'lse'");
+    return p;
+  }
+
+  static PassInputs inputs(const Problem& p, const PassArguments& a) {
+    return {matrix("query", a.query, p, {p.B, p.J, p.D}), matrix("precision", a.precision, p, {p.B, p.J, p.D}),
+            matrix("center", a.center, p, {p.B, p.J, p.D}), matrix("prior", a.prior, p, {p.B, p.J})};
+  }
+};
+
+}  // namespace bindings
+
+template <class Engine, class Library>
+void register_routing_pass(Library& library, const std::string& prefix = "") {
+  using Op = bindings::RoutingPass<Engine>;
+  library.impl((prefix + "routing_pass").c_str(), &bindings::boxed<Op::forward>);
+  library.impl((prefix + "routing_pass_backward").c_str(), &bindings::boxed<Op::backward>);
+}
+
+}  // namespace capsfast
