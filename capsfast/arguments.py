@@ -86,6 +86,17 @@ class Call:
         return replace(self, u=positions.to_samples(self.u), parameters=type(self.parameters)(**given))
 
 
+def unchecked(
+    u: Tensor, weight: Tensor | None, parameters: Any, options: Any, J: int | None = None, op: str = "capsfast"
+) -> Call:
+    """A call of arguments that are known to fit, as the ops take them. J: where all output capsules share the votes."""
+    if weight is None:
+        return Call(op, u, weight, parameters, options, u.shape[2] if J is None else J, u.shape[3])
+    _, columns, R, K = weight.shape
+    P = 1 if K == 0 else u.shape[2] // K
+    return Call(op, u, weight, parameters, options, columns if J is None else J, P * R, P)
+
+
 def check(
     op: str,
     u: Any,
@@ -107,22 +118,20 @@ def check(
     spatial: tuple[int, ...] = ()
     if weight is None:
         u, spatial = votes(op, u)
-        P, J, D = 1, u.shape[2], u.shape[3]
     else:
         u, weight = product(op, u, weight)
-        _, J, R, K = weight.shape
-        P = 1 if K == 0 else u.shape[2] // K
-        D = P * R
-    if J == 1:
+    call = unchecked(u, weight, parameters, options, op=op)
+    if call.J == 1:
         saying = {name: value for name, value in given.items() if "J" in AXES[name]}
         anchor, value, axis = ("votes", u, 2) if weight is None else ("weight", weight, 1)
-        J = outputs(op, anchor, value, axis, saying, J_needed)
-    check_parameters(op, "votes" if weight is None else "u", u, (u.shape[0], u.shape[1], J, D), given, spatial)
+        call.J = outputs(op, anchor, value, axis, saying, J_needed)
+    sizes = (u.shape[0], u.shape[1], call.J, call.D)
+    check_parameters(op, "votes" if weight is None else "u", u, sizes, given, spatial)
     if spatial:
-        u = positions.of_votes(u, J, spatial)
+        call.u = positions.of_votes(u, call.J, spatial)
         spread = {name: positions.spread(name, value, spatial) for name, value in given.items()}
-        parameters = parameters._replace(**spread)
-    return Call(op, u, weight, parameters, options, J, D, P), spatial
+        call.parameters = parameters._replace(**spread)
+    return call, spatial
 
 
 def product(op: str, u: object, weight: object) -> tuple[Tensor, Tensor]:

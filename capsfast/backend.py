@@ -60,8 +60,10 @@ class _Backend(NamedTuple):
 # of the two is faster (docs/routing.md).
 BACKENDS = {
     "cpp": _Backend(("cpu",), lambda: native.why_absent),
-    "triton": _Backend(("cuda",), toolchain.why_no_triton, toolchain.too_old_for_triton, _not_by_triton),
-    "cuda": _Backend(("cuda",), native.why_no_cuda, native.why_not_on, _not_by_cuda),
+    "triton": _Backend(
+        ("cuda",), lambda: toolchain.why_no_triton(), lambda gpu: toolchain.too_old_for_triton(gpu), _not_by_triton
+    ),
+    "cuda": _Backend(("cuda",), lambda: native.why_no_cuda(), lambda gpu: native.why_not_on(gpu), _not_by_cuda),
     "reference": _Backend(("any",)),
 }
 ORDER = tuple(BACKENDS)

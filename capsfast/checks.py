@@ -151,7 +151,7 @@ def boolean(op: str, name: str, value: object) -> None:
 
 def positive_eps(op: str, eps: object) -> None:
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: eps must be a number, got {checks.shown(eps)}")
+        raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
     if not SMALLEST_EPS <= eps < float("inf"):
         raise ValueError(
             f"{op}: eps must be positive and finite, at least {SMALLEST_EPS} (below, the gradient of a zero vector "

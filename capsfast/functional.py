@@ -2,6 +2,7 @@
 
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 from torch.overrides import has_torch_function, has_torch_function_unary
 from typing_extensions import Unpack

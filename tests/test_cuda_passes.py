@@ -23,9 +23,8 @@ from .support.passes import (
     PassOp,
     make,
     normalized,
-    registered,
 )
-from .support.problems import run
+from .support.problems import registered, run
 
 
 @pytest.fixture(autouse=True, scope="module")

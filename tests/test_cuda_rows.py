@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import capsfast
-from capsfast.ops.dynamic_routing import why_no_rows
 
 from .emulator import backend as emulator
 from .support.accuracy import check, relative_l2
@@ -442,28 +441,3 @@ def test_a_weight_that_is_not_contiguous_goes_to_the_general_kernels() -> None:
     emulator.take_launches()
     check(problem, BACKEND)
     assert "rows::AccumulateArgs" not in emulator.take_launches()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "shared"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(2, 3, 12, 16, 16),
-        Shape(2, 3, 13, 4, 2),
-        Shape(2, 3, 2, 17, 2),
-        Shape(2, 3, 2, 4, 17),
-        Shape(2, 1, 1, 1, 1),
-    ],
-    ids=str,
-)
-def test_the_order_of_backends_knows_what_the_family_serves(shape: Shape, layout: str, dtype: torch.dtype) -> None:
-    """``backend=None`` takes the CUDA kernels first for just these calls."""
-    problem = make(shape, Case(shared=layout == "shared", coupling=False), dtype=dtype)
-    weight = problem.inputs["weight"]
-    if layout == "transposed":
-        problem.inputs["weight"] = weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    emulator.take_launches()
-    run(problem, emulator.NAME)
-    by_rows = any(name.startswith("rows::") for name in emulator.take_launches())
-    assert by_rows == (why_no_rows(dtype, weight) == "")

@@ -65,8 +65,7 @@ def reproduced(found: Identification, layer: nn.Module, *inputs: Any) -> None:
         u = torch.randn_like(u).requires_grad_()
         leaves = [u, *layer.parameters()]
         theirs = layer(u, *others)
-        with pytest.warns(UserWarning, match="share_batch_logits") if found.share_batch_logits else nullcontext():
-            ours = found(found.tensors(layer), u, *others)
+        ours = found(found.tensors(layer), u, *others)
         assert rel(ours, theirs) <= 1e-10
         direction = torch.randn_like(theirs)
         wanted, got = (torch.autograd.grad((each * direction).sum(), leaves) for each in (theirs, ours))
@@ -82,7 +81,7 @@ def test_published_layers(row: Published) -> None:
     layer, inputs = row.make(), row.example()
     found = capsfast.identify(layer, *inputs)
     for name in (
-        "weight", "num_iterations", "softmax", "gradient", "leaky", "squash", "eps", "share_batch_logits",
+        "weight", "num_iterations", "softmax", "gradient", "leaky", "squash", "eps", "averaged",
         "squash_last", "logits", "bias",
     ):  # fmt: skip
         assert getattr(found, name) == getattr(row, name), name
@@ -94,8 +93,7 @@ def test_published_layers(row: Published) -> None:
     notes = ["the first forward makes"] * row.lazy + ["argument 2 is a mask of 0 and 1 alone"] * ("after" in row.name)
     assert len(found.notes) == len(notes) and all(map(str.startswith, found.notes, notes))
     theirs = layer(*inputs)
-    with pytest.warns(UserWarning, match="share_batch_logits") if row.share_batch_logits else nullcontext():
-        assert rel(found(found.tensors(layer), *inputs), theirs) <= 1e-4
+    assert rel(found(found.tensors(layer), *inputs), theirs) <= 1e-4
     reproduced(found, layer, *inputs)
 
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 import capsfast
-from capsfast.ops._register import PREFIX
-from capsfast.reference.dynamic_routing import votes as reference_votes
+from capsfast.ops.define import PREFIX
+from capsfast.reference.votes import product
 
 from .support.accuracy import assert_close, relative_l2
 from .support.backends import ALL_DTYPES, TABLE, Backend, Shape
-from .support.passes import PASS_OPS
-from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, run
+from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, registered, registered_backward, run
 
 pytestmark = pytest.mark.fused
 
@@ -28,37 +27,15 @@ CASES = (
 )
 
 
-def arguments(problem: Problem, coupling: bool | None = None) -> list[Any]:
-    first = ("u", "weight") if problem.op == "dynamic_routing" else ("votes",)
-    tensors = [problem.inputs[name] for name in first]
-    tensors += [problem.inputs.get("logits"), problem.inputs.get("bias")]  # type: ignore[list-item]
-    masks = [problem.masks.get("mask"), problem.masks.get("out_mask")]
-    outputs = [] if problem.op == "dynamic_routing" else [problem.dv.shape[1]]  # J
-    flags = [False] if problem.op == "dynamic_routing" else []  # tf32
-    return [
-        *tensors,
-        *masks,
-        *outputs,
-        *problem.case.options.of_op(),
-        *flags,
-        problem.case.coupling if coupling is None else coupling,
-    ]
-
-
 def backward_arguments(problem: Problem, backend: Backend) -> list[Any]:
-    *inputs, coupling = arguments(problem)
-    _, c, s, norm = backend.op(problem.op)(*inputs, coupling)
-    first = 2 if problem.op == "dynamic_routing" else 1
-    tensors, options = inputs[: first + 4], inputs[first + 4 :]
-    needed = [tensor is not None for tensor in tensors[: first + 2]]
-    return [problem.dv, problem.dc if coupling else None, *tensors, c, s, norm, *options, *needed]
+    return registered_backward(problem, backend.op(problem.op)(*registered(problem)))
 
 
 def passes(problem: Problem) -> list[tuple[Tensor, Tensor]]:
     """By iteration: the routing logits [B, I, J] (-inf where masked) and the weighted sum without bias, in float64."""
     problem = problem.to(torch.float64)
     case, inputs, masks = problem.case, problem.inputs, problem.masks
-    x = inputs["votes"] if problem.op == "route_votes" else reference_votes(inputs["u"], inputs["weight"])
+    x = inputs["votes"] if problem.op == "route_votes" else product(inputs["u"], inputs["weight"])
     b = inputs.get("logits", torch.zeros(1, dtype=torch.float64)).expand(x.shape[:3])
     valid = torch.ones(x.shape[:3], dtype=torch.bool)
     if case.mask:
@@ -95,7 +72,7 @@ def normaliser(b: Tensor, case: Case) -> Tensor:
 def test_outputs(backend: Backend, B: int, op: str, case: Case, dtype: torch.dtype) -> None:
     shape = Shape(B, 9, 4, 16, 8)
     problem = make(shape, case, op, dtype, backend.device)
-    v, c, s, norm = (out.cpu() for out in backend.op(op)(*arguments(problem)))
+    v, c, s, norm = (out.cpu() for out in backend.op(op)(*registered(problem)))
     problem = problem.to(dtype)
     r = case.num_iterations
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -130,15 +107,16 @@ def small(backend: Backend) -> Shape:
 def test_backward_fills_only_what_is_needed(backend: Backend, op: str) -> None:
     problem = make(small(backend), LOADED, op, backend.widest, backend.device)
     all_arguments = backward_arguments(problem, backend)
-    count = len(problem.inputs)
-    wanted = backend.op(f"{op}_backward")(*all_arguments)
-    names = ("du", "dweight", "dlogits", "dbias") if op == "dynamic_routing" else ("dvotes", "dlogits", "dbias")
+    wanted = backend.op(op, backward=True)(*all_arguments)
+    there = all_arguments[-1]
     truth = run(problem, "reference")
-    for name, value in zip(names, wanted, strict=True):
-        assert_close(value, truth[name])
-    for wish in range(2**count):
-        needed = [bool(wish >> n & 1) for n in range(count)]
-        got = backend.op(f"{op}_backward")(*all_arguments[:-count], *needed)
+    names = iter(problem.inputs)
+    for value, given in zip(wanted, there, strict=True):
+        if given:
+            assert_close(value, truth[f"d{next(names)}"])
+    for wish in range(2 ** len(there)):
+        needed = [bool(wish >> n & 1) and given for n, given in enumerate(there)]
+        got = backend.op(op, backward=True)(*all_arguments[:-1], needed)
         for value, want, need in zip(got, wanted, needed, strict=True):
             if need:
                 assert_close(value, want, double=1e-11)
@@ -154,7 +132,7 @@ def test_backward_fills_only_what_is_needed(backend: Backend, op: str) -> None:
 def test_opcheck_forward(backend: Backend, op: str, case: Case, grad: bool) -> None:
     problem = make(small(backend), case, op, torch.float32, backend.device)
     problem.inputs = {name: value.requires_grad_(grad) for name, value in problem.inputs.items()}
-    torch.library.opcheck(backend.op(op), arguments(problem))
+    torch.library.opcheck(backend.op(op), registered(problem))
 
 
 @pytest.mark.rows(4, triton=1)
@@ -163,7 +141,7 @@ def test_opcheck_forward(backend: Backend, op: str, case: Case, grad: bool) -> N
 @pytest.mark.emulated(case=[LOADED, LOADED_OUT])
 def test_opcheck_backward(backend: Backend, op: str, case: Case) -> None:
     problem = make(small(backend), case, op, torch.float32, backend.device)
-    torch.library.opcheck(backend.op(f"{op}_backward"), backward_arguments(problem, backend))
+    torch.library.opcheck(backend.op(op, backward=True), backward_arguments(problem, backend))
 
 
 @pytest.mark.rows(triton=0)
@@ -174,16 +152,16 @@ def test_opcheck_other_inputs(backend: Backend, layout: str, dtype: torch.dtype)
     shape = Shape(17, 2, 3, 5, 3) if backend.emulated else Shape(17, 9, 4, 16, 8)
     case = Case(shared=True, softmax="in")
     problem = make(shape, case, dtype=dtype, device=backend.device).laid_out(layout)
-    torch.library.opcheck(backend.op("dynamic_routing_backward"), backward_arguments(problem, backend))
+    torch.library.opcheck(backend.op("dynamic_routing", backward=True), backward_arguments(problem, backend))
     problem.inputs["u"].requires_grad_()
-    torch.library.opcheck(backend.op("dynamic_routing"), arguments(problem))
+    torch.library.opcheck(backend.op("dynamic_routing"), registered(problem))
 
 
 def test_all_ops_are_checked_here() -> None:
     names = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "capsfast::" in name
     }
-    stems = (*OPS, *(op.name for op in PASS_OPS))  # test_passes.py checks the latter
+    stems = ("dynamic_routing", "routing_pass")  # test_passes.py checks the latter
     found = {prefix + stem for prefix in PREFIX.values() for stem in stems}
     # What has no CUDA kernels for the emulator: test_shared_routing.py, test_em_update.py.
     found |= {"shared_routing", "em_update", "triton_em_update"}
@@ -198,7 +176,8 @@ def test_fakes_promise_what_the_kernels_return(backend: Backend, op: str, case: 
     for empty in (None, *Shape._fields):
         shape = small(backend)._replace(**({empty: 0} if empty else {}))
         problem = make(shape, case, op, torch.bfloat16, backend.device)
-        for name, values in ((op, arguments(problem)), (f"{op}_backward", backward_arguments(problem, backend))):
+        for backward, values in enumerate((registered(problem), backward_arguments(problem, backend))):
+            called = backend.op(op, bool(backward))
             meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in values]
-            for real, fake in zip(backend.op(name)(*values), backend.op(name)(*meta), strict=True):
-                assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), name
+            for real, fake in zip(called(*values), called(*meta), strict=True):
+                assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), called

@@ -17,10 +17,8 @@ from .support.passes import (
     PassCase,
     PassOp,
     normalized,
-    registered,
-    registered_backward,
 )
-from .support.problems import call
+from .support.problems import call, registered, registered_backward
 
 pytestmark = pytest.mark.passes
 
@@ -45,7 +43,7 @@ def test_opcheck_forward(backend: Backend, op: PassOp, case: PassCase, grad: boo
 def test_opcheck_backward(backend: Backend, op: PassOp, case: PassCase) -> None:
     problem = op.make(SMALL, case, torch.float32, backend.device)
     outputs = backend.op(op.name)(*registered(problem))
-    torch.library.opcheck(backend.op(f"{op.name}_backward"), registered_backward(problem, outputs))
+    torch.library.opcheck(backend.op(op.name, backward=True), registered_backward(problem, outputs))
 
 
 @pytest.mark.parametrize("case", EACH_WAY, ids=str)
@@ -54,17 +52,15 @@ def test_fakes_promise_what_the_kernels_return(backend: Backend, op: PassOp, cas
     for empty in (None, "I") if backend.emulated else (None, *Shape._fields):
         problem = op.make(SMALL._replace(**({empty: 0} if empty else {})), case, torch.bfloat16, backend.device)
         outputs = backend.op(op.name)(*registered(problem))
-        for name, values in (
-            (op.name, registered(problem)),
-            (f"{op.name}_backward", registered_backward(problem, outputs)),
-        ):
+        for backward, values in enumerate((registered(problem), registered_backward(problem, outputs))):
+            called = backend.op(op.name, bool(backward))
             meta = [value.to("meta") if isinstance(value, Tensor) else value for value in values]
-            for promised, returned in zip(backend.op(name)(*meta), backend.op(name)(*values), strict=True):
+            for promised, returned in zip(called(*meta), called(*values), strict=True):
                 assert (promised.shape, promised.dtype, promised.stride()) == (
                     returned.shape,
                     returned.dtype,
                     returned.stride(),
-                ), (empty, name)
+                ), (empty, called)
 
 
 @pytest.mark.rows(2, triton=0, reference=0)

@@ -219,8 +219,8 @@ def test_ops_take_a_single_position(backend: Backend) -> None:
     votes = torch.randn(2, 3, 3, 4, 6, device=backend.device)
     none = (None,) * 9
     for name, arguments in (
-        ("votes_pass", (*none, 3, "in", False, True, True, True)),
-        ("route_votes", (*none[:4], 3, 2, "in", "full", False, "paper", 1e-8, True)),
+        ("votes_pass", (None, *none, 3, "in", False, True, False, True, True)),
+        ("route_votes", (None, *none[:4], 3, 2, "in", "full", False, "paper", 1e-8, False, True)),
     ):
         found = []
         for given in (votes[..., :1], votes):
@@ -238,9 +238,9 @@ def test_ops_take_a_single_position(backend: Backend) -> None:
 def test_opcheck(backend: Backend) -> None:
     votes = torch.randn(2, 3, 3, 4, 6, device=backend.device, requires_grad=True)
     none = (None,) * 9
-    arguments = (votes, *none, 3, "in", False, True, True, True)
+    arguments = (votes, None, *none, 3, "in", False, True, False, True, True)
     torch.library.opcheck(backend.op("votes_pass"), arguments, test_utils=("test_schema", "test_faketensor"))
-    arguments = (votes, *none[:4], 3, 2, "in", "full", False, "paper", 1e-8, True)
+    arguments = (votes, None, *none[:4], 3, 2, "in", "full", False, "paper", 1e-8, False, True)
     torch.library.opcheck(backend.op("route_votes"), arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -262,8 +262,6 @@ def test_what_does_not_fit_is_named() -> None:
         capsfast.route_votes(votes, mask=torch.ones(2, 3, 42, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"query must be .* positions \[6, 7\], got \[2, 4, 5, 7, 6\]"):
         capsfast.votes_pass(votes, query=torch.zeros(2, 4, 5, 7, 6))
-    with pytest.raises(ValueError, match="share_batch_logits needs"):
-        capsfast.route_votes(votes, share_batch_logits=True)
 
 
 GROWTH = """

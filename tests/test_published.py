@@ -11,7 +11,6 @@ import capsfast
 from .support import plain
 from .support.published import PUBLISHED, SIZES, Published, arranged, float64, named
 
-pytestmark = pytest.mark.filterwarnings("ignore:capsfast. share_batch_logits:UserWarning")
 
 OPTIONS = ("num_iterations", "softmax", "gradient", "leaky", "squash", "eps", "squash_last")
 REPRODUCIBLE = [row for row in PUBLISHED if row.reproducible]
@@ -26,12 +25,10 @@ def fused(row: Published, layer: nn.Module, given: tuple[Any, ...]) -> Tensor:
         options["bias"] = named(layer, row.bias).reshape(SIZES.J, SIZES.D)
     if row.mask:
         options["mask"] = given[-1].bool()
-    if row.share_batch_logits:
-        options.update(share_batch_logits=True, backend="reference")
-    if row.weight is None:
-        return capsfast.route_votes(given[0], **options)
     u = given[0].transpose(1, 2) if row.transposed else given[0]
-    return capsfast.dynamic_routing(u, row.weight_of(layer), **options)
+    weight = None if row.weight is None else row.weight_of(layer)
+    route = capsfast.compat.averaged_routing if row.averaged else capsfast.dynamic_routing
+    return route(u, weight, **options)
 
 
 def grown(row: Published) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -88,6 +85,6 @@ def test_what_is_not_reproducible_is_far_from_the_options_next_to_it(row: Publis
         layer, given = grown(row)
         wanted = row.result_of(layer(*given))
         for softmax in ("out", "in"):
-            for share in (False, True):
-                near = row._replace(softmax=softmax, share_batch_logits=share, eps=1e-20)
+            for averaged in (False, True):
+                near = row._replace(softmax=softmax, averaged=averaged, eps=1e-20)
                 assert (fused(near, layer, given) - wanted).abs().max() > 1e-3

@@ -54,17 +54,6 @@ def test_outputs_are_those_of_the_loops(case: Case, op: str) -> None:
     np.testing.assert_allclose(got["c"].numpy(), c, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("case", [Case(), Case(softmax="in", logits="BIJ", leaky=True, mask=True)], ids=str)
-def test_share_batch_logits_is_that_of_the_loops(case: Case) -> None:
-    problem = make(SHAPE, case)
-    problem.overrides["share_batch_logits"] = True
-    with pytest.warns(UserWarning, match="share_batch_logits"):
-        got = run(problem, "reference")
-    v, c, _ = by_loops(problem, share_batch_logits=True)
-    np.testing.assert_allclose(got["v"].numpy(), v, rtol=1e-10, atol=1e-13)
-    np.testing.assert_allclose(got["c"].numpy(), c, rtol=1e-10, atol=1e-13)
-
-
 def outputs(problem: Problem) -> Callable[..., Any]:
     """The call as a function of its floating-point tensors."""
 

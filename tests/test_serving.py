@@ -21,8 +21,7 @@ from capsfast.export import ScriptableRouting, decompositions, program, scriptab
 from capsfast.ops import shared_routing
 
 from .support import passes, problems
-from .support.backends import Shape
-from .test_ops import arguments as routed_arguments
+from .support.backends import Shape, named
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "serve"
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
@@ -196,16 +195,16 @@ def test_the_program_says_what_is_wrong(package: Path) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
     """With every option. What only a backward reads, behind what the functions return, is left out."""
-    shape, decomposed, fused = Shape(3, 7, 4, 5, 6), decompositions(), getattr(torch.ops.capsfast, op).default
+    shape, decomposed, fused = Shape(3, 7, 4, 5, 6), decompositions(), named("cpp").op(op)
     if op in ("dynamic_routing", "route_votes"):
         more = [problems.Case(spatial=(3,))] if op == "route_votes" else []
-        calls = [routed_arguments(problems.make(shape, case, op, dtype)) for case in (*problems.CASES, *more)]
+        calls = [problems.registered(problems.make(shape, case, op, dtype)) for case in (*problems.CASES, *more)]
         outputs = 2
     else:
         more = [replace(passes.EVERYTHING, spatial=(3,), out_mask=False, prior=False)] if op == "votes_pass" else []
         # Votes that all output capsules share are not made by the op.
         cases = [case for case in (*passes.CASES, *more) if "J" not in case.shared]
-        calls = [passes.registered(passes.make(shape, case, op, dtype)) for case in cases]
+        calls = [problems.registered(passes.make(shape, case, op, dtype)) for case in cases]
         outputs = 5
     tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-10
     for arguments in calls:
@@ -254,7 +253,8 @@ def test_programs_hold_no_op_of_the_cpu_alone(way: str, monkeypatch: pytest.Monk
     u, other = torch.randn(3, 24, 5), torch.randn(2, 24, 5)
     with monkeypatch.context() as patch:
         taken = []
-        patch.setattr(shared_routing, "_op", lambda *args: taken.append(1) or torch.ops.capsfast.shared_routing(*args))
+        real = torch.ops.capsfast.shared_routing
+        patch.setitem(shared_routing.OP.kernels, "cpp", lambda *args: taken.append(1) or real(*args))
         model(u)
         assert len(taken) == 2  # of eager calls
     if way == "trace":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import capsfast
+from capsfast.arguments import Call, RoutingParameters, unchecked
 from capsfast.bench import memory
 from capsfast.ops import shared_routing
 from capsfast.options import SQUASH, Options
@@ -42,6 +43,22 @@ def problem(B: int, I: int, J: int, D: int, K: int, seed: int = 0) -> dict[str, 
         "out_mask": torch.rand(B, J, generator=generator) < 0.7,
         "dv": normal(B, J, D),
     }
+
+
+def call(
+    u: Tensor,
+    weight: Tensor,
+    logits: Tensor | None,
+    mask: Tensor | None,
+    out_mask: Tensor | None,
+    J: int,
+    options: Options,
+) -> Call:
+    return unchecked(u, weight, RoutingParameters(logits, None, mask, out_mask), options, J)
+
+
+def routed(*arguments: Any) -> Tensor:
+    return shared_routing.run(call(*arguments[:7]), *arguments[7:])
 
 
 def plain(
@@ -92,7 +109,7 @@ def test_values_and_gradients(size: tuple[int, ...], logits: str | None, masks: 
     for accumulate, scale in ((True, 1.0), (False, 1.0), (True, 2.5)):
         rest = (J, options, accumulate, scale)
         pairs = zip(
-            gradients(shared_routing.call, given, logits, masks, *rest),
+            gradients(routed, given, logits, masks, *rest),
             gradients(plain, given, logits, masks, *rest),
             strict=True,
         )
@@ -110,10 +127,10 @@ def test_where_less_is_kept(size: tuple[int, ...], gradient: str, monkeypatch: p
     given, J = problem(*sizes), sizes[2]
     for accumulate in (True, False):
         rest = ("sample", True, J, Options(r, "out", gradient, False, "paper", 1e-8), accumulate)
-        wanted = gradients(shared_routing.call, given, *rest)
+        wanted = gradients(routed, given, *rest)
         with monkeypatch.context() as patch:
             patch.setattr(shared_routing, "MOST_KEPT", 0)
-            found = gradients(shared_routing.call, given, *rest)
+            found = gradients(routed, given, *rest)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
@@ -125,11 +142,11 @@ def test_float32_is_as_exact_as_the_definition(size: tuple[int, ...]) -> None:
     single = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
 
     def definition(u: Tensor, weight: Tensor, logits: Tensor, mask: Any, out_mask: Any, *_: Any) -> Tensor:
-        return reference(u, weight.expand(1, J, -1, -1), logits, None, mask, out_mask, options)[0]
+        return reference(call(u, weight.expand(1, J, -1, -1), logits, mask, out_mask, J, options))[0]
 
     truth = gradients(definition, given, "shared", True)
     loose = gradients(definition, single, "shared", True)
-    got = gradients(shared_routing.call, single, "shared", True, J, options)
+    got = gradients(routed, single, "shared", True, J, options)
     for name, *each in zip(("v", "du", "dweight", "dlogits"), got, truth, loose, strict=True):
         assert_accurate(name, *(value.detach() for value in each), slack=2)
 
@@ -150,7 +167,7 @@ def test_what_the_matrix_maps_to_nothing_is_not_squared(ratio: float, kind: str)
     given |= {name: single[name].double() for name in ("u", "weight", "shared")}
     truth = gradients(plain, given, "shared", False, J, options)
     loose = gradients(plain, single, "shared", False, J, options)
-    got = gradients(shared_routing.call, single, "shared", False, J, options)
+    got = gradients(routed, single, "shared", False, J, options)
     for name, *each in zip(("v", "du", "dweight", "dlogits"), got, truth, loose, strict=True):
         assert_accurate(name, *(value.detach() for value in each), slack=20)
 
@@ -168,14 +185,15 @@ def test_what_the_matrix_maps_to_nothing_is_not_squared(ratio: float, kind: str)
 )
 def test_where_it_serves(B: int, I: int, J: int, D: int, K: int, taken: bool) -> None:
     options = Options(3, "out", "full", False, "paper", 1e-8)
-    assert shared_routing.serves(torch.empty(B, I, K), torch.empty(1, 1, D, K), None, J, options, None) == taken
+    given = call(torch.empty(B, I, K), torch.empty(1, 1, D, K), None, None, None, J, options)
+    assert shared_routing.serves(given, None) == taken
 
 
 def test_dynamic_routing_takes_it_where_it_is_less_work(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(4, 30, 3, 6, 6)
     calls = []
-    real = shared_routing._op
-    monkeypatch.setattr(shared_routing, "_op", lambda *args: calls.append(1) or real(*args))
+    real = shared_routing.OP.kernels["cpp"]
+    monkeypatch.setitem(shared_routing.OP.kernels, "cpp", lambda *args: calls.append(1) or real(*args))
 
     def taken(u: Tensor = given["u"], logits: Tensor | None = given["shared"], **more: Any) -> bool:
         calls.clear()
@@ -232,7 +250,7 @@ def test_empty_axes(empty: int) -> None:
     sizes = [2, 9, 2, 4, 4]
     sizes[empty] = 0
     given, options = problem(*sizes), Options(2, "out", "full", False, "paper", 1e-8)
-    v, *found = gradients(shared_routing.call, given, "shared", False, sizes[2], options)
+    v, *found = gradients(routed, given, "shared", False, sizes[2], options)
     assert v.shape == (sizes[0], sizes[2], sizes[3]) and not v.any()
     assert all(not gradient.any() for gradient in found)
 
@@ -252,13 +270,13 @@ def test_arrays_larger_than_the_cache_are_the_same(
         name: value.to(getattr(torch, dtype)) if value.is_floating_point() else value
         for name, value in problem(B, I, 2, 64, 64).items()
     }
-    v, du, dweight, dlogits = gradients(shared_routing.call, large, "shared", masks, 2, options)
+    v, du, dweight, dlogits = gradients(routed, large, "shared", masks, 2, options)
     kept = shared_routing._kept(I, 64, 2, 64, r, not less) * B * du.element_size()
     assert kept >= 2**24 > kept / 2 + 2**16 and (masks or du.nbytes >= 2**24)
     parts = []
     for part in (slice(0, B // 2), slice(B // 2, B)):
         half = large | {name: large[name][part] for name in ("u", "dv", "mask", "out_mask")}
-        parts.append(gradients(shared_routing.call, half, "shared", masks, 2, options))
+        parts.append(gradients(routed, half, "shared", masks, 2, options))
     assert torch.equal(v, torch.cat([part[0] for part in parts]))
     assert torch.equal(du, torch.cat([part[1] for part in parts]))
     for whole, one, other in ((dweight, parts[0][2], parts[1][2]), (dlogits, parts[0][3], parts[1][3])):
@@ -269,8 +287,8 @@ def test_arrays_larger_than_the_cache_are_the_same(
 def test_shared_logits_are_those_of_every_sample(accumulate: bool) -> None:
     given, options = problem(11, 21, 3, 5, 7), Options(3, "out", "full", False, "paper", 1e-8)
     given["sample"] = given["shared"].repeat(11, 1, 1)
-    shared = gradients(shared_routing.call, given, "shared", False, 3, options, accumulate)
-    sample = gradients(shared_routing.call, given, "sample", False, 3, options, accumulate)
+    shared = gradients(routed, given, "shared", False, 3, options, accumulate)
+    sample = gradients(routed, given, "sample", False, 3, options, accumulate)
     for one, other in zip(shared[:3], sample[:3], strict=True):
         assert torch.equal(one, other)
     torch.testing.assert_close(shared[3], sample[3].sum(0))
@@ -297,19 +315,19 @@ def test_the_next_block_is_asked_for_ahead() -> None:
 
 def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     given, options, kept = problem(3, 12, 2, 4, 5), Options(2, "out", "full", False, "paper", 1e-8), []
-    real = shared_routing._op
+    real = shared_routing.OP.kernels["cpp"]
 
     def watched(*args: Any) -> Any:
         kept.append(args[-2])
         return real(*args)
 
-    monkeypatch.setattr(shared_routing, "_op", watched)
+    monkeypatch.setitem(shared_routing.OP.kernels, "cpp", watched)
     weight = given["weight"].requires_grad_()
-    wanted = shared_routing.call(given["u"], weight, None, None, None, 2, options)
-    found = [shared_routing.call(given["u"], weight.detach(), None, None, None, 2, options)]
+    wanted = routed(given["u"], weight, None, None, None, 2, options)
+    found = [routed(given["u"], weight.detach(), None, None, None, 2, options)]
     for off in (torch.no_grad(), torch.inference_mode()):
         with off:
-            found.append(shared_routing.call(given["u"], weight, None, None, None, 2, options))
+            found.append(routed(given["u"], weight, None, None, None, 2, options))
     assert kept == [True, False, False, False]
     assert all(torch.equal(v, wanted) for v in found)
 
@@ -338,7 +356,7 @@ def test_poses_are_read_where_they_are(layout: str) -> None:
     found = []
     for each in (u, u.contiguous()):
         needing = each.detach().requires_grad_()
-        v = shared_routing.call(needing, weight, given["shared"][:I], None, None, J, options)
+        v = routed(needing, weight, given["shared"][:I], None, None, J, options)
         found.append((v, *torch.autograd.grad(v, (needing, weight), given["dv"])))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -352,7 +370,7 @@ def test_any_number_of_threads_gives_the_same() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             options = Options(3, "out", "full", False, "paper", 1e-8)
-            found.append(gradients(shared_routing.call, given, "shared", False, 2, options))
+            found.append(gradients(routed, given, "shared", False, 2, options))
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -385,12 +403,7 @@ def test_a_forward_has_no_memory_for_a_backward() -> None:
     assert float(ran.stdout) < 40
 
 
-def test_schema_and_opcheck() -> None:
-    contract = shared_routing.CONTRACT
-    for name, schema in zip((contract.name, f"{contract.name}_backward"), contract.schemas(""), strict=True):
-        op = getattr(torch.ops.capsfast, name).default
-        assert str(op._schema) == str(torch._C.parse_schema(f"capsfast::{schema}"))
-        assert not op._defined_in_python
+def test_opcheck() -> None:
     given = problem(3, 12, 2, 4, 5)
     tensors = (given["u"], given["weight"], given["shared"], given["mask"], given["out_mask"])
     options = (2, 3, "full", True, 1.0, "paper", 1e-8)
@@ -400,7 +413,7 @@ def test_schema_and_opcheck() -> None:
     assert not torch.ops.capsfast.shared_routing(*tensors, *options, False, True)[1].numel()
     for whole in (False, True):
         v, kept = torch.ops.capsfast.shared_routing(*tensors, *options, True, whole)
-        backward = (torch.ones_like(v), *tensors, kept, *options, True, True, True)
+        backward = (torch.ones_like(v), *tensors, kept, *options, [True] * 3)
         torch.library.opcheck(torch.ops.capsfast.shared_routing_backward.default, backward)
 
 

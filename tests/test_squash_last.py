@@ -90,5 +90,5 @@ def test_words_of_an_op_that_are_no_squash(words: str) -> None:
     if native.extension is None:
         return
     u, weight = numbers(2, I, K), numbers(I, J, D, K)
-    with pytest.raises(RuntimeError, match=r"unknown squash|squash must be a kind, or one with '/identity'"):
-        torch.ops.capsfast.dynamic_routing(u, weight, None, None, None, None, *options, False, False)
+    with pytest.raises(RuntimeError, match=r"squash must not be|squash must be a kind, or one with '/identity'"):
+        torch.ops.capsfast.dynamic_routing(u, weight, None, None, None, None, None, *options, False, False)

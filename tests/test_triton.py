@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 import capsfast
 from capsfast import backend as choice
 from capsfast import toolchain
+from capsfast.arguments import Call, RoutingParameters
 
 from .support import passes as support_passes
 from .support.accuracy import relative_l2
+from .support.backends import recorded_ops
 from .support.interpreter import kernels_of
 from .support.passes import EVERYTHING, LINEAR, QUADRATIC, WAYS, PassCase, normalized
 from .support.problems import PLAIN, Case, make, run
@@ -541,18 +544,21 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    device = torch.device("cuda", 93)
+    u: Any = SimpleNamespace(device=torch.device("cuda", 93), dtype=torch.float32, shape=(2, 3, 6), dim=lambda: 3)
+    call = Call("capsfast.dynamic_routing", u, torch.empty(3, 4, 5, 6), RoutingParameters(), None, 4, 5)
     with pytest.raises(
         RuntimeError, match=r"'triton' cannot serve this call: .* capability 8\.0 or newer, .* has 7\.5"
     ):
-        choice.select("capsfast.dynamic_routing", device, "triton")
+        choice.choose(call, "triton")
     monkeypatch.setattr(choice, "_warned", False)
     with pytest.warns(RuntimeWarning, match=r"slow reference backend: .* capability 8\.0 or newer"):
-        assert choice.select("capsfast.dynamic_routing", device, None) == "reference"
+        assert choice.choose(call, None) == "reference"
 
 
 def test_the_interpreter_serves_only_who_asks() -> None:
-    assert choice.select("capsfast.dynamic_routing", torch.device("cpu"), None) in ("cpp", "reference")
+    with recorded_ops() as ops:
+        capsfast.dynamic_routing(torch.randn(2, 3, 6), torch.randn(3, 4, 5, 6))
+    assert "capsfast::triton_dynamic_routing" not in ops
 
 
 def test_too_large_capsules_are_refused() -> None:

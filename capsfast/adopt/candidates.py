@@ -1,17 +1,11 @@
 """Options and roles to try, once the structure of a layer is known."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from torch import Tensor
-
-from ..options import Options
-from ..reference.dynamic_routing import votes
-from ..reference.route_votes import route_votes
 from .identification import Identification
-from .orders import follow, steps_to
 from .squashes import USUAL_EPS, Fit
 from .structures import orders
 
@@ -29,7 +23,7 @@ def options(found: list[Fit], most: int = MOST_ITERATIONS) -> Iterator[dict[str,
                 for kind, eps in product(("paper", "half", "eps_outside", "exp", "unit"), USUAL_EPS)
             ]
     for num_iterations, shared, kind in product((3, 2, 4, 1, *range(5, most + 1)), (False, True), kinds):
-        yield {**kind, "num_iterations": num_iterations, "share_batch_logits": shared}
+        yield {**kind, "num_iterations": num_iterations, "averaged": shared}
 
 
 def roles(name: str, shape: tuple[int, ...], found: Identification, B: int) -> Iterator[Identification]:
@@ -43,15 +37,3 @@ def roles(name: str, shape: tuple[int, ...], found: Identification, B: int) -> I
     if found.bias is None:
         for order, _ in orders(shape, "JD", sizes, optional="JD"):
             yield replace(found, bias=name, bias_order=order)
-
-
-def averaged(candidate: Identification, parameters: Mapping[str, Tensor], u: Tensor, *others: Any) -> Tensor:
-    """The call of a candidate with share_batch_logits by its definition, without the warning that users get."""
-    (u, *weight), given = candidate.arguments_of_call(parameters, u, *others)
-    J = candidate.sizes.J
-    if weight:
-        u = votes(u, weight[0].expand(-1, J, -1, -1))
-    options = Options(*(getattr(candidate, name) for name in Options._fields))
-    logits, bias, mask, out_mask = (given.get(name) for name in ("logits", "bias", "mask", "out_mask"))
-    v, _ = route_votes(u, logits, bias, mask, out_mask, options, True, J)
-    return follow(v, steps_to(candidate.output_order, "BJD"))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..compat import averaged_routing
 from ..functional import dynamic_routing, route_votes
 from ..kinds import spelled
 from .orders import Steps, as_code, check, follow, letters, steps_from, steps_to
@@ -39,8 +40,8 @@ class Identification:
             output capsules.
         input_order, output_order: the same for what the layer takes (``"BIK"``, for votes ``"BIJD"``) and gives.
         sizes: of the axes.
-        num_iterations, softmax, gradient, leaky, squash, eps, share_batch_logits, squash_last: see
-            :func:`capsfast.dynamic_routing`.
+        num_iterations, softmax, gradient, leaky, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
+        averaged: the call is that of :func:`capsfast.compat.averaged_routing`: logits are averaged over the batch.
         logits, logits_order, bias, bias_order: names and axes of these, if the layer has them.
         arguments, argument_orders: what the layer's further arguments are, ``"mask"``, ``"out_mask"``, ``"logits"``,
             ``"unused"`` or ``"constant"`` (no tensor: the call holds for the value that it had), and their axes.
@@ -60,8 +61,8 @@ class Identification:
     leaky: bool = False
     squash: str = "paper"
     eps: float = 1e-8
-    share_batch_logits: bool = False
     squash_last: bool = True
+    averaged: bool = False
     logits: str | None = None
     logits_order: str = "IJ"
     bias: str | None = None
@@ -108,8 +109,12 @@ class Identification:
             ValueError, TypeError: a tensor has other axes; what :func:`capsfast.dynamic_routing` raises.
         """
         tensors, keywords = self.arguments_of_call(parameters, u, *others)
-        function: Callable[..., Tensor] = route_votes if self.weight is None else dynamic_routing
-        v = function(*tensors, **keywords, backend=backend)
+        if self.averaged:
+            v = averaged_routing(tensors[0], tensors[1] if len(tensors) > 1 else None, **keywords)
+        elif self.weight is None:
+            v = route_votes(*tensors, **keywords, backend=backend)
+        else:
+            v = dynamic_routing(*tensors, **keywords, backend=backend)
         return follow(v, steps_to(self.output_order, "BJD"))
 
     def arguments_of_call(
@@ -187,6 +192,9 @@ class Identification:
                 given.append(f"{role}={role}{as_code(self._steps(role, order))}{truth}")
         given += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
         function = "route_votes" if self.weight is None else "dynamic_routing"
+        if self.averaged:
+            function = "compat.averaged_routing"
+            given = given if self.weight is not None else ["None", *given]
         source = u + as_code(self._steps("input", self.input_order))
         call = f"capsfast.{function}({', '.join([source, *given])})"
         return "\n".join([*lines, f"v = {call}{as_code(steps_to(self.output_order, 'BJD'))}"])
@@ -220,7 +228,7 @@ class Identification:
         if self.eps != DEFAULTS["eps"] and self.squash != "identity":
             none = " (the layer adds none)" if self.eps <= NO_EPS else ""
             found.append(f"eps of the squash {self.eps:g}{none}; the default is {DEFAULTS['eps']:g}")
-        if self.share_batch_logits:
+        if self.averaged:
             found.append("logits averaged over the batch: a sample's output depends on the others")
         if self.logits is not None:
             found.append(f"the logits start with `{self.logits}` {spelled(self.logits_order)}")
@@ -244,7 +252,6 @@ DEFAULTS: dict[str, Any] = {
     "leaky": False,
     "squash": "paper",
     "eps": 1e-8,
-    "share_batch_logits": False,
     "squash_last": True,
 }
 

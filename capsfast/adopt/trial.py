@@ -83,8 +83,6 @@ class Trial:
         return self.inputs.scaled(VOTE_LENGTH / self._vote_length(candidate, self.inputs.u))
 
     def _evaluate(self, candidate: Identification, inputs: Inputs) -> Tensor:
-        if candidate.share_batch_logits:
-            return candidates.averaged(candidate, self.probe.tensors(), inputs.u, *inputs.others)
         backend = None if inputs.u.device.type == "cpu" else "reference"
         return candidate(self.probe.tensors(), inputs.u, *inputs.others, backend=backend)
 

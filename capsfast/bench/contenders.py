@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..arguments import RoutingParameters, unchecked
 from ..backend import backends
 from ..functional import dynamic_routing, route_votes
 from ..options import Options
-from ..reference.dynamic_routing import dynamic_routing as einsum_dynamic_routing
-from ..reference.route_votes import route_votes as einsum_route_votes
+from ..reference.dynamic_routing import dynamic_routing as definition
 from ..reference.squash import squash
 from . import routings
 from .cases import OPS, ROUTING, Case
@@ -96,12 +96,12 @@ def einsum(case: Case) -> Forward:
     if case.op == "route_votes":
 
         def forward_votes(votes: Tensor) -> Tensor:
-            return einsum_route_votes(votes, None, None, None, None, options)[0]
+            return definition(unchecked(votes, None, RoutingParameters(), options))[0]
 
         return forward_votes
 
     def forward(u: Tensor, weight: Tensor) -> Tensor:
-        return einsum_dynamic_routing(u, weight, None, None, None, None, options)[0]
+        return definition(unchecked(u, weight, RoutingParameters(), options))[0]
 
     return forward
 

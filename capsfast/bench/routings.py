@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from ..arguments import PassParameters, RoutingParameters, unchecked
 from ..nn.routing import ROUTINGS, Capsules, Routing, Votes
 from ..nn.routing.names import make_routing, options_of
 from ..options import Options, PassOptions
 from ..passes import Moments
-from ..reference.dynamic_routing import votes as einsum_votes
-from ..reference.route_votes import route_votes
-from ..reference.votes_pass import PassParameters, votes_pass
+from ..reference.dynamic_routing import dynamic_routing
+from ..reference.routing_pass import routing_pass
+from ..reference.votes import product
 
 # Before the names of parameters, as in the layer.
 OWN = "routing."
@@ -70,7 +71,7 @@ class EinsumVotes(Votes):
 
     def __init__(self, u: Tensor, weight: Tensor) -> None:
         self.u = u
-        self.votes = einsum_votes(u, weight)
+        self.votes = product(u, weight)
         self.B, self.I, self.J, self.D = self.votes.shape
         self.dtype, self.device = u.dtype, u.device
 
@@ -85,14 +86,16 @@ class EinsumVotes(Votes):
         **given: Tensor | None,
     ) -> Moments:
         options = PassOptions(normalize, leaky, second)
-        mass, first, squares, r, lse = votes_pass(self.votes, PassParameters(**given), self.J, options)
+        call = unchecked(self.votes, None, PassParameters(**given), options)
+        mass, first, squares, r, lse = routing_pass(call)
         return Moments(
             mass, first, squares if second else None, r if return_weights else None, lse if return_lse else None
         )
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         given = PassParameters(activation=None if activation is None else activation[:, ::step])
-        mass, first, *_ = votes_pass(self.votes[:, ::step], given, self.J, PassOptions("out", False, False))
+        call = unchecked(self.votes[:, ::step], None, given, PassOptions("out", False, False))
+        mass, first, *_ = routing_pass(call)
         return Moments(mass, first)
 
     def agree(
@@ -106,7 +109,7 @@ class EinsumVotes(Votes):
         squash_last: bool,
     ) -> Tensor:
         options = Options(num_iterations, "out", gradient, False, squash, eps, squash_last)
-        return route_votes(self.votes, logits, None, None, None, options)[0]
+        return dynamic_routing(unchecked(self.votes, None, RoutingParameters(logits), options))[0]
 
 
 class Routed:

@@ -5,6 +5,7 @@ layer is which, and what it does other than the paper.
 """
 
 from .agreement import AgreementRouting, CapsLayer
+from .averaged import averaged_routing
 from .capsule_layer import CapsuleLayer
 from .capsule_linear import CapsuleLinear
 from .digit_caps import DenseCapsule, DigitCaps, DigitCapsules, Router
@@ -24,4 +25,5 @@ __all__ = [
     "DynamicRoutingLayer",
     "MarginLoss",
     "Router",
+    "averaged_routing",
 ]

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from .._torch import OpOverload
-from ..arguments import Call, PassParameters, RoutingParameters
+from ..arguments import PassParameters, RoutingParameters, unchecked
 from ..ops import dynamic_routing, routing_pass
-from ..ops.define import PREFIX, Op, fake_sizes, overload
+from ..ops.define import PREFIX, Op, overload
 from ..options import Options, PassOptions
 from ..precision import wide_dtype
 
@@ -41,9 +41,7 @@ def _by_definition(op: Op, parameters: Any, options: Any) -> Callable[..., tuple
         given, J = options.from_op(*rest[first + 1 : last]), rest[first]
         if options is Options:
             given = given._replace(gradient="full")  # a detach() is no op of other runtimes
-        (_, _, J, D), _ = fake_sizes(u, weight, J)
-        P = 1 if weight is None or weight.shape[3] == 0 else u.shape[2] // weight.shape[3]
-        call = Call(op.public, u, weight, parameters(*rest[:first]), given, J, D, P)
+        call = unchecked(u, weight, parameters(*rest[:first]), given, J)
         results = op.run_definition(call, rest[last + 1 :])
         # What the backward alone reads.
         empty = u.new_empty(0, dtype=wide_dtype(u.dtype))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import checks
-from ..arguments import Call, RoutingParameters
+from ..arguments import RoutingParameters, unchecked
 from ..functional import dynamic_routing
 from ..functional import squash as _squash
 from ..ops import shared_routing
@@ -76,7 +76,7 @@ def route(
         if weight.shape[0] == 1 and weight.shape[1] == 1 and o.plain:
             scaled = logits if logits is None or o.temperature == 1 else logits / o.temperature
             given = RoutingParameters(scaled, None, mask, out_mask)
-            call = Call("capsfast.nn.InterestCapsules", u, weight, given, fused, J, weight.shape[2])
+            call = unchecked(u, weight, given, fused, J, "capsfast.nn.InterestCapsules")
             if shared_routing.serves(call, backend):
                 return shared_routing.run(call, o.update == "accumulate", 1 / o.temperature)
         if out_mask is None and logits is None and weight.shape[1] != J:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import checks, native
 from .._torch import surely, tracing_state, transformed
-from ..arguments import Call, RoutingParameters
+from ..arguments import Call
 from ..backend import choose
 from ..options import Options
 from .define import Op, check_fake

@@ -2,51 +2,31 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from capsfast import backend
-from capsfast.ops import _register, dynamic_routing, route_votes, routing_pass, votes_pass
+from capsfast.ops import define, dynamic_routing, routing_pass
 
 from .build import library
 
 NAME, PREFIX = "emulated", "emulated_"
-OPS = (dynamic_routing, route_votes, routing_pass, votes_pass)
-
-
-Reasons = Callable[..., Mapping[str, Callable[[], str]]]
-
-
-def _with_emulated(reasons: Reasons) -> Reasons:
-    def why_not_fused(*call: Any, **more: Any) -> Mapping[str, Callable[[], str]]:
-        known = reasons(*call, **more)
-        return {**known, NAME: known["cuda"]}  # they are the same kernels
-
-    return why_not_fused
-
-
-def _accepting(checked: Callable[[str | None, str], str | None]) -> Callable[[str | None, str], str | None]:
-    def accept(name: str | None, source: str) -> str | None:
-        return name if name == NAME else checked(name, source)
-
-    return accept
+OPS = (dynamic_routing.OP, routing_pass.OP)
 
 
 @functools.cache
 def install() -> None:
     """Builds the kernels where they are not, and makes them a backend for who asks for it by name."""
     path = library("ops")
-    # Not one of capsfast.backends(): nobody gets it who did not ask.
-    backend.DEVICES[NAME] = ("cpu",)
-    backend._checked = _accepting(backend._checked)
-    _register.PREFIX[NAME] = PREFIX
+    # Not one of capsfast.backends(): nobody gets it who did not ask. It refuses what "cuda" does: they are the same
+    # kernels.
+    refuses = backend.BACKENDS["cuda"].refuses
+    backend.BACKENDS[NAME] = backend._Backend(("cpu",), refuses=refuses)
+    define.PREFIX[NAME] = PREFIX
     for op in OPS:
-        module: Any = op
-        module._ops[NAME] = _register._define(op.CONTRACT, NAME)
-        module.why_not_fused = _with_emulated(module.why_not_fused)
+        op.kernels[NAME] = op.define(PREFIX)
     torch.ops.load_library(str(path))
 
 

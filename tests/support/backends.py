@@ -33,6 +33,13 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
+# The op of each function.
+OP_OF = {
+    "dynamic_routing": "dynamic_routing",
+    "route_votes": "dynamic_routing",
+    "routing_pass": "routing_pass",
+    "votes_pass": "routing_pass",
+}
 # What the first tier takes of a table that has more rows.
 ROWS = 8
 
@@ -67,9 +74,9 @@ class Backend:
         """For tests of exact relations, which need small rounding errors and no special dtype."""
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
-    def op(self, name: str) -> Any:
-        """The registered op of this name, such as "route_votes_backward"."""
-        return getattr(torch.ops.capsfast, self.prefix + name).default
+    def op(self, function: str, backward: bool = False) -> Any:
+        """The registered op of a public function."""
+        return getattr(torch.ops.capsfast, f"{self.prefix}{OP_OF[function]}{'_backward' * backward}").default
 
     def __str__(self) -> str:
         return self.name
@@ -117,7 +124,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def recorded_ops() -> Iterator[list[str]]:
-    """The names of all ops that run in the block, such as "capsfast::route_votes"."""
+    """The names of all ops that run in the block, such as "capsfast::dynamic_routing"."""
     with _Recorder() as recorder:
         yield recorder.ops
 
@@ -141,7 +148,7 @@ def assert_path(backend: Backend, op: str, ops: list[str], backward: bool = True
     if not backend.fused:
         assert not fused, f"backend {backend} ran {fused}"
         return
-    name = f"capsfast::{backend.prefix}{op}"
+    name = f"capsfast::{backend.prefix}{OP_OF[op]}"
     assert fused == {name} | ({f"{name}_backward"} if backward else set())
     products = {"aten::bmm", "aten::mm", "aten::einsum", "aten::matmul", "aten::_softmax"} & set(ops)
     assert not products, f"backend {backend} also ran {products}"

@@ -71,7 +71,7 @@ def route(
     squash_kind: str = "paper",
     eps: float = 1e-8,
     squash_last: bool = True,
-    share_batch_logits: bool = False,
+    averaged: bool = False,
     agreement: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """``x [B, I, J, D]`` votes to ``(v, c, agreement)``, agreement being what was added to the logits.
@@ -88,7 +88,7 @@ def route(
         for n, i, j in np.ndindex(B, I, J):
             prior = 0.0 if logits is None else logits[i, j] if logits.ndim == 2 else logits[n, i, j]
             b[n, i, j] = prior + added[n, i, j]
-        if share_batch_logits:
+        if averaged:
             for i, j in np.ndindex(I, J):
                 b[:, i, j] = sum(b[n, i, j] for n in range(B)) / B
         c = coupling(b, mask, out_mask, softmax, leaky)

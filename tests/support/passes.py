@@ -9,7 +9,6 @@ from torch import Tensor
 
 import capsfast
 from capsfast.options import PassOptions
-from capsfast.reference.votes_pass import PassParameters
 
 from . import problems
 from .backends import Shape
@@ -63,6 +62,10 @@ class PassCase:
     @property
     def arguments(self) -> dict[str, Any]:
         return {**self.options._asdict(), "return_weights": self.weights, "return_lse": self.lse}
+
+    @property
+    def requests(self) -> tuple[bool, ...]:
+        return self.weights, self.lse
 
     @staticmethod
     def outputs(result: capsfast.Moments) -> dict[str, Tensor]:
@@ -214,25 +217,3 @@ class PassOp(Op):
 
 PASS_OPS = (PassOp("routing_pass", ("u", "weight")), PassOp("votes_pass", ("votes",)))
 
-
-def registered(problem: Problem) -> list[Any]:
-    """The arguments of the registered op."""
-    names = (*("votes", "u", "weight"), *PassParameters._fields)
-    given = {**problem.inputs, **problem.masks}
-    tensors = [given.get(name) for name in names if name in given or name in PassParameters._fields]
-    of_votes = problem.op == "votes_pass"
-    J = [problem.gradients["mass"].shape[1]] if of_votes else []
-    tf32 = [] if of_votes else [False]
-    return [*tensors, *J, *problem.case.options, *tf32, problem.case.weights, problem.case.lse]
-
-
-def registered_backward(problem: Problem, outputs: Sequence[Tensor]) -> list[Any]:
-    """The arguments of the registered backward, from what the forward returned."""
-    arguments = registered(problem)[:-2]
-    count = len(problem.inputs.keys() & {"u", "weight", "votes"}) + len(PassParameters._fields)
-    gradients = [
-        None if output.dim() == 1 else problem.gradients[name].to(output.dtype)
-        for name, output in zip(problem.gradients, outputs, strict=False)
-    ]
-    needed = [tensor is not None for tensor in arguments[: count - 2]]
-    return [*gradients, *arguments[:count], *outputs, *arguments[count:], *needed]

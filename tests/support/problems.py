@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import capsfast
+from capsfast.ops.contract import Contract
 from capsfast.options import Options
 
-from .backends import Shape
+from .backends import OP_OF, Shape
 
 # What an emulated backend has time for: more outputs than one program holds, with several input capsules and with
 # several tiles of the batch; D no power of two, K in steps, tiles of the batch. The slow ones stand first, as the first
@@ -67,6 +68,10 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """What a call gets beside its tensors."""
         return {**self.options._asdict(), "return_coupling": self.coupling}
+
+    @property
+    def requests(self) -> tuple[bool, ...]:
+        return (self.coupling,)
 
     @staticmethod
     def outputs(result: Any) -> dict[str, Tensor]:
@@ -303,6 +308,28 @@ class Op:
 
     def __str__(self) -> str:
         return self.name
+
+
+def registered(problem: Problem) -> list[Any]:
+    """The arguments of the registered op."""
+    given, names = {**problem.inputs, **problem.masks}, Contract(OP_OF[problem.op]).arguments
+    J = None if "weight" in given else next(iter(problem.gradients.values())).shape[1]
+    tensors = [given.get(name) for name in names[1 : names.index("J")]]
+    case = problem.case
+    return [given.get("votes", given.get("u")), *tensors, J, *case.options.of_op(), False, *case.requests]
+
+
+def registered_backward(problem: Problem, outputs: Sequence[Tensor]) -> list[Any]:
+    """The arguments of the registered backward, from what the forward returned."""
+    contract = Contract(OP_OF[problem.op])
+    arguments, of_results = registered(problem)[: -contract.requests], dict(zip(contract.outputs, outputs, strict=True))
+    gradients = [
+        None if output.dim() == 1 else problem.gradients[name].to(output.dtype)
+        for name, output in zip(problem.gradients, outputs, strict=False)
+    ]
+    saved = [of_results[name] for name in contract.saved]
+    needed = [tensor is not None for tensor in arguments[: len(contract.needed)]]
+    return [*gradients, *arguments[: contract.tensors], *saved, *arguments[contract.tensors :], needed]
 
 
 OPS = (Op("dynamic_routing", ("u", "weight")), Op("route_votes", ("votes",)))

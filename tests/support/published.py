@@ -27,7 +27,8 @@ class Published(NamedTuple):
     ``compat``, capsfast.compat. inputs: what it is called with. weight: the name of the parameter, None for votes.
     order: its axes as letters, ``1`` an axis of length 1, two letters in brackets one merged axis; axes of ``IJDK``
     that are not there are shared. out: the axes of the result, likewise. softmax, gradient, squash, eps,
-    num_iterations, share_batch_logits, leaky, squash_last: the options of capsfast.dynamic_routing that it needs.
+    num_iterations, leaky, squash_last: the options of capsfast.dynamic_routing that it needs. averaged: it averages the
+        logits over the batch, as capsfast.compat.averaged_routing does.
     logits, bias: names of the parameters or buffers with that role; logits_order: the axes of the former. mask: whether
     the last input is the mask. transposed: the input is ``[B, K, I]``. lazy: parameters exist after one forward.
     compat: capsfast.compat has it. reproducible: whether options for it exist.
@@ -44,7 +45,7 @@ class Published(NamedTuple):
     squash: str = "paper"
     eps: float = 1e-8
     num_iterations: int = 3
-    share_batch_logits: bool = False
+    averaged: bool = False
     leaky: bool = False
     squash_last: bool = True
     logits: str | None = None
@@ -202,7 +203,7 @@ PUBLISHED = [
         inputs=transposed,
         out="BJD1",
         eps=NO_EPS,
-        share_batch_logits=True,
+        averaged=True,
         transposed=True,
     ),
     Published(
@@ -211,7 +212,7 @@ PUBLISHED = [
         "1IJDK",
         out="BJD1",
         softmax="in",
-        share_batch_logits=True,
+        averaged=True,
     ),
     Published(
         "transposed",

@@ -1,0 +1,133 @@
+"""Dynamic routing with logits averaged over the batch, a slip of older models."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import arguments, checks
+from ..arguments import Call, RoutingParameters
+from ..functional import squash as _squash
+from ..ops.define import in_wide_dtype
+from ..options import Options
+from ..reference.coupling import coupling_coefficients
+
+
+def averaged_routing(
+    u: Tensor,
+    weight: Tensor | None,
+    num_iterations: int = 3,
+    *,
+    logits: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax: str = "out",
+    gradient: str = "full",
+    leaky: bool = False,
+    squash: str = "paper",
+    eps: float = 1e-8,
+    squash_last: bool = True,
+    return_coupling: bool = False,
+) -> Any:
+    """:func:`capsfast.dynamic_routing` whose logits are, before every softmax, replaced by their mean over the batch.
+
+    Several older implementations do so. The result of a sample then depends on the others, and accuracy falls at small
+    batches: this is here to reproduce such models, not to train new ones. Under DistributedDataParallel the batch is
+    the rank's own.
+
+    All samples have the same coupling ``c [I, J]``. So the weighted sums are ``sum_ik u_bik (c_ij W_ijdk)``, and the mean
+    of the agreement ``W_ij u_bi . v_bj`` is ``<W_ij, mean_b v_bj u_bi^T>``: products of matrices without votes. They are
+    torch's, on any device, and differentiable as often as wanted.
+
+    Args:
+        u: input capsules ``[B, I, K]``; without a weight votes ``[B, I, J, D]``.
+        weight: ``[I, J, D, K]``, ``[1, J, D, K]``, or None.
+        all others: as for :func:`capsfast.dynamic_routing`.
+
+    Returns:
+        ``v [B, J, D]``; with ``return_coupling`` the pair of ``v`` and ``c [B, I, J]``.
+
+    Raises:
+        ValueError, TypeError: as :func:`capsfast.dynamic_routing`; a mask with ``softmax="in"``, which makes another
+            softmax of each sample.
+    """
+    op = "capsfast.compat.averaged_routing"
+    checks.boolean(op, "return_coupling", return_coupling)
+    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
+    call, spatial = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, None), options)
+    if spatial or call.P > 1:
+        raise ValueError(
+            f"{op}: u must be [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)} with more axes; "
+            f"capsfast.dynamic_routing takes these, without the mean"
+        )
+    if mask is not None and softmax == "in":
+        raise ValueError(f"{op}: mask needs softmax='out', got softmax='in', with which samples differ; drop the mask")
+    v, c = in_wide_dtype(_route, call, (0, 1))
+    return (v, c) if return_coupling else v
+
+
+def _route(call: Call) -> tuple[Tensor, Tensor]:
+    o, (logits, bias, mask, _) = call.options, call.parameters
+    u, weight = call.u, call.weight
+    B, I = u.shape[:2]
+    if mask is not None:
+        # What a masked capsule holds (NaN, say) must not reach dW, nor its weight the sums.
+        u = u.masked_fill(~mask.reshape(B, I, *(1,) * (u.dim() - 2)), 0.0)
+        if weight is not None and weight.shape[0] == I:
+            weight = weight.masked_fill(~mask.any(0)[:, None, None, None], 0.0)
+    votes = _Given(u, call.J) if weight is None else _Made(u, weight.expand(I, call.J, -1, -1))
+    prior = u.new_zeros(I, call.J) if logits is None else logits
+    if prior.dim() == 3:
+        prior = _mean(prior.sum(0), B)
+
+    agreement: Tensor | float = 0.0
+    for t in range(o.num_iterations):
+        last = t + 1 == o.num_iterations
+        with torch.no_grad() if o.gradient == "last" and not last else nullcontext():
+            c = coupling_coefficients((prior + agreement)[None], None, o.softmax, o.leaky)[0]
+            s = votes.weighted_sums(c)
+            if bias is not None:
+                s = s + bias
+            v = _squash(s, kind=o.squash, eps=o.eps) if o.squash_last or not last else s
+            if not last:
+                agreement = agreement + _mean(votes.agreement(v), B)
+                if o.gradient == "last":
+                    agreement = agreement.detach()
+    coupling = c.expand(B, I, call.J)
+    return v, coupling if mask is None else coupling.masked_fill(~mask[:, :, None], 0.0)
+
+
+def _mean(total: Tensor, B: int) -> Tensor:
+    return total / max(B, 1)  # nothing is the mean of no samples
+
+
+class _Given:
+    """Votes ``[B, I, J or 1, D]``."""
+
+    def __init__(self, votes: Tensor, J: int) -> None:
+        self.votes = votes.expand(-1, -1, J, -1)
+
+    def weighted_sums(self, c: Tensor) -> Tensor:
+        return torch.einsum("ij,bijd->bjd", c, self.votes)
+
+    def agreement(self, v: Tensor) -> Tensor:
+        """The sum over the batch, ``[I, J]``."""
+        return torch.einsum("bijd,bjd->ij", self.votes, v)
+
+
+class _Made:
+    """Votes of ``u [B, I, K]`` and ``weight [I, J, D, K]``, none of which is formed."""
+
+    def __init__(self, u: Tensor, weight: Tensor) -> None:
+        self.u = u.flatten(1)  # [B, I K]
+        self.weight = weight.permute(0, 3, 1, 2).contiguous()  # [I, K, J, D]
+
+    def weighted_sums(self, c: Tensor) -> Tensor:
+        _, _, J, D = self.weight.shape
+        scaled = (c[:, None, :, None] * self.weight).flatten(0, 1).flatten(1)
+        return (self.u @ scaled).unflatten(1, (J, D))
+
+    def agreement(self, v: Tensor) -> Tensor:
+        I, K, J, D = self.weight.shape
+        return ((self.u.T @ v.flatten(1)).reshape(I, K, J, D) * self.weight).sum((1, 3))
