@@ -268,5 +268,3 @@ def _is_usual(value: object, wanted: tuple[int, ...], mask: bool, anchor: Tensor
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.shape != wanted:
         return False
     return value.dtype == (torch.bool if mask else anchor.dtype) and value.device == anchor.device
-
-

@@ -78,9 +78,7 @@ def backends() -> dict[str, BackendStatus]:
 
     They are in the order in which ``backend=None`` tries them. "reference" serves every call.
     """
-    return {
-        name: BackendStatus(not (why := BACKENDS[name].absent()), why, _devices(name)) for name in ORDER
-    }
+    return {name: BackendStatus(not (why := BACKENDS[name].absent()), why, _devices(name)) for name in ORDER}
 
 
 def _checked(name: str | None, source: str) -> str | None:

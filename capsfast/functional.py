@@ -169,6 +169,8 @@ def route_votes(votes: Tensor, num_iterations: int = 3, **options: Unpack[Routin
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
     """
+    if has_torch_function((votes, num_iterations, *options.values())):
+        return instead(route_votes, {"votes": votes, "num_iterations": num_iterations, **options}, 2)
     if isinstance(num_iterations, Tensor) and num_iterations.dim() > 1:
         raise TypeError(
             f"capsfast.route_votes: takes votes [B, I, J, D] and a number of iterations, got {checks.shown(votes)} and "

@@ -18,7 +18,9 @@ from ._torch import constant_while_tracing
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
 # The op schemas, as csrc/library.cpp defines them: the file is a list of strings in both languages.
-SCHEMAS: tuple[str, ...] = ast.literal_eval(f"({Path(__file__).with_name('ops').joinpath('schemas.inc').read_text(encoding='utf-8')})")
+SCHEMAS: tuple[str, ...] = ast.literal_eval(
+    f"({Path(__file__).with_name('ops').joinpath('schemas.inc').read_text(encoding='utf-8')})"
+)
 _REMEDY = f"build it {in_the_checkout()}"
 
 

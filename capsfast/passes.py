@@ -150,6 +150,8 @@ def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
 
     All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
     """
+    if has_torch_function((votes, *options.values())):
+        return instead(votes_pass, {"votes": votes, **options}, 1)  # type: ignore[no-any-return]
     return routing_pass(votes, None, **options)
 
 

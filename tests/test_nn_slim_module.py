@@ -78,7 +78,7 @@ def test_votes_are_in_memory_once(window: str) -> None:
         with Stored() as backward:
             v.sum().backward()
         own = [each for each in backward.larger_than(votes / 20) if "convolution" not in each]
-        assert len(own) == 1 and "route_votes_backward" in own[0]
+        assert len(own) == 1 and "dynamic_routing_backward" in own[0]
 
 
 @each_of_votes

@@ -161,7 +161,7 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend, op: PassOp, case: 
         run(problem, backend.name)
     if case is SHARED:
         # One product makes the votes that all output capsules share.
-        assert (f"capsfast::{backend.prefix}votes_pass" in ops) == backend.fused
+        assert (f"capsfast::{backend.prefix}routing_pass" in ops) == backend.fused
     else:
         assert_path(backend, op.name, ops)
 

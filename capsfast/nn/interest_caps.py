@@ -216,7 +216,9 @@ class InterestCapsules(Layer):
         J = self.num_interests
         if self.max_length is not None and self.max_length < I:
             raise ValueError(f"{op}: behaviours must be at most max_length={self.max_length}, got {I}")
-        arguments.check_parameters(op, "behaviours", behaviours, (B, I, J, self.out_dim), {"mask": mask, "logits": logits})
+        arguments.check_parameters(
+            op, "behaviours", behaviours, (B, I, J, self.out_dim), {"mask": mask, "logits": logits}
+        )
         number = behaviours.new_full((B,), I, dtype=torch.int64) if mask is None else mask.sum(1)
         there = self._there(op, number, interests, behaviours) & (number > 0)[:, None]
         start = self._start(behaviours, B, I, generator) if logits is None else logits

@@ -41,7 +41,7 @@ class Op:
 
     Args:
         name: in schemas.inc.
-        public: the function that errors name.
+        public: the function that errors name; the second, if there is one, where no weight is given.
         fake: gives shapes and dtypes of the results; called with a namespace of the arguments.
         cast: how many of the first arguments autocast casts.
         definition: what the reference computes: a :class:`capsfast.arguments.Call` to results, as far as the public
@@ -54,7 +54,7 @@ class Op:
     def __init__(
         self,
         name: str,
-        public: str,
+        public: tuple[str, ...],
         fake: Function,
         *,
         cast: int = 2,
@@ -79,9 +79,7 @@ class Op:
         J = call.J if call.weight is None else None
         tf32 = chosen != "cpp" and tf32_allowed()
         kernel = self.kernels[chosen]
-        found: Outputs = kernel(
-            call.u, call.weight, *call.parameters, J, *call.options.of_op(), tf32, *requests
-        )
+        found: Outputs = kernel(call.u, call.weight, *call.parameters, J, *call.options.of_op(), tf32, *requests)
         return found
 
     def run_definition(self, call: Call, requests: tuple[bool, ...]) -> Outputs:
@@ -100,25 +98,35 @@ class Op:
         for schema in native.SCHEMAS:
             defined = schema.split("(")[0]
             # The extension defines its own, for processes without Python.
-            if defined in (contract.name, f"{contract.name}_backward"):
-                if not hasattr(torch.ops.capsfast, prefix + defined):
-                    _library.define(prefix + schema)
+            if defined in (contract.name, f"{contract.name}_backward") and not hasattr(
+                torch.ops.capsfast, prefix + defined
+            ):
+                _library.define(prefix + schema)
         op, op_backward = overload(name), overload(f"{name}_backward")
-        second, jvp = _no_second_derivative(self.public), _no_forward_mode(self.public)
-        save = _saving(contract)
-        fused_backward = _called(op_backward, self.public, _save_nothing, second, jvp, 0, contract.differentiable)
+        first = contract.differentiable
+        name_forward, name_backward = self._naming(0), self._naming(first)
+
+        def keep_name(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+            ctx.public = name_backward(inputs)
+
+        save = _saving(contract, name_forward)
+        fused_backward = _called(op_backward, name_backward, keep_name, _no_second_derivative, 0, first)
         backward = _backward_by(contract, fused_backward)
         torch.library.register_fake(op)(self._fake)
         torch.library.register_fake(op_backward)(self._fake_backward)
         torch.library.register_autograd(op, backward, setup_context=save)
-        torch.library.register_autograd(op_backward, second)
+        torch.library.register_autograd(op_backward, _no_second_derivative, setup_context=keep_name)
         for each in (op, op_backward):
             torch.library.register_vmap(each, _vmap(each))
         for device in ("CPU", "CUDA"):
             _library.impl(name, _under_autocast(op, device.lower(), self.cast), f"Autocast{device}")
         if self.sharded:
             sharding.announce(contract, op, op_backward)
-        return _called(op, self.public, save, backward, jvp, self.cast, 0)
+        return _called(op, name_forward, save, backward, self.cast, 0)
+
+    def _naming(self, first: int) -> Callable[[Sequence[Any]], str]:
+        """The public function that a call is of. first: where the tensors stand among its arguments."""
+        return lambda inputs: self.public[0 if len(self.public) == 1 or inputs[first + 1] is not None else 1]
 
     def _fake(self, *arguments: Any) -> Any:
         return self.fake(SimpleNamespace(**dict(zip(self.contract.arguments, arguments, strict=True))))
@@ -206,7 +214,7 @@ def _bind_triton(name: str) -> None:
         _library.impl(f"triton_{name}_backward", bound("backward"), key)
 
 
-def _saving(contract: Contract) -> Function:
+def _saving(contract: Contract, named: Callable[[Sequence[Any]], str]) -> Function:
     """setup_context of an op: keeps its tensors, the outputs that the backward gets, and the options."""
     tensors, last = contract.tensors, len(contract.arguments) - contract.requests
     kept = [contract.outputs.index(name) for name in contract.saved]
@@ -214,7 +222,7 @@ def _saving(contract: Contract) -> Function:
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         ctx.save_for_backward(*inputs[:tensors], *[output[n] for n in kept])
-        ctx.options = inputs[tensors:last]
+        ctx.options, ctx.public = inputs[tensors:last], named(inputs)
         ctx.mark_non_differentiable(*[output[n] for n in constant])
         ctx.set_materialize_grads(False)
 
@@ -236,12 +244,8 @@ def _backward_by(contract: Contract, op: Function) -> Function:
     return backward
 
 
-def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
-
-
 def _called(
-    op: OpOverload, public: str, save: Function, backward: Function, jvp: Function, cast: int, first: int
+    op: OpOverload, named: Callable[[Sequence[Any]], str], save: Function, backward: Function, cast: int, first: int
 ) -> Function:
     """A function that calls an op in the way that suits its caller.
 
@@ -249,8 +253,8 @@ def _called(
     torch.library, and in eager mode their autograd takes most of the host time of a call. In both cases save and
     backward run in an autograd.Function instead.
 
-    public: the function that errors name. cast: how many of the first arguments autocast casts. first: which argument
-    is surely a tensor, as the gradients before it may be None.
+    named: the public function, which errors name. cast: how many of the first arguments autocast casts. first: which
+    argument is surely a tensor, as the gradients before it may be None.
     """
 
     class Transformed(torch.autograd.Function):
@@ -274,7 +278,7 @@ def _called(
 
     for function in (Transformed, Eager):
         function.backward = staticmethod(backward)  # type: ignore[assignment]
-        function.jvp = staticmethod(jvp)  # type: ignore[assignment]
+        function.jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
 
     def call(*inputs: Any) -> Any:
         if type(inputs[first]) is not Tensor:
@@ -308,7 +312,7 @@ def _called(
             if not str(error).startswith("std::bad_alloc"):
                 raise
             raise MemoryError(
-                f"{public}: the system has no memory for the scratch of this call ({error}); "
+                f"{named(inputs)}: the system has no memory for the scratch of this call ({error}); "
                 "take a smaller batch or fewer threads (torch.set_num_threads)"
             ) from None
 
@@ -331,23 +335,17 @@ def _under_autocast(op: OpOverload, device: str, cast: int) -> Function:
     return kernel
 
 
-def _no_second_derivative(public: str) -> Function:
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            f'{public}: the fused backends have no second derivative; for create_graph=True use backend="reference"'
-        )
-
-    return backward
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(
+        f'{ctx.public}: the fused backends have no second derivative; for create_graph=True use backend="reference"'
+    )
 
 
-def _no_forward_mode(public: str) -> Function:
-    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
-        raise NotImplementedError(
-            f"{public}: the fused backends have no forward-mode derivative (jvp), got an argument with a tangent; "
-            f'use backend="reference"'
-        )
-
-    return jvp
+def _no_forward_mode(ctx: Any, *tangents: Tensor | None) -> None:
+    raise NotImplementedError(
+        f"{ctx.public}: the fused backends have no forward-mode derivative (jvp), got an argument with a tangent; "
+        f'use backend="reference"'
+    )
 
 
 def _vmap(op: Function) -> Function:

@@ -58,4 +58,6 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     )
 
 
-OP = Op("dynamic_routing", "capsfast.dynamic_routing", _fake, definition=definition, narrow=(0, 1))
+OP = Op(
+    "dynamic_routing", ("capsfast.dynamic_routing", "capsfast.route_votes"), _fake, definition=definition, narrow=(0, 1)
+)

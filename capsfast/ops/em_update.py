@@ -93,4 +93,4 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     return new(B, J, D), new((0,) if a.final else (B, J, D)), new(B, J)
 
 
-OP = Op("em_update", "capsfast.EMRouting", _fake, cast=0, sharded=False)
+OP = Op("em_update", ("capsfast.EMRouting",), _fake, cast=0, sharded=False)

@@ -52,4 +52,4 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     )
 
 
-OP = Op("routing_pass", "capsfast.routing_pass", _fake, definition=definition, narrow=(3,))
+OP = Op("routing_pass", ("capsfast.routing_pass", "capsfast.votes_pass"), _fake, definition=definition, narrow=(3,))

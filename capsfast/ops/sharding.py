@@ -154,4 +154,6 @@ def _backward_rule(contract: Contract, call: _Call, axis: str) -> tuple[list[Any
         else:
             inputs[name] = _as_input(name[1:] if name[1:] in contract.outputs else name, call, axis)
     wanted = zip(contract.needed, call.options["needed"], strict=True)
-    return [_as_sum(name, call, axis) if need and name in call.tensors else Replicate() for name, need in wanted], inputs
+    return [
+        _as_sum(name, call, axis) if need and name in call.tensors else Replicate() for name, need in wanted
+    ], inputs

@@ -101,4 +101,4 @@ def _fake(a: Any) -> tuple[Tensor, ...]:
     return a.u.new_empty(B, J, D), a.u.new_empty(kept)
 
 
-OP = Op("shared_routing", "capsfast.dynamic_routing", _fake, sharded=False, backends=("cpp",))
+OP = Op("shared_routing", ("capsfast.dynamic_routing",), _fake, sharded=False, backends=("cpp",))

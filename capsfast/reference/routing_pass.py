@@ -54,6 +54,8 @@ def _without_masked(given: PassParameters) -> PassParameters:
             return value
         return value.masked_fill(~mask.reshape(*mask.shape, *(1,) * (value.dim() - 2)), 0.0)
 
-    of_outputs = {name: cleared(getattr(given, name), given.out_mask) for name in ("query", "precision", "center", "prior")}
+    of_outputs = {
+        name: cleared(getattr(given, name), given.out_mask) for name in ("query", "precision", "center", "prior")
+    }
     of_inputs = {name: cleared(getattr(given, name), given.mask) for name in ("activation", "lse")}
     return given._replace(**of_outputs, **of_inputs)

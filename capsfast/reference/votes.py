@@ -18,8 +18,13 @@ def product(u: Tensor, weight: Tensor) -> Tensor:
 
 
 def votes(call: Call) -> Tensor:
-    """``[B, I, J or 1, D]``, 0 for masked input capsules: what these hold (NaN, say) must reach no gradient, dW's too."""
-    u, mask = call.u, call.parameters.mask
-    if mask is not None:
-        u = u.masked_fill(~mask.reshape(*mask.shape, *(1,) * (u.dim() - 2)), 0.0)
-    return u if call.weight is None else product(u, call.weight)
+    """``[B, I, J or 1, D]``, 0 for masked input capsules.
+
+    What these hold (NaN, say) must reach no gradient, not dW's either, and what their weight holds no sum.
+    """
+    u, mask = _without(call.u, call.parameters.mask), call.parameters.mask
+    return u if call.weight is None else _without(product(u, call.weight), mask)
+
+
+def _without(value: Tensor, mask: Tensor | None) -> Tensor:
+    return value if mask is None else value.masked_fill(~mask.reshape(*mask.shape, *(1,) * (value.dim() - 2)), 0.0)

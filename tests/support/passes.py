@@ -216,4 +216,3 @@ class PassOp(Op):
 
 
 PASS_OPS = (PassOp("routing_pass", ("u", "weight")), PassOp("votes_pass", ("votes",)))
-
