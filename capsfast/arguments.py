@@ -114,7 +114,10 @@ def check(
         ValueError, TypeError: something does not fit.
     """
     options.check(op)
-    given = dict(zip(parameters._fields, parameters, strict=True))
+    given: dict[str, Tensor] = {}
+    for name, value in zip(parameters._fields, parameters, strict=True):
+        if value is not None:
+            given[name] = value
     spatial: tuple[int, ...] = ()
     if weight is None:
         u, spatial = votes(op, u)
@@ -122,11 +125,12 @@ def check(
         u, weight = product(op, u, weight)
     call = unchecked(u, weight, parameters, options, op=op)
     if call.J == 1:
-        saying = {name: value for name, value in given.items() if "J" in AXES[name]}
+        saying = [name for name in parameters._fields if "J" in AXES[name]]
         anchor, value, axis = ("votes", u, 2) if weight is None else ("weight", weight, 1)
-        call.J = outputs(op, anchor, value, axis, saying, J_needed)
-    sizes = (u.shape[0], u.shape[1], call.J, call.D)
-    check_parameters(op, "votes" if weight is None else "u", u, sizes, given, spatial)
+        call.J = outputs(op, anchor, value, axis, {name: given.get(name) for name in saying}, J_needed)
+    if given:
+        sizes = (u.shape[0], u.shape[1], call.J, call.D)
+        check_parameters(op, "votes" if weight is None else "u", u, sizes, given, spatial)
     if spatial:
         call.u = positions.of_votes(u, call.J, spatial)
         spread = {name: positions.spread(name, value, spatial) for name, value in given.items()}

@@ -8,6 +8,7 @@
 // inputs and outputs, and a tensor `like` whose device and allocator new memory comes from.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -95,11 +96,26 @@ inline ScalarType wide_type(const Tensor& like) {
   return like.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A new tensor of these sizes and, where there are positions, an axis of them.
+// A new tensor. torch::stable::new_empty looks the op up by its name at each call: 2 us, and most calls make five.
+inline Tensor empty(const Tensor& like, const int64_t* sizes, size_t axes, ScalarType type) {
+  int32_t device, index, layout;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(like.get(), &layout));
+  int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(
+      like.get(), sizes, static_cast<int64_t>(axes), &dtype, &layout, &device, index, nullptr, &made));
+  return Tensor(made);
+}
+
+// Of these sizes and, where there are positions, an axis of them.
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type, int64_t positions = -1) {
-  std::vector<int64_t> all(sizes);
-  if (positions >= 0) all.push_back(positions);
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(all.data(), all.size()), type);
+  int64_t all[5];
+  size_t axes = 0;
+  for (const int64_t size : sizes) all[axes++] = size;
+  if (positions >= 0) all[axes++] = positions;
+  return empty(like, all, axes, type);
 }
 
 // A contiguous gradient of the shape of `tensor`, which `view` then describes; [0] if no gradient is wanted.
@@ -108,7 +124,7 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, Sc
 inline Tensor gradient_like(const Tensor& tensor, bool wanted, bool empty_problem, View* view, bool positions = false,
                             bool huge_pages = true) {
   if (!wanted) return empty(tensor, {0}, tensor.scalar_type());
-  Tensor gradient = torch::stable::new_empty(tensor, tensor.sizes());
+  Tensor gradient = empty(tensor, tensor.sizes().data(), tensor.sizes().size(), tensor.scalar_type());
   if (huge_pages && gradient.is_cpu())
     advise_huge_pages(gradient.data_ptr(), static_cast<size_t>(gradient.numel()) * size_of(storage_of(gradient)));
   // If any axis is empty, no kernel may run over what remains of the gradient, which then is 0.
