@@ -72,6 +72,16 @@ def with_keywords_of(other: Callable[..., Any]) -> Callable[[Function], Function
     return shown
 
 
+def check(function: Callable[..., Any], given: Mapping[str, object], known: type, op: str) -> None:
+    """
+    Raises:
+        TypeError: a keyword that the TypedDict ``known`` has not.
+    """
+    unknown = {name: value for name, value in given.items() if name not in known.__annotations__}
+    if unknown:
+        refuse(function, unknown, op)
+
+
 def refuse(function: Callable[..., Any], unknown: Mapping[str, object], op: str = "") -> NoReturn:
     """
     Raises:

@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 import torch
 from torch._ops import OpOverload as OpOverload  # the type of torch.ops.capsfast.dynamic_routing.default
 from torch.autograd import forward_ad
+from torch.jit._trace import TracerWarning as TracerWarning  # what torch.jit.trace warns with of comparisons
 
-# The autograd that torch.library gives an op takes most of the host time of a small call. Below it the kernel runs alone.
+# The autograd that torch.library gives an op takes most of the host time of a small call. Below it the kernel runs
+# alone.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # torch.is_autocast_enabled asks about one device. This is the question for all of them, and nearly always "no".
 any_autocast = torch._C._is_any_autocast_enabled

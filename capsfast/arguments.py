@@ -114,10 +114,8 @@ def check(
         ValueError, TypeError: something does not fit.
     """
     options.check(op)
-    given: dict[str, Tensor] = {}
-    for name, value in zip(parameters._fields, parameters, strict=True):
-        if value is not None:
-            given[name] = value
+    pairs = zip(parameters._fields, parameters, strict=True)
+    given = {name: value for name, value in pairs if value is not None}
     spatial: tuple[int, ...] = ()
     if weight is None:
         u, spatial = votes(op, u)

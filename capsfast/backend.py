@@ -1,4 +1,4 @@
-"""Which implementation serves a call: ``backends()``, ``use_backend()``, ``CAPSFAST_BACKEND``, and the choice itself."""
+"""Which implementation serves a call: the table of backends, who demands one, and the choice."""
 
 import os
 import warnings

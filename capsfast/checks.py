@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ._torch import tracing_state, transformed
+from ._torch import TracerWarning, tracing_state, transformed
 
 # Its power -3/2, which the derivative of a squash holds, is still a float32.
 SMALLEST_EPS = 1e-20
@@ -20,7 +20,7 @@ SMALLEST_EPS = 1e-20
 warnings.filterwarnings(
     "ignore",
     "Converting a tensor to a Python boolean",
-    category=torch.jit.TracerWarning,
+    category=TracerWarning,
     module=r"capsfast\.",
 )
 

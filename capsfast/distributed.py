@@ -7,6 +7,7 @@ own differentiable all-reduce adds up the losses of all ranks instead: its gradi
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from . import _keywords, arguments, checks, passes
+from . import _keywords, arguments, checks, functional, passes
+from .arguments import RoutingParameters
+from .functional import RoutingKeywords
 from .ops import sharding
 from .options import Options
-from .passes import Moments
+from .passes import Moments, PassKeywords
 from .precision import wide_dtype
 from .reference.squash import squash as _squash
 
 if not dist.is_available():
     raise ImportError("capsfast.distributed: this torch was built without torch.distributed; install one that has it")
 
-import torch.distributed._functional_collectives as functional
+import torch.distributed._functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["dynamic_routing", "register_sharding", "routing_pass", "votes_pass"]
@@ -43,7 +46,7 @@ def register_sharding() -> None:
     sharding.register()
 
 
-@_keywords.closed
+@_keywords.with_keywords_of(functional.dynamic_routing)
 def dynamic_routing(
     u: Tensor,
     weight: Tensor,
@@ -51,19 +54,7 @@ def dynamic_routing(
     *,
     group: Group = None,
     shared_weight: bool = False,
-    logits: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    softmax: str = "out",
-    gradient: str = "full",
-    leaky: bool = False,
-    squash: str = "paper",
-    eps: float = 1e-8,
-    squash_last: bool = True,
-    return_coupling: bool = False,
-    backend: str | None = None,
-    **unknown: Unpack[_keywords.NoMore],
+    **options: Unpack[RoutingKeywords],
 ) -> Any:
     """:func:`capsfast.dynamic_routing` over the input capsules of all ranks (Sabour, Frosst, Hinton 2017, procedure 1).
 
@@ -96,84 +87,69 @@ def dynamic_routing(
         TypeError: not a dense floating-point tensor, dtypes that differ, or a DTensor.
         RuntimeError: there is no process group, or the demanded backend cannot serve the passes.
     """
-    if unknown:
-        _keywords.refuse(dynamic_routing, unknown, "capsfast.distributed.dynamic_routing")
     op = "capsfast.distributed.dynamic_routing"
-    options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    options.check(op)
+    _keywords.check(dynamic_routing, options, RoutingKeywords, op)
+    given = RoutingParameters(*(options.get(name) for name in RoutingParameters._fields))  # type: ignore[arg-type]
+    o = Options(num_iterations, **{name: options[name] for name in Options._fields[1:] if name in options})  # type: ignore[literal-required]
+    return_coupling = options.get("return_coupling", False)
     checks.boolean(op, "return_coupling", return_coupling)
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
-    B, I, _ = u.shape
-    D = weight.shape[2]
-    J = arguments.outputs(op, "weight", weight, 1, {"logits": logits, "bias": bias, "out_mask": out_mask}, needed=False)
-    given = {"logits": logits, "bias": bias, "mask": mask, "out_mask": out_mask}
-    arguments.check_parameters(op, "u", u, (B, I, J, D), given)
+    call, _ = arguments.check(op, u, weight, given, o)
     wide = wide_dtype(u.dtype)
     # Says what J is where the weight does not.
-    prior = u.new_zeros(B, J) if weight.shape[1] != J else None
-    common: dict[str, Any] = {"mask": mask, "out_mask": out_mask, "prior": prior, "backend": backend}
+    prior = u.new_zeros(u.shape[0], call.J) if call.shared_outputs else None
+    common: PassKeywords = {
+        "mask": given.mask,
+        "out_mask": given.out_mask,
+        "prior": prior,
+        "backend": options.get("backend"),
+    }
     differentiated = torch.is_grad_enabled()
-
-    def one_pass(query: Tensor | None, logits: Tensor | None, weights: bool) -> Moments:
-        def local(**changes: Any) -> Moments:
-            return passes.routing_pass(u, weight, logits=logits, **{**common, **changes})
-
-        return _combined(op, ranks, local, {"query": query, "prior": prior}, softmax, leaky, False, weights, False)
-
     total: Tensor | None = None
     for t in range(num_iterations):
         last = t + 1 == num_iterations
-        query, prior_logits = total, logits
-        with torch.set_grad_enabled(differentiated and (last or gradient == "full")):
-            if gradient == "last" and last and differentiated and total is not None:
+        query, logits = total, given.logits
+        with torch.set_grad_enabled(differentiated and (last or o.gradient == "full")):
+            if o.gradient == "last" and last and differentiated and total is not None:
                 # A query would be differentiated with respect to the votes as well.
-                query, prior_logits = None, _agreement(u, weight, total, common)
-                prior_logits = prior_logits if logits is None else logits.to(wide) + prior_logits
-            found = one_pass(query, prior_logits, return_coupling and last)
-            s = found.first if bias is None else found.first + bias.to(found.first.dtype)
-            v = _squash(s, -1, eps, squash) if squash_last or not last else s
-            if out_mask is not None:
-                v = v.masked_fill(~out_mask[:, :, None], 0.0)
+                query, agreement = None, _agreement(u, weight, total, common)
+                logits = agreement if logits is None else logits.to(wide) + agreement
+            found = _combined(
+                op,
+                ranks,
+                partial(passes.routing_pass, u, weight),
+                {
+                    **common,
+                    "query": query,
+                    "logits": logits,
+                    "normalize": o.softmax,
+                    "leaky": o.leaky,
+                    "return_weights": return_coupling and last,
+                },
+            )
+            s = found.first if given.bias is None else found.first + given.bias.to(found.first.dtype)
+            v = _squash(s, -1, o.eps, o.squash) if o.squash_last or not last else s
+            if given.out_mask is not None:
+                v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
             total = v if total is None else total + v
     v = v.to(u.dtype)
     return (v, found.weights) if return_coupling else v
 
 
 @torch.no_grad()
-def _agreement(u: Tensor, weight: Tensor, total: Tensor, common: dict[str, Any]) -> Tensor:
+def _agreement(u: Tensor, weight: Tensor, total: Tensor, common: PassKeywords) -> Tensor:
     """``[B, I, J]``: the votes times the sum of the outputs, not rounded to 16 bits."""
     wide = wide_dtype(u.dtype)
-    found = passes.routing_pass(
-        u.to(wide), weight.to(wide), query=total, normalize="none", return_weights=True, **common
-    )
+    asked: PassKeywords = {**common, "query": total, "normalize": "none", "return_weights": True}
+    found = passes.routing_pass(u.to(wide), weight.to(wide), **asked)
     assert found.weights is not None
     return found.weights
 
 
-@_keywords.closed
+@_keywords.with_keywords_of(passes.routing_pass)
 def routing_pass(
-    u: Tensor,
-    weight: Tensor,
-    *,
-    group: Group = None,
-    shared_weight: bool = False,
-    query: Tensor | None = None,
-    precision: Tensor | None = None,
-    center: Tensor | None = None,
-    prior: Tensor | None = None,
-    logits: Tensor | None = None,
-    activation: Tensor | None = None,
-    mask: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    normalize: str = "out",
-    lse: Tensor | None = None,
-    leaky: bool = False,
-    second: bool = False,
-    return_weights: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
-    **unknown: Unpack[_keywords.NoMore],
+    u: Tensor, weight: Tensor, *, group: Group = None, shared_weight: bool = False, **options: Unpack[PassKeywords]
 ) -> Moments:
     """:func:`capsfast.routing_pass` over the input capsules of all ranks.
 
@@ -193,51 +169,15 @@ def routing_pass(
     Raises:
         The errors of :func:`capsfast.routing_pass` and those of :func:`dynamic_routing`.
     """
-    if unknown:
-        _keywords.refuse(routing_pass, unknown, "capsfast.distributed.routing_pass")
     op = "capsfast.distributed.routing_pass"
+    _keywords.check(routing_pass, options, PassKeywords, op)
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
-
-    def local(**changes: Any) -> Moments:
-        return passes.routing_pass(
-            u,
-            weight,
-            logits=logits,
-            activation=activation,
-            mask=mask,
-            out_mask=out_mask,
-            lse=lse,
-            backend=backend,
-            **changes,
-        )
-
-    shared = {"query": query, "precision": precision, "center": center, "prior": prior}
-    return _combined(op, ranks, local, shared, normalize, leaky, second, return_weights, return_lse)
+    return _combined(op, ranks, partial(passes.routing_pass, u, weight), options)
 
 
-@_keywords.closed
-def votes_pass(
-    votes: Tensor,
-    *,
-    group: Group = None,
-    query: Tensor | None = None,
-    precision: Tensor | None = None,
-    center: Tensor | None = None,
-    prior: Tensor | None = None,
-    logits: Tensor | None = None,
-    activation: Tensor | None = None,
-    mask: Tensor | None = None,
-    out_mask: Tensor | None = None,
-    normalize: str = "out",
-    lse: Tensor | None = None,
-    leaky: bool = False,
-    second: bool = False,
-    return_weights: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
-    **unknown: Unpack[_keywords.NoMore],
-) -> Moments:
+@_keywords.with_keywords_of(passes.votes_pass)
+def votes_pass(votes: Tensor, *, group: Group = None, **options: Unpack[PassKeywords]) -> Moments:
     """:func:`capsfast.votes_pass` over the input capsules of all ranks.
 
     Args:
@@ -245,52 +185,25 @@ def votes_pass(
 
     All other arguments, the result and the errors are those of :func:`routing_pass`.
     """
-    if unknown:
-        _keywords.refuse(votes_pass, unknown, "capsfast.distributed.votes_pass")
     op = "capsfast.distributed.votes_pass"
+    _keywords.check(votes_pass, options, PassKeywords, op)
     ranks = _Ranks(op, group, "votes", checks.tensor(op, "votes", votes, "[B, I, J, D]"))
-
-    def local(**changes: Any) -> Moments:
-        return passes.votes_pass(
-            votes,
-            logits=logits,
-            activation=activation,
-            mask=mask,
-            out_mask=out_mask,
-            lse=lse,
-            backend=backend,
-            **changes,
-        )
-
-    shared = {"query": query, "precision": precision, "center": center, "prior": prior}
-    return _combined(op, ranks, local, shared, normalize, leaky, second, return_weights, return_lse)
+    return _combined(op, ranks, partial(passes.votes_pass, votes), options)
 
 
-def _combined(
-    op: str,
-    ranks: "_Ranks",
-    local: Callable[..., Moments],
-    shared: dict[str, Tensor | None],
-    normalize: str,
-    leaky: bool,
-    second: bool,
-    return_weights: bool,
-    return_lse: bool,
-) -> Moments:
-    """A pass over the rank's own input capsules, and what all ranks have together. shared: the same on all of them."""
+# What all ranks have, in a pass.
+SHARED = ("query", "precision", "center", "prior")
+
+
+def _combined(op: str, ranks: "_Ranks", local: Callable[..., Moments], options: PassKeywords) -> Moments:
+    """A pass over the rank's own input capsules, and what all ranks have together."""
+    leaky, return_lse = options.get("leaky", False), options.get("return_lse", False)
     checks.boolean(op, "leaky", leaky)
-    given = {name: value for name, value in shared.items() if value is not None}
+    given: dict[str, Any] = {name: options[name] for name in SHARED if options.get(name) is not None}  # type: ignore[literal-required]
     alike = dict(zip(given, ranks.alike(*given.values()), strict=True))
-    inward = normalize == "in"
-    found = local(
-        **alike,
-        normalize=normalize,
-        # There is one leak, not one a rank.
-        leaky=leaky and not inward,
-        second=second,
-        return_weights=return_weights,
-        return_lse=return_lse or inward,
-    )
+    inward = options.get("normalize") == "in"
+    # There is one leak, not one a rank.
+    found = local(**{**options, **alike, "leaky": leaky and not inward, "return_lse": return_lse or inward})
     ranks.agree(op, found.first)
     moments = [found.mass, found.first] if found.second is None else [found.mass, found.first, found.second]
     if not inward:
@@ -403,8 +316,8 @@ _agreed: set[tuple[Any, ...]] = set()
 
 def _all_reduce(value: Tensor, how: str, group: Any) -> Tensor:
     """group: by its name, as torch.compile keeps no group in a Function's context."""
-    found = functional.all_reduce(value.contiguous(), how, group)
-    return found.wait() if isinstance(found, functional.AsyncCollectiveTensor) else found
+    found = collectives.all_reduce(value.contiguous(), how, group)
+    return found.wait() if isinstance(found, collectives.AsyncCollectiveTensor) else found
 
 
 class _Total(torch.autograd.Function):

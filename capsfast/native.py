@@ -12,8 +12,8 @@ from types import ModuleType
 import torch
 
 from ._install import in_the_checkout
-from ._version import __version__
 from ._torch import constant_while_tracing
+from ._version import __version__
 
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)

@@ -25,12 +25,12 @@ class Options(NamedTuple):
     squash_last: False leaves out the squash of the last iteration: the result is the weighted sum, with its bias.
     """
 
-    num_iterations: int
-    softmax: str
-    gradient: str
-    leaky: bool
-    squash: str
-    eps: float
+    num_iterations: int = 3
+    softmax: str = "out"
+    gradient: str = "full"
+    leaky: bool = False
+    squash: str = "paper"
+    eps: float = 1e-8
     squash_last: bool = True
 
     def check(self, op: str) -> None:
@@ -102,7 +102,7 @@ class PassOptions(NamedTuple):
             )
 
     def of_op(self) -> tuple[str, bool, bool]:
-        return tuple(self)
+        return self.normalize, self.leaky, self.second
 
     @classmethod
     def from_op(cls, *options: Any) -> "PassOptions":

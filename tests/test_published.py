@@ -11,7 +11,6 @@ import capsfast
 from .support import plain
 from .support.published import PUBLISHED, SIZES, Published, arranged, float64, named
 
-
 OPTIONS = ("num_iterations", "softmax", "gradient", "leaky", "squash", "eps", "squash_last")
 REPRODUCIBLE = [row for row in PUBLISHED if row.reproducible]
 

@@ -1,13 +1,13 @@
 """How capsfast computes what a layer computes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..compat import averaged_routing
-from ..functional import dynamic_routing, route_votes
+from ..functional import dynamic_routing
 from ..kinds import spelled
 from .orders import Steps, as_code, check, follow, letters, steps_from, steps_to
 
@@ -108,13 +108,12 @@ class Identification:
             KeyError: a parameter is missing.
             ValueError, TypeError: a tensor has other axes; what :func:`capsfast.dynamic_routing` raises.
         """
-        tensors, keywords = self.arguments_of_call(parameters, u, *others)
+        (x, *weights), keywords = self.arguments_of_call(parameters, u, *others)
+        weight = weights[0] if weights else None
         if self.averaged:
-            v = averaged_routing(tensors[0], tensors[1] if len(tensors) > 1 else None, **keywords)
-        elif self.weight is None:
-            v = route_votes(*tensors, **keywords, backend=backend)
+            v = averaged_routing(x, weight, **keywords)
         else:
-            v = dynamic_routing(*tensors, **keywords, backend=backend)
+            v = dynamic_routing(x, weight, **keywords, backend=backend)
         return follow(v, steps_to(self.output_order, "BJD"))
 
     def arguments_of_call(

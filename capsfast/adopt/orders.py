@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from .. import checks, kinds
-from ..kinds import spelled
 from .._torch import constant_while_tracing
+from ..kinds import spelled
 
 # Methods of a tensor with their arguments, one after the other.
 Steps = tuple[tuple[str, tuple[object, ...]], ...]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from . import candidates
 from .identification import Identification
 from .inputs import Draw, Inputs
 from .orders import follow, steps_from

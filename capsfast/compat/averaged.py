@@ -36,9 +36,9 @@ def averaged_routing(
     batches: this is here to reproduce such models, not to train new ones. Under DistributedDataParallel the batch is
     the rank's own.
 
-    All samples have the same coupling ``c [I, J]``. So the weighted sums are ``sum_ik u_bik (c_ij W_ijdk)``, and the mean
-    of the agreement ``W_ij u_bi . v_bj`` is ``<W_ij, mean_b v_bj u_bi^T>``: products of matrices without votes. They are
-    torch's, on any device, and differentiable as often as wanted.
+    All samples have the same coupling ``c [I, J]``. So the weighted sums are ``sum_ik u_bik (c_ij W_ijdk)``, and the
+    mean of the agreement ``W_ij u_bi . v_bj`` is ``<W_ij, mean_b v_bj u_bi^T>``: products of matrices without votes.
+    They are torch's, on any device, and differentiable as often as wanted.
 
     Args:
         u: input capsules ``[B, I, K]``; without a weight votes ``[B, I, J, D]``.
@@ -130,4 +130,5 @@ class _Made:
 
     def agreement(self, v: Tensor) -> Tensor:
         I, K, J, D = self.weight.shape
-        return ((self.u.T @ v.flatten(1)).reshape(I, K, J, D) * self.weight).sum((1, 3))
+        summed = (self.u.T @ v.flatten(1)).reshape(I, K, J, D)
+        return torch.einsum("ikjd,ikjd->ij", summed, self.weight)

@@ -1,9 +1,8 @@
 """What the ops take and return, read from schemas.inc: the one text that the extension reads too.
 
-A schema lists the tensors first: u and weight, what goes with the capsules, the masks. Options follow, from J on where
-there is a J, and at the end bools ``return_...`` that ask for results. The schema of the backward lists the gradients of
-the results, the tensors, the results that are saved, the options, and which gradients are ``needed``: those that it
-returns.
+A schema lists the tensors first: u and weight, what goes with the capsules, the masks. Then come the options, and last
+bools ``return_...`` that ask for results. The schema of the backward lists the gradients of the results, the tensors,
+the results that are saved, the options, and which of the gradients that it returns are ``needed``.
 """
 
 import re

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import PassOptions
 from ..arguments import PassParameters
+from ..options import PassOptions
 from . import passes
 from .kernels.arguments import Norms
 from .launch import Call, Scores

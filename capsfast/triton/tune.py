@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import PassParameters
 from ..files import write_text
 from ..options import Options, PassOptions
-from ..arguments import PassParameters
 from . import config, dynamic_routing, moments, replay, routing_pass
 from .config import Choice, Layer
 from .launch import Call

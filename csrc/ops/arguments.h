@@ -145,8 +145,8 @@ VoteGradients gradients_of(const A& a, const Problem& p, const std::vector<bool>
   if (!a.weight.has_value())
     return {gradient_like(a.u, needed[0], p.empty(), &out.dweight, p.positions >= 0, false),
             empty(a.u, {0}, a.u.scalar_type())};
-  return {gradient_like(a.u, needed[0], p.empty(), &out.du),
-          gradient_like(*a.weight, needed[1], p.empty(), &out.dweight)};
+  return {
+      gradient_like(a.u, needed[0], p.empty(), &out.du), gradient_like(*a.weight, needed[1], p.empty(), &out.dweight)};
 }
 
 template <class Engine>

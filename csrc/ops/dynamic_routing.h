@@ -48,8 +48,7 @@ class DynamicRouting : Arguments<Engine> {
     Tensor coupling = return_coupling ? empty(a.u, {p.B, p.I, p.J}, type, p.positions) : empty(a.u, {0}, type);
     // Neither is kept where there are positions.
     Tensor s = positions ? empty(a.u, {0}, wide) : empty(a.u, {p.iterations, p.B, p.J, p.D}, wide);
-    Tensor norm =
-        p.softmax_in() && !positions ? empty(a.u, {2, p.iterations, p.B, p.J}, wide) : empty(a.u, {0}, wide);
+    Tensor norm = p.softmax_in() && !positions ? empty(a.u, {2, p.iterations, p.B, p.J}, wide) : empty(a.u, {0}, wide);
     ForwardOutputs out;
     out.batch = p.B;
     out.v = view_of(v, positions);

@@ -46,8 +46,8 @@ class EmOps : Arguments<CpuEngine> {
       OptionalTensor dprecision,  // [B, J, D]
       OptionalTensor dscore,      // [B, J]
       Tensor mass, Tensor first, Tensor second, Tensor center, Tensor beta_a, Tensor beta_u, OptionalTensor last,
-      OptionalTensor out_mask, double floor, double momentum, bool isotropic, std::string cost,
-      double cost_scale, std::string nonlinearity, double inverse_temperature, bool final, std::vector<bool> needed) {
+      OptionalTensor out_mask, double floor, double momentum, bool isotropic, std::string cost, double cost_scale,
+      std::string nonlinearity, double inverse_temperature, bool final, std::vector<bool> needed) {
     const Call call(mass, first, second, center, beta_a, beta_u, last, out_mask,
                     {floor, momentum, isotropic, cost, cost_scale, nonlinearity, inverse_temperature, final});
     const EmProblem& p = call.p;

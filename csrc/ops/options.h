@@ -29,8 +29,7 @@ inline Normalize softmax_of(const std::string& word) {
 inline bool gradient_last_of(const std::string& word) { return choice_of("gradient", word, {"full", "last"}) == 1; }
 
 inline Squash squash_of(const std::string& word) {
-  return static_cast<Squash>(
-      choice_of("squash", word, {"paper", "half", "eps_outside", "exp", "unit", "identity"}));
+  return static_cast<Squash>(choice_of("squash", word, {"paper", "half", "eps_outside", "exp", "unit", "identity"}));
 }
 
 // Where the last iteration has another squash, it stands behind a slash: "paper/identity".

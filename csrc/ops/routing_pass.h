@@ -108,10 +108,9 @@ class RoutingPass : Arguments<Engine> {
     Tensor dlogits = gradient(a.logits, needed[6], &out.common.dlogits, out.common.per_sample_logits);
     Tensor dactivation = gradient(a.activation, needed[7], &out.dactivation);
     Tensor dlse = gradient(a.lse, needed[8], &out.dlse);
-    with_type(wide_type(a.u),
-              [&](auto zero) { Engine::template pass_backward<decltype(zero)>(p, in, saved, out, a.u); });
-    stack.give(
-        {gradients.u, gradients.weight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse});
+    with_type(
+        wide_type(a.u), [&](auto zero) { Engine::template pass_backward<decltype(zero)>(p, in, saved, out, a.u); });
+    stack.give({gradients.u, gradients.weight, dquery, dprecision, dcenter, dprior, dlogits, dactivation, dlse});
   }
 
  private:

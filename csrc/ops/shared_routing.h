@@ -30,8 +30,7 @@ class SharedRouting : Arguments<CpuEngine> {
       torch::stable::zero_(kept);
     } else {
       const SharedOutputs out{v.data_ptr(), return_kept ? kept.data_ptr() : nullptr};
-      with_team(worth_sharing(p),
-                [&] { with_type(type, [&](auto zero) { shared_forward<decltype(zero)>(p, out); }); });
+      with_team(worth_sharing(p), [&] { with_type(type, [&](auto zero) { shared_forward<decltype(zero)>(p, out); }); });
     }
     stack.give({v, kept});
   }
@@ -58,8 +57,8 @@ class SharedRouting : Arguments<CpuEngine> {
         "capsfast: shared_routing was called with return_kept=False, so that it has no backward; pass True");
     p.keep_all = kept.dim() == 2 && kept.size(1) > p.kept();
     expect("kept", kept, {p.B, p.kept()});
-    STD_TORCH_CHECK(dv->scalar_type() == type && kept.scalar_type() == type,
-                    "capsfast: dv and kept must have the dtype of u");
+    STD_TORCH_CHECK(
+        dv->scalar_type() == type && kept.scalar_type() == type, "capsfast: dv and kept must have the dtype of u");
     SharedGradients out;
     View du_view, dweight_view;
     const bool of_logits = needed[2] && call.logits.has_value();
