@@ -131,4 +131,5 @@ class _Made:
     def agreement(self, v: Tensor) -> Tensor:
         I, K, J, D = self.weight.shape
         summed = (self.u.T @ v.flatten(1)).reshape(I, K, J, D)
-        return torch.einsum("ikjd,ikjd->ij", summed, self.weight)
+        found: Tensor = torch.einsum("ikjd,ikjd->ij", summed, self.weight)
+        return found
