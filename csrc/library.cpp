@@ -21,7 +21,6 @@
 #include "ops/cpu/plan.h"
 #include "ops/cpu/scratch.h"
 #include "ops/cuda/engine.h"
-#include "ops/em_bindings.h"
 #include "ops/pass_bindings.h"
 #include "ops/schemas.h"
 #include "ops/shared_bindings.h"
@@ -34,7 +33,6 @@ STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
   capsfast::register_ops<capsfast::CpuEngine>(m);
   capsfast::register_pass_ops<capsfast::CpuEngine>(m);
   capsfast::register_shared_op(m);
-  capsfast::register_em_op(m);
 }
 
 #if CAPSFAST_CUDA

@@ -3,14 +3,13 @@
 ``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`), beta_a and beta_u
 of the routing and ``last``, the poses before, None for 0. It returns ``(poses [B, J, D], precision [B, J, D],
 score [B, J])``: precision and score, as ``prior``, are for the next pass. In the final iteration precision is empty and
-score holds the activations. csrc/ops/cpu/em_update.h has the formulas. The definition is some thirty operations of
+score holds the activations. csrc/ops/cpu/em_update.cpp has the formulas. The definition is some thirty operations of
 torch; a compiler fuses them.
 
 ``capsfast::em_update_backward`` returns the gradients of the seven float tensors, each empty if its need_ flag is
 false. It computes again what it needs.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from .. import checks, native, toolchain
 from ..backend import demanded
 from ..options import EMOptions
 from ..reference.em_update import em_update as reference
-from ._glue import check_shapes, fake_gradients
+from ._glue import fake_gradients
 from ._register import Contract, define
 
 
@@ -80,33 +79,14 @@ def _padded(n: int) -> int:
     return 1 << (n - 1).bit_length() if n else 0
 
 
-def _fake(mass: Tensor, first: Tensor, second: Tensor, center: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    beta_a, beta_u, last, _, out_mask = rest[:5]
-    options = EMOptions(*rest[5:])
-    torch._check(first.dim() == 3, lambda: "first must be [B, J, D]")
-    B, J, D = first.shape
-    given = {"prior": mass, "query": second, "center": center, "out_mask": out_mask}
-    check_shapes(given | {"precision": last}, (B, 0, J, D), ())
-    for value, wanted in ((beta_a, (J,)), (beta_u, (J,) if beta_u.dim() == 1 else (J, D))):
-        torch._check(tuple(value.shape) == wanted, lambda: "beta_a must be [J], beta_u [J] or [J, D]")
-    same = all(value.dtype == mass.dtype for value in (first, second, center, beta_a, beta_u))
-    torch._check(same, lambda: "all must have the dtype of mass")
-    torch._check(options.cost in ("variance", "mass"), lambda: "cost must be 'variance' or 'mass'")
-    torch._check(options.nonlinearity in ("sigmoid", "softmax"), lambda: "nonlinearity must be 'sigmoid' or 'softmax'")
-    precision = first.new_empty(0) if options.final else first.new_empty(B, J, D)
-    return first.new_empty(B, J, D), precision, first.new_empty(B, J)
+def _fake(mass: Tensor, first: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    shape, final = first.shape, rest[-1]
+    return first.new_empty(shape), first.new_empty(0 if final else shape), mass.new_empty(mass.shape)
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     # Three gradients of outputs, then the tensors.
     return fake_gradients(args[3:10], args[-7:])
-
-
-def _received(
-    given: Sequence[Tensor | None], tensors: Sequence[Tensor | None], saved: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    # torch.compile gives zeros for what the final iteration leaves empty.
-    return tuple(None if gradient is None or gradient.dim() == 1 else gradient for gradient in given)
 
 
 CONTRACT = Contract(
@@ -122,7 +102,7 @@ CONTRACT = Contract(
     optional=("poses", "precision", "score"),
     fake=_fake,
     fake_backward=_fake_backward,
-    received=_received,
+    received=lambda given, tensors, saved: given,
     called="EMRouting",
     cast=0,
 )
