@@ -1,13 +1,13 @@
 """The op of what EM routing does between two passes: the M-step (Hinton, Sabour, Frosst 2018, procedure 1).
 
-``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`), beta_a and beta_u
-of the routing and ``last``, the poses before, None for 0. It returns ``(poses [B, J, D], precision [B, J, D],
-score [B, J])``: precision and score, as ``prior``, are for the next pass. In the final iteration precision is empty and
-score holds the activations. csrc/ops/cpu/em_update.cpp has the formulas. The definition is some thirty operations of
-torch; a compiler fuses them.
+``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`), beta_a and beta_u,
+both [J], and ``last``, the poses before; beta_u is a sum over the components, and last None without momentum. It
+returns ``(poses [B, J, D], precision [B, J, D], score [B, J])``: precision and score, as ``prior``, are for the next
+pass. In the final iteration precision is empty and score holds the activations. csrc/ops/cpu/em_update.cpp has the
+formulas. The definition is some thirty operations of torch; a compiler fuses them.
 
 ``capsfast::em_update_backward`` returns the gradients of the seven float tensors, each empty if its need_ flag is
-false. It computes again what it needs.
+false. It evaluates the step again.
 """
 
 from typing import Any
@@ -84,11 +84,6 @@ def _fake(mass: Tensor, first: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return first.new_empty(shape), first.new_empty(0 if final else shape), mass.new_empty(mass.shape)
 
 
-def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
-    # Three gradients of outputs, then the tensors.
-    return fake_gradients(args[3:10], args[-7:])
-
-
 CONTRACT = Contract(
     name="em_update",
     inputs=("mass", "first", "second", "center", "beta_a", "beta_u"),
@@ -101,7 +96,8 @@ CONTRACT = Contract(
     saved=(),
     optional=("poses", "precision", "score"),
     fake=_fake,
-    fake_backward=_fake_backward,
+    # Three gradients of results, seven tensors; at the end seven needs.
+    fake_backward=lambda *args: fake_gradients(args[3:10], args[-7:]),
     received=lambda given, tensors, saved: given,
     called="EMRouting",
     cast=0,

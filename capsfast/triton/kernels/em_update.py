@@ -103,40 +103,39 @@ def em_update_kernel(
             HALF_LOG_TWO_PI: tl.constexpr = 0.9189385332046727
             score = log_activation - (log_sigma + D * HALF_LOG_TWO_PI)
         tl.store(score_ptr + row, score, mask=there)
-        return
-
-    dlog_activation = load(score_ptr, row, there)
-    dlog_sigma = -dlog_activation
-    if FINAL:
-        dlog_activation *= activation
-        dlog_sigma = tl.zeros_like(dlog_sigma)
-    if SOFTMAX:
-        dlogit = tl.where(alive, dlog_activation - activation * tl.sum(dlog_activation, 0), 0.0)
     else:
-        dlogit = dlog_activation * complement
-    dcost = -rate * dlogit  # of mass scale cost
-    of_cost = dcost * mass * scale
-    if VARIANCE:
-        dlog_sigma += of_cost
-    tl.store(dbeta_a_ptr + row, -dcost, mask=there)
-    tl.store(dbeta_u_ptr + row, of_cost, mask=there)
-    dscale = tl.sum(dcost * mass * cost, 0)
-    dmass = dcost * scale * cost - tl.where(cost_scale > 0.0, 0.0, dscale * of_mean * of_total)
+        dlog_activation = load(score_ptr, row, there)
+        dlog_sigma = -dlog_activation
+        if FINAL:
+            dlog_activation *= activation
+            dlog_sigma = tl.zeros_like(dlog_sigma)
+        if SOFTMAX:
+            dlogit = tl.where(alive, dlog_activation - activation * tl.sum(dlog_activation, 0), 0.0)
+        else:
+            dlogit = dlog_activation * complement
+        dcost = -rate * dlogit  # of mass scale cost
+        of_cost = dcost * mass * scale
+        if VARIANCE:
+            dlog_sigma += of_cost
+        tl.store(dbeta_a_ptr + row, -dcost, mask=there)
+        tl.store(dbeta_u_ptr + row, of_cost, mask=there)
+        dscale = tl.sum(dcost * mass * cost, 0)
+        dmass = dcost * scale * cost - tl.where(cost_scale > 0.0, 0.0, dscale * of_mean * of_total)
 
-    dvariance = precision * (0.5 * dlog_sigma[:, None] - load(precision_ptr, at, within) * precision)
-    if ISOTROPIC:
-        dvariance = mean(dvariance, within, D)
-    dvariance = tl.where(raw >= 0.0, dvariance, 0.0)
-    dpose = load(poses_ptr, at, within)
-    dcenter = dpose
-    if last_ptr is not None:
-        dlast = momentum * (2.0 * held * dvariance + dpose)
-        dcenter -= dlast
-        tl.store(dlast_ptr + at, dlast, mask=within)
-    dshift = dcenter - 2.0 * shift * dvariance
-    dn = tl.sum(tl.where(within, dvariance * second + dshift * first, 0.0), 1)
-    # Without mass there is no gradient, also where the sum is nan.
-    tl.store(dmass_ptr + row, dmass - tl.where(n == 0.0, 0.0, n * n * dn), mask=there)
-    tl.store(dfirst_ptr + at, dshift * n[:, None], mask=within)
-    tl.store(dsecond_ptr + at, dvariance * n[:, None], mask=within)
-    tl.store(dcenter_ptr + at, dcenter, mask=within)
+        dvariance = precision * (0.5 * dlog_sigma[:, None] - load(precision_ptr, at, within) * precision)
+        if ISOTROPIC:
+            dvariance = mean(dvariance, within, D)
+        dvariance = tl.where(raw >= 0.0, dvariance, 0.0)
+        dpose = load(poses_ptr, at, within)
+        dcenter = dpose
+        if last_ptr is not None:
+            dlast = momentum * (2.0 * held * dvariance + dpose)
+            dcenter -= dlast
+            tl.store(dlast_ptr + at, dlast, mask=within)
+        dshift = dcenter - 2.0 * shift * dvariance
+        dn = tl.sum(tl.where(within, dvariance * second + dshift * first, 0.0), 1)
+        # Without mass there is no gradient, also where the sum is nan.
+        tl.store(dmass_ptr + row, dmass - tl.where(n == 0.0, 0.0, n * n * dn), mask=there)
+        tl.store(dfirst_ptr + at, dshift * n[:, None], mask=within)
+        tl.store(dsecond_ptr + at, dvariance * n[:, None], mask=within)
+        tl.store(dcenter_ptr + at, dcenter, mask=within)

@@ -63,6 +63,10 @@ struct Call {
     STD_TORCH_CHECK(cost_of_variance || cost == "mass", "capsfast: cost must be 'variance' or 'mass'");
     STD_TORCH_CHECK(softmax || nonlinearity == "sigmoid", "capsfast: nonlinearity must be 'sigmoid' or 'softmax'");
   }
+  template <class F>
+  void with_type(const F& f) const {
+    type == ScalarType::Double ? f(double{}) : f(float{});
+  }
   static void take(const char* name, Tensor& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype) {
     bindings::Arguments<CpuEngine>::expect(name, tensor, sizes);
     STD_TORCH_CHECK(tensor.scalar_type() == dtype, "capsfast: ", name, " has a dtype that does not fit");
@@ -72,6 +76,13 @@ struct Call {
     if (tensor.has_value()) take(name, *tensor, sizes, dtype);
   }
 };
+
+template <class... Arguments>
+Call checked(const Arguments&... arguments) {
+  Call call{arguments...};
+  call.check();
+  return call;
+}
 
 template <class T>
 T* data(const Tensor& tensor) {
@@ -107,10 +118,10 @@ struct Sample {
   using Numbers = std::vector<T>;
   const Call& call;
   const int64_t J = call.J, D = call.D;
-  const T *const
-      masses = data<T>(call.mass),
-      *const firsts = data<T>(call.first), *const seconds = data<T>(call.second), *const centers = data<T>(call.center),
-      *const lasts = data<T>(call.last), *const beta_a = data<T>(call.beta_a), *const beta_u = data<T>(call.beta_u);
+  const T *const masses = data<T>(call.mass), *const firsts = data<T>(call.first),
+                 *const seconds = data<T>(call.second);
+  const T *const centers = data<T>(call.center), *const lasts = data<T>(call.last);
+  const T *const beta_a = data<T>(call.beta_a), *const beta_u = data<T>(call.beta_u);
   const bool* const out_mask = data<bool>(call.out_mask);
 
   // [J, D]: m - center without momentum, how far momentum moves m, and the variance before it is cut at 0 and after.
@@ -190,21 +201,6 @@ void for_samples(const Call& call, const F& f) {
   });
 }
 
-template <class T>
-void forward(const Call& call, T* poses, T* precision, T* score) {
-  for_samples<T>(call, [&](const Sample<T>& s, int64_t b) {
-    const int64_t start = b * s.J * s.D, end = start + s.J * s.D;
-    const T *const shift = s.shift.data(), *const held = s.held.data(), *const variance = s.variance.data();
-    for (int64_t at = start; at < end; ++at) poses[at] = s.centers[at] + shift[at - start] + held[at - start];
-    if (precision != nullptr)
-      for (int64_t at = start; at < end; ++at) precision[at] = T(1) / variance[at - start];
-    for (int64_t j = 0; j < s.J; ++j) {
-      const T prior = s.log_activation[j] - (s.log_sigma[j] + T(s.D) * T(kHalfLogTwoPi));
-      score[b * s.J + j] = call.final ? s.activation[j] : prior;
-    }
-  });
-}
-
 // Gradients of results, null for 0, and of arguments. dlast is null without momentum.
 template <class T>
 struct Gradients {
@@ -275,17 +271,24 @@ std::tuple<Tensor, Tensor, Tensor> em_update(
     OptionalTensor mask,  // not used: every op of the library has two masks
     OptionalTensor out_mask, double floor, double momentum, bool isotropic, std::string cost, double cost_scale,
     std::string nonlinearity, double inverse_temperature, bool final) {
-  Call call{mass,      first, second,     center,       beta_a,
-            beta_u,    last,  out_mask,   floor,        momentum,
-            isotropic, cost,  cost_scale, nonlinearity, inverse_temperature,
-            final};
-  call.check();
+  const Call call = checked(mass, first, second, center, beta_a, beta_u, last, out_mask, floor, momentum, isotropic,
+                            cost, cost_scale, nonlinearity, inverse_temperature, final);
   const Tensor poses = made(call.first), precision = made(call.first, !final), score = made(call.mass);
-  const auto run = [&](auto zero) {
+  call.with_type([&](auto zero) {
     using T = decltype(zero);
-    forward<T>(call, data<T>(poses), final ? nullptr : data<T>(precision), data<T>(score));
-  };
-  call.type == ScalarType::Double ? run(double{}) : run(float{});
+    T *const pose = data<T>(poses), *const of_variance = data<T>(precision), *const found = data<T>(score);
+    for_samples<T>(call, [&](const Sample<T>& s, int64_t b) {
+      const int64_t start = b * s.J * s.D, end = start + s.J * s.D;
+      const T *const shift = s.shift.data(), *const held = s.held.data(), *const variance = s.variance.data();
+      for (int64_t at = start; at < end; ++at) pose[at] = s.centers[at] + shift[at - start] + held[at - start];
+      for (int64_t j = 0; j < s.J; ++j) {
+        const T prior = s.log_activation[j] - (s.log_sigma[j] + T(s.D) * T(kHalfLogTwoPi));
+        found[b * s.J + j] = final ? s.activation[j] : prior;
+      }
+      if (final) return;
+      for (int64_t at = start; at < end; ++at) of_variance[at] = T(1) / variance[at - start];
+    });
+  });
   return {poses, precision, score};
 }
 
@@ -295,11 +298,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> em_update_bac
     double floor, double momentum, bool isotropic, std::string cost, double cost_scale, std::string nonlinearity,
     double inverse_temperature, bool final, bool need_mass, bool need_first, bool need_second, bool need_center,
     bool need_beta_a, bool need_beta_u, bool need_last) {
-  Call call{mass,      first, second,     center,       beta_a,
-            beta_u,    last,  out_mask,   floor,        momentum,
-            isotropic, cost,  cost_scale, nonlinearity, inverse_temperature,
-            final};
-  call.check();
+  const Call call = checked(mass, first, second, center, beta_a, beta_u, last, out_mask, floor, momentum, isotropic,
+                            cost, cost_scale, nonlinearity, inverse_temperature, final);
   if (final) dprecision.reset();  // torch.compile gives zeros for the empty precision of the final iteration
   Call::take("dposes", dposes, {call.B, call.J, call.D}, call.type);
   Call::take("dprecision", dprecision, {call.B, call.J, call.D}, call.type);
@@ -307,7 +307,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> em_update_bac
   const Tensor dmass = made(call.mass), dfirst = made(call.first), dsecond = made(call.first),
                dcenter = made(call.first), dlast = made(call.first, last.has_value()), of_beta_a = made(call.mass),
                of_beta_u = made(call.mass), dbeta_a = made(call.beta_a), dbeta_u = made(call.beta_u);
-  const auto run = [&](auto zero) {
+  call.with_type([&](auto zero) {
     using T = decltype(zero);
     const Gradients<T> gradients{
         data<T>(dposes),    data<T>(dprecision), data<T>(dscore),  data<T>(dmass),
@@ -316,8 +316,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> em_update_bac
     for_samples<T>(call, gradients);
     gradients.add_up(call, gradients.of_beta_a, data<T>(dbeta_a));
     gradients.add_up(call, gradients.of_beta_u, data<T>(dbeta_u));
-  };
-  call.type == ScalarType::Double ? run(double{}) : run(float{});
+  });
   const auto kept = [](const Tensor& gradient, bool needed) { return needed ? gradient : made(gradient, false); };
   return {kept(dmass, need_mass),     kept(dfirst, need_first),   kept(dsecond, need_second),
           kept(dcenter, need_center), kept(dbeta_a, need_beta_a), kept(dbeta_u, need_beta_u),
