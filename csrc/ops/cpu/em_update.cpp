@@ -115,7 +115,6 @@ double sum_of_logs(const T* x, int64_t count) {
 // What forward and backward make of one sample.
 template <class T>
 struct Sample {
-  using Numbers = std::vector<T>;
   const Call& call;
   const int64_t J = call.J, D = call.D;
   const T *const masses = data<T>(call.mass), *const firsts = data<T>(call.first),
@@ -124,11 +123,14 @@ struct Sample {
   const T *const beta_a = data<T>(call.beta_a), *const beta_u = data<T>(call.beta_u);
   const bool* const out_mask = data<bool>(call.out_mask);
 
+  // One allocation: a part of a batch may be a few samples.
+  std::vector<T> memory = std::vector<T>(size_t(J * (4 * D + 7)));
   // [J, D]: m - center without momentum, how far momentum moves m, and the variance before it is cut at 0 and after.
-  Numbers shift = Numbers(size_t(J * D)), held = shift, raw = shift, variance = shift;
-  // [J]: 1 / mass, and the activation a, 1 - a (of a sigmoid) and log a.
-  Numbers n = Numbers(size_t(J)), log_sigma = n, cost = n, logit = n, activation = n, complement = n,
-          log_activation = n;
+  T *const shift = memory.data(), *const held = shift + J * D, *const raw = held + J * D, *const variance = raw + J * D;
+  // [J]: 1 / mass; e = exp(-|logit|) and 1 - a, of a sigmoid.
+  T *const n = variance + J * D, *const log_sigma = n + J, *const cost = log_sigma + J, *const logit = cost + J;
+  T *const activation = logit + J, *const e = activation + J, *const complement = e + J;
+  T most = 0, log_of_sum = 0;              // of a softmax: the largest logit, and log sum exp(logit - most)
   T scale = 0, of_mean = 0, of_total = 0;  // of_mean: 1 / mean of the mass; of_total: 1 / its sum
 
   bool absent(int64_t b, int64_t j) const { return out_mask != nullptr && !out_mask[b * J + j]; }
@@ -142,7 +144,7 @@ struct Sample {
     for (int64_t j = 0; j < J; ++j) {
       n[j] = inverse(mass[j]);
       find_variance(b * J * D, j);
-      log_sigma[j] = T(0.5 * sum_of_logs(variance.data() + j * D, D));
+      log_sigma[j] = T(0.5 * sum_of_logs(variance + j * D, D));
       cost[j] = call.cost_of_variance ? beta_u[j] + log_sigma[j] : beta_u[j];
       logit[j] = T(call.inverse_temperature) * (beta_a[j] - mass[j] * scale * cost[j]);
     }
@@ -153,8 +155,7 @@ struct Sample {
   void find_variance(int64_t start, int64_t j) {
     const T *const first = firsts + start, *const second = seconds + start, *const center = centers + start;
     const T floor = T(call.floor), momentum = T(call.momentum), of_mass = n[j];
-    T *__restrict moved = shift.data(), *__restrict by = held.data(), *__restrict whole = raw.data(),
-      *__restrict v = variance.data();
+    T* __restrict moved = shift, * __restrict by = held, * __restrict whole = raw, * __restrict v = variance;
     for (int64_t d = j * D; d < (j + 1) * D; ++d) {
       const T m = first[d] * of_mass, h = lasts == nullptr ? T(0) : momentum * (lasts[start + d] - (center[d] + m));
       const T x = second[d] * of_mass - m * m + h * h;
@@ -169,23 +170,28 @@ struct Sample {
 
   void find_sigmoid() {
     for (int64_t j = 0; j < J; ++j) {
-      const T x = logit[j], e = std::exp(-std::abs(x)), more = T(1) / (T(1) + e), less = e * more;
-      activation[j] = x < T(0) ? less : more;
-      complement[j] = x < T(0) ? more : less;
-      if (!call.final) log_activation[j] = (x < T(0) ? x : T(0)) - std::log1p(e);
+      e[j] = std::exp(-std::abs(logit[j]));
+      const T more = T(1) / (T(1) + e[j]), less = e[j] * more;
+      activation[j] = logit[j] < T(0) ? less : more;
+      complement[j] = logit[j] < T(0) ? more : less;
     }
   }
 
   void find_softmax(int64_t b) {
-    T most = -std::numeric_limits<T>::infinity(), sum = 0;
+    T sum = 0;
+    most = -std::numeric_limits<T>::infinity();
     for (int64_t j = 0; j < J; ++j) {
       // Not -inf, which would make a sample without output capsules nan.
       if (absent(b, j)) logit[j] = std::numeric_limits<T>::lowest();
       most = logit[j] > most || logit[j] != logit[j] ? logit[j] : most;
     }
     for (int64_t j = 0; j < J; ++j) sum += activation[j] = std::exp(logit[j] - most);
-    const T log_of_sum = std::log(sum);
-    for (int64_t j = 0; j < J; ++j) activation[j] /= sum, log_activation[j] = logit[j] - most - log_of_sum;
+    for (int64_t j = 0; j < J; ++j) activation[j] /= sum;
+    log_of_sum = std::log(sum);
+  }
+
+  T log_activation(int64_t j) const {
+    return call.softmax ? logit[j] - most - log_of_sum : std::min(logit[j], T(0)) - std::log1p(e[j]);
   }
 };
 
@@ -279,14 +285,12 @@ std::tuple<Tensor, Tensor, Tensor> em_update(
     T *const pose = data<T>(poses), *const of_variance = data<T>(precision), *const found = data<T>(score);
     for_samples<T>(call, [&](const Sample<T>& s, int64_t b) {
       const int64_t start = b * s.J * s.D, end = start + s.J * s.D;
-      const T *const shift = s.shift.data(), *const held = s.held.data(), *const variance = s.variance.data();
-      for (int64_t at = start; at < end; ++at) pose[at] = s.centers[at] + shift[at - start] + held[at - start];
+      for (int64_t at = start; at < end; ++at) pose[at] = s.centers[at] + s.shift[at - start] + s.held[at - start];
       for (int64_t j = 0; j < s.J; ++j) {
-        const T prior = s.log_activation[j] - (s.log_sigma[j] + T(s.D) * T(kHalfLogTwoPi));
-        found[b * s.J + j] = final ? s.activation[j] : prior;
+        found[b * s.J + j] = final ? s.activation[j] : s.log_activation(j) - s.log_sigma[j] - T(s.D) * T(kHalfLogTwoPi);
       }
       if (final) return;
-      for (int64_t at = start; at < end; ++at) of_variance[at] = T(1) / variance[at - start];
+      for (int64_t at = start; at < end; ++at) of_variance[at] = T(1) / s.variance[at - start];
     });
   });
   return {poses, precision, score};
