@@ -17,7 +17,7 @@ from .toolchain import constant_while_tracing
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
 # The signatures of the ops in csrc/ops/bindings.h, by number.
-BINDINGS = 6
+BINDINGS = 7
 _REMEDY = f"build it {in_the_checkout()}"
 
 

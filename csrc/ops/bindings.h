@@ -18,7 +18,7 @@ namespace capsfast {
 
 // Increased with every change of the signatures below. capsfast/native.py compares it with its BINDINGS, so that a
 // library that was built for other signatures is refused instead of called with the wrong arguments.
-constexpr int kBindings = 6;
+constexpr int kBindings = 7;
 
 namespace bindings {
 
