@@ -21,7 +21,6 @@
 #include "ops/cpu/scratch.h"
 #include "ops/cuda/engine.h"
 #include "ops/dynamic_routing.h"
-#include "ops/em_bindings.h"
 #include "ops/routing_pass.h"
 #include "ops/shared_routing.h"
 
@@ -42,7 +41,6 @@ STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
   capsfast::register_dynamic_routing<capsfast::CpuEngine>(m);
   capsfast::register_routing_pass<capsfast::CpuEngine>(m);
   capsfast::register_shared_routing(m);
-  capsfast::register_em_op(m);
 }
 
 #if CAPSFAST_CUDA

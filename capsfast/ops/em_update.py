@@ -1,13 +1,13 @@
 """The op of what EM routing does between two passes: the M-step (Hinton, Sabour, Frosst 2018, procedure 1).
 
-``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`), beta_a and beta_u
-of the routing and ``last``, the poses before, None for 0. It returns ``(poses [B, J, D], precision [B, J, D],
-score [B, J])``: precision and score, as ``prior``, are for the next pass. In the final iteration precision is empty and
-score holds the activations. csrc/ops/cpu/em_update.h has the formulas. The definition is some thirty operations of
-torch; a compiler fuses them.
+``capsfast::em_update`` takes the moments of a pass about ``center`` (see :class:`capsfast.Moments`), beta_a and beta_u,
+both [J], and ``last``, the poses before; beta_u is a sum over the components, and last None without momentum. It
+returns ``(poses [B, J, D], precision [B, J, D], score [B, J])``: precision and score, as ``prior``, are for the next
+pass. In the final iteration precision is empty and score holds the activations. csrc/ops/cpu/em_update.cpp has the
+formulas. The definition is some thirty operations of torch; a compiler fuses them.
 
-``capsfast::em_update_backward`` returns the gradients of the seven float tensors, each empty if its need_ flag is
-false. It computes again what it needs.
+``capsfast::em_update_backward`` returns the gradients of the seven float tensors, each empty if it is not
+needed. It evaluates the step again.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from .._torch import forward_mode
 from ..backend import demanded
 from ..options import EMOptions
 from ..reference.em_update import em_update as reference
-from .define import Op, check_fake
+from .define import Op
 
 
 def call(
@@ -79,18 +79,8 @@ def _padded(n: int) -> int:
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:
-    torch._check(a.first.dim() == 3, lambda: "first must be [B, J, D]")
-    B, J, D = a.first.shape
-    given = {"prior": a.mass, "query": a.second, "center": a.center, "out_mask": a.out_mask}
-    check_fake(given | {"precision": a.last}, (B, 0, J, D), ())
-    for value, wanted in ((a.beta_a, (J,)), (a.beta_u, (J,) if a.beta_u.dim() == 1 else (J, D))):
-        torch._check(tuple(value.shape) == wanted, lambda: "beta_a must be [J], beta_u [J] or [J, D]")
-    same = all(value.dtype == a.mass.dtype for value in (a.first, a.second, a.center, a.beta_a, a.beta_u))
-    torch._check(same, lambda: "all must have the dtype of mass")
-    torch._check(a.cost in ("variance", "mass"), lambda: "cost must be 'variance' or 'mass'")
-    torch._check(a.nonlinearity in ("sigmoid", "softmax"), lambda: "nonlinearity must be 'sigmoid' or 'softmax'")
-    new = a.first.new_empty
-    return new(B, J, D), new((0,) if a.final else (B, J, D)), new(B, J)
+    shape = a.first.shape
+    return a.first.new_empty(shape), a.first.new_empty(0 if a.final else shape), a.mass.new_empty(a.mass.shape)
 
 
 OP = Op("em_update", ("capsfast.EMRouting",), _fake, cast=0, sharded=False)

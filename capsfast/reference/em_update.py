@@ -31,34 +31,31 @@ def em_update(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """``(poses [B, J, D], precision [B, J, D], score [B, J])``; see capsfast/ops/em_update.py.
 
-    precision is None in the final iteration.
+    precision is None in the final iteration. beta_u: [J], a sum over the components. last: the poses before, None
+    without momentum.
     """
     o, D = options, first.shape[2]
     per_mass = inverse(mass)[..., None]
     # In float32, second / mass - shift^2 does not cancel about a center near to the mean.
     shift = first * per_mass
     poses, variance = center + shift, second * per_mass - shift.square()
-    if o.momentum:
-        held = o.momentum * ((0.0 if last is None else last) - poses)
+    if last is not None:
+        held = o.momentum * (last - poses)
         poses, variance = poses + held, variance + held.square()
     variance = variance.clamp_min(0) + o.floor
     if o.isotropic:
         variance = variance.mean(2, keepdim=True).expand_as(variance)
     log_sigma = 0.5 * variance.log().sum(2)  # the sum over the components
-    logit = o.inverse_temperature * (beta_a - _cost(mass, beta_u, log_sigma, D, out_mask, o))
+    logit = o.inverse_temperature * (beta_a - _cost(mass, beta_u, log_sigma, out_mask, o))
     if o.final:
         return poses, None, _activation(logit, out_mask, o.nonlinearity)
     log_activation = _activation(logit, out_mask, o.nonlinearity, log=True)
     return poses, variance.reciprocal(), log_activation - (log_sigma + 0.5 * D * math.log(2 * math.pi))
 
 
-def _cost(
-    mass: Tensor, beta_u: Tensor, log_sigma: Tensor, D: int, out_mask: Tensor | None, options: EMOptions
-) -> Tensor:
+def _cost(mass: Tensor, beta_u: Tensor, log_sigma: Tensor, out_mask: Tensor | None, options: EMOptions) -> Tensor:
     """``[B, J]``."""
-    each = beta_u.sum(1) if beta_u.dim() == 2 else beta_u * D
-    if options.cost == "variance":
-        each = each + log_sigma
+    each = beta_u + log_sigma if options.cost == "variance" else beta_u
     if options.cost_scale:
         return mass * options.cost_scale * each
     there = mass.shape[1] if out_mask is None else out_mask.sum(1, keepdim=True)

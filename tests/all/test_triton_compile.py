@@ -187,9 +187,8 @@ def text(row: Row) -> str:
 
 
 def test_every_kernel_is_compiled_for_every_gpu(rows: list[Row]) -> None:
-    between = ("em_update_kernel", "em_update_gradient_kernel")
-    steps = ("update_kernel", "moments_kernel", "restore_kernel", "update_gradient_kernel", "add_up_kernel", *between)
-    kernels = {*MAKES_VOTES, *steps}
+    steps = ("update_kernel", "moments_kernel", "restore_kernel", "update_gradient_kernel", "add_up_kernel")
+    kernels = {*MAKES_VOTES, *steps, "em_update_kernel"}
     assert {row["kernel"] for row in rows} == kernels
     for capability in CAPABILITIES:
         assert {row["kernel"] for row in rows if row["capability"] == capability} >= kernels - {"row_norm_kernel"}

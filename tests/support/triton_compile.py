@@ -80,9 +80,9 @@ def _update(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
     pair, vector = torch.zeros(B, J), torch.zeros(B, J, D)
     plain = EMOptions(1.0, 0.0, False, "variance", 0.0, "sigmoid", 1.0, False)
     tensors = (pair, vector, vector, vector, torch.zeros(J), torch.zeros(J), vector if options else None)
-    rest = (None, torch.ones(B, J, dtype=torch.bool) if options else None, *plain._replace(**options))
+    rest = (torch.ones(B, J, dtype=torch.bool) if options else None, *plain._replace(**options))
     em_update.forward(*tensors, *rest)
-    em_update.backward(vector, vector, pair, *tensors, *rest, *(True,) * 7)
+    em_update.backward(vector, vector, pair, *tensors, *rest, (True,) * 7)
 
 
 def signature(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ... import checks
 from ...ops import em_update
 from ...options import EMOptions
+from ...precision import wide_dtype
 from .. import _arguments
 from .base import Capsules, IterativeRouting
 from .votes import Votes
@@ -115,35 +116,24 @@ class EMRouting(IterativeRouting):
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         checks.not_negative(self.op, "activation", activation)
         center = votes.origin(activation)  # the result does not depend on it
-        last: Tensor | None = None
-        precision = prior = found = None
+        last = torch.zeros_like(center) if self.momentum else None
+        beta_u = self.beta_u.to(wide_dtype(self.beta_u.dtype))
+        beta_u = beta_u.sum(1) if beta_u.dim() == 2 else beta_u * votes.D
+        precision = found = None
         for t in range(self.num_iterations):
-            poses, precision, found = self._iterate(votes, activation, t, center, last, precision, prior)
-            center, last, prior = poses, poses, found
-        assert last is not None and found is not None
-        return Capsules(last, found)
-
-    def _iterate(
-        self,
-        votes: Votes,
-        activation: Tensor | None,
-        t: int,
-        center: Tensor,
-        last: Tensor | None,
-        precision: Tensor | None,
-        prior: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """A pass and what follows it: poses, and precision and prior of the next pass or in their place activations."""
-        # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.
-        mass, first, second, *_ = votes.moments(
-            center=center, precision=precision, prior=prior, activation=activation, second=True, leaky=self.leaky
-        )
-        assert second is not None
-        last = last if self.momentum else None
-        options = self._update(votes, t)
-        return em_update.call(
-            mass, first, second, center, self.beta_a, self.beta_u, last, votes.out_mask, options, votes.backend
-        )
+            # About the last mean: in float32, second / mass - shift^2 does not cancel, however far from 0 votes lie.
+            mass, first, second, *_ = votes.moments(
+                center=center, precision=precision, prior=found, activation=activation, second=True, leaky=self.leaky
+            )
+            assert second is not None
+            moments, options = (mass, first, second), self._update(votes, t)
+            # Precision and prior of the next pass; after the last one None and the activations.
+            center, precision, found = em_update.call(
+                *moments, center, self.beta_a, beta_u, last, votes.out_mask, options, votes.backend
+            )
+            last = center if self.momentum else None
+        assert found is not None
+        return Capsules(center, found)
 
     def _update(self, votes: Votes, t: int) -> EMOptions:
         """What follows the pass of iteration t."""

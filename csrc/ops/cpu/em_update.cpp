@@ -1,19 +1,83 @@
-#include "em_update.h"
-
+// The op em_update and its backward: what EM routing does between two passes (Hinton, Sabour, Frosst 2018, procedure
+// 1). It turns the moments of a pass into a Gaussian for every output capsule, the activation of the capsule, and what
+// the next pass scores votes by. The file registers the op; CUDA tensors have Triton's kernel or the definition.
+//
+// The moments are about a center. With n = 1 / mass, or 0 without mass:
+//   shift = first n      m = center + shift      variance = max(0, second n - shift^2) + floor
+// Momentum moves m towards the last pose, and the variance is about the moved m. With V_d for the variance of a
+// component and beta_u for a sum over the components:
+//   log sigma = sum_d log(V_d) / 2      cost = beta_u [+ log sigma]
+//   logit = inverse_temperature (beta_a - mass scale cost)
+// The activation a is the sigmoid of the logit, or its softmax over j. In the final iteration score is a; before that,
+// score is the prior of the next pass: log a - log sigma - D log(2 pi) / 2.
+//
+// The loops are plain. They take little time beside a pass, which reads I times as many numbers.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "../../cpu/parallel.h"
-#include "memory.h"
+#include "../arguments.h"
+#include "../options.h"
+#include "engine.h"
 
 namespace capsfast {
 
 namespace {
 
+using bindings::empty, bindings::OptionalTensor, bindings::ScalarType, bindings::Stack, bindings::Tensor,
+    bindings::with_type;
+
 constexpr double kHalfLogTwoPi = 0.91893853320467274178;
+
+// The arguments of a call, contiguous.
+struct Call {
+  Tensor mass, first, second, center, beta_a, beta_u;  // [B, J], three [B, J, D], two [J]
+  OptionalTensor last, out_mask;                       // [B, J, D], none without momentum; [B, J]
+  double floor, momentum, inverse_temperature;
+  double cost_scale;  // 0: 1 / mean of the mass, over the output capsules that are there
+  bool isotropic, final, softmax, cost_of_variance;
+  int64_t B, J, D;
+  ScalarType type;
+
+  explicit Call(Stack& stack) {
+    std::string cost, nonlinearity;
+    stack >> mass >> first >> second >> center >> beta_a >> beta_u >> last >> out_mask >> floor >> momentum >>
+        isotropic >> cost >> cost_scale >> nonlinearity >> inverse_temperature >> final;
+    cost_of_variance = choice_of("cost", cost, {"mass", "variance"}) == 1;
+    softmax = choice_of("nonlinearity", nonlinearity, {"sigmoid", "softmax"}) == 1;
+    type = mass.scalar_type();
+    STD_TORCH_CHECK(
+        type == ScalarType::Float || type == ScalarType::Double, "capsfast: em_update takes float32 and float64");
+    STD_TORCH_CHECK(first.dim() == 3, "capsfast: first must be [B, J, D]");
+    B = first.size(0), J = first.size(1), D = first.size(2);
+    take("mass", mass, {B, J}, type);
+    for (Tensor* each : {&first, &second, &center}) take("first, second and center", *each, {B, J, D}, type);
+    for (Tensor* each : {&beta_a, &beta_u}) take("beta_a and beta_u", *each, {J}, type);
+    take("last", last, {B, J, D}, type);
+    take("out_mask", out_mask, {B, J}, ScalarType::Bool);
+  }
+  static void take(const char* name, Tensor& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+    bindings::Arguments<CpuEngine>::expect(name, tensor, sizes);
+    STD_TORCH_CHECK(tensor.scalar_type() == dtype, "capsfast: ", name, " has a dtype that does not fit");
+    tensor = torch::stable::contiguous(tensor);
+  }
+  static void take(const char* name, OptionalTensor& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+    if (tensor.has_value()) take(name, *tensor, sizes, dtype);
+  }
+};
+
+template <class T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+template <class T>
+const T* data(const OptionalTensor& tensor) {
+  return tensor.has_value() ? data<T>(*tensor) : nullptr;
+}
 
 // As in capsfast/reference/em_update.py.
 template <class T>
@@ -21,249 +85,233 @@ T inverse(T mass) {
   return mass > T(1e-12) ? T(1) / mass : T(0);
 }
 
-// The sum of the logarithms. A product of six float32, even of the smallest, is a double: one logarithm does for it.
-inline double sum_of_logs(const float* x, int64_t count) {
+// The sum of the logarithms. The product of six float32, even of the smallest, is a double: it takes one logarithm.
+template <class T>
+double sum_of_logs(const T* x, int64_t count) {
+  constexpr int64_t kTogether = sizeof(T) == 4 ? 6 : 1;
   double sum = 0;
-  for (int64_t n = 0; n < count; n += 6) {
+  for (int64_t n = 0; n < count; n += kTogether) {
     double product = 1;
-    for (int64_t d = n; d < std::min(n + 6, count); ++d) product *= double(x[d]);
+    for (int64_t d = n; d < std::min(n + kTogether, count); ++d) product *= double(x[d]);
     sum += std::log(product);
   }
   return sum;
 }
-inline double sum_of_logs(const double* x, int64_t count) {
-  double sum = 0;
-  for (int64_t d = 0; d < count; ++d) sum += std::log(x[d]);
-  return sum;
-}
 
+// What forward and backward make of one sample.
 template <class T>
-T sigmoid(T x) {
-  return T(1) / (T(1) + std::exp(-x));
-}
-template <class T>
-T log_sigmoid(T x) {
-  return std::min(x, T(0)) - std::log1p(std::exp(-std::abs(x)));
-}
+struct Sample {
+  const Call& call;
+  const int64_t J = call.J, D = call.D;
+  const T *const masses = data<T>(call.mass), *const firsts = data<T>(call.first),
+                 *const seconds = data<T>(call.second);
+  const T *const centers = data<T>(call.center), *const lasts = data<T>(call.last);
+  const T *const beta_a = data<T>(call.beta_a), *const beta_u = data<T>(call.beta_u);
+  const bool* const out_mask = data<bool>(call.out_mask);
 
-// One sample: everything that forward and backward need of it.
-template <class T>
-class Sample {
- public:
-  Sample(const EmProblem& p, const EmInputs<T>& in) : p_(p), in_(in), size_(static_cast<size_t>(p.J)) {
-    for (std::vector<T>* each : {&log_sigma, &cost, &logit, &activation}) each->resize(size_);
-    variance.resize(size_ * static_cast<size_t>(p.D));
-  }
+  // One allocation: a part of a batch may be a few samples.
+  std::vector<T> memory = std::vector<T>(size_t(J * (4 * D + 7)));
+  // [J, D]: m - center without momentum, how far momentum moves m, and the variance before it is cut at 0 and after.
+  T *const shift = memory.data(), *const held = shift + J * D, *const raw = held + J * D, *const variance = raw + J * D;
+  // [J]: 1 / mass; e = exp(-|logit|) and 1 - a, of a sigmoid.
+  T *const n = variance + J * D, *const log_sigma = n + J, *const cost = log_sigma + J, *const logit = cost + J;
+  T *const activation = logit + J, *const e = activation + J, *const complement = e + J;
+  T most = 0, log_of_sum = 0;              // of a softmax: the largest logit, and log sum exp(logit - most)
+  T scale = 0, of_mean = 0, of_total = 0;  // of_mean: 1 / mean of the mass; of_total: 1 / its sum
 
-  std::vector<T> variance;                            // [J, D]
-  std::vector<T> log_sigma, cost, logit, activation;  // [J]; cost: of a mass of 1; activation: of a softmax
-  T total = 0, there = 0;                             // of the mass; how many output capsules
-  T scale = 0;                                        // of the cost
+  bool absent(int64_t b, int64_t j) const { return out_mask != nullptr && !out_mask[b * J + j]; }
 
-  // Poses go to `poses` [J, D], which may be null.
-  void find(int64_t b, T* poses) {
-    const int64_t J = p_.J, D = p_.D;
-    const T* const mass = in_.mass + b * J;
-    total = 0;
-    for (int64_t j = 0; j < J; ++j) total += mass[j];
-    there = T(p_.there(b));
-    scale = p_.cost_scale > 0 ? T(p_.cost_scale) : there * inverse(total);
+  void evaluate(int64_t b) {
+    const T* const mass = masses + b * J;
+    T total = 0, there = 0;
+    for (int64_t j = 0; j < J; ++j) total += mass[j], there += T(!absent(b, j));
+    of_total = inverse(total), of_mean = there * of_total;
+    scale = call.cost_scale > 0 ? T(call.cost_scale) : of_mean;
     for (int64_t j = 0; j < J; ++j) {
-      const int64_t row = (b * J + j) * D;
-      T* const v = variance.data() + j * D;
-      moments(mass[j], row, v, poses == nullptr ? nullptr : poses + j * D);
-      double each = double(D) * double(in_.beta_u[j]);
-      if (p_.component_beta) {
-        each = 0;
-        for (int64_t d = 0; d < D; ++d) each += double(in_.beta_u[j * D + d]);
-      }
-      const double log_of = 0.5 * sum_of_logs(v, D);
-      log_sigma[size_t(j)] = T(log_of);
-      cost[size_t(j)] = T(p_.cost_of_variance ? each + log_of : each);
-      logit[size_t(j)] = T(p_.inverse_temperature) * (in_.beta_a[j] - mass[j] * scale * cost[size_t(j)]);
+      n[j] = inverse(mass[j]);
+      find_variance(b * J * D, j);
+      log_sigma[j] = T(0.5 * sum_of_logs(variance + j * D, D));
+      cost[j] = call.cost_of_variance ? beta_u[j] + log_sigma[j] : beta_u[j];
+      logit[j] = T(call.inverse_temperature) * (beta_a[j] - mass[j] * scale * cost[j]);
     }
-    if (p_.softmax) find_softmax(b);
+    call.softmax ? find_softmax(b) : find_sigmoid();
   }
 
-  // n, shift, and by how much momentum moves the pose.
-  struct At {
-    T n, shift, held;
-  };
-  At at(T mass, int64_t element) const {
-    const T n = inverse(mass), shift = in_.first[element] * n;
-    if (p_.momentum == 0) return {n, shift, T(0)};
-    const T before = in_.last == nullptr ? T(0) : in_.last[element];
-    return {n, shift, T(p_.momentum) * (before - (in_.center[element] + shift))};
-  }
-  // Before it is cut at 0.
-  T raw_variance(const At& a, int64_t element) const {
-    return in_.second[element] * a.n - a.shift * a.shift + a.held * a.held;
-  }
-
-  T log_activation(int64_t j) const {
-    return p_.softmax ? logit[size_t(j)] - most_ - log_of_sum_ : log_sigmoid(logit[size_t(j)]);
-  }
-  T activation_of(int64_t j) const { return p_.softmax ? activation[size_t(j)] : sigmoid(logit[size_t(j)]); }
-
- private:
-  void moments(T mass, int64_t row, T* v, T* poses) const {
-    const int64_t D = p_.D;
-    T mean = 0;
-    for (int64_t d = 0; d < D; ++d) {
-      const At a = at(mass, row + d);
-      const T raw = raw_variance(a, row + d);
+  // start: where the sample begins.
+  void find_variance(int64_t start, int64_t j) {
+    const T *const first = firsts + start, *const second = seconds + start, *const center = centers + start;
+    const T floor = T(call.floor), momentum = T(call.momentum), of_mass = n[j];
+    T* __restrict moved = shift, * __restrict by = held, * __restrict whole = raw, * __restrict v = variance;
+    for (int64_t d = j * D; d < (j + 1) * D; ++d) {
+      const T m = first[d] * of_mass, h = lasts == nullptr ? T(0) : momentum * (lasts[start + d] - (center[d] + m));
+      const T x = second[d] * of_mass - m * m + h * h;
       // Not std::max, which would hide what is not a number.
-      v[d] = (raw < T(0) ? T(0) : raw) + T(p_.floor);
-      mean += v[d];
-      if (poses != nullptr) poses[d] = in_.center[row + d] + a.shift + a.held;
+      moved[d] = m, by[d] = h, whole[d] = x, v[d] = (x < T(0) ? T(0) : x) + floor;
     }
-    if (p_.isotropic && D > 0) std::fill_n(v, D, mean / T(D));
+    if (!call.isotropic) return;
+    T sum = 0;
+    for (int64_t d = j * D; d < (j + 1) * D; ++d) sum += v[d];
+    std::fill_n(v + j * D, D, sum / T(D));
+  }
+
+  void find_sigmoid() {
+    for (int64_t j = 0; j < J; ++j) {
+      e[j] = std::exp(-std::abs(logit[j]));
+      const T more = T(1) / (T(1) + e[j]), less = e[j] * more;
+      activation[j] = logit[j] < T(0) ? less : more;
+      complement[j] = logit[j] < T(0) ? more : less;
+    }
   }
 
   void find_softmax(int64_t b) {
-    T most = -std::numeric_limits<T>::infinity(), sum = 0;
-    for (int64_t j = 0; j < p_.J; ++j) {
-      T& x = logit[size_t(j)];
-      if (p_.out_mask.data != nullptr && !p_.out_mask.at(b, j)) x = std::numeric_limits<T>::lowest();
-      most = x > most || x != x ? x : most;
+    T sum = 0;
+    most = -std::numeric_limits<T>::infinity();
+    for (int64_t j = 0; j < J; ++j) {
+      // Not -inf, which would make a sample without output capsules nan.
+      if (absent(b, j)) logit[j] = std::numeric_limits<T>::lowest();
+      most = logit[j] > most || logit[j] != logit[j] ? logit[j] : most;
     }
-    for (int64_t j = 0; j < p_.J; ++j) sum += activation[size_t(j)] = std::exp(logit[size_t(j)] - most);
-    for (T& a : activation) a /= sum;
-    most_ = most, log_of_sum_ = std::log(sum);
+    for (int64_t j = 0; j < J; ++j) sum += activation[j] = std::exp(logit[j] - most);
+    for (int64_t j = 0; j < J; ++j) activation[j] /= sum;
+    log_of_sum = std::log(sum);
   }
 
-  const EmProblem& p_;
-  const EmInputs<T>& in_;
-  size_t size_;
-  T most_ = 0, log_of_sum_ = 0;  // of the softmax: the largest logit, and the sum less that
+  T log_activation(int64_t j) const {
+    return call.softmax ? logit[j] - most - log_of_sum : std::min(logit[j], T(0)) - std::log1p(e[j]);
+  }
 };
 
-bool worth_sharing(const EmProblem& p) { return double(p.B) * double(p.J) * double(p.D) >= 4 * 1024; }
-
-// f(sample, b) for every sample.
+// f(sample, b) for every sample b.
 template <class T, class F>
-void for_samples(const EmProblem& p, const EmInputs<T>& in, const F& f) {
-  with_team(worth_sharing(p), [&] {
-    parallel(p.B, std::max<int64_t>(1, 1024 / std::max<int64_t>(1, p.J * p.D)), [&](int64_t begin, int64_t end) {
-      Sample<T> sample(p, in);
-      for (int64_t b = begin; b < end; ++b) f(sample, b);
+void for_samples(const Call& call, const F& f) {
+  const int64_t numbers = std::max<int64_t>(1, call.J * call.D);
+  with_team(call.B * numbers >= 4 * 1024, [&] {
+    parallel(call.B, std::max<int64_t>(1, 1024 / numbers), [&](int64_t begin, int64_t end) {
+      Sample<T> sample{call};
+      for (int64_t b = begin; b < end; ++b) sample.evaluate(b), f(sample, b);
     });
   });
 }
 
-// The gradients of logit and log sigma [J] of a sample, from that of score.
+// Gradients of results, null for 0, and of arguments. dlast is null without momentum.
 template <class T>
-void differentiate_score(const EmProblem& p, const Sample<T>& sample, int64_t b, const T* dscore, T* dlogit,
-                         T* dlog_sigma) {
-  std::fill_n(dlog_sigma, p.J, T(0));
-  std::fill_n(dlogit, p.J, T(0));
-  if (dscore == nullptr) return;
-  const T* const d = dscore + b * p.J;
-  T sum = 0;
-  for (int64_t j = 0; j < p.J && p.softmax; ++j) sum += p.final ? d[j] * sample.activation_of(j) : d[j];
-  for (int64_t j = 0; j < p.J; ++j) {
-    if (!p.final) dlog_sigma[j] = -d[j];
-    const T a = sample.activation_of(j);
-    if (p.softmax) {
-      const bool absent = p.out_mask.data != nullptr && !p.out_mask.at(b, j);
-      if (!absent) dlogit[j] = p.final ? a * (d[j] - sum) : d[j] - a * sum;
-    } else {
-      dlogit[j] = d[j] * (p.final ? a * (T(1) - a) : sigmoid(-sample.logit[size_t(j)]));
+struct Gradients {
+  const T *dposes, *dprecision, *dscore;
+  T *dmass, *dfirst, *dsecond, *dcenter, *dlast;
+  T *of_beta_a, *of_beta_u;  // [B, J]: shares of the samples
+
+  // The components of capsule j of sample b, with the gradient of log sigma. Returns the gradient of 1 / mass.
+  T components(const Sample<T>& s, int64_t b, int64_t j, T dlog_sigma) const {
+    const int64_t start = b * s.J * s.D;
+    const auto of_variance = [&](int64_t d) {
+      const T precision = T(1) / s.variance[d], given = dprecision == nullptr ? T(0) : dprecision[start + d];
+      return precision * (T(0.5) * dlog_sigma - given * precision);
+    };
+    T sum = 0, dn = 0;
+    for (int64_t d = j * s.D; d < (j + 1) * s.D && s.call.isotropic; ++d) sum += of_variance(d);
+    for (int64_t d = j * s.D, at = start + d; d < (j + 1) * s.D; ++d, ++at) {
+      const T each = s.call.isotropic ? sum / T(s.D) : of_variance(d), dvariance = s.raw[d] >= T(0) ? each : T(0);
+      const T dpose = dposes == nullptr ? T(0) : dposes[at];
+      const T of_last = dlast == nullptr ? T(0) : T(s.call.momentum) * (T(2) * s.held[d] * dvariance + dpose);
+      const T dshift = dpose - of_last - T(2) * s.shift[d] * dvariance;
+      dn += dvariance * s.seconds[at] + dshift * s.firsts[at];
+      dfirst[at] = dshift * s.n[j], dsecond[at] = dvariance * s.n[j], dcenter[at] = dpose - of_last;
+      if (dlast != nullptr) dlast[at] = of_last;
     }
+    return dn;
   }
+
+  void operator()(const Sample<T>& s, int64_t b) const {
+    const auto of_log_activation = [&](int64_t j) {
+      const T given = dscore == nullptr ? T(0) : dscore[b * s.J + j];
+      return s.call.final ? given * s.activation[j] : given;
+    };
+    T sum = 0, dscale = 0;
+    for (int64_t j = 0; j < s.J && s.call.softmax; ++j) sum += of_log_activation(j);
+    for (int64_t j = 0; j < s.J; ++j) {
+      const int64_t row = b * s.J + j;
+      const T mass = s.masses[row], dlog_activation = of_log_activation(j);
+      T dlogit = dlog_activation * s.complement[j];
+      if (s.call.softmax) dlogit = s.absent(b, j) ? T(0) : dlog_activation - s.activation[j] * sum;
+      const T dcost = -T(s.call.inverse_temperature) * dlogit;  // of mass scale cost
+      of_beta_a[row] = -dcost, of_beta_u[row] = dcost * mass * s.scale;
+      dscale += dcost * mass * s.cost[j];
+      const T of_score = s.call.final ? T(0) : dlog_activation,
+              of_cost = s.call.cost_of_variance ? of_beta_u[row] : T(0);
+      const T dn = components(s, b, j, of_cost - of_score);
+      // Without mass there is no gradient, also where the sum is nan.
+      dmass[row] = dcost * s.scale * s.cost[j] - (s.n[j] == T(0) ? T(0) : s.n[j] * s.n[j] * dn);
+    }
+    for (int64_t j = 0; j < s.J && !(s.call.cost_scale > 0); ++j) dmass[b * s.J + j] -= dscale * s.of_mean * s.of_total;
+  }
+
+  // Shares of the samples to [J]: in double, and always in the same order.
+  static void add_up(const Call& call, const T* shares, T* total) {
+    std::vector<double> sum(static_cast<size_t>(call.J));
+    for (int64_t n = 0; n < call.B * call.J; ++n) sum[n % call.J] += double(shares[n]);
+    std::copy(sum.begin(), sum.end(), total);
+  }
+};
+
+// A new tensor of the shape of `like`, [0] if it is not wanted.
+Tensor made(const Tensor& like, bool wanted = true) {
+  return wanted ? empty(like, like.sizes().data(), like.sizes().size(), like.scalar_type())
+                : empty(like, {0}, like.scalar_type());
+}
+
+void em_update(Stack& stack) {
+  const Call call(stack);
+  const Tensor poses = made(call.first), precision = made(call.first, !call.final), score = made(call.mass);
+  with_type(call.type, [&](auto zero) {
+    using T = decltype(zero);
+    T *const pose = data<T>(poses), *const of_variance = data<T>(precision), *const found = data<T>(score);
+    for_samples<T>(call, [&](const Sample<T>& s, int64_t b) {
+      const int64_t start = b * s.J * s.D, end = start + s.J * s.D;
+      for (int64_t at = start; at < end; ++at) pose[at] = s.centers[at] + s.shift[at - start] + s.held[at - start];
+      for (int64_t j = 0; j < s.J; ++j) {
+        const T prior = s.log_activation(j) - s.log_sigma[j] - T(s.D) * T(kHalfLogTwoPi);
+        found[b * s.J + j] = call.final ? s.activation[j] : prior;
+      }
+      if (call.final) return;
+      for (int64_t at = start; at < end; ++at) of_variance[at] = T(1) / s.variance[at - start];
+    });
+  });
+  stack.give({poses, precision, score});
+}
+
+void em_update_backward(Stack& stack) {
+  OptionalTensor dposes, dprecision, dscore;
+  std::vector<bool> needed;
+  stack >> dposes >> dprecision >> dscore;
+  const Call call(stack);
+  stack >> needed;
+  Call::take("dposes", dposes, {call.B, call.J, call.D}, call.type);
+  Call::take("dprecision", dprecision, {call.B, call.J, call.D}, call.type);
+  Call::take("dscore", dscore, {call.B, call.J}, call.type);
+  const bool of_last = call.last.has_value();
+  const Tensor dmass = made(call.mass), dfirst = made(call.first), dsecond = made(call.first),
+               dcenter = made(call.first), dlast = made(call.first, of_last), of_beta_a = made(call.mass),
+               of_beta_u = made(call.mass), dbeta_a = made(call.beta_a), dbeta_u = made(call.beta_u);
+  with_type(call.type, [&](auto zero) {
+    using T = decltype(zero);
+    const Gradients<T> gradients{
+        data<T>(dposes),    data<T>(dprecision), data<T>(dscore),  data<T>(dmass),
+        data<T>(dfirst),    data<T>(dsecond),    data<T>(dcenter), of_last ? data<T>(dlast) : nullptr,
+        data<T>(of_beta_a), data<T>(of_beta_u)};
+    for_samples<T>(call, gradients);
+    gradients.add_up(call, gradients.of_beta_a, data<T>(dbeta_a));
+    gradients.add_up(call, gradients.of_beta_u, data<T>(dbeta_u));
+  });
+  const auto kept = [&](const Tensor& gradient, size_t n) { return needed[n] ? gradient : made(gradient, false); };
+  stack.give({kept(dmass, 0), kept(dfirst, 1), kept(dsecond, 2), kept(dcenter, 3), kept(dbeta_a, 4), kept(dbeta_u, 5),
+              kept(dlast, 6)});
 }
 
 }  // namespace
 
-template <class T>
-void em_update(const EmProblem& p, const EmInputs<T>& in, const EmOutputs<T>& out) {
-  for_samples<T>(p, in, [&](Sample<T>& sample, int64_t b) {
-    sample.find(b, out.poses + b * p.J * p.D);
-    for (int64_t j = 0; j < p.J; ++j) {
-      const int64_t n = b * p.J + j;
-      const T* const v = sample.variance.data() + j * p.D;
-      for (int64_t d = 0; d < p.D && out.precision != nullptr; ++d) out.precision[n * p.D + d] = T(1) / v[d];
-      const T prior = sample.log_activation(j) - (sample.log_sigma[size_t(j)] + T(p.D) * T(kHalfLogTwoPi));
-      out.score[n] = p.final ? sample.activation_of(j) : prior;
-    }
-  });
+STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
+  m.impl("em_update", &bindings::boxed<em_update>);
+  m.impl("em_update_backward", &bindings::boxed<em_update_backward>);
 }
-
-template <class T>
-void em_update_backward(const EmProblem& p, const EmInputs<T>& in, const EmGradients<T>& g) {
-  const int64_t J = p.J, D = p.D;
-  const T rate = T(p.inverse_temperature);
-  // Of every sample, so that sums over samples are always formed in the same order.
-  const Buffer<T> dlogits(p.B * J), dcosts(p.B * J);
-  for_samples<T>(p, in, [&](Sample<T>& sample, int64_t b) {
-    sample.find(b, nullptr);
-    std::vector<T> dlog_sigma(static_cast<size_t>(J)), dmass(static_cast<size_t>(J));
-    T* const dlogit = dlogits.get() + b * J;
-    differentiate_score(p, sample, b, g.dscore, dlogit, dlog_sigma.data());
-    T dscale = 0;
-    for (int64_t j = 0; j < J; ++j) {
-      const size_t n = size_t(j);
-      const T mass = in.mass[b * J + j], dcost = -rate * dlogit[j];  // of mass scale cost
-      dmass[n] = dcost * sample.scale * sample.cost[n];
-      dscale += dcost * mass * sample.cost[n];
-      dcosts.get()[b * J + j] = dcost * mass * sample.scale;
-      if (p.cost_of_variance) dlog_sigma[n] += dcost * mass * sample.scale;
-    }
-    if (!(p.cost_scale > 0)) {
-      const T of_total = inverse(sample.total);
-      for (T& each : dmass) each -= dscale * sample.there * of_total * of_total;
-    }
-    for (int64_t j = 0; j < J; ++j) {
-      const int64_t row = (b * J + j) * D;
-      const T mass = in.mass[b * J + j];
-      const T* const v = sample.variance.data() + j * D;
-      const auto of_variance = [&](int64_t d) {
-        const T precision = T(1) / v[d];
-        const T given = g.dprecision == nullptr ? T(0) : g.dprecision[row + d] * precision * precision;
-        return T(0.5) * dlog_sigma[size_t(j)] * precision - given;
-      };
-      T shared = 0;
-      for (int64_t d = 0; d < D && p.isotropic; ++d) shared += of_variance(d) / T(D);
-      T dn = 0;
-      for (int64_t d = 0; d < D; ++d) {
-        const auto a = sample.at(mass, row + d);
-        const T all = p.isotropic ? shared : of_variance(d);
-        const T dvariance = sample.raw_variance(a, row + d) >= T(0) ? all : T(0);
-        const T dpose = g.dposes == nullptr ? T(0) : g.dposes[row + d];
-        const T dheld = T(2) * a.held * dvariance + dpose;
-        const T dlast = p.momentum == 0 ? T(0) : T(p.momentum) * dheld;
-        const T dcenter = dpose - dlast, dshift = dcenter - T(2) * a.shift * dvariance;
-        dn += dvariance * in.second[row + d] + dshift * in.first[row + d];
-        if (g.dfirst != nullptr) g.dfirst[row + d] = dshift * a.n;
-        if (g.dsecond != nullptr) g.dsecond[row + d] = dvariance * a.n;
-        if (g.dcenter != nullptr) g.dcenter[row + d] = dcenter;
-        if (g.dlast != nullptr) g.dlast[row + d] = dlast;
-      }
-      const T n = inverse(mass);
-      // Without mass there is no gradient, also where the sum is none.
-      if (g.dmass != nullptr) g.dmass[b * J + j] = dmass[size_t(j)] - (n == 0 ? T(0) : n * n * dn);
-    }
-  });
-  std::vector<double> logit(static_cast<size_t>(J)), cost(static_cast<size_t>(J));
-  for (int64_t n = 0; n < p.B * J; ++n) {
-    logit[size_t(n % J)] += double(dlogits.get()[n]);
-    cost[size_t(n % J)] += double(dcosts.get()[n]);
-  }
-  for (int64_t j = 0; j < J; ++j) {
-    const double of_beta_u = cost[size_t(j)];
-    if (g.dbeta_a != nullptr) g.dbeta_a[j] = T(p.inverse_temperature * logit[size_t(j)]);
-    if (g.dbeta_u == nullptr) continue;
-    if (p.component_beta) {
-      std::fill_n(g.dbeta_u + j * D, D, T(of_beta_u));
-    } else {
-      g.dbeta_u[j] = T(double(D) * of_beta_u);
-    }
-  }
-}
-
-template void em_update<float>(const EmProblem&, const EmInputs<float>&, const EmOutputs<float>&);
-template void em_update<double>(const EmProblem&, const EmInputs<double>&, const EmOutputs<double>&);
-template void em_update_backward<float>(const EmProblem&, const EmInputs<float>&, const EmGradients<float>&);
-template void em_update_backward<double>(const EmProblem&, const EmInputs<double>&, const EmGradients<double>&);
 
 }  // namespace capsfast
