@@ -126,10 +126,10 @@ class _Made:
     def weighted_sums(self, c: Tensor) -> Tensor:
         _, _, J, D = self.weight.shape
         scaled = (c[:, None, :, None] * self.weight).flatten(0, 1).flatten(1)
-        return (self.u @ scaled).unflatten(1, (J, D))
+        s: Tensor = self.u @ scaled
+        return s.unflatten(1, (J, D))
 
     def agreement(self, v: Tensor) -> Tensor:
         I, K, J, D = self.weight.shape
         summed = (self.u.T @ v.flatten(1)).reshape(I, K, J, D)
-        found: Tensor = torch.einsum("ikjd,ikjd->ij", summed, self.weight)
-        return found
+        return torch.einsum("ikjd,ikjd->ij", summed, self.weight)
