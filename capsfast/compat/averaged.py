@@ -126,8 +126,7 @@ class _Made:
     def weighted_sums(self, c: Tensor) -> Tensor:
         _, _, J, D = self.weight.shape
         scaled = (c[:, None, :, None] * self.weight).flatten(0, 1).flatten(1)
-        s: Tensor = self.u @ scaled
-        return s.unflatten(1, (J, D))
+        return (self.u @ scaled).view(self.u.shape[0], J, D)
 
     def agreement(self, v: Tensor) -> Tensor:
         I, K, J, D = self.weight.shape
