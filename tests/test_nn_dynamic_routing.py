@@ -82,7 +82,7 @@ def test_parameters_of_the_variants() -> None:
     }
     assert shapes["plain"] == shapes["options"] == {"W": (I, J, D, K)}
     assert shapes["shared"] == {"W": (1, J, D, K)}
-    assert shapes["learned"] == {"W": (I, J, D, K), "logits": (I, J), "bias": (J, D)}
+    assert shapes["learned"] == {"W": (I, J, D, K), "routing.logits": (I, J), "routing.bias": (J, D)}
 
 
 @pytest.mark.rows(triton=0)
@@ -214,12 +214,12 @@ def test_weight_norm(backend: Backend) -> None:
 
 
 def test_repr_shows_what_is_not_default() -> None:
-    assert repr(layer_of()) == "DynamicRouting(20, 5, 8, 16, num_iterations=3)"
+    assert "(20, 5, 8, 16, num_iterations=3)" in repr(layer_of())
     options = VARIANTS["options"] | VARIANTS["sums"]
     text = repr(layer_of(num_iterations=2, shared_weight=True, learned_logits=True, bias=True, **options))
     for part in (
         "num_iterations=2",
-        "shared_weight=True",
+        "weight=SharedWeight()",
         "learned_logits=True",
         "bias=True",
         "softmax='in'",

@@ -128,8 +128,8 @@ def test_copies_dtypes_and_compilation() -> None:
 
 def test_text_and_state() -> None:
     layer = SlimConvCaps2d(I, J, K, D, (3, 2), 2, bias=True, learned_logits=True, softmax="everywhere", shared=False)
-    assert "3, 4, 3, 5, kernel_size=(3, 2), stride=(2, 2), shared=False" in repr(layer)
-    assert "softmax='everywhere', learned_logits=True, bias=True" in repr(layer)
+    assert "3, 4, 3, 5, kernel_size=(3, 2), stride=(2, 2), softmax='everywhere', shared=False" in repr(layer)
+    assert "num_iterations=3, learned_logits=True, bias=True" in repr(layer)
     assert {name: tuple(value.shape) for name, value in layer.state_dict().items()} == {
         "conv.weight": (I * J * D, K, 3, 2),
         "routing.logits": (I, J),
@@ -211,11 +211,6 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: SlimConvCaps2d(I, J, K, D, routing=Weighted)(torch.zeros(B, I, K, 4, 4), torch.zeros(B, I, 4, 5)),
         ValueError,
         r"activation must be \[B, in_types, H, W\] of poses \[2, 3, 3, 4, 4\], got \[2, 3, 4, 5\]",
-    ),
-    "coupling": (
-        lambda: SlimConvCaps2d(I, J, K, D, routing=Weighted)(torch.zeros(B, I, K, 4, 4), return_coupling=True),
-        ValueError,
-        "return_coupling needs routing='dynamic'",
     ),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import capsfast
 from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
-from capsfast.nn.routed_caps import fully_connected, route
+from capsfast.nn.dynamic_routing import fully_connected
 from capsfast.nn.routing.base import lengths
 from capsfast.nn.routing.names import options_of
 from capsfast.nn.routing.votes import STRIDE, votes_of
@@ -226,7 +226,7 @@ def test_pose_matrices(name: str) -> None:
 def test_shared_weight(name: str) -> None:
     torch.manual_seed(0)
     layer = RoutedCaps(I, J, K, D, routing=name, shared_weight=True, dtype=torch.float64)
-    assert layer.W.shape == (1, J, D, K) and "shared_weight=True" in repr(layer)
+    assert layer.W.shape == (1, J, D, K) and "weight=SharedWeight()" in repr(layer)
     randomize(layer)
     u, activation = inputs()
     wanted = ROWS[name].definition(plain.votes(u, layer.W), activation, layer.routing, u)
@@ -360,7 +360,7 @@ def test_lengths_of_an_image_of_capsules(name: str) -> None:
     layer = capsfast.nn.ClassCaps2d(2, 3, 4, 4, size=(4, 4), routing=name)
     image = torch.randn(2, 2, 4, 4, 4)
     u = capsfast.nn.FlattenCaps()(image)
-    torch.testing.assert_close(tuple(route(layer, image)), tuple(layer(u, lengths(u))))
+    torch.testing.assert_close(tuple(layer.capsules(image)), tuple(layer(u, lengths(u))))
     torch.testing.assert_close(couplings(layer, image), couplings(layer, u, lengths(u)))
     there = torch.rand(2, 2, 4, 4)
     torch.testing.assert_close(couplings(layer, image, there), couplings(layer, u, there.flatten(1)))
@@ -376,7 +376,7 @@ def test_what_a_masked_capsule_holds_reaches_no_gradient(name: str) -> None:
     wild = u.detach().clone()
     wild[:, 2] = torch.nan
     leaves = [wild.requires_grad_(), *layer.parameters()]
-    found = route(layer, wild, mask=mask)
+    found = layer.capsules(wild, mask=mask)
     assert all(each.isfinite().all() for each in (*found, *gradients(tuple(found), leaves)))
 
 
@@ -408,7 +408,7 @@ def test_a_routing_of_ones_own() -> None:
 
 
 def test_the_fastest_layer_of_a_name() -> None:
-    assert isinstance(fully_connected(I, J, K, D), capsfast.DynamicRouting)
+    assert isinstance(fully_connected(I, J, K, D, "dynamic"), capsfast.DynamicRouting)
     assert isinstance(fully_connected(I, J, K, D, Mean), RoutedCaps)
 
 
@@ -482,11 +482,6 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         "votes must be those of in_caps=3 for out_caps=2 of out_dim=6, got I=4, J=2, D=6",
     ),
     "no votes": (lambda: RoutedCaps(3, 2, 4, 6).routing(7), TypeError, "votes must be a torch.Tensor, a pair"),
-    "groups": (
-        lambda: ConvCaps2d(2, 2, 4, 4, routing=Mean, groups=2),
-        ValueError,
-        "groups need routing='dynamic', got groups=2",
-    ),
     "activation": (
         lambda: ConvCaps2d(2, 2, 4, 4)(torch.zeros(1, 2, 4, 5, 5), torch.zeros(1, 2, 5, 5)),
         ValueError,

@@ -96,17 +96,9 @@ class EinsumVotes(Votes):
         return Moments(mass, first)
 
     def agree(
-        self,
-        num_iterations: int,
-        *,
-        logits: Tensor | None,
-        gradient: str,
-        squash: str,
-        eps: float,
-        squash_last: bool,
+        self, num_iterations: int, *, logits: Tensor | None = None, bias: Tensor | None = None, **options: Any
     ) -> Tensor:
-        options = Options(num_iterations, "out", gradient, False, squash, eps, squash_last)
-        return route_votes(self.votes, logits, None, None, None, options)[0]
+        return route_votes(self.votes, logits, bias, None, None, Options(num_iterations, **options))[0]
 
 
 class Routed:

@@ -1,6 +1,6 @@
 """Slim convolutional capsules: a convolution makes the votes, and types are routed to types at every position."""
 
-import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
+from ..functional import route_votes
 from . import _arguments
 from ._layer import Layer
-from ._type_routing import TypeRouting, starting_std
-from .routing.names import RoutingChoice, known_options, make_routing, routing_name
+from .routing.agreement import starting_std
+from .routing.names import RoutingChoice, make_routing, routing_name
+from .routing.votes import RecordedVotes, votes_of
+from .routing.windows import Everywhere, WindowVotes
 
-TYPE_OPTIONS = [
-    name
-    for name, what in inspect.signature(TypeRouting).parameters.items()
-    if what.kind == what.KEYWORD_ONLY and name not in ("device", "dtype")
-]
+# A softmax over the output types of all positions (Rajasegaran et al. 2019).
+EVERYWHERE = "everywhere"
 
 
 class _SlimCaps(Layer):
@@ -69,25 +69,26 @@ class _SlimCaps(Layer):
         self.padding = _arguments.for_axes(op, "padding", padding, axes, least=0)
         self.dilation = _arguments.for_axes(op, "dilation", dilation, axes)
         self.output_padding = _arguments.for_axes(op, "output_padding", output_padding, axes, least=0)
-        if num_iterations is not None:
-            options["num_iterations"] = num_iterations
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         # Positions whose capsules meet in a vote; of a transposed convolution their mean number.
         reached = 1.0
         for size, step in zip(self.kernel_size, self.stride, strict=True):
             reached *= max(1.0, size / step) if self._transposed else size
-        if routing == "dynamic":
-            known_options(op, routing, TYPE_OPTIONS, options)
-            self.routing: nn.Module = TypeRouting(op, in_types, out_types, out_dim, **options, **made)
-            std = starting_std(options, in_types, out_types, out_dim, reached)
-        else:
-            chosen = make_routing(op, routing, in_types, out_types, in_dim, out_dim, **options, **made)
-            if getattr(chosen, "needs_inputs", False):
-                raise ValueError(
-                    f"{op}: routing must make do with votes, which are all that a convolution leaves, "
-                    f"got {routing_name(routing)}, which looks at the input capsules too; use ConvCaps2d for it"
-                )
-            self.routing, std = chosen, chosen.weight_std(round(in_dim * reached))
+        self.uses_poses_alone = routing == "dynamic"
+        self.everywhere = self.uses_poses_alone and options.get("softmax") == EVERYWHERE
+        if self.everywhere:
+            del options["softmax"]
+        options |= {"num_iterations": num_iterations, **made}
+        self.routing = make_routing(op, routing, in_types, out_types, in_dim, out_dim, **options)
+        if getattr(self.routing, "needs_inputs", False):
+            raise ValueError(
+                f"{op}: routing must make do with votes, which are all that a convolution leaves, "
+                f"got {routing_name(routing)}, which looks at the input capsules too; use ConvCaps2d for it"
+            )
+        std = self.routing.weight_std(round(in_dim * reached))
+        if self.uses_poses_alone:
+            share = in_types if options.get("softmax") == "in" else out_types
+            std = starting_std(num_iterations, share, in_types * reached * out_dim)
         self.init_std = std if init_std is None else init_std
         groups = 1 if shared else in_types
         window: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
@@ -164,13 +165,22 @@ class _SlimCaps(Layer):
         return tuple(more + there - size for more, there, size in zip(self.output_padding, after, least, strict=True))
 
     def _route(self, poses: Tensor, activation: Tensor | None, votes: Tensor, return_coupling: bool) -> Any:
-        if isinstance(self.routing, TypeRouting):
-            if activation is not None:
+        if activation is not None:
+            if self.uses_poses_alone:
                 raise ValueError(f"{self._op}: dynamic routing takes no activation; the length of a pose says it")
-            return self.routing(votes, return_coupling=return_coupling)
-        if return_coupling:
-            raise ValueError(f"{self._op}: return_coupling needs routing='dynamic'")
-        return self.routing(votes, None if activation is None else self.activation_at(poses, activation, votes))
+            activation = self.activation_at(poses, activation, votes)
+        if self.uses_poses_alone and not self.everywhere:
+            # Positions stay where they are; as samples they would be copied.
+            own: Any = self.routing
+            given = {"logits": own.logits, "bias": own.bias, "backend": own.backend}
+            return route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
+        made = votes_of(self._op, votes, J=self.out_types, backend=self.routing.backend)
+        if self.everywhere:
+            made = WindowVotes(made, Everywhere(math.prod(votes.shape[4:])))
+        recorded = RecordedVotes(made, detach=False)
+        found = self.routing(recorded if return_coupling else made, activation)
+        out = found.poses if self.uses_poses_alone else found
+        return (out, made.restore(recorded.weights[-1])) if return_coupling else out
 
     def extra_repr(self) -> str:
         text = f"{self.in_types}, {self.out_types}, {self.in_dim}, {self.out_dim}, kernel_size={self.kernel_size}"
@@ -178,6 +188,7 @@ class _SlimCaps(Layer):
         for name, default in (("stride", 1), ("padding", 0), ("output_padding", 0), ("dilation", 1)):
             if getattr(self, name) != (default,) * axes:
                 text += f", {name}={getattr(self, name)}"
+        text += ", softmax='everywhere'" if self.everywhere else ""
         return text if self.shared else f"{text}, shared=False"
 
 

@@ -1,6 +1,7 @@
 """What a routing goes over: votes, wherever they come from."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Votes(NoTensor, ABC):
         out_mask: bool ``[B, J]``, False where an output capsule is taken out; None where none is.
         backend: of the passes, see :func:`capsfast.routing_pass`, and of what a routing computes between them.
             "reference", which is torch alone, unless a kind of votes says otherwise.
+        groups: runs of input capsules, each of which votes for a run of output capsules alone.
     """
 
     B: int
@@ -52,6 +54,7 @@ class Votes(NoTensor, ABC):
     mask: Tensor | None = None
     out_mask: Tensor | None = None
     backend: str | None = "reference"
+    groups: int = 1
 
     @abstractmethod
     def moments(
@@ -76,13 +79,17 @@ class Votes(NoTensor, ABC):
         self,
         num_iterations: int,
         *,
-        logits: Tensor | None,
-        gradient: str,
-        squash: str,
-        eps: float,
-        squash_last: bool,
+        logits: Tensor | None = None,
+        bias: Tensor | None = None,
+        softmax: str = "out",
+        gradient: str = "full",
+        leaky: bool = False,
+        squash: str = "paper",
+        eps: float = 1e-8,
+        squash_last: bool = True,
     ) -> Tensor:
-        """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; softmax over the outputs."""
+        """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see :func:`dynamic_routing`."""
+        normalized: dict[str, Any] = {"normalize": softmax, "leaky": leaky}
         sum_of_v: Tensor | None = None
         v: Tensor | None = None
         for t in range(num_iterations):
@@ -95,11 +102,13 @@ class Votes(NoTensor, ABC):
                 assert agreement is not None
                 query, prior = None, agreement if logits is None else logits + agreement
             with torch.set_grad_enabled(torch.is_grad_enabled() and (last or gradient == "full")):
-                v = self.moments(query=query, logits=prior).first
+                v = self.moments(query=query, logits=prior, **normalized).first
+                v = v if bias is None else v + bias
                 v = _squash(v, kind=squash, eps=eps) if squash_last or not last else v
             sum_of_v = v if sum_of_v is None else sum_of_v + v
         assert v is not None
-        return v
+        cast = checks.autocast_dtype(self.device)  # as by the fused op
+        return v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
 
     def cosines(self, query: Tensor) -> Tensor:
         """Cosines ``[B, I, J]`` of the votes and ``query [B, J, D]`` of length 1.
@@ -321,6 +330,94 @@ class GivenVotes(PassVotes):
         if not self.spatial:
             return value
         return positions.to_samples(value.flatten(value.dim() - len(self.spatial)))
+
+
+class VotesAround(Votes):
+    """Votes that are those of ``votes`` but for what a class overrides."""
+
+    def __init__(self, votes: Votes) -> None:
+        self.votes = votes
+        self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
+        self.dtype, self.device, self.u = votes.dtype, votes.device, votes.u
+        self.mask, self.out_mask, self.backend, self.groups = votes.mask, votes.out_mask, votes.backend, votes.groups
+
+    def moments(self, **arguments: Any) -> Moments:
+        return self.votes.moments(**arguments)
+
+    def cosines(self, query: Tensor) -> Tensor:
+        return self.votes.cosines(query)
+
+    def check_activation(self, op: str, activation: Tensor) -> None:
+        self.votes.check_activation(op, activation)
+
+    def samples(self, name: str, value: Tensor | None) -> Tensor | None:
+        return self.votes.samples(name, value)
+
+    def restore(self, value: Tensor) -> Tensor:
+        return self.votes.restore(value)
+
+
+class RecordedVotes(VotesAround):
+    """Votes that keep the coupling coefficients of every pass in ``weights``, a list of ``[B, I, J / groups]``.
+
+    Left out are passes whose coefficients are given (``normalize="none"``): nothing is decided there.
+
+    detach: the coefficients have no gradient.
+    """
+
+    def __init__(self, votes: Votes, detach: bool = True) -> None:
+        super().__init__(votes)
+        self.detach = detach
+        self.weights: list[Tensor] = []
+
+    def moments(self, **arguments: Any) -> Moments:
+        if arguments.get("normalize") == "none":
+            return self.votes.moments(**arguments)
+        found = self.votes.moments(**{**arguments, "return_weights": True})
+        assert found.weights is not None
+        self.weights.append(found.weights.detach() if self.detach else found.weights)
+        return found
+
+
+class GroupedVotes(Votes):
+    """Votes of groups: each run of input capsules votes for its run of output capsules alone.
+
+    What has an axis of output capsules beside one of input capsules ends in those of a group: weights, and logits,
+    which may also be ``[I, J]``; what they say of other groups is not looked at.
+
+    Args:
+        parts: the votes of each group.
+        mask, out_mask: of all input and output capsules.
+    """
+
+    def __init__(self, parts: Sequence[Votes], mask: Tensor | None, out_mask: Tensor | None) -> None:
+        first = parts[0]
+        self.parts, self.groups = parts, len(parts)
+        self.B, self.I, self.J, self.D = first.B, self.groups * first.I, self.groups * first.J, first.D
+        self.dtype, self.device, self.backend = first.dtype, first.device, first.backend
+        self.mask, self.out_mask = mask, out_mask
+
+    def moments(self, **arguments: Any) -> Moments:
+        found = [part.moments(**own) for part, own in zip(self.parts, self._cut(arguments), strict=True)]
+        return Moments(*(None if each[0] is None else torch.cat(each, 1) for each in zip(*found, strict=True)))  # type: ignore[arg-type]
+
+    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+        """By the fused op of each group."""
+        cut = self._cut(options)
+        return torch.cat([part.agree(num_iterations, **own) for part, own in zip(self.parts, cut, strict=True)], 1)
+
+    def _cut(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """The arguments of each group."""
+        found: list[dict[str, Any]] = [{**arguments} for _ in self.parts]
+        for name, value in arguments.items():
+            if not isinstance(value, Tensor) or name not in AXES:
+                continue
+            axes = axes_of(name, value)
+            runs = value.chunk(self.groups, axes.find("I" if "I" in axes else "J"))
+            for group, run in enumerate(runs):
+                whole = name == "logits" and run.shape[-1] == self.J
+                found[group][name] = run.chunk(self.groups, -1)[group] if whole else run
+        return found
 
 
 def _every(step: int, value: Tensor | None) -> Tensor | None:
