@@ -88,7 +88,8 @@ class Votes(NoTensor, ABC):
         eps: float = 1e-8,
         squash_last: bool = True,
     ) -> Tensor:
-        """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see :func:`dynamic_routing`."""
+        """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
+        :func:`capsfast.dynamic_routing`."""
         normalized: dict[str, Any] = {"normalize": softmax, "leaky": leaky}
         sum_of_v: Tensor | None = None
         v: Tensor | None = None
