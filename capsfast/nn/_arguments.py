@@ -138,6 +138,24 @@ def floats(op: str, name: str, value: Tensor, shape: str) -> None:
     checks.floating(op, name, value)
 
 
+def sized(op: str, name: str, value: Tensor, shape: str, **sizes: int) -> None:
+    """``floats``, and the axes that are named in ``sizes`` are so long."""
+    floats(op, name, value, shape)
+    axes = shape.strip("[]").split(", ")
+    if any(size != sizes.get(axis, size) for axis, size in zip(axes, value.shape, strict=True)):
+        wanted = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
+        raise ValueError(f"{op}: {name} must be [{wanted}], got {checks.shape_of(value)}")
+
+
+def activation_of(op: str, activation: Tensor, poses: Tensor, shape: str) -> None:
+    """The activations of an image of capsules ``[B, types, K, *spatial]``."""
+    floats(op, "activation", activation, shape)
+    if activation.shape != (*poses.shape[:2], *poses.shape[3:]):
+        raise ValueError(
+            f"{op}: activation must be {shape} of poses {checks.shape_of(poses)}, got {checks.shape_of(activation)}"
+        )
+
+
 def changed(module: nn.Module, **defaults: object) -> str:
     """For extra_repr: what of these attributes is not its default, each behind a comma."""
     found = ((name, getattr(module, name)) for name, default in defaults.items() if getattr(module, name) != default)

@@ -135,12 +135,8 @@ class ConvCaps2d(Layer):
     def unfold(self, poses: Tensor) -> Tensor:
         """``[B, in_types, in_dim, H, W]`` to the input capsules of every window, ``u [B·H'·W', I, K]``."""
         op = "capsfast.nn.ConvCaps2d"
-        _arguments.floats(op, "poses", poses, "[B, in_types, in_dim, H, W]")
-        if poses.shape[1] != self.in_types or poses.shape[2] != self.in_dim:
-            raise ValueError(
-                f"{op}: poses must be [B, in_types={self.in_types}, in_dim={self.in_dim}, H, W], "
-                f"got {checks.shape_of(poses)}"
-            )
+        sizes = {"in_types": self.in_types, "in_dim": self.in_dim}
+        _arguments.sized(op, "poses", poses, "[B, in_types, in_dim, H, W]", **sizes)
         self.grid(poses.shape[3:])
         windows = _windows(poses, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, K, H', W', h, w]
         return windows.permute(0, 3, 4, 1, 5, 6, 2).flatten(3, 5).flatten(0, 2)
@@ -148,12 +144,7 @@ class ConvCaps2d(Layer):
     def unfold_activation(self, poses: Tensor, activation: Tensor) -> Tensor:
         """``[B, in_types, H, W]`` beside these poses to the activations of every window, ``[B·H'·W', I]``."""
         op = "capsfast.nn.ConvCaps2d"
-        _arguments.floats(op, "activation", activation, "[B, in_types, H, W]")
-        if activation.shape != (poses.shape[0], self.in_types, *poses.shape[3:]):
-            raise ValueError(
-                f"{op}: activation must be [B, in_types, H, W] of poses {checks.shape_of(poses)}, "
-                f"got {checks.shape_of(activation)}"
-            )
+        _arguments.activation_of(op, activation, poses, "[B, in_types, H, W]")
         windows = _windows(activation, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, H', W', ..]
         return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
 

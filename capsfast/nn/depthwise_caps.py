@@ -81,11 +81,7 @@ class DepthwisePrimaryCaps(Layer):
 
     def forward(self, features: Tensor) -> Tensor:
         op = "capsfast.nn.DepthwisePrimaryCaps"
-        _arguments.floats(op, "features", features, "[B, types·dim, H, W]")
-        if features.shape[1] != self.types * self.dim:
-            raise ValueError(
-                f"{op}: features must be [B, types·dim={self.types * self.dim}, H, W], got {checks.shape_of(features)}"
-            )
+        _arguments.sized(op, "features", features, "[B, types·dim, H, W]", types·dim=self.types * self.dim)
         self.grid(features.shape[2:])
         poses = self.conv(features).unflatten(1, (self.types, self.dim))
         return self.flatten(squash(poses, 2, self.eps, self.squash))  # type: ignore[no-any-return]

@@ -114,11 +114,7 @@ class PrimaryCaps(Layer):
 
     def forward(self, features: Tensor) -> Tensor:
         op = "capsfast.nn.PrimaryCaps"
-        _arguments.floats(op, "features", features, "[B, in_channels, H, W]")
-        if features.shape[1] != self.in_channels:
-            raise ValueError(
-                f"{op}: features must be [B, in_channels={self.in_channels}, H, W], got {checks.shape_of(features)}"
-            )
+        _arguments.sized(op, "features", features, "[B, in_channels, H, W]", in_channels=self.in_channels)
         self.grid(features.shape[2:])
         maps = self.conv(features)
         if self.order == "view":
