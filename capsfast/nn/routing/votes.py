@@ -1,7 +1,7 @@
 """What a routing goes over: votes, wherever they come from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -164,157 +164,81 @@ class Votes(NoTensor, ABC):
 
 
 class PassVotes(Votes):
-    """Votes that one kernel goes over.
-
-    Attributes:
-        given: what every pass is given: masks and backend.
-        batch: samples of a pass, in which positions are not counted.
-    """
-
-    given: dict[str, Any]
-    batch: int
-
-    def _said(self) -> dict[str, Any]:
-        """``given``. An axis J of size 1 is shared to a pass, unless something says that J is 1."""
-        if self.J != 1 or self.given["out_mask"] is not None:
-            return self.given
-        return {**self.given, "out_mask": torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)}
-
-
-class ProductVotes(PassVotes):
-    """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
+    """Votes that one kernel goes over, with or without axes of positions.
 
     Args:
         op: in whose name errors are raised.
-        u, weight: as for :func:`capsfast.routing_pass`.
-        J: the number of output capsules, where they share the weight.
-        mask, out_mask: bool ``[B, I]`` and ``[B, J]``.
-        backend: of all passes.
-    """
-
-    def __init__(
-        self,
-        op: str,
-        u: Tensor,
-        weight: Tensor,
-        *,
-        J: int | None = None,
-        mask: Tensor | None = None,
-        out_mask: Tensor | None = None,
-        backend: str | None = None,
-    ) -> None:
-        flat, matrix = checks.product(op, u, weight)
-        self.u, self.factors = u, (u, weight)
-        self.B, self.I = flat.shape[:2]
-        self.batch = self.B
-        self.J = matrix.shape[1] if matrix.shape[1] != 1 or J is None else J
-        self.D = width(flat, matrix)
-        self.dtype, self.device, self.mask, self.out_mask = u.dtype, u.device, mask, out_mask
-        self.given = {"mask": mask, "out_mask": out_mask, "backend": backend}
-        self.backend = backend
-        self._check(op, {"mask": mask, "out_mask": out_mask})
-        if matrix.shape[1] == 1 and out_mask is None:  # a pass has to be told J
-            self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
-
-    def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
-        checks.parameters(op, "u", self.factors[0], (self.B, self.I, self.J, self.D), given)
-
-    def check_activation(self, op: str, activation: Tensor) -> None:
-        self._check(op, {"activation": activation})
-
-    def moments(self, **arguments: Any) -> Moments:
-        u, weight = self.factors
-        return routing_pass(u, weight, **arguments, **self._said())
-
-    def _some(self, step: int, activation: Tensor | None) -> Moments:
-        u, weight = self.factors
-        weight = weight if weight.shape[0] == 1 else weight[::step]
-        given = self._said() | {"mask": _every(step, self.given["mask"])}
-        return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
-
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        u, weight = self.factors
-        v: Tensor = dynamic_routing(u, weight, num_iterations, **options, **self.given)
-        return v
-
-
-class GivenVotes(PassVotes):
-    """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
-
-    Args:
-        op: in whose name errors are raised.
-        votes: as for :func:`capsfast.votes_pass`.
-        J: the number of output capsules, where they share the votes.
+        tensors: what the pass takes first.
+        sizes: (B, I, J, D) of the votes, J = 1 where output capsules share them.
+        J: the number of output capsules in that case.
+        spatial: sizes of the axes of positions, if there are such.
         mask, out_mask: bool ``[B, I]`` and ``[B, J]``, with or without the axes of positions.
         backend: of all passes.
     """
 
+    run: Callable[..., Moments]  # a pass
+    whole: Callable[..., Any]  # all passes of dynamic routing
+    anchor: str  # what the first tensor is called
+
     def __init__(
         self,
         op: str,
-        votes: Tensor,
-        *,
+        tensors: tuple[Tensor, ...],
+        sizes: Sequence[int],
         J: int | None = None,
+        spatial: tuple[int, ...] = (),
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         backend: str | None = None,
     ) -> None:
-        _, self.spatial = checks.votes(op, votes)
-        self.votes = votes
-        self.batch = votes.shape[0]
+        self.tensors, self.spatial, self.backend = tensors, spatial, backend
+        self.dtype, self.device = tensors[0].dtype, tensors[0].device
         self.places = 1
-        for size in self.spatial:
+        for size in spatial:
             self.places *= size
-        self.B, self.I, self.D = self.batch * self.places, votes.shape[1], votes.shape[3]
-        self.J = votes.shape[2] if votes.shape[2] != 1 or J is None else J
-        self.dtype, self.device = votes.dtype, votes.device
+        self.batch, self.I, own, self.D = sizes
+        self.B = self.batch * self.places
+        self.J = own if own != 1 or J is None else J
         masks = {"mask": mask, "out_mask": out_mask}
         self._check(op, masks)
-        if votes.shape[2] == 1 and out_mask is None:  # a pass has to be told J
-            masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=votes.device)
-        self.given = {**masks, "backend": backend}
-        self.backend = backend
+        if own == 1 and out_mask is None:  # a pass has to be told J
+            masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=self.device)
+        self.given: dict[str, Any] = {**masks, "backend": backend}
         self.out_mask = self.samples("out_mask", out_mask)
 
     def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
-        checks.parameters(op, "votes", self.votes, (self.batch, self.I, self.J, self.D), given, self.spatial)
+        sizes = (self.batch, self.I, self.J, self.D)
+        checks.parameters(op, self.anchor, self.tensors[0], sizes, given, self.spatial)
 
     def check_activation(self, op: str, activation: Tensor) -> None:
         self._check(op, {"activation": activation})
 
     def moments(self, **arguments: Any) -> Moments:
+        if not self.spatial:
+            return self.run(*self.tensors, **arguments, **self.given)
         for name, value in arguments.items():
-            if self.spatial and isinstance(value, Tensor) and name in AXES and axes_of(name, value)[0] == "B":
+            if isinstance(value, Tensor) and name in AXES and axes_of(name, value)[0] == "B":
                 if value.shape[:1] != (self.B,):
                     raise ValueError(
                         f"capsfast.nn.Votes: {name} must have votes.B={self.B} rows, got {checks.shape_of(value)}; "
                         f"every position of an image is a sample"
                     )
                 arguments[name] = self.restore(value)
-        found = votes_pass(self.votes, **arguments, **self._said())
+        found = self.run(*self.tensors, **arguments, **self.given)
         return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         if self.spatial:
             return super()._some(step, activation)
-        given = self._said() | {"mask": _every(step, self.given["mask"])}
-        return votes_pass(self.votes[:, ::step], activation=_every(step, activation), **given)  # type: ignore[arg-type]
+        given = {**self.given, "mask": _every(step, self.given["mask"])}
+        return self.run(*self._few(step), activation=_every(step, activation), **given)
+
+    def _few(self, step: int) -> tuple[Tensor, ...]:
+        """``tensors`` of each ``step``-th input capsule."""
+        raise NotImplementedError
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        return self._sampled(route_votes(self.votes, num_iterations, **options, **self.given))
-
-    def cosines(self, query: Tensor) -> Tensor:
-        votes = self.votes
-        for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
-            mask = self.given[name]
-            if mask is not None:  # what is masked (NaN, say) must not reach a gradient
-                mask = mask.reshape(*mask.shape, *(1,) * (len(self.spatial) + 2 - mask.dim()))
-                for axis in axes:
-                    mask = mask.unsqueeze(axis)
-                votes = votes.masked_fill(~mask, 0.0)
-        query = self.restore(query).to(votes.dtype)
-        lengths = torch.linalg.vector_norm(votes, dim=3).clamp_min(LEAST_LENGTH)
-        return self._sampled(torch.einsum("bijd...,bjd...->bij...", votes, query) / lengths)
+        return self._sampled(self.whole(*self.tensors, num_iterations, **options, **self.given))
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None or not self.spatial:
@@ -331,6 +255,58 @@ class GivenVotes(PassVotes):
         if not self.spatial:
             return value
         return positions.to_samples(value.flatten(value.dim() - len(self.spatial)))
+
+
+class ProductVotes(PassVotes):
+    """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
+
+    ``options``: J, masks and backend of :class:`PassVotes`.
+    """
+
+    run = staticmethod(routing_pass)
+    whole = staticmethod(dynamic_routing)
+    anchor = "u"
+
+    def __init__(self, op: str, u: Tensor, weight: Tensor, *, mask: Tensor | None = None, **options: Any) -> None:
+        flat, matrix = checks.product(op, u, weight)
+        sizes = (*flat.shape[:2], matrix.shape[1], width(flat, matrix))
+        super().__init__(op, (u, weight), sizes, mask=mask, **options)
+        self.u, self.mask = u, mask
+
+    def _few(self, step: int) -> tuple[Tensor, ...]:
+        u, weight = self.tensors
+        return u[:, ::step], weight if weight.shape[0] == 1 else weight[::step]
+
+
+class GivenVotes(PassVotes):
+    """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
+
+    ``options``: J, masks and backend of :class:`PassVotes`.
+    """
+
+    run = staticmethod(votes_pass)
+    whole = staticmethod(route_votes)
+    anchor = "votes"
+
+    def __init__(self, op: str, votes: Tensor, **options: Any) -> None:
+        _, spatial = checks.votes(op, votes)
+        super().__init__(op, (votes,), votes.shape[:4], spatial=spatial, **options)
+
+    def _few(self, step: int) -> tuple[Tensor, ...]:
+        return (self.tensors[0][:, ::step],)
+
+    def cosines(self, query: Tensor) -> Tensor:
+        (votes,) = self.tensors
+        for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
+            mask = self.given[name]
+            if mask is not None:  # what is masked (NaN, say) must not reach a gradient
+                mask = mask.reshape(*mask.shape, *(1,) * (len(self.spatial) + 2 - mask.dim()))
+                for axis in axes:
+                    mask = mask.unsqueeze(axis)
+                votes = votes.masked_fill(~mask, 0.0)
+        query = self.restore(query).to(votes.dtype)
+        lengths = torch.linalg.vector_norm(votes, dim=3).clamp_min(LEAST_LENGTH)
+        return self._sampled(torch.einsum("bijd...,bjd...->bij...", votes, query) / lengths)
 
 
 class VotesAround(Votes):
