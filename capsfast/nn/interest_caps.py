@@ -9,13 +9,30 @@ from .. import checks
 from ..options import GRADIENT, SOFTMAX, SQUASH
 from . import _arguments
 from ._histories import COUNTS, interests_of, of_lengths, padded, sized, within
-from ._interest_routing import RATIO, InterestOptions, route
+from ._interest_routing import OP, RATIO, route
 from ._layer import Layer
 
 WEIGHTS = ("shared", "output", "position")
 UPDATES = ("accumulate", "overwrite")
 LOGITS = ("zero", "fixed", "random", "random_per_user")
 PROJECTIONS = (None, "linear", "relu")
+# Of the options that are attributes, for the text of a layer.
+DEFAULTS: dict[str, object] = {
+    "max_length": None,
+    "weight": "shared",
+    "initial_logits": "fixed",
+    "logits_std": 1.0,
+    "update": "accumulate",
+    "softmax": "out",
+    "mask_after": False,
+    "temperature": 1.0,
+    "squash_power": 1.0,
+    "squash": "paper",
+    "eps": 1e-8,
+    "gradient": "full",
+    "count": None,
+    "backend": None,
+}
 
 
 class Interests(NamedTuple):
@@ -77,7 +94,7 @@ class InterestCapsules(Layer):
         ValueError, TypeError: a size or an option that does not fit.
     """
 
-    op = "capsfast.nn.InterestCapsules"
+    op = OP
     logits: Tensor | None
 
     def __init__(
@@ -149,9 +166,15 @@ class InterestCapsules(Layer):
         self.count = count
         self.backend = backend
         self.init_std = in_dim**-0.5 if init_std is None else init_std
-        self.options = InterestOptions(
-            num_iterations, softmax, gradient, squash, eps, update, mask_after, temperature, squash_power
-        )
+        self.num_iterations = num_iterations
+        self.softmax = softmax
+        self.gradient = gradient
+        self.squash = squash
+        self.eps = eps
+        self.update = update
+        self.mask_after = mask_after
+        self.temperature = temperature
+        self.squash_power = squash_power
         rows = max_length if weight == "position" and max_length is not None else 1
         columns = 1 if weight == "shared" else num_interests
         self.W = nn.Parameter(torch.empty(rows, columns, out_dim, in_dim, device=device, dtype=dtype))
@@ -223,7 +246,7 @@ class InterestCapsules(Layer):
         W = self.W[:I] if self.weight == "position" else self.W
         # Where all interests are there, the kernels need not know.
         whole = self.count is None and interests is None
-        v = route(behaviours, W, J, start, mask, None if whole else there, self.options, self.backend)
+        v = route(behaviours, W, J, start, mask, None if whole else there, self)
         if self.projection is not None:
             v = self.projection(v)
             v = v.relu() if self.relu else v
@@ -251,24 +274,8 @@ class InterestCapsules(Layer):
         return self.logits_std * drawn
 
     def extra_repr(self) -> str:
-        o = self.options
-        text = f"{self.num_interests}, {self.in_dim}, {self.out_dim}, num_iterations={o.num_iterations}"
-        defaults = {
-            "max_length": (self.max_length, None),
-            "weight": (self.weight, "shared"),
-            "initial_logits": (self.initial_logits, "fixed"),
-            "logits_std": (self.logits_std, 1.0),
-            "update": (o.update, "accumulate"),
-            "softmax": (o.softmax, "out"),
-            "mask_after": (o.mask_after, False),
-            "temperature": (o.temperature, 1.0),
-            "squash_power": (o.squash_power, 1.0),
-            "squash": (o.squash, "paper"),
-            "eps": (o.eps, 1e-8),
-            "gradient": (o.gradient, "full"),
-            "count": (self.count, None),
-            "projection": ("relu" if self.relu else None if self.projection is None else "linear", None),
-            "init_std": (self.init_std, self.in_dim**-0.5),
-            "backend": (self.backend, None),
-        }
-        return text + "".join(f", {name}={value!r}" for name, (value, default) in defaults.items() if value != default)
+        text = f"{self.num_interests}, {self.in_dim}, {self.out_dim}, num_iterations={self.num_iterations}"
+        text += _arguments.changed(self, **DEFAULTS)
+        if self.projection is not None:
+            text += f", projection={'relu' if self.relu else 'linear'!r}"
+        return text if self.init_std == self.in_dim**-0.5 else f"{text}, init_std={self.init_std!r}"

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,29 +85,43 @@ class Votes(NoTensor, ABC):
         softmax: str = "out",
         gradient: str = "full",
         leaky: bool = False,
-        squash: str = "paper",
+        squash: str | Callable[[Tensor], Tensor] = "paper",
         eps: float = 1e-8,
         squash_last: bool = True,
+        temperature: float = 1.0,
+        accumulate: bool = True,
+        activation: Tensor | None = None,
     ) -> Tensor:
         """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
-        :func:`capsfast.dynamic_routing`."""
-        normalized: dict[str, Any] = {"normalize": softmax, "leaky": leaky}
-        sum_of_v: Tensor | None = None
+        :func:`capsfast.dynamic_routing`.
+
+        Single passes alone, and no fused op, take a function for the squash, and these:
+
+        Args:
+            temperature: divides the logits in the softmax.
+            accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
+            activation: ``[B, I]``, a factor of the coupling.
+        """
+        passed: dict[str, Any] = {"normalize": softmax, "leaky": leaky, "activation": activation}
+        shrink = partial(_squash, kind=squash, eps=eps) if isinstance(squash, str) else squash
+        logits = logits if logits is None or temperature == 1 else logits / temperature
+        query: Tensor | None = None
         v: Tensor | None = None
         for t in range(num_iterations):
             last = t + 1 == num_iterations
-            query, prior = sum_of_v, logits
+            score, prior = query, logits if accumulate or t == 0 else None
             if gradient == "last" and last and query is not None and torch.is_grad_enabled():
                 # A query would be differentiated with respect to the votes as well.
                 with torch.no_grad():
                     agreement = self.moments(query=query, normalize="none", return_weights=True).weights
                 assert agreement is not None
-                query, prior = None, agreement if logits is None else logits + agreement
+                score, prior = None, agreement if prior is None else prior + agreement
             with torch.set_grad_enabled(torch.is_grad_enabled() and (last or gradient == "full")):
-                v = self.moments(query=query, logits=prior, **normalized).first
+                v = self.moments(query=score, logits=prior, **passed).first
                 v = v if bias is None else v + bias
-                v = _squash(v, kind=squash, eps=eps) if squash_last or not last else v
-            sum_of_v = v if sum_of_v is None else sum_of_v + v
+                v = shrink(v) if squash_last or not last else v
+                step = v if temperature == 1 else v / temperature
+                query = query + step if accumulate and query is not None else step
         assert v is not None
         cast = checks.autocast_dtype(self.device)  # as by the fused op
         return v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
