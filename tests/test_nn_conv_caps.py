@@ -1,7 +1,5 @@
 """ConvCaps2d against a direct loop over places, windows and capsules."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -173,32 +171,6 @@ def test_a_deep_stack_neither_fades_nor_saturates() -> None:
     )
     lengths = stack(torch.rand(4, 1, 8, 8)).norm(dim=2)
     assert 0.2 < lengths.mean().item() < 0.9
-
-
-@pytest.mark.rows(2)
-@on_cpu
-@pytest.mark.parametrize(
-    "options", [{}, {"padding": 1, "softmax": "in"}, {"weight": Groups(2), "dilation": 2}], ids=str
-)
-def test_compilation_copies_dtypes(by: Backend, options: dict[str, Any]) -> None:
-    layer = ConvCaps2d(C, J, K, D, backend=by.name, **options)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
-    for batch in (2, 3):
-        poses = 0.3 * torch.randn(batch, C, K, *SIZE)
-        torch.testing.assert_close(compiled(poses), layer(poses))
-    wanted = layer(poses)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(poses), wanted)
-        assert repr(other) == repr(layer)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(poses).float(), wanted, rtol=0.1, atol=0.03)
-    assert layer.bfloat16()(poses.bfloat16()).dtype == torch.bfloat16
-
-
-def test_meta_device() -> None:
-    layer = ConvCaps2d(C, J, K, D, padding=1, device="meta")
-    assert layer(torch.empty(B, C, K, *SIZE, device="meta")).shape == (B, J, D, *SIZE)
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

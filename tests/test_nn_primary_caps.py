@@ -216,15 +216,11 @@ def test_its_own_state_dict_and_strictness_are_as_usual() -> None:
         layer.load_state_dict({})
 
 
-def test_squash_kinds_and_dtypes() -> None:
+def test_squash_kinds() -> None:
     x = images().float()
     layer = PrimaryCaps(C, TYPES, DIM, 3, squash="exp")
     poses = layer.conv(x).unflatten(1, (TYPES, DIM)).flatten(3).transpose(2, 3).flatten(1, 2)
     torch.testing.assert_close(layer(x), plain.squash(poses, "exp"))
-    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
-    with torch.device("meta"):
-        layer = PrimaryCaps(C, TYPES, DIM, 3)
-    assert layer(torch.empty(B, C, *SIZE, device="meta")).shape == (B, TYPES * 4 * 3, DIM)
 
 
 def test_gradcheck() -> None:

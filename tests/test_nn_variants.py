@@ -1,7 +1,5 @@
 """The ways to hold a weight, under every routing, and routing of given votes: against dense plain routing."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -265,27 +263,6 @@ def test_types_that_share_their_matrices_do_not_see_where_they_are() -> None:
     layer = capsfast.DynamicRouting(4 * 6, J, K, D, positions=6, dtype=torch.float64)
     assert_same(layer(u.unflatten(1, (4, 6)).flip(2).flatten(1, 2)), layer(u))
     assert not torch.allclose(layer(u.unflatten(1, (4, 6)).flip(1).flatten(1, 2)), layer(u))
-
-
-@pytest.mark.rows(4)
-@on_cpu
-@each_weight
-def test_copies_dtypes_and_compilation(by: Backend, weight: Weight) -> None:
-    layer = capsfast.DynamicRouting(I, J, K, D, backend=by.name, weight=weight)
-    u = torch.randn(B, I, K)
-    wanted = layer(u)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(u), wanted)
-        assert repr(other) == repr(layer)
-    assert weight == FullWeight() or f"weight={weight!r}" in repr(layer)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(u), wanted)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(u).dtype == torch.bfloat16
-    half = copy.deepcopy(layer).bfloat16()(u.bfloat16())
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), wanted, rtol=0.1, atol=0.02)
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {

@@ -199,15 +199,6 @@ def test_compiles_without_a_graph_break(name: str, options: dict[str, Any]) -> N
 
 
 @each_name
-def test_state_and_text(name: str) -> None:
-    layer = layer_of(name)
-    other = RoutedCaps(I, J, K, D, routing=name, dtype=torch.float64)
-    other.load_state_dict(layer.state_dict())
-    plain.assert_same(tuple(layer(*inputs())), tuple(other(*inputs())))
-    assert f"{I}, {J}, {K}, {D}" in repr(layer) and type(layer.routing).__name__ in repr(layer)
-
-
-@each_name
 def test_pose_matrices(name: str) -> None:
     """Matrices of 2 rows are what the block-diagonal weight makes of their numbers."""
     torch.manual_seed(0)
@@ -220,33 +211,6 @@ def test_pose_matrices(name: str) -> None:
         for row in range(2):  # [I, J, R, Q]
             whole.W[:, :, 3 * row : 3 * row + 3, 3 * row : 3 * row + 3] = layer.W.transpose(2, 3)
     plain.assert_same(tuple(layer(*inputs())), tuple(whole(*inputs())))
-
-
-@each_name
-def test_shared_weight(name: str) -> None:
-    torch.manual_seed(0)
-    layer = RoutedCaps(I, J, K, D, routing=name, shared_weight=True, dtype=torch.float64)
-    assert layer.W.shape == (1, J, D, K) and "weight=SharedWeight()" in repr(layer)
-    randomize(layer)
-    u, activation = inputs()
-    wanted = ROWS[name].definition(plain.votes(u, layer.W), activation, layer.routing, u)
-    plain.assert_same(tuple(layer(u, activation)), tuple(wanted))
-
-
-@each_name
-def test_types_share_their_weight(name: str) -> None:
-    torch.manual_seed(0)
-    layer = RoutedCaps(I, J, K, D, routing=name, positions=I, dtype=torch.float64)
-    assert layer.W.shape == (1, J, D, K) and f"positions={I}" in repr(layer)
-    layer = RoutedCaps(12, J, K, D, routing=name, positions=3, init_std=0.5, dtype=torch.float64)
-    randomize(layer)
-    u, activation = torch.randn(B, 12, K, dtype=torch.float64), torch.rand(B, 12, dtype=torch.float64)
-    leaves = [u.requires_grad_(), *layer.parameters()]
-    found = layer(u, activation)
-    votes = plain.votes(u, torch.stack([layer.W[i // 3] for i in range(12)]))
-    wanted = ROWS[name].definition(votes, activation, layer.routing, u)
-    plain.assert_same(tuple(found), tuple(wanted))
-    plain.assert_same(gradients(tuple(found), leaves), gradients(tuple(wanted), leaves))
 
 
 @each_name

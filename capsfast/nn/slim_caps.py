@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..functional import route_votes
+from ..options import SOFTMAX
 from . import _arguments
 from ._layer import Layer
 from .routing.agreement import starting_std
@@ -106,6 +107,8 @@ class SlimConvCaps2d(Layer):
         reached = self._reached()
         self.uses_poses_alone = routing == "dynamic"
         self.everywhere = self.uses_poses_alone and options.get("softmax") == EVERYWHERE
+        if self.uses_poses_alone and "softmax" in options:
+            checks.choice(op, "softmax", options["softmax"], (*SOFTMAX, EVERYWHERE))
         if self.everywhere:
             del options["softmax"]
         options |= {"num_iterations": num_iterations, **made}
