@@ -103,22 +103,6 @@ def test_it_is_the_function_with_its_parameters(backend: Backend, variant: str) 
     assert torch.equal(c, wanted_c)
 
 
-@pytest.mark.rows(triton=0)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.emulated(variant=["shared"])
-def test_other_dtypes(backend: Backend, dtype: torch.dtype, variant: str) -> None:
-    layer = layer_of(backend=backend.name, device=backend.device, **VARIANTS[variant])
-    u = torch.randn(3, I, K, device=backend.device)
-    wanted = layer(u)
-    layer = layer.to(dtype)
-    v = layer(u.to(dtype))
-    assert v.dtype == dtype
-    torch.testing.assert_close(v.float(), wanted, rtol=0.05, atol=0.02)
-    v.sum().backward()
-    assert {parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None} == {dtype}
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.emulated(variant=["learned"])
 def test_meta_device(backend: Backend, variant: str) -> None:
@@ -208,11 +192,6 @@ def test_the_initial_values_train(backend: Backend, variant: str, rate: float) -
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0], losses
-
-
-def test_input_of_wrong_sizes_names_the_module() -> None:
-    with pytest.raises(ValueError, match="DynamicRouting"):
-        nn.Sequential(nn.Identity(), layer_of())(torch.randn(3, K, I))
 
 
 def test_learned_logits_accept_given_logits_of_either_rank(backend: Backend) -> None:

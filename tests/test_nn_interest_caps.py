@@ -330,23 +330,6 @@ def test_compile_whole(options: dict[str, Any]) -> None:
     torch.testing.assert_close(compiled(values, offsets=offsets).vectors, layer(values, offsets=offsets).vectors)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"squash_power": 0.5}, {"weight": "output"}, {"weight": "output", "temperature": 0.5}]
-)
-def test_sixteen_bits(options: dict[str, Any]) -> None:
-    layer = made(dtype=torch.float32, **options)
-    u = torch.randn(B, I, K)
-    wanted = layer(u, LENGTHS).vectors
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        v = layer(u, LENGTHS).vectors
-    v.sum().backward()
-    assert layer.W.grad is not None and layer.W.grad.dtype == torch.float32
-    torch.testing.assert_close(v.float(), wanted, rtol=0.1, atol=0.05)
-    half = copy.deepcopy(layer).bfloat16()(u.bfloat16(), LENGTHS).vectors
-    assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), wanted, rtol=0.1, atol=0.05)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weight", ["shared", "output"])
 @pytest.mark.parametrize(
