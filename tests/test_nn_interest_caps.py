@@ -471,7 +471,7 @@ def test_arguments_that_do_not_fit() -> None:
 def test_the_layer_says_what_it_is() -> None:
     text = str(made(update="overwrite", count="floor"))
     assert "3, 6, 4, num_iterations=3, max_length=24, update='overwrite', count='floor'" in text
-    assert "projection='relu', init_std=0.5" in made(projection="relu", init_std=0.5).extra_repr()
+    assert "init_std=0.5, projection='relu'" in made(projection="relu", init_std=0.5).extra_repr()
     assert "projection='linear'" in made(projection="linear").extra_repr()
     assert "projection" not in made().extra_repr() and "init_std" not in made().extra_repr()
     assert "cpp" in str(InterestCapsules(J, K, D, initial_logits="zero", backend="cpp"))

@@ -99,21 +99,8 @@ def window_grid(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-) -> tuple[int, int]:
-    """How many windows of a convolution fit into ``size`` (height, width)."""
-    height, width = window_places(op, size, kernel_size, stride, padding, dilation)
-    return height, width
-
-
-def window_places(
-    op: str,
-    size: Sequence[int],
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """The same for any number of axes."""
+    """How many windows of a convolution fit into ``size``, along each axis."""
     grid = tuple(
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, k, s, p, d in zip(size, kernel_size, stride, padding, dilation, strict=True)
@@ -130,7 +117,8 @@ def window_places(
 def conv_grid(op: str, size: Sequence[int], conv: nn.Conv2d) -> tuple[int, int]:
     """How many windows of this convolution fit into ``size`` (height, width)."""
     padding: Sequence[int] = conv.padding  # type: ignore[assignment]
-    return window_grid(op, size, conv.kernel_size, conv.stride, padding, conv.dilation)
+    height, width = window_grid(op, size, conv.kernel_size, conv.stride, padding, conv.dilation)
+    return height, width
 
 
 def floats(op: str, name: str, value: Tensor, shape: str) -> None:

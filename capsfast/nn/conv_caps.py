@@ -128,9 +128,9 @@ class ConvCaps2d(Layer):
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for an input of ``size`` (H, W)."""
-        return _arguments.window_grid(
-            "capsfast.nn.ConvCaps2d", size, self.kernel_size, self.stride, self.padding, self.dilation
-        )
+        op = "capsfast.nn.ConvCaps2d"
+        height, width = _arguments.window_grid(op, size, self.kernel_size, self.stride, self.padding, self.dilation)
+        return height, width
 
     def unfold(self, poses: Tensor) -> Tensor:
         """``[B, in_types, in_dim, H, W]`` to the input capsules of every window, ``u [B·H'·W', I, K]``."""

@@ -140,17 +140,11 @@ class DynamicRouting(Called, RoutedCaps):
         return dynamic_routing(
             u,
             weight,
-            routing.num_iterations,
+            **routing.options(),
             logits=routing.prior(logits),
             bias=routing.bias,
             mask=mask,
             out_mask=out_mask,
-            softmax=routing.softmax,
-            gradient=routing.gradient,
-            leaky=routing.leaky,
-            squash=routing.squash,
-            eps=routing.eps,
-            squash_last=routing.squash_last,
             return_coupling=return_coupling,
             backend=routing.backend,
         )

@@ -1,5 +1,6 @@
 """Interest capsules: several vectors for what a user likes, from the items that the user has clicked."""
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -16,23 +17,6 @@ WEIGHTS = ("shared", "output", "position")
 UPDATES = ("accumulate", "overwrite")
 LOGITS = ("zero", "fixed", "random", "random_per_user")
 PROJECTIONS = (None, "linear", "relu")
-# Of the options that are attributes, for the text of a layer.
-DEFAULTS: dict[str, object] = {
-    "max_length": None,
-    "weight": "shared",
-    "initial_logits": "fixed",
-    "logits_std": 1.0,
-    "update": "accumulate",
-    "softmax": "out",
-    "mask_after": False,
-    "temperature": 1.0,
-    "squash_power": 1.0,
-    "squash": "paper",
-    "eps": 1e-8,
-    "gradient": "full",
-    "count": None,
-    "backend": None,
-}
 
 
 class Interests(NamedTuple):
@@ -275,7 +259,11 @@ class InterestCapsules(Layer):
 
     def extra_repr(self) -> str:
         text = f"{self.num_interests}, {self.in_dim}, {self.out_dim}, num_iterations={self.num_iterations}"
-        text += _arguments.changed(self, **DEFAULTS)
+        options = inspect.signature(InterestCapsules.__init__).parameters.values()
+        held = {
+            each.name: each.default for each in options if each.kind is each.KEYWORD_ONLY and each.name in vars(self)
+        }
+        text += _arguments.changed(self, **{**held, "init_std": self.in_dim**-0.5})
         if self.projection is not None:
             text += f", projection={'relu' if self.relu else 'linear'!r}"
-        return text if self.init_std == self.in_dim**-0.5 else f"{text}, init_std={self.init_std!r}"
+        return text

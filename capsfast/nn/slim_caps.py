@@ -143,7 +143,7 @@ class SlimConvCaps2d(Layer):
 
     def grid(self, size: Sequence[int]) -> tuple[int, ...]:
         """The positions after the layer, for so many before it."""
-        return _arguments.window_places(self._op, size, self.kernel_size, self.stride, self.padding, self.dilation)
+        return _arguments.window_grid(self._op, size, self.kernel_size, self.stride, self.padding, self.dilation)
 
     def votes(self, poses: Tensor, size: Sequence[int] | None = None) -> Tensor:
         """``[B, in_types, in_dim, *spatial]`` to ``votes [B, I, J, D, *spatial']``, which the convolution made.

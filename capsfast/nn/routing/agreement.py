@@ -32,8 +32,15 @@ class Agreement(Layer):
 
     def options(self) -> dict[str, Any]:
         """As keywords of :func:`capsfast.dynamic_routing`."""
-        own = vars(self)
-        return {name: own[name] for name in Options._fields}
+        return {
+            "num_iterations": self.num_iterations,
+            "softmax": self.softmax,
+            "gradient": self.gradient,
+            "leaky": self.leaky,
+            "squash": self.squash,
+            "eps": self.eps,
+            "squash_last": self.squash_last,
+        }
 
     def extra_repr(self) -> str:
         others = {name: default for name, default in DEFAULTS._asdict().items() if name != "num_iterations"}
