@@ -159,13 +159,10 @@ class ConvCaps2d(Layer):
 
     def votes(self, poses: Tensor) -> Votes:
         """The votes in every window; none is in memory."""
-        return self._votes(poses, self.inside(poses))
-
-    def _votes(self, poses: Tensor, mask: Tensor | None) -> Votes:
         by_pass = self.routing.held.keeps_u and folds_by_pass(poses)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not by_pass):
             u = self.unfold(poses)
-        votes = self.routing.votes(u, mask)
+        votes = self.routing.votes(u, self.inside(poses))
         if by_pass and isinstance(votes, ProductVotes):
             votes = UnfoldedVotes(votes, poses, partial(self._fold, size=(poses.shape[3], poses.shape[4])))
         return votes if self.competition == "window" else self._competing((poses.shape[3], poses.shape[4]))(votes)
@@ -200,18 +197,21 @@ class ConvCaps2d(Layer):
         return layer
 
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
-        """With ``return_coupling`` also that of the last pass, ``c [B, H', W', I, out_types]``; see RecordedVotes."""
+        """With ``return_coupling`` also the coupling of the last pass, ``c [B, H', W', I, out_types / groups]``."""
         op = "capsfast.nn.ConvCaps2d"
         if activation is not None and self.uses_poses_alone:
             raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
-        # Padding is zero votes. They change no sum of dynamic routing, and of the softmax over the outputs only a row
-        # of their own.
-        unseen = self.uses_poses_alone and self.routing.routing.softmax == "out" and not return_coupling
-        votes = self._votes(poses, None if unseen and self.competition == "window" else self.inside(poses))
+        places = (poses.shape[0], *self.grid(poses.shape[3:]))
+        if self.uses_poses_alone and self.competition == "window" and not return_coupling:
+            # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
+            mask = None if self.routing.routing.softmax == "out" else self.inside(poses)
+            found = self.routing(self.unfold(poses), mask=mask)
+            v: Tensor = found if isinstance(found, Tensor) else found.poses
+            return v.unflatten(0, places).permute(0, 3, 4, 1, 2)
+        votes = self.votes(poses)
         recorded = RecordedVotes(votes, detach=False)
         at_windows = None if activation is None else self.unfold_activation(poses, activation)
         found = self.routing.routing(recorded if return_coupling else votes, at_windows)
-        places = (poses.shape[0], *self.grid(poses.shape[3:]))
         out: Any = found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
         if not self.uses_poses_alone:
             out = Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
