@@ -201,17 +201,17 @@ class ConvCaps2d(Layer):
         op = "capsfast.nn.ConvCaps2d"
         if activation is not None and self.uses_poses_alone:
             raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
-        places = (poses.shape[0], *self.grid(poses.shape[3:]))
         if self.uses_poses_alone and self.competition == "window" and not return_coupling:
             # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
             mask = None if self.routing.routing.softmax == "out" else self.inside(poses)
             found = self.routing(self.unfold(poses), mask=mask)
             v: Tensor = found if isinstance(found, Tensor) else found.poses
-            return v.unflatten(0, places).permute(0, 3, 4, 1, 2)
+            return v.unflatten(0, (-1, *self.grid(poses.shape[3:]))).permute(0, 3, 4, 1, 2)
         votes = self.votes(poses)
         recorded = RecordedVotes(votes, detach=False)
         at_windows = None if activation is None else self.unfold_activation(poses, activation)
         found = self.routing.routing(recorded if return_coupling else votes, at_windows)
+        places = (poses.shape[0], *self.grid(poses.shape[3:]))
         out: Any = found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
         if not self.uses_poses_alone:
             out = Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']

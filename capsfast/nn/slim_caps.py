@@ -186,7 +186,7 @@ class SlimConvCaps2d(Layer):
         return means
 
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
-        """With ``return_coupling``, for dynamic routing, also the last ``c [B, I, J, *spatial']``."""
+        """With ``return_coupling`` also the coupling of the last pass, ``c [B, I, J, *spatial']``."""
         return self._route(poses, activation, self.votes(poses), return_coupling)
 
     def _route(self, poses: Tensor, activation: Tensor | None, votes: Tensor, return_coupling: bool) -> Any:
