@@ -253,7 +253,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "maps": (
         lambda: DepthwisePrimaryCaps(2, 3, 1)(torch.rand(1, 5, 2, 2)),
         ValueError,
-        r"features must be \[B, types·dim=6, H, W\], got \[1, 5, 2, 2\]",
+        r"features must be \[B, in_channels=6, H, W\], got \[1, 5, 2, 2\]",
     ),
     "window": (
         lambda: DepthwisePrimaryCaps(1, 1, 3)(torch.rand(1, 1, 2, 2)),
