@@ -81,25 +81,6 @@ def test_votes_are_not_in_memory(name: str, options: dict[str, Any]) -> None:
     assert 0 < largest.numel < 6 * B * I * J * D
 
 
-@each_case
-def test_given_votes_at_positions(name: str, options: dict[str, Any]) -> None:
-    """Votes of a convolution are routed at every position as if it were alone."""
-    layer = layer_of(name, **options)
-    torch.manual_seed(1)
-    votes = torch.randn(2, I, J, D, 3, 2, dtype=torch.float64)
-    activation = torch.rand(2, I, 3, 2, dtype=torch.float64)
-    if not ROWS[name].of_votes:
-        with pytest.raises(ValueError, match="input capsules"):
-            layer.routing(votes, activation)
-        return
-    found = layer.routing(votes, activation)
-    assert found.poses.shape == (2, J, D, 3, 2) and found.activations.shape == (2, J, 3, 2)
-    for y in range(3):
-        for x in range(2):
-            alone = layer.routing(votes[..., y, x], activation[..., y, x])
-            plain.assert_same((found.poses[..., y, x], found.activations[..., y, x]), tuple(alone))
-
-
 def at_samples(value: Tensor, axes: int) -> Tensor:
     """The last axes are those of positions, which become samples."""
     return value.flatten(value.dim() - axes).movedim(-1, 1).flatten(0, 1)
@@ -235,28 +216,22 @@ def test_networks_take_it(name: str, network: type[nn.Module]) -> None:
 
 @each_name
 def test_convolution_is_a_layer_at_every_place(name: str) -> None:
+    """In the middle, and in a corner, where padding is masked."""
     torch.manual_seed(0)
     conv = ConvCaps2d(2, J, K, D, 3, padding=1, routing=name, dtype=torch.float64)
     assert all(value.dtype == torch.float64 for value in conv.parameters())
     poses, activation = torch.randn(2, 2, K, 5, 4, dtype=torch.float64), torch.rand(2, 2, 5, 4, dtype=torch.float64)
-    found = conv(poses, activation) if name != "dynamic" else None
-    layer = conv.routing
-    window = poses[:, :, :, 1:4, 1:4].permute(0, 1, 3, 4, 2).flatten(1, 3)  # around the place (2, 2)
-    of_window = activation[:, :, 1:4, 1:4].flatten(1)
-    if found is None:
-        plain.assert_same(conv(poses)[:, :, :, 2, 2], layer(window))
-        return
-    alone = layer(window, of_window)
-    plain.assert_same((found.poses[..., 2, 2], found.activations[..., 2, 2]), tuple(alone))
-    corner = torch.zeros(2, 2, 3, 3, K, dtype=torch.float64)
-    corner[:, :, 1:, 1:] = poses[:, :, :, :2, :2].permute(0, 1, 3, 4, 2)
-    there = (torch.arange(3)[:, None] > 0) & (torch.arange(3) > 0)
-    alone = layer(
-        corner.flatten(1, 3),
-        torch.nn.functional.pad(activation[:, :, :2, :2], (1, 0, 1, 0)).flatten(1),
-        mask=there.flatten().repeat(2).expand(2, -1),
-    )
-    plain.assert_same((found.poses[..., 0, 0], found.activations[..., 0, 0]), tuple(alone))
+    found = conv(poses) if name == "dynamic" else conv(poses, activation)
+    around = [torch.nn.functional.pad(each, (1, 1, 1, 1)) for each in (poses, activation, torch.ones(2, 2, 5, 4))]
+    for y, x in ((2, 2), (0, 0)):
+        u, a, there = (each[..., y : y + 3, x : x + 3] for each in around)
+        window = capsfast.nn.FlattenCaps()(u)
+        given = () if name == "dynamic" else (a.flatten(1),)
+        alone = conv.routing(window, *given, mask=there.flatten(1).bool())
+        if name == "dynamic":
+            plain.assert_same(found[..., y, x], alone)
+        else:
+            plain.assert_same((found.poses[..., y, x], found.activations[..., y, x]), tuple(alone))
 
 
 @each_name
@@ -444,6 +419,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: RoutedCaps(3, 2, 4, 6).routing(torch.zeros(1, 4, 2, 6)),
         ValueError,
         "votes must be those of in_caps=3 for out_caps=2 of out_dim=6, got I=4, J=2, D=6",
+    ),
+    "no inputs": (
+        lambda: ROUTINGS["self"](3, 2, 4, 6)(torch.zeros(1, 3, 2, 6)),
+        ValueError,
+        "the logits are made from the input capsules, got votes without them",
     ),
     "no votes": (lambda: RoutedCaps(3, 2, 4, 6).routing(7), TypeError, "votes must be a torch.Tensor, a pair"),
     "activation": (
