@@ -45,7 +45,8 @@ def _check_positions(weight: Any) -> None:
 class Weight:
     """How a layer holds its matrices: which parameters it has, and what a pass takes.
 
-    A weight of your own overrides the three methods below. It holds no tensor: the parameters are the layer's.
+    A weight of your own has ``axes`` and overrides shapes, start and product. It holds no tensor: the parameters are
+    the layer's.
     """
 
     # Parameters by name, with the axis along which those of groups lie behind one another; None where groups share.
