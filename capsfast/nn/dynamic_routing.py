@@ -136,12 +136,12 @@ class DynamicRouting(Called, RoutedCaps):
         hooked = routing._forward_pre_hooks or routing._forward_hooks
         if hooked or held.groups > 1 or self.competing is not None:
             return self._by_votes(u, logits, mask, out_mask, return_coupling)
-        u, weight = held.product(u, *[getattr(self, name) for name in held.axes])
+        u, weight = held.product(u, *[getattr(self, name) for name in self._names])
         return dynamic_routing(
             u,
             weight,
             **routing.options(),
-            logits=routing.prior(logits),
+            logits=routing.logits if logits is None else routing.prior(logits),
             bias=routing.bias,
             mask=mask,
             out_mask=out_mask,

@@ -90,6 +90,7 @@ class RoutedCaps(Layer):
         if pose_rows is not None:
             matrix = pose_sizes(op, in_dim, out_dim, pose_rows)[1:]
         shapes = self.held.shapes(op, in_caps, out_caps, matrix)
+        self._names = tuple(shapes)
         if pose_rows is not None and [*shapes] != ["W"]:
             raise ValueError(f"{op}: pose_rows needs a weight with whole matrices, got {self.held!r}; leave one out")
         if identity and ([*shapes] != ["W"] or matrix[0] != matrix[1]):
@@ -131,7 +132,7 @@ class RoutedCaps(Layer):
                 self.W.diagonal(dim1=2, dim2=3).add_(1.0)  # type: ignore[union-attr]
 
     def _parameters_held(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.held.axes]
+        return [getattr(self, name) for name in self._names]
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
         """The votes of ``u [B, I, K]`` as the routing takes them; none is in memory."""

@@ -105,7 +105,8 @@ class FullWeight(Weight):
             nn.init.trunc_normal_(W, std=std, a=-2 * std, b=2 * std)
 
     def product(self, u: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        return u, at_positions(parameters[0], self.positions)
+        (W,) = parameters
+        return u, W if self.positions == 1 else at_positions(W, self.positions)
 
 
 @dataclass(frozen=True)
