@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
-from .nn import ConvCaps2d, CouplingEntropy, DynamicRouting, MarginLoss, RoutedCaps, RoutingByAgreement, couplings
-from .nn.routed_caps import route
-from .nn.routing.base import lengths as lengths_of
+from .nn import ConvCaps2d, CouplingEntropy, MarginLoss, RoutedCaps, RoutingByAgreement, couplings
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -20,7 +18,7 @@ __all__ = ["Diagnosis", "Finding", "diagnose"]
 # LONG, 0.06 where it is SHORT.
 LONG = 0.98
 SHORT = 1e-3
-Layer = DynamicRouting | RoutedCaps | RoutingByAgreement
+Layer = RoutedCaps | RoutingByAgreement
 # A capsule that stays so far below the longest, or below an equal share of the coupling, takes no part.
 DEAD_SHARE = 0.01
 COLLAPSED = 0.95
@@ -94,9 +92,9 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
         ValueError: no sample, activations that do not depend on u, or what the layer itself raises.
     """
     op = "capsfast.diagnose"
-    if not isinstance(layer, (DynamicRouting, ConvCaps2d, RoutedCaps, RoutingByAgreement)):
+    if not isinstance(layer, (ConvCaps2d, RoutedCaps, RoutingByAgreement)):
         raise TypeError(
-            f"{op}: layer must be a DynamicRouting, ConvCaps2d, RoutedCaps or RoutingByAgreement, got "
+            f"{op}: layer must be a RoutedCaps (such as DynamicRouting), ConvCaps2d or RoutingByAgreement, got "
             f"{type(layer).__name__}; of a model, take its part .routing"
         )
     if not isinstance(u, Tensor):
@@ -108,10 +106,12 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
             given["activation"] = layer.unfold_activation(u, given["activation"])
         u, layer = windows, layer.at_windows((u.shape[3], u.shape[4]))
         given = given if inside is None else {"mask": inside, **given}
-    softmax = getattr(layer.routing if isinstance(layer, RoutedCaps) else layer, "softmax", "out")
+    routing = getattr(layer, "routing", layer)  # given votes have no layer around their routing
+    name = "u" if isinstance(layer, RoutedCaps) else "votes"
+    softmax = getattr(routing, "softmax", "out")
     with torch.enable_grad(), _buffers_kept(layer):
         leaf = u.detach().requires_grad_()
-        activations = lengths_of(layer(leaf, **given)) if _of_votes(layer) else route(layer, leaf, **given).activations
+        activations = layer.capsules(leaf, **given).activations
         if activations.numel() == 0:
             raise ValueError(f"{op}: u must hold at least one sample, got {checks.shape_of(u)}")
         if not activations.requires_grad:
@@ -122,9 +122,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
         if labels is None:
             labels = torch.arange(activations.shape[0], device=u.device) % activations.shape[1]
         loss = MarginLoss()(activations, labels)
-        leaves = {"votes" if _of_votes(layer) else "u": leaf} | {
-            name: value for name, value in layer.named_parameters() if value.requires_grad
-        }
+        leaves = {name: leaf} | {name: value for name, value in layer.named_parameters() if value.requires_grad}
         gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         coupling = _couplings(layer, u.detach(), softmax, given)
     lengths = activations.detach().float()
@@ -134,7 +132,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
         text,
         lengths,
         tuple(entropy(c.flatten(0, 1)).item() for c in coupling),
-        (lengths > LONG).float().mean().item() if _squashes(layer) else 0.0,
+        (lengths > LONG).float().mean().item() if _squashes(routing) else 0.0,
         dead_outputs,
         dead_inputs,
         loss.item(),
@@ -149,13 +147,8 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     return replace(measured, findings=tuple(_findings(measured, flat, load)))
 
 
-def _of_votes(layer: Layer) -> bool:
-    return isinstance(layer, RoutingByAgreement)
-
-
-def _squashes(layer: Layer) -> bool:
+def _squashes(routing: nn.Module) -> bool:
     """Whether a length near 1 is that of a vector where the squash is flat."""
-    routing = layer.routing if isinstance(layer, RoutedCaps) else layer
     return getattr(routing, "squash", None) in BOUNDED and getattr(routing, "squash_last", True)
 
 
@@ -174,7 +167,7 @@ def _buffers_kept(layer: nn.Module) -> Iterator[None]:
 
 def _couplings(layer: Layer, u: Tensor, softmax: str, given: dict[str, Tensor]) -> list[Tensor]:
     """The coupling of each iteration, ``[B, groups, I / groups, J / groups]``."""
-    groups = getattr(layer, "groups", 1)
+    groups = layer.held.groups if isinstance(layer, RoutedCaps) else 1
     return [c.unflatten(1, (groups, -1)) for c in couplings(layer, u, shares=softmax == "out", **given)]
 
 

@@ -9,7 +9,16 @@ from torch import Tensor
 
 import capsfast
 from capsfast.diagnostics import Diagnosis
-from capsfast.nn import ConvCaps2d, CouplingEntropy, DynamicRouting, MarginLoss, RoutedCaps, RoutingByAgreement
+from capsfast.nn import (
+    ConvCaps2d,
+    CouplingEntropy,
+    DynamicRouting,
+    Groups,
+    LowRank,
+    MarginLoss,
+    RoutedCaps,
+    RoutingByAgreement,
+)
 
 from .support import plain
 from .support.backends import Backend
@@ -47,7 +56,7 @@ def test_what_is_measured(by: Backend) -> None:
     loss.backward()
     assert_same(diagnosis.lengths, lengths.float(), 1e-6)
     assert diagnosis.margin_loss == pytest.approx(loss.item())
-    tensors = {"u": leaf, "W": layer.W, "logits": layer.logits}
+    tensors = {"u": leaf, "W": layer.W, "routing.logits": layer.logits}
     assert diagnosis.gradient_norms == pytest.approx(
         {name: value.grad.norm().item() for name, value in tensors.items()}
     )
@@ -65,7 +74,7 @@ def test_what_is_measured(by: Backend) -> None:
 @on_cpu
 @pytest.mark.parametrize(
     "options",
-    [{}, {"softmax": "in"}, {"groups": 2}, {"rank": 3}, {"top_k": 2}, {"shared_weight": True}, {"leaky": True}],
+    [{}, {"softmax": "in"}, {"weight": Groups(2)}, {"weight": LowRank(3)}, {"shared_weight": True}, {"leaky": True}],
     ids=str,
 )
 def test_a_good_layer_has_no_findings(by: Backend, options: dict[str, Any]) -> None:
@@ -111,7 +120,7 @@ def test_an_output_capsule_that_is_never_coupled_is_dead() -> None:
     logits = torch.zeros(I, J // 2)
     logits[:, 1] = -20
     # The bias alone makes it long.
-    diagnosis = capsfast.diagnose(layer_of(bias=True, groups=2), capsules(), logits=logits)
+    diagnosis = capsfast.diagnose(layer_of(bias=True, weight=Groups(2)), capsules(), logits=logits)
     assert diagnosis.dead_outputs == (1, 3)
     assert found(diagnosis) == ["dead outputs", "collapsed"]
 

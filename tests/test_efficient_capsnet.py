@@ -202,7 +202,8 @@ def test_the_trainer_builds_it() -> None:
     model = Learner("efficientcapsnet", 1, 8, 10, options=options).model
     assert isinstance(model, EfficientCapsNet) and model.routing.in_caps == 2 * 2 * 2
     assert model.routing.W.shape[0] == 1 and model.routing.routing.squash == "paper"
-    assert Learner("efficientcapsnet", 1, 8, 10, options={"routing": "dynamic", "top_k": 3}).model.routing.top_k == 3
+    model = Learner("efficientcapsnet", 1, 8, 10, options={"routing": "dynamic", "gradient": "last"}).model
+    assert model.routing.gradient == "last"
     with pytest.raises(ValueError, match="efficientcapsnet has no option num_caps; it has conv_channels"):
         Learner("efficientcapsnet", 1, 8, 10, options={"num_caps": 3})
     with pytest.raises(TypeError, match="routing self-attention has no option num_iterations"):
@@ -252,7 +253,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "maps": (
         lambda: DepthwisePrimaryCaps(2, 3, 1)(torch.rand(1, 5, 2, 2)),
         ValueError,
-        r"features must be \[B, types·dim=6, H, W\], got \[1, 5, 2, 2\]",
+        r"features must be \[B, in_channels=6, H, W\], got \[1, 5, 2, 2\]",
     ),
     "window": (
         lambda: DepthwisePrimaryCaps(1, 1, 3)(torch.rand(1, 1, 2, 2)),

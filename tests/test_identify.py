@@ -472,7 +472,7 @@ def test_distributed_data_parallel() -> None:
 def test_layers_of_capsfast() -> None:
     layer = capsfast.DynamicRouting(I, J, K, D, learned_logits=True, bias=True, leaky=True, eps=1e-6)
     found = capsfast.identify(layer, example())
-    assert (found.weight, found.logits, found.bias) == ("W", "logits", "bias")
+    assert (found.weight, found.logits, found.bias) == ("W", "routing.logits", "routing.bias")
     assert found.options == {"leaky": True, "eps": 1e-6}
 
 

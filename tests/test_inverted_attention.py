@@ -139,7 +139,7 @@ def test_couplings_of_its_layers_are_recorded() -> None:
     found = model.layers[2](poses[2], poses[3])
     again = (plain.couple((votes * poses[3][:, None]).sum(-1) / 6**0.5)[..., None] * votes).sum(1)
     assert_same(found, normalized(again, classes.routing.gain, classes.routing.shift), 1e-5)
-    with pytest.raises(TypeError, match="layer must be DynamicRouting or RoutedCaps, got FullAttention"):
+    with pytest.raises(TypeError, match="layer must be a RoutedCaps, got FullAttention"):
         recorded(model.layers[2]).__enter__()
     with pytest.raises(TypeError, match=r"got ConvAttention; of a model, take its part \.routing"):
         capsfast.diagnose(model.layers[0], x)

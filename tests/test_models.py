@@ -235,8 +235,8 @@ def test_without_a_decoder(kind: Any) -> None:
 
 
 def test_routing_options_reach_the_layer() -> None:
-    model = CapsNet(image_size=8, top_k=2, softmax="in", shared_weight=True, bias=True, **SMALL)
-    assert model.routing.top_k == 2 and model.routing.softmax == "in"
+    model = CapsNet(image_size=8, squash="exp", softmax="in", shared_weight=True, bias=True, **SMALL)
+    assert model.routing.squash == "exp" and model.routing.softmax == "in"
     assert model.routing.W.shape[0] == 1
     assert model(torch.rand(2, 1, 8, 8)).lengths.shape == (2, 10)
     with pytest.raises(TypeError, match="learned_logit"):

@@ -31,7 +31,7 @@ each_of_votes = pytest.mark.parametrize("name", [name for name, row in ROWS.item
 def kernel_of(layer: Any, i: int, offset: tuple[int, ...]) -> Tensor:
     """The matrix ``[J D, K]`` of input type i at one place of the window."""
     weight = layer.conv.weight[(..., *offset)]
-    if layer._transposed:
+    if isinstance(layer, SlimConvTransposeCaps2d):
         rows = weight if layer.shared else weight[i * K : (i + 1) * K]
         return rows.T
     return weight if layer.shared else weight[i * J * D : (i + 1) * J * D]
@@ -42,15 +42,17 @@ def meetings(layer: Any, before: tuple[int, ...], after: tuple[int, ...]) -> lis
     found = []
     for offset in itertools.product(*map(range, layer.kernel_size)):
         # A convolution steps through its input, a transposed one through its output.
-        stepping = before if layer._transposed else after
+        stepping = before if isinstance(layer, SlimConvTransposeCaps2d) else after
         for step in itertools.product(*map(range, stepping)):
             place = tuple(
                 at * s - p + o * d
                 for at, s, p, o, d in zip(step, layer.stride, layer.padding, offset, layer.dilation, strict=True)
             )
-            other = after if layer._transposed else before
+            other = after if isinstance(layer, SlimConvTransposeCaps2d) else before
             if all(0 <= at < n for at, n in zip(place, other, strict=True)):
-                found.append((step, place, offset) if layer._transposed else (place, step, offset))
+                found.append(
+                    (step, place, offset) if isinstance(layer, SlimConvTransposeCaps2d) else (place, step, offset)
+                )
     return found
 
 

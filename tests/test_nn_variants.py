@@ -1,7 +1,5 @@
-"""Low-rank, grouped and sparse routing, and routing of given votes, against dense plain routing."""
+"""The ways to hold a weight, under every routing, and routing of given votes: against dense plain routing."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -11,18 +9,60 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import capsfast
-from capsfast.nn import ClassCaps, DigitCaps, PrimaryCaps, RoutingByAgreement
+from capsfast.nn import (
+    ROUTINGS,
+    ClassCaps,
+    DigitCaps,
+    FullWeight,
+    Groups,
+    LowRank,
+    PrimaryCaps,
+    RoutedCaps,
+    RoutingByAgreement,
+    SharedWeight,
+    Weight,
+    recorded,
+)
 
 from .support import plain
 from .support.backends import Backend, assert_path, recorded_ops
 from .support.plain import assert_same, on_cpu
+from .support.routings import ROUTINGS as ROWS
+from .support.routings import randomize
 
 B, I, J, D, K = 5, 12, 6, 4, 3
 INF = float("inf")
 
+# The shapes of the parameters beside it.
+WEIGHTS: dict[Weight, dict[str, tuple[int, ...]]] = {
+    FullWeight(): {"W": (I, J, D, K)},
+    SharedWeight(): {"W": (1, J, D, K)},
+    FullWeight(4): {"W": (3, J, D, K)},
+    FullWeight(I): {"W": (1, J, D, K)},
+    LowRank(2): {"W": (1, J, D, 2), "A": (I, 2, K)},
+    LowRank(2, positions=None): {"W": (1, J, D, 2), "A": (1, 2, K)},
+    LowRank(2, positions=3): {"W": (1, J, D, 2), "A": (4, 2, K)},
+    LowRank(2, "UV"): {"U": (I, D, 2), "V": (J, K, 2)},
+    LowRank(2, "UV", positions=None): {"U": (1, D, 2), "V": (J, K, 2)},
+    Groups(3): {"W": (I, 2, D, K)},
+    Groups(3, SharedWeight()): {"W": (1, J, D, K)},
+    Groups(3, FullWeight(2)): {"W": (6, 2, D, K)},
+    Groups(3, FullWeight(4)): {"W": (3, 2, D, K)},
+    Groups(2, LowRank(2)): {"W": (1, J, D, 2), "A": (I, 2, K)},
+    Groups(2, LowRank(2, positions=None)): {"W": (1, J, D, 2), "A": (1, 2, K)},
+    Groups(2, LowRank(2, "UV", 3)): {"U": (4, D, 2), "V": (J, K, 2)},
+}
+each_weight = pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "learned": {"learned_logits": True, "bias": True},
+    "in": {"softmax": "in"},
+}
 
-def layer_of(by: Backend, **options: Any) -> capsfast.DynamicRouting:
-    layer = capsfast.DynamicRouting(I, J, K, D, backend=by.name, dtype=torch.float64, **options)
+
+def layer_of(weight: Weight, **options: Any) -> capsfast.DynamicRouting:
+    torch.manual_seed(0)
+    layer = capsfast.DynamicRouting(I, J, K, D, weight=weight, dtype=torch.float64, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.7)
@@ -34,18 +74,17 @@ def of_inputs(rows: Tensor) -> Tensor:
     return torch.stack([rows[i * len(rows) // I] for i in range(I)])
 
 
-def dense_weight(layer: capsfast.DynamicRouting) -> Tensor:
+def dense_weight(layer: RoutedCaps) -> Tensor:
     """[I, J, D, K], zero between groups."""
-    weight = layer.W
-    if layer.U is not None:
+    if layer.U is not None and layer.V is not None:
         weight = torch.stack([torch.stack([U_i @ V_j.T for V_j in layer.V]) for U_i in of_inputs(layer.U)])
-    elif layer.A is None and weight.shape[0] > 1:
-        weight = of_inputs(weight)
-    if layer.A is not None:
+    elif layer.A is not None and layer.W is not None:
         weight = torch.stack([torch.stack([W_j @ A_i for W_j in layer.W[0]]) for A_i in of_inputs(layer.A)])
-    elif weight.shape[1] < J:
-        weight = torch.cat([weight] * layer.groups, 1)
-    return weight * same_group(layer.groups)[:, :, None, None]
+    else:
+        assert layer.W is not None
+        weight = of_inputs(layer.W)
+        weight = torch.cat([weight] * (J // weight.shape[1]), 1)
+    return weight * same_group(layer.held.groups)[:, :, None, None]
 
 
 def same_group(groups: int) -> Tensor:
@@ -59,80 +98,104 @@ def dense_logits(given: Tensor | None, groups: int) -> Tensor:
     return full.masked_fill(~same_group(groups), -INF)
 
 
-def sparse_logits(votes: Tensor, logits: Tensor, bias: Tensor | None, top_k: int, softmax: str) -> Tensor:
-    """[B, I, J], -inf but for the outputs to which an input capsule has the largest coupling after one pass.
-
-    Within a group: the logits of other groups are -inf already.
-    """
-    with torch.no_grad():
-        v, _ = plain.route(votes, 1, logits, bias, softmax)
-        coupling = plain.couple(logits + (votes * v[:, None]).sum(-1), softmax)
-        place = coupling.argsort(2, descending=True).argsort(2)
-    return logits.masked_fill(place >= top_k, -INF)
-
-
 def gradients(v: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     weights = torch.linspace(-1, 1, v.numel(), dtype=v.dtype).view_as(v)
-    return list(torch.autograd.grad((v * weights).sum(), leaves))
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "shared": {"shared_weight": True},
-    "learned": {"learned_logits": True, "bias": True},
-    "in": {"softmax": "in"},
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "rank": {"rank": 2},
-    "groups": {"groups": 3},
-    "top_k": {"top_k": 2},
-    "rank, groups": {"rank": 2, "groups": 2},
-    "all": {"rank": 2, "groups": 2, "top_k": 2},
-    "UV": {"rank": 2, "factors": "UV"},
-    "UV, groups": {"rank": 2, "factors": "UV", "groups": 3},
-}
-POSITIONS: dict[str, dict[str, Any]] = {
-    "types": {"positions": 4},
-    "one type": {"positions": I},
-    "types, groups": {"positions": 2, "groups": 3},
-    "a type in each group": {"positions": 4, "groups": 3},
-    "types, rank": {"positions": 3, "rank": 2},
-    "types, UV": {"positions": 3, "rank": 2, "factors": "UV", "groups": 2},
-}
-
-
-ALL = VARIANTS | POSITIONS
+    return list(torch.autograd.grad((v * weights).sum(), leaves, materialize_grads=True))
 
 
 @on_cpu
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("variant", ALL)
-def test_variants_are_dense_routing_with_less(by: Backend, variant: str, options: str) -> None:
-    if variant in POSITIONS and "shared_weight" in OPTIONS[options]:
-        with pytest.raises(ValueError, match="shared_weight=True shares among all types too; leave out positions="):
-            layer_of(by, **POSITIONS[variant], shared_weight=True)
-        return
-    layer = layer_of(by, **ALL[variant], **OPTIONS[options])
+@each_weight
+def test_it_is_dense_routing_with_less(by: Backend, weight: Weight, options: str) -> None:
+    layer = layer_of(weight, backend=by.name, **OPTIONS[options])
+    groups = layer.held.groups
     u = torch.randn(B, I, K, dtype=torch.float64, requires_grad=True)
     leaves = [u, *layer.parameters()]
-    got, got_c = layer(u, return_coupling=True)
-    got_gradients = gradients(got, leaves)
-
     votes = plain.votes(u, dense_weight(layer))
-    logits = dense_logits(layer.logits, layer.groups).expand(B, I, J)
-    if layer.top_k is not None:
-        logits = sparse_logits(votes, logits, layer.bias, layer.top_k, layer.softmax)
-    wanted, c = plain.route(votes, 3, logits, layer.bias, layer.softmax)
-    assert_same(got, wanted)
-    within = [rows.chunk(layer.groups, 2)[g] for g, rows in enumerate(c.chunk(layer.groups, 1))]
-    assert_same(got_c, torch.cat(within, 1))
-    for one, other in zip(got_gradients, gradients(wanted, leaves), strict=True):
+    logits = dense_logits(layer.logits, groups)
+    wanted, c = plain.route(votes, 3, logits.expand(B, I, J), layer.bias, layer.softmax)
+    found, found_c = layer(u, return_coupling=True)
+    assert_same(found, wanted)
+    within = [rows.chunk(groups, 2)[g] for g, rows in enumerate(c.chunk(groups, 1))]
+    assert_same(found_c, torch.cat(within, 1))
+    for one, other in zip(gradients(layer(u), leaves), gradients(wanted, leaves), strict=True):
         assert_same(one, other)
 
 
 @on_cpu
+@each_weight
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_every_routing_has_every_weight(by: Backend, name: str, weight: Weight) -> None:
+    """Without groups it is the routing of the whole matrices."""
+    torch.manual_seed(0)
+    layer = RoutedCaps(I, J, K, D, routing=name, weight=weight, init_std=0.5, dtype=torch.float64)
+    randomize(layer)
+    u, activation = torch.randn(B, I, K, dtype=torch.float64), torch.rand(B, I, dtype=torch.float64)
+    leaves = [u.requires_grad_(), *layer.parameters()]
+    with capsfast.use_backend(by.name):
+        found = layer(u, activation)
+        got = gradients(found.poses, leaves)
+    assert found.poses.shape == (B, J, D) and found.activations.shape == (B, J)
+    assert all(each.isfinite().all() for each in (*found, *got))
+    if layer.held.groups == 1:
+        wanted = ROWS[name].definition(plain.votes(u, dense_weight(layer)), activation, layer.routing, u)
+        assert_same(tuple(found), tuple(wanted))
+        assert_same(got, gradients(wanted[0], leaves))
+
+
+@pytest.mark.parametrize("normalize", ["out", "in", "sigmoid", "none"])
+def test_a_pass_over_groups_is_one_with_logits_that_part_them(normalize: str) -> None:
+    layer = layer_of(Groups(3))
+    u, logits = torch.randn(B, I, K, dtype=torch.float64), torch.randn(B, I, J, dtype=torch.float64)
+    mask, out_mask = torch.rand(B, I) > 0.2, torch.rand(B, J) > 0.2
+    given: dict[str, Any] = {"activation": torch.rand(B, I, dtype=torch.float64), "second": True}
+    for name in ("query", "center", "precision"):
+        given[name] = torch.rand(B, J, D, dtype=torch.float64)
+    given |= {"prior": torch.randn(B, J, dtype=torch.float64), "normalize": normalize}
+    parted = logits.masked_fill(~same_group(3), -INF)
+    if normalize == "none":  # coefficients as they are
+        parted = parted.nan_to_num(neginf=0.0)
+        given = {name: given[name] for name in ("activation", "second", "normalize")}
+    votes = layer.votes(u, mask, out_mask)
+    found = votes.moments(logits=logits, return_weights=True, **given)
+    wanted = capsfast.routing_pass(u, dense_weight(layer), logits=parted, mask=mask, out_mask=out_mask, **given)
+    assert_same((found.mass, found.first, found.second), (wanted.mass, wanted.first, wanted.second))
+    assert found.weights is not None and found.weights.shape == (B, I, J // 3)
+    within = torch.cat([run.chunk(3, 2)[g] for g, run in enumerate(logits.chunk(3, 1))], 1)
+    assert_same(votes.moments(logits=within, **given).first, wanted.first)
+
+
+PASSES: list[dict[str, Any]] = [
+    {"softmax": "in", "bias": True, "leaky": True},
+    {"gradient": "last", "learned_logits": True},
+    {"squash_last": False, "bias": True, "squash": "half", "eps": 1e-4, "leaky": True},
+]
+
+
+@on_cpu
+@pytest.mark.parametrize("weight", [FullWeight(), Groups(3), LowRank(2)], ids=str)
+@pytest.mark.parametrize("options", PASSES, ids=str)
+def test_single_passes_are_the_fused_op(by: Backend, options: dict[str, Any], weight: Weight) -> None:
+    layer = layer_of(weight, backend=by.name, **options)
+    u = torch.randn(B, I, K, dtype=torch.float64, requires_grad=True)
+    given = {"mask": torch.rand(B, I) > 0.3, "out_mask": torch.rand(B, J) > 0.3}
+    given["logits"] = torch.randn(B, I, J // layer.held.groups, dtype=torch.float64)
+    leaves = [u, *layer.parameters()]
+    with recorded(layer) as coupling:
+        found = layer(u, **given)
+    wanted, c = layer(u, **given, return_coupling=True)
+    assert_same((found, coupling[0]), (wanted, c))
+    assert_same(gradients(found, leaves), gradients(layer(u, **given), leaves))
+    votes = plain.votes(u, dense_weight(layer))
+    if layer.held.groups == 1:
+        rest = {name: value for name, value in given.items() if name != "logits"} | {"bias": layer.bias}
+        by_votes = RoutingByAgreement(backend=by.name, **layer.routing.options())
+        assert_same(by_votes(votes, logits=layer.routing.prior(given["logits"]), **rest), found)
+
+
+@on_cpu
 def test_masks_and_logits_are_cut_with_the_groups(by: Backend) -> None:
-    layer = layer_of(by, groups=3)
+    layer = layer_of(Groups(3), backend=by.name)
     u = torch.randn(B, I, K, dtype=torch.float64)
     mask, out_mask = torch.rand(B, I) > 0.4, torch.rand(B, J) > 0.4
     logits = torch.randn(B, I, J // 3, dtype=torch.float64)
@@ -140,60 +203,33 @@ def test_masks_and_logits_are_cut_with_the_groups(by: Backend) -> None:
     dense = dense_logits(logits, 3).masked_fill(~(mask[:, :, None] & out_mask[:, None]), -INF)
     wanted, _ = plain.route(plain.votes(u, dense_weight(layer)), 3, dense)
     assert_same(got, wanted)
+    with recorded_ops() as ops:
+        layer(u).sum().backward()
+    assert_path(by, "dynamic_routing", ops)
 
 
-@on_cpu
-def test_top_k_of_all_outputs_is_dense_routing(by: Backend) -> None:
-    layer = layer_of(by)
-    u = torch.randn(B, I, K, dtype=torch.float64)
-    sparse = copy.deepcopy(layer)
-    sparse.top_k = J
-    assert_same(sparse(u), layer(u))
-
-
-@on_cpu
-@pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_each_input_capsule_keeps_k_outputs(by: Backend, top_k: int) -> None:
-    layer = layer_of(by, top_k=top_k)
-    _, c = layer(torch.randn(B, I, K, dtype=torch.float64), return_coupling=True)
-    assert torch.equal((c > 0).sum(2), torch.full((B, I), top_k))
-    assert_same(c.sum(2), torch.ones(B, I, dtype=torch.float64))
-
-
-@on_cpu
-def test_the_variants_run_on_the_fused_op(by: Backend) -> None:
-    u = torch.randn(17, I, K, dtype=torch.float64)
-    for options in ({"groups": 3}, {"top_k": 2}):
-        with recorded_ops() as ops:
-            layer_of(by, **options)(u).sum().backward()
-        assert_path(by, "dynamic_routing", ops)
-
-
-def test_parameters_of_the_variants() -> None:
-    def shapes(**options: Any) -> dict[str, tuple[int, ...]]:
-        layer = capsfast.DynamicRouting(I, J, K, D, **options)
-        return {name: tuple(value.shape) for name, value in layer.state_dict().items()}
-
-    assert shapes(rank=2) == {"W": (1, J, D, 2), "A": (I, 2, K)}
-    assert shapes(rank=2, shared_weight=True) == {"W": (1, J, D, 2), "A": (1, 2, K)}
-    assert shapes(groups=3, learned_logits=True) == {"W": (I, 2, D, K), "logits": (I, 2)}
-    assert shapes(groups=3, shared_weight=True) == {"W": (1, J, D, K)}
-    assert shapes(top_k=2) == {"W": (I, J, D, K)}
-    assert shapes(rank=2, factors="UV") == {"U": (I, D, 2), "V": (J, K, 2)}
-    assert shapes(rank=2, factors="UV", shared_weight=True) == {"U": (1, D, 2), "V": (J, K, 2)}
-    assert shapes(positions=4) == {"W": (3, J, D, K)}
-    assert shapes(positions=4, rank=2) == {"W": (1, J, D, 2), "A": (3, 2, K)}
-    assert shapes(positions=2, groups=3, learned_logits=True) == {"W": (6, 2, D, K), "logits": (I, 2)}
+@each_weight
+def test_parameters(weight: Weight) -> None:
+    """Their names and shapes are those of checkpoints, their order that of an optimizer's state."""
+    layer = capsfast.DynamicRouting(I, J, K, D, weight=weight, learned_logits=True, bias=True)
+    wanted = WEIGHTS[weight] | {"logits": (I, J // weight.groups), "bias": (J, D)}
+    assert [*layer.state_dict()] == [*WEIGHTS[weight], "routing.logits", "routing.bias"]
+    assert [tuple(each.shape) for each in layer.parameters()] == [*wanted.values()]
+    old = {name: torch.randn(shape) for name, shape in wanted.items()}
+    model = nn.Sequential(nn.Identity(), layer)
+    model.load_state_dict({f"1.{name}": value for name, value in old.items()})
+    for name, value in old.items():
+        assert torch.equal(getattr(layer, name), value)
 
 
 def test_low_rank_starts_with_the_deviation_of_the_full_matrix() -> None:
-    layer = capsfast.DynamicRouting(200, 10, 8, 16, rank=4)
-    assert layer.A is not None
-    full = torch.einsum("jdr,irk->ijdk", layer.W[0], layer.A)
-    other = capsfast.DynamicRouting(200, 10, 8, 16, rank=4, factors="UV")
-    assert other.U is not None
-    for product in (full, torch.einsum("idr,jkr->ijdk", other.U, other.V)):
-        assert product.std().item() == pytest.approx(capsfast.DynamicRouting(200, 10, 8, 16).W.std().item(), rel=0.1)
+    std = capsfast.DynamicRouting(200, 10, 8, 16).W.std().item()
+    for weight in (LowRank(4), LowRank(4, "UV")):
+        layer = capsfast.DynamicRouting(200, 10, 8, 16, weight=weight)
+        _, product = layer.held.product(torch.eye(8).expand(200, 8, 8).transpose(0, 1), *layer.parameters())
+        if weight.factors == "WA":
+            product = torch.einsum("jdr,irk->ijdk", product[0], layer.A)
+        assert product.std().item() == pytest.approx(std, rel=0.1)
 
 
 class Rows(TorchDispatchMode):
@@ -212,8 +248,8 @@ class Rows(TorchDispatchMode):
 def test_what_is_repeated_for_positions() -> None:
     """The rows of W, once; nothing for a single type, nor where u is transformed first."""
     u = torch.randn(B, I, K)
-    for options, rows in (({"positions": 4}, I), ({"positions": I}, 0), ({"positions": 4, "rank": 2}, 0)):
-        layer = capsfast.DynamicRouting(I, J, K, D, **options)
+    for weight, rows in ((FullWeight(4), I), (FullWeight(I), 0), (LowRank(2, positions=4), 0)):
+        layer = capsfast.DynamicRouting(I, J, K, D, weight=weight)
         with Rows() as made, torch.no_grad():
             layer(u)
         assert made.most == rows
@@ -229,69 +265,58 @@ def test_types_that_share_their_matrices_do_not_see_where_they_are() -> None:
     assert not torch.allclose(layer(u.unflatten(1, (4, 6)).flip(1).flatten(1, 2)), layer(u))
 
 
-@pytest.mark.rows(4)
-@on_cpu
-@pytest.mark.parametrize("variant", [*VARIANTS, "types", "types, UV"])
-def test_copies_dtypes_and_compilation(by: Backend, variant: str) -> None:
-    layer = capsfast.DynamicRouting(I, J, K, D, backend=by.name, **ALL[variant])
-    u = torch.randn(B, I, K)
-    wanted = layer(u)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(u), wanted)
-        assert repr(other) == repr(layer)
-    for name, value in ALL[variant].items():
-        assert f"{name}={value!r}" in repr(layer)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(u), wanted)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(u).dtype == torch.bfloat16
-    half = copy.deepcopy(layer).bfloat16()(u.bfloat16())
-    assert half.dtype == torch.bfloat16
-    if "top_k" not in ALL[variant]:  # another rounding chooses other outputs
-        torch.testing.assert_close(half.float(), wanted, rtol=0.1, atol=0.02)
-
-
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "rank": ({"rank": 0}, ValueError, "rank must be at least 1, got 0"),
-    "rank float": ({"rank": 2.0}, TypeError, "rank must be an int, got 2.0"),
-    "groups": ({"groups": 0}, ValueError, "groups must be at least 1, got 0"),
-    "groups of inputs": ({"groups": 5}, ValueError, "groups must divide in_caps, got groups=5 and in_caps=12"),
-    "groups of outputs": ({"groups": 4}, ValueError, "groups must divide out_caps, got groups=4 and out_caps=6"),
-    "top_k": ({"top_k": 7}, ValueError, "top_k must be at most out_caps / groups = 6, got 7"),
-    "top_k of a group": ({"top_k": 3, "groups": 3}, ValueError, "top_k must be at most out_caps / groups = 2, got 3"),
-    "top_k zero": ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
-    "top_k shared": ({"top_k": 2, "share_batch_logits": True}, ValueError, "top_k needs share_batch_logits=False"),
-    "factors": ({"factors": "VU", "rank": 2}, ValueError, "factors must be one of 'WA', 'UV', got 'VU'"),
-    "factors alone": ({"factors": "UV"}, ValueError, "factors='UV' needs a rank, got none"),
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "rank": (lambda: LowRank(0), ValueError, "nn.LowRank: rank must be at least 1, got 0"),
+    "rank float": (lambda: LowRank(2.0), TypeError, "rank must be an int, got 2.0"),  # type: ignore[arg-type]
+    "factors": (lambda: LowRank(2, "VU"), ValueError, "factors must be one of 'WA', 'UV', got 'VU'"),
+    "groups": (lambda: Groups(0), ValueError, "nn.Groups: groups must be at least 1, got 0"),
+    "groups of groups": (lambda: Groups(2, Groups(3)), TypeError, "weight must be a FullWeight, SharedWeight or LowR"),
+    "groups of inputs": ({"weight": Groups(5)}, ValueError, "groups must divide in_caps, got groups=5 and in_caps=12"),
+    "groups of outputs": ({"weight": Groups(4)}, ValueError, "must divide out_caps, got groups=4 and out_caps=6"),
     "positions": ({"positions": 5}, ValueError, "positions must divide in_caps, got positions=5 and in_caps=12"),
     "positions zero": ({"positions": 0}, ValueError, "positions must be at least 1, got 0"),
-    "a type in two groups": ({"positions": 6, "groups": 3}, ValueError, "groups must divide in_caps / positions, so"),
+    "a type in two groups": ({"weight": Groups(3, FullWeight(6))}, ValueError, "positions must divide in_caps, got"),
+    "both": ({"positions": 4, "shared_weight": True}, ValueError, "shares among all types too; leave out positions="),
+    "twice": ({"positions": 4, "weight": LowRank(2)}, ValueError, "says which capsules share; leave out shared_wei"),
+    "no weight": ({"weight": 4}, TypeError, "weight must be one of capsfast.nn's FullWeight, SharedWeight, LowRank"),
     "init_std": ({"init_std": 0.0}, ValueError, "init_std must be positive and finite, got 0.0"),
-    "backend": ({"backend": "gpu"}, ValueError, "backend must be one of"),
+    "softmax": ({"softmax": "up"}, ValueError, "softmax must be one of"),
+    "num_iterations": ({"num_iterations": 0}, ValueError, "num_iterations must be at least 1"),
+    "rows": (
+        lambda: RoutedCaps(4, 2, 4, 4, weight=LowRank(1), pose_rows=2),
+        ValueError,
+        "pose_rows needs a weight with whole matrices, got LowRank",
+    ),
+    "identity": (
+        lambda: RoutedCaps(4, 2, 4, 4, weight=LowRank(1), identity=True),
+        ValueError,
+        "identity needs square matrices in W, got LowRank",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments(case: str) -> None:
-    options, error, message = WRONG[case]
+    call, error, message = WRONG[case]
     with pytest.raises(error, match=message) as caught:
-        capsfast.DynamicRouting(I, J, K, D, **options)
-    assert str(caught.value).startswith("capsfast.DynamicRouting: ")
+        capsfast.DynamicRouting(I, J, K, D, **call) if isinstance(call, dict) else call()
+    assert str(caught.value).startswith("capsfast.DynamicRouting: " if isinstance(call, dict) else "capsfast.nn.")
 
 
-def test_wrong_inputs_of_the_variants() -> None:
-    grouped = capsfast.DynamicRouting(I, J, K, D, groups=3)
+def test_wrong_inputs() -> None:
+    grouped = capsfast.DynamicRouting(I, J, K, D, weight=Groups(3))
     u = torch.randn(B, I, K)
     for given, message in (
         ({"mask": torch.ones(B, J, dtype=torch.bool)}, r"mask must be \[B, I\] = \[5, 12\], got \[5, 6\]"),
         ({"out_mask": torch.ones(B, I, dtype=torch.bool)}, r"out_mask must be \[B, J\] = \[5, 6\], got \[5, 12\]"),
-        ({"logits": torch.ones(I, J)}, r"logits must be \[I, J\] = \[12, 2\]"),
+        ({"logits": torch.ones(I, 3)}, r"logits must be \[I, J\] = \[4, 2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             grouped(u, **given)
     with pytest.raises(TypeError, match="u and A must have one dtype, got float64 and float32"):
-        capsfast.DynamicRouting(I, J, K, D, rank=2)(u.double())
+        capsfast.DynamicRouting(I, J, K, D, weight=LowRank(2))(u.double())
+    with pytest.raises(ValueError, match=r"logits must end in \[12, 6\], got \[12, 1\]"):
+        capsfast.DynamicRouting(I, J, K, D, learned_logits=True)(u, logits=torch.ones(I, 1))
     with pytest.raises(TypeError, match=r"u must be a torch\.Tensor"):
         grouped([1.0])
 
@@ -311,19 +336,15 @@ def test_digit_caps_and_class_caps_are_dynamic_routing() -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"softmax": "in", "num_iterations": 4}], ids=str)
-def test_routing_by_agreement(by: Backend, options: dict[str, Any]) -> None:
-    layer = RoutingByAgreement(backend=by.name, **options)
-    votes = torch.randn(B, I, J, D, dtype=torch.float64, requires_grad=True)
-    logits, bias = torch.randn(I, J, dtype=torch.float64), torch.randn(J, D, dtype=torch.float64)
-    got, got_c = layer(votes, B, logits=logits, bias=bias, return_coupling=True)
-    prior = logits.expand(B, I, J)
-    if layer.top_k is not None:
-        prior = sparse_logits(votes, prior, bias, layer.top_k, "out")
-    wanted, c = plain.route(votes, layer.num_iterations, prior, bias, layer.softmax)
-    assert_same(got, wanted)
-    assert_same(got_c, c)
-    assert_same(gradients(got, [votes]), gradients(wanted, [votes]))
+def test_routing_by_agreement(by: Backend) -> None:
+    for options in ({}, {"softmax": "in", "num_iterations": 4}):
+        layer = RoutingByAgreement(backend=by.name, **options)
+        votes = torch.randn(B, I, J, D, dtype=torch.float64, requires_grad=True)
+        logits, bias = torch.randn(I, J, dtype=torch.float64), torch.randn(J, D, dtype=torch.float64)
+        got, got_c = layer(votes, B, logits=logits, bias=bias, return_coupling=True)
+        wanted, c = plain.route(votes, layer.num_iterations, logits, bias, layer.softmax)
+        assert_same((got, got_c), (wanted, c))
+        assert_same(gradients(got, [votes]), gradients(wanted, [votes]))
 
 
 @on_cpu
@@ -340,8 +361,6 @@ def test_routing_by_agreement_is_called_as_existing_code_does(by: Backend) -> No
     assert_path(by, "route_votes", ops)
     with pytest.raises(ValueError, match="batch_size must be B=5, got 4"):
         layer(votes, 4)
-    with pytest.raises(ValueError, match="top_k must be at most J=6, got 7"):
-        RoutingByAgreement(top_k=7)(votes)
     with pytest.raises(ValueError, match=r"votes must have shape \[B, I, J, D\]"):
         layer(votes[0])
     with pytest.raises(ValueError, match=r"capsfast\.nn\.RoutingByAgreement: num_iterations must be at least 1"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import capsfast
 from capsfast.models import CapsAutoEncoder, CapsNet, DeepCaps
 from capsfast.nn import ROUTINGS, ConvCaps2d, RoutedCaps, Routing, couplings
-from capsfast.nn.routed_caps import fully_connected, route
+from capsfast.nn.dynamic_routing import fully_connected
 from capsfast.nn.routing.base import lengths
 from capsfast.nn.routing.names import options_of
 from capsfast.nn.routing.votes import STRIDE, votes_of
@@ -79,25 +79,6 @@ def test_votes_are_not_in_memory(name: str, options: dict[str, Any]) -> None:
         found = layer(u.float(), activation.float())
         gradients(tuple(found), [u, activation, *layer.parameters()])
     assert 0 < largest.numel < 6 * B * I * J * D
-
-
-@each_case
-def test_given_votes_at_positions(name: str, options: dict[str, Any]) -> None:
-    """Votes of a convolution are routed at every position as if it were alone."""
-    layer = layer_of(name, **options)
-    torch.manual_seed(1)
-    votes = torch.randn(2, I, J, D, 3, 2, dtype=torch.float64)
-    activation = torch.rand(2, I, 3, 2, dtype=torch.float64)
-    if not ROWS[name].of_votes:
-        with pytest.raises(ValueError, match="input capsules"):
-            layer.routing(votes, activation)
-        return
-    found = layer.routing(votes, activation)
-    assert found.poses.shape == (2, J, D, 3, 2) and found.activations.shape == (2, J, 3, 2)
-    for y in range(3):
-        for x in range(2):
-            alone = layer.routing(votes[..., y, x], activation[..., y, x])
-            plain.assert_same((found.poses[..., y, x], found.activations[..., y, x]), tuple(alone))
 
 
 def at_samples(value: Tensor, axes: int) -> Tensor:
@@ -199,15 +180,6 @@ def test_compiles_without_a_graph_break(name: str, options: dict[str, Any]) -> N
 
 
 @each_name
-def test_state_and_text(name: str) -> None:
-    layer = layer_of(name)
-    other = RoutedCaps(I, J, K, D, routing=name, dtype=torch.float64)
-    other.load_state_dict(layer.state_dict())
-    plain.assert_same(tuple(layer(*inputs())), tuple(other(*inputs())))
-    assert f"{I}, {J}, {K}, {D}" in repr(layer) and type(layer.routing).__name__ in repr(layer)
-
-
-@each_name
 def test_pose_matrices(name: str) -> None:
     """Matrices of 2 rows are what the block-diagonal weight makes of their numbers."""
     torch.manual_seed(0)
@@ -220,33 +192,6 @@ def test_pose_matrices(name: str) -> None:
         for row in range(2):  # [I, J, R, Q]
             whole.W[:, :, 3 * row : 3 * row + 3, 3 * row : 3 * row + 3] = layer.W.transpose(2, 3)
     plain.assert_same(tuple(layer(*inputs())), tuple(whole(*inputs())))
-
-
-@each_name
-def test_shared_weight(name: str) -> None:
-    torch.manual_seed(0)
-    layer = RoutedCaps(I, J, K, D, routing=name, shared_weight=True, dtype=torch.float64)
-    assert layer.W.shape == (1, J, D, K) and "shared_weight=True" in repr(layer)
-    randomize(layer)
-    u, activation = inputs()
-    wanted = ROWS[name].definition(plain.votes(u, layer.W), activation, layer.routing, u)
-    plain.assert_same(tuple(layer(u, activation)), tuple(wanted))
-
-
-@each_name
-def test_types_share_their_weight(name: str) -> None:
-    torch.manual_seed(0)
-    layer = RoutedCaps(I, J, K, D, routing=name, positions=I, dtype=torch.float64)
-    assert layer.W.shape == (1, J, D, K) and f"positions={I}" in repr(layer)
-    layer = RoutedCaps(12, J, K, D, routing=name, positions=3, init_std=0.5, dtype=torch.float64)
-    randomize(layer)
-    u, activation = torch.randn(B, 12, K, dtype=torch.float64), torch.rand(B, 12, dtype=torch.float64)
-    leaves = [u.requires_grad_(), *layer.parameters()]
-    found = layer(u, activation)
-    votes = plain.votes(u, torch.stack([layer.W[i // 3] for i in range(12)]))
-    wanted = ROWS[name].definition(votes, activation, layer.routing, u)
-    plain.assert_same(tuple(found), tuple(wanted))
-    plain.assert_same(gradients(tuple(found), leaves), gradients(tuple(wanted), leaves))
 
 
 @each_name
@@ -271,28 +216,22 @@ def test_networks_take_it(name: str, network: type[nn.Module]) -> None:
 
 @each_name
 def test_convolution_is_a_layer_at_every_place(name: str) -> None:
+    """In the middle, and in a corner, where padding is masked."""
     torch.manual_seed(0)
     conv = ConvCaps2d(2, J, K, D, 3, padding=1, routing=name, dtype=torch.float64)
     assert all(value.dtype == torch.float64 for value in conv.parameters())
     poses, activation = torch.randn(2, 2, K, 5, 4, dtype=torch.float64), torch.rand(2, 2, 5, 4, dtype=torch.float64)
-    found = conv(poses, activation) if name != "dynamic" else None
-    layer = conv.routing
-    window = poses[:, :, :, 1:4, 1:4].permute(0, 1, 3, 4, 2).flatten(1, 3)  # around the place (2, 2)
-    of_window = activation[:, :, 1:4, 1:4].flatten(1)
-    if found is None:
-        plain.assert_same(conv(poses)[:, :, :, 2, 2], layer(window))
-        return
-    alone = layer(window, of_window)
-    plain.assert_same((found.poses[..., 2, 2], found.activations[..., 2, 2]), tuple(alone))
-    corner = torch.zeros(2, 2, 3, 3, K, dtype=torch.float64)
-    corner[:, :, 1:, 1:] = poses[:, :, :, :2, :2].permute(0, 1, 3, 4, 2)
-    there = (torch.arange(3)[:, None] > 0) & (torch.arange(3) > 0)
-    alone = layer(
-        corner.flatten(1, 3),
-        torch.nn.functional.pad(activation[:, :, :2, :2], (1, 0, 1, 0)).flatten(1),
-        mask=there.flatten().repeat(2).expand(2, -1),
-    )
-    plain.assert_same((found.poses[..., 0, 0], found.activations[..., 0, 0]), tuple(alone))
+    found = conv(poses) if name == "dynamic" else conv(poses, activation)
+    around = [torch.nn.functional.pad(each, (1, 1, 1, 1)) for each in (poses, activation, torch.ones(2, 2, 5, 4))]
+    for y, x in ((2, 2), (0, 0)):
+        u, a, there = (each[..., y : y + 3, x : x + 3] for each in around)
+        window = capsfast.nn.FlattenCaps()(u)
+        given = () if name == "dynamic" else (a.flatten(1),)
+        alone = conv.routing(window, *given, mask=there.flatten(1).bool())
+        if name == "dynamic":
+            plain.assert_same(found[..., y, x], alone)
+        else:
+            plain.assert_same((found.poses[..., y, x], found.activations[..., y, x]), tuple(alone))
 
 
 @each_name
@@ -360,7 +299,7 @@ def test_lengths_of_an_image_of_capsules(name: str) -> None:
     layer = capsfast.nn.ClassCaps2d(2, 3, 4, 4, size=(4, 4), routing=name)
     image = torch.randn(2, 2, 4, 4, 4)
     u = capsfast.nn.FlattenCaps()(image)
-    torch.testing.assert_close(tuple(route(layer, image)), tuple(layer(u, lengths(u))))
+    torch.testing.assert_close(tuple(layer.capsules(image)), tuple(layer(u, lengths(u))))
     torch.testing.assert_close(couplings(layer, image), couplings(layer, u, lengths(u)))
     there = torch.rand(2, 2, 4, 4)
     torch.testing.assert_close(couplings(layer, image, there), couplings(layer, u, there.flatten(1)))
@@ -376,7 +315,7 @@ def test_what_a_masked_capsule_holds_reaches_no_gradient(name: str) -> None:
     wild = u.detach().clone()
     wild[:, 2] = torch.nan
     leaves = [wild.requires_grad_(), *layer.parameters()]
-    found = route(layer, wild, mask=mask)
+    found = layer.capsules(wild, mask=mask)
     assert all(each.isfinite().all() for each in (*found, *gradients(tuple(found), leaves)))
 
 
@@ -408,7 +347,7 @@ def test_a_routing_of_ones_own() -> None:
 
 
 def test_the_fastest_layer_of_a_name() -> None:
-    assert isinstance(fully_connected(I, J, K, D), capsfast.DynamicRouting)
+    assert isinstance(fully_connected(I, J, K, D, "dynamic"), capsfast.DynamicRouting)
     assert isinstance(fully_connected(I, J, K, D, Mean), RoutedCaps)
 
 
@@ -481,12 +420,12 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "votes must be those of in_caps=3 for out_caps=2 of out_dim=6, got I=4, J=2, D=6",
     ),
-    "no votes": (lambda: RoutedCaps(3, 2, 4, 6).routing(7), TypeError, "votes must be a torch.Tensor, a pair"),
-    "groups": (
-        lambda: ConvCaps2d(2, 2, 4, 4, routing=Mean, groups=2),
+    "no inputs": (
+        lambda: ROUTINGS["self"](3, 2, 4, 6)(torch.zeros(1, 3, 2, 6)),
         ValueError,
-        "groups need routing='dynamic', got groups=2",
+        "the logits are made from the input capsules, got votes without them",
     ),
+    "no votes": (lambda: RoutedCaps(3, 2, 4, 6).routing(7), TypeError, "votes must be a torch.Tensor, a pair"),
     "activation": (
         lambda: ConvCaps2d(2, 2, 4, 4)(torch.zeros(1, 2, 4, 5, 5), torch.zeros(1, 2, 5, 5)),
         ValueError,

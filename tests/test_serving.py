@@ -1,4 +1,4 @@
-"""Models that leave Python: exported programs, packages run by C++, ONNX, TorchScript."""
+"""Models that leave Python: exported programs, packages run by C++, ONNX, traces."""
 
 import os
 import shutil
@@ -13,11 +13,10 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune
 
 import capsfast
 from capsfast import native
-from capsfast.export import ScriptableRouting, decompositions, program, scriptable, to_onnx, to_package
+from capsfast.export import decompositions, program, to_onnx, to_package
 from capsfast.ops import shared_routing
 
 from .support import passes, problems
@@ -295,139 +294,9 @@ def test_onnx_runs_without_an_op_of_capsfast(served: Served, tmp_path: Path) -> 
         assert_same(tuple(torch.from_numpy(value) for value in found), served, images)
 
 
-@needs_extension
-def test_scripted_models_are_the_models(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"learned_logits": True, "bias": True, "leaky": True, "softmax": "in"}
-    layer = capsfast.DynamicRouting(6, 4, 6, 5, positions=3, **options)
-    shared = capsfast.DynamicRouting(4, 2, 5, 3, shared_weight=True, gradient="last", squash_last=False)
-    model = nn.Sequential(nn.Linear(6, 6), layer, shared)
-    assert layer.logits is not None
-    nn.init.normal_(layer.logits)
-    copied = scriptable(model)
-    assert [type(part) for part in model] == [nn.Linear, capsfast.DynamicRouting, capsfast.DynamicRouting]
-    assert [id(value) for value in copied.parameters()] == [id(value) for value in model.parameters()]
-    scripted = torch.jit.script(copied)
-    assert list(scripted.state_dict()) == list(model.state_dict())
-    torch.jit.save(scripted, tmp_path / "model.pt")
-    loaded = torch.jit.load(tmp_path / "model.pt")
-    for B in (2, 5):
-        u = torch.randn(B, 6, 6, requires_grad=True)
-        found = [torch.autograd.grad(each(u).square().sum(), [u, *each.parameters()]) for each in (model, loaded)]
-        assert_same(loaded(u), model, u)
-        for got, want in zip(found[1], found[0], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    one = torch.jit.script(ScriptableRouting(layer))
-    u, logits, mask = torch.randn(2, 6, 6), torch.randn(2, 6, 4), torch.rand(2, 6) > 0.3
-    assert_same(one(u, logits, mask), lambda u: layer(u, logits=logits, mask=mask), u)
-
-
-def test_what_cannot_be_scripted_says_so() -> None:
-    with pytest.raises(TypeError, match=r"torch.jit.script cannot compile RoutedCaps; .*torch.jit.trace"):
+def test_torch_jit_script_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch.jit.script cannot compile RoutedCaps; use torch.export or torch"):
         torch.jit.script(nn.Sequential(capsfast.nn.RoutedCaps(6, 4, 6, 5)))
-    with pytest.raises(TypeError, match=r"layer must be a capsfast.DynamicRouting, got Linear"):
-        ScriptableRouting(nn.Linear(2, 2))  # type: ignore[arg-type]
-    for options in ({"rank": 2}, {"groups": 2}, {"top_k": 2}, {"share_batch_logits": True}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} must be .*; torch.jit.trace serves the layer"):
-            scriptable(capsfast.DynamicRouting(6, 4, 6, 5, **options))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="backend must be None, 'cpp' or 'cuda', got 'reference'"):
-        scriptable(capsfast.DynamicRouting(6, 4, 6, 5, backend="reference"))
-
-
-class Own(capsfast.DynamicRouting):
-    """Routes in a way of its own."""
-
-    def _route(self, *args: Any, **given: Any) -> Any:
-        return 2 * super()._route(*args, **given)
-
-
-class Forwarding(capsfast.DynamicRouting):
-    def forward(self, u: Tensor, **given: Any) -> Any:
-        return super().forward(u, **given).neg()
-
-
-class Halved(nn.Module):
-    def forward(self, W: Tensor) -> Tensor:
-        return W / 2
-
-
-def _doubling(layer: nn.Module) -> None:
-    layer.forward = lambda u: 2 * u  # type: ignore[method-assign]
-
-
-# What a call does beside the op, and what is said of it.
-NOT_THE_OP: dict[str, tuple[type[capsfast.DynamicRouting], Callable[[Any], Any], str]] = {
-    "forward hook": (
-        capsfast.DynamicRouting,
-        lambda layer: layer.register_forward_hook(lambda module, given, v: 2 * v),
-        "without hooks, .* got DynamicRouting with forward hooks",
-    ),
-    "forward pre-hook": (
-        capsfast.nn.DigitCaps,
-        lambda layer: layer.register_forward_pre_hook(lambda module, given: (2 * given[0],)),
-        "got DigitCaps with forward pre hooks",
-    ),
-    "backward hook": (
-        capsfast.DynamicRouting,
-        lambda layer: layer.register_full_backward_hook(lambda module, given, dv: None),
-        "with backward hooks",
-    ),
-    "pruning": (
-        capsfast.DynamicRouting,
-        lambda layer: prune.l1_unstructured(layer, "W", 0.5),
-        "with forward pre hooks",
-    ),
-    "parametrization": (
-        capsfast.DynamicRouting,
-        lambda layer: parametrize.register_parametrization(layer, "W", Halved()),
-        "without parametrizations, got .*DynamicRouting with one of W; call .*remove_parametrizations",
-    ),
-    "routing": (Own, lambda layer: None, "must have the _route of capsfast.DynamicRouting, got Own"),
-    "forward": (Forwarding, lambda layer: None, "must have the forward of .*, got Forwarding"),
-    "forward of an object": (capsfast.DynamicRouting, _doubling, "must have the forward of .*, got DynamicRouting"),
-}
-
-
-@pytest.mark.parametrize("name", NOT_THE_OP)
-def test_what_a_layer_does_beside_the_op_is_not_dropped(name: str) -> None:
-    kind, changing, message = NOT_THE_OP[name]
-    layer = kind(6, 4, 6, 5)
-    changing(layer)
-    for make in (ScriptableRouting, lambda each: scriptable(nn.Sequential(nn.Tanh(), each))):
-        with pytest.raises((TypeError, ValueError), match=message):
-            make(layer)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: capsfast.nn.RoutedCaps(6, 4, 6, 5),
-        lambda: capsfast.nn.ConvCaps2d(2, 3, 4, 5),
-        lambda: capsfast.models.CapsNet(1, 14, 4, primary_groups=2),
-        capsfast.nn.Length,
-    ],
-)
-def test_other_layers_are_not_copied_for_scripts(make: Callable[[], nn.Module]) -> None:
-    layer = make()
-    for model in (layer, nn.Sequential(nn.Tanh(), layer)):
-        with pytest.raises(TypeError, match=rf"scriptable: {type(layer).__name__} cannot be scripted.*torch.jit.trace"):
-            scriptable(model)
-
-
-@needs_extension
-def test_a_traced_layer_is_part_of_a_scripted_model() -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            other = capsfast.nn.RoutedCaps(6, 6, 5, 5, routing="em")
-            self.other = torch.jit.trace(other, torch.rand(3, 6, 5))
-            self.caps = capsfast.DynamicRouting(6, 4, 5, 3)
-
-        def forward(self, u: Tensor) -> Tensor:
-            return self.caps(self.other(u)[0])  # type: ignore[no-any-return]
-
-    model = Chain()
-    copied = scriptable(model)
-    assert_same(torch.jit.script(copied)(u := torch.rand(4, 6, 5)), model, u)
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import capsfast
 from capsfast import native
-from capsfast.nn import ConvCaps2d, RoutedCaps, RoutingByAgreement, SlimConvCaps2d
+from capsfast.nn import ConvCaps2d, Groups, RoutedCaps, RoutingByAgreement, SlimConvCaps2d
 from capsfast.options import Options
 
 B, I, J, K, D = 3, 6, 4, 5, 3
@@ -30,8 +30,7 @@ def numbers(*size: int) -> Tensor:
 
 LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], int]] = {
     "DynamicRouting": (lambda **o: capsfast.DynamicRouting(I, J, K, D, bias=True, **f64, **o), (B, I, K), 2),
-    "groups": (lambda **o: capsfast.DynamicRouting(I, J, K, D, groups=2, **f64, **o), (B, I, K), 2),
-    "top_k": (lambda **o: capsfast.DynamicRouting(I, J, K, D, top_k=2, **f64, **o), (B, I, K), 2),
+    "groups": (lambda **o: capsfast.DynamicRouting(I, J, K, D, weight=Groups(2), **f64, **o), (B, I, K), 2),
     "RoutingByAgreement": (lambda **o: RoutingByAgreement(**o), (B, I, J, D), 2),
     "RoutedCaps": (lambda **o: RoutedCaps(I, J, K, D, routing="dynamic", **f64, **o), (B, I, K), 2),
     "windows": (conv, (B, 2, K, 4, 4), 2),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import capsfast
-from capsfast.nn import ROUTINGS
+from capsfast.nn import ROUTINGS, Groups, LowRank
 from capsfast.nn._layer import Layer
 
 pytestmark = [
@@ -105,8 +105,8 @@ def test_nodes_have_every_argument(name: str) -> None:
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "plain": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, learned_logits=True, bias=True), (6, 5)),
     "shared": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, shared_weight=True, softmax="in"), (6, 5)),
-    "groups": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, groups=2, rank=2, gradient="last"), (6, 5)),
-    "best": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, top_k=2, factors="UV", rank=2), (6, 5)),
+    "groups": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, weight=Groups(2, LowRank(2)), gradient="last"), (6, 5)),
+    "factors": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, weight=LowRank(2, "UV")), (6, 5)),
     "reference": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, backend="reference"), (6, 5)),
     "sums": (lambda: capsfast.DynamicRouting(6, 4, 5, 3, squash_last=False), (6, 5)),
     "compat": (lambda: capsfast.compat.DigitCaps(6, 4, 5, 3), (6, 5)),
@@ -288,7 +288,7 @@ def test_a_layer_alone_and_a_network_are_traced_through() -> None:
     layer = capsfast.DynamicRouting(6, 4, 5, 3, bias=True)
     traced = torch.fx.symbolic_trace(layer)
     assert targets(traced, "call_function") == [capsfast.dynamic_routing]
-    assert {"W", "bias"} == set(dict(traced.named_parameters())) == set(targets(traced, "get_attr"))
+    assert {"W", "routing.bias"} == set(dict(traced.named_parameters())) == set(targets(traced, "get_attr"))
     u, mask = torch.randn(2, 6, 5), torch.rand(2, 6) > 0.3
     assert_same(traced(u), layer(u))
     assert_same(traced(u, mask=mask, return_coupling=True), layer(u, mask=mask, return_coupling=True))

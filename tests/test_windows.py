@@ -74,10 +74,10 @@ class PlainWindowVotes(Votes):
         r, x = r.flatten(0, 1), x.flatten(0, 1)
         return Moments(r.sum(1), (r[..., None] * x).sum(1), (r[..., None] * x.square()).sum(1) if second else None, r)
 
-    def agree(
-        self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float, squash_last: bool
+    def agree(  # type: ignore[override]
+        self, num_iterations: int, *, logits: Tensor | None, gradient: str, squash: str, eps: float, **others: Any
     ) -> Tensor:
-        assert squash_last
+        assert others == {"bias": None, "softmax": "out", "leaky": False, "squash_last": True}
         x, v = self.votes, None
         b = x.new_zeros(()) if logits is None else logits
         for _ in range(num_iterations):
@@ -240,12 +240,6 @@ def test_competition_in_other_forms() -> None:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "competition": (lambda: ConvCaps2d(2, 2, 4, 4, competition="all"), ValueError, "competition must be one of"),
-    "groups": (lambda: ConvCaps2d(2, 2, 4, 4, competition="child", groups=2), ValueError, "groups need routing='dyn"),
-    "coupling": (
-        lambda: ConvCaps2d(2, 2, 4, 4, competition="child")(torch.zeros(1, 2, 4, 5, 5), return_coupling=True),
-        ValueError,
-        "return_coupling needs routing='dynamic' in windows",
-    ),
 }
 
 

@@ -99,17 +99,10 @@ class EinsumVotes(Votes):
         return Moments(mass, first)
 
     def agree(
-        self,
-        num_iterations: int,
-        *,
-        logits: Tensor | None,
-        gradient: str,
-        squash: str,
-        eps: float,
-        squash_last: bool,
+        self, num_iterations: int, *, logits: Tensor | None = None, bias: Tensor | None = None, **options: Any
     ) -> Tensor:
-        options = Options(num_iterations, "out", gradient, False, squash, eps, squash_last)
-        return dynamic_routing(unchecked(self.votes, None, RoutingParameters(logits), options))[0]
+        parameters = RoutingParameters(logits, bias)
+        return dynamic_routing(unchecked(self.votes, None, parameters, Options(num_iterations, **options)))[0]
 
 
 class Routed:

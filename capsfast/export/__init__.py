@@ -1,7 +1,6 @@
-"""Models that leave Python: packages for C++, ONNX, TorchScript. See docs/serving.md."""
+"""Models that leave Python: packages for C++, ONNX. See docs/serving.md."""
 
 from .decompose import decompositions
 from .program import library, program, to_onnx, to_package
-from .torchscript import ScriptableRouting, scriptable
 
-__all__ = ["ScriptableRouting", "decompositions", "library", "program", "scriptable", "to_onnx", "to_package"]
+__all__ = ["decompositions", "library", "program", "to_onnx", "to_package"]

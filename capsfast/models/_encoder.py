@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ..nn import Length, PrimaryCaps, _arguments
 from ..nn._layer import Layer
-from ..nn.routed_caps import fully_connected, route
+from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._images import check_images, image_shape
@@ -58,7 +58,7 @@ class CapsuleEncoder(Layer):
         height, width = self.primary.grid(features)
         in_caps = primary_groups * height * width
         self.routing = fully_connected(
-            in_caps, num_caps, primary_dim, caps_dim, routing, num_iterations, **made, **routing_options
+            in_caps, num_caps, primary_dim, caps_dim, routing, num_iterations=num_iterations, **made, **routing_options
         )
         self.length = Length()
 
@@ -69,4 +69,4 @@ class CapsuleEncoder(Layer):
 
     def classify(self, images: Tensor) -> Capsules:
         """The output capsules of ``images [B, C, H, W]``, without a decoder."""
-        return route(self.routing, self.encode(images))
+        return self.routing.capsules(self.encode(images))

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
-from ..nn import ConvCaps2d, ConvDecoder, DynamicRouting, FlattenCaps, Length, PrimaryCaps, _arguments
+from ..nn import ConvCaps2d, ConvDecoder, FlattenCaps, Length, PrimaryCaps, _arguments
 from ..nn._layer import Layer
-from ..nn.routed_caps import fully_connected, route
+from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._capsules import image_lengths, with_lengths
@@ -47,7 +47,7 @@ class CapsCell(Layer):
 
     def forward(self, poses: Tensor) -> Tensor:
         halved = self.down(poses)
-        if isinstance(self.skip.routing, DynamicRouting):
+        if self.skip.uses_poses_alone:
             skipped = self.skip(halved)
         else:
             skipped = with_lengths(self.skip(halved, image_lengths(halved)))
@@ -155,4 +155,4 @@ class DeepCaps(DecodedCapsules):
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        return route(self.routing, self.encode(images))
+        return self.routing.capsules(self.encode(images))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..nn import Decoder, DepthwisePrimaryCaps, _arguments
-from ..nn.routed_caps import fully_connected, route
+from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._decoded import DecodedCapsules
@@ -112,7 +112,7 @@ class EfficientCapsNet(DecodedCapsules):
             primary_dim,
             digit_dim,
             routing,
-            num_iterations,
+            num_iterations=num_iterations,
             **made,
             **routing_options,
         )
@@ -125,4 +125,4 @@ class EfficientCapsNet(DecodedCapsules):
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules of ``images [B, C, H, W]``, without a decoder."""
-        return route(self.routing, self.encode(images))
+        return self.routing.capsules(self.encode(images))

@@ -11,6 +11,7 @@ from .. import checks
 from ..nn import ConvCaps2d, Decoder, FlattenCaps, InvertedAttentionRouting, RoutedCaps, Routing, Votes, _arguments
 from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
+from ..nn.routing.votes import VotesAround
 from ..passes import Moments
 from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
@@ -19,7 +20,7 @@ from .output import CapsNetOutput
 ONE_UPDATE: dict[str, Any] = {"routing": "inverted-attention", "num_iterations": 1, "learned_readout": False}
 
 
-class QueriedVotes(Votes):
+class QueriedVotes(VotesAround):
     """Votes of which a pass without a query has this one: the poses that a routing begins with.
 
     Args:
@@ -28,11 +29,8 @@ class QueriedVotes(Votes):
     """
 
     def __init__(self, votes: Votes, query: Tensor) -> None:
-        self.votes = votes
+        super().__init__(votes)
         self.query = query
-        self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
-        self.dtype, self.device, self.u = votes.dtype, votes.device, votes.u
-        self.mask, self.out_mask, self.backend = votes.mask, votes.out_mask, votes.backend
 
     def moments(self, *, query: Tensor | None = None, **arguments: Any) -> Moments:
         return self.votes.moments(query=self.query if query is None else query, **arguments)

@@ -130,7 +130,8 @@ class MatrixCapsNet(Layer):
         (kernel, stride), *others = windows
         dim = pose_rows**2
         for kernel_size, step in windows:
-            size = _arguments.window_grid(op, size, (kernel_size,) * 2, (step,) * 2, (0, 0), (1, 1))
+            height, width = _arguments.window_grid(op, size, (kernel_size,) * 2, (step,) * 2, (0, 0), (1, 1))
+            size = (height, width)
         self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, **made)
         self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, **made)
         self.conv_caps = nn.ModuleList(

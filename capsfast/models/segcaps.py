@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from .. import checks
 from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
 from ..nn._layer import Layer
-from ..nn._type_routing import TypeRouting
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._capsules import image_lengths, with_lengths
@@ -175,7 +174,7 @@ class SegCaps(Layer):
 
 
 def _routed(layer: nn.Module, poses: Tensor) -> Capsules:
-    if isinstance(layer.routing, TypeRouting):
+    if layer.uses_poses_alone:
         found = layer(poses)
         return Capsules(found, image_lengths(found))
     return layer(poses, image_lengths(poses))  # type: ignore[no-any-return]
@@ -183,6 +182,6 @@ def _routed(layer: nn.Module, poses: Tensor) -> Capsules:
 
 def _through(layer: nn.Module, poses: Tensor, **options: Any) -> Tensor:
     """Between layers capsules say by their length how present they are, which poses of other routings need not."""
-    if isinstance(layer.routing, TypeRouting):
+    if layer.uses_poses_alone:
         return layer(poses, **options)  # type: ignore[no-any-return]
     return with_lengths(_routed(layer, poses))

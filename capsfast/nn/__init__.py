@@ -32,6 +32,7 @@ from .routing import (
 )
 from .routing_by_agreement import RoutingByAgreement
 from .slim_caps import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d
+from .weights import FullWeight, Groups, LowRank, SharedWeight, Weight
 
 __all__ = [
     "ROUTINGS",
@@ -51,6 +52,8 @@ __all__ = [
     "DynamicRouting",
     "EMRouting",
     "FlattenCaps",
+    "FullWeight",
+    "Groups",
     "InterestCapsules",
     "Interests",
     "InvertedAttentionRouting",
@@ -59,6 +62,7 @@ __all__ = [
     "LabelAwareAttention",
     "Length",
     "LossParts",
+    "LowRank",
     "MarginLoss",
     "Mask",
     "PrimaryCaps",
@@ -69,6 +73,7 @@ __all__ = [
     "RoutingByAgreement",
     "SelfAttentionRouting",
     "SelfRouting",
+    "SharedWeight",
     "SlimConvCaps2d",
     "SlimConvCaps3d",
     "SlimConvTransposeCaps2d",
@@ -76,6 +81,7 @@ __all__ = [
     "SpreadLoss",
     "VariationalRouting",
     "Votes",
+    "Weight",
     "couplings",
     "interest_scores",
     "recorded",

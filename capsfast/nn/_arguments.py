@@ -99,21 +99,8 @@ def window_grid(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-) -> tuple[int, int]:
-    """How many windows of a convolution fit into ``size`` (height, width)."""
-    height, width = window_places(op, size, kernel_size, stride, padding, dilation)
-    return height, width
-
-
-def window_places(
-    op: str,
-    size: Sequence[int],
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """The same for any number of axes."""
+    """How many windows of a convolution fit into ``size``, along each axis."""
     grid = tuple(
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, k, s, p, d in zip(size, kernel_size, stride, padding, dilation, strict=True)
@@ -130,12 +117,31 @@ def window_places(
 def conv_grid(op: str, size: Sequence[int], conv: nn.Conv2d) -> tuple[int, int]:
     """How many windows of this convolution fit into ``size`` (height, width)."""
     padding: Sequence[int] = conv.padding  # type: ignore[assignment]
-    return window_grid(op, size, conv.kernel_size, conv.stride, padding, conv.dilation)
+    height, width = window_grid(op, size, conv.kernel_size, conv.stride, padding, conv.dilation)
+    return height, width
 
 
 def floats(op: str, name: str, value: Tensor, shape: str) -> None:
     checks.tensor(op, name, value, shape)
     checks.floating(op, name, value)
+
+
+def sized(op: str, name: str, value: Tensor, shape: str, **sizes: int) -> None:
+    """``floats``, and the axes that are named in ``sizes`` are so long."""
+    floats(op, name, value, shape)
+    axes = shape.strip("[]").split(", ")
+    if any(size != sizes.get(axis, size) for axis, size in zip(axes, value.shape, strict=True)):
+        wanted = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
+        raise ValueError(f"{op}: {name} must be [{wanted}], got {checks.shape_of(value)}")
+
+
+def activation_of(op: str, activation: Tensor, poses: Tensor, shape: str) -> None:
+    """The activations of an image of capsules ``[B, types, K, *spatial]``."""
+    floats(op, "activation", activation, shape)
+    if activation.shape != (*poses.shape[:2], *poses.shape[3:]):
+        raise ValueError(
+            f"{op}: activation must be {shape} of poses {checks.shape_of(poses)}, got {checks.shape_of(activation)}"
+        )
 
 
 def changed(module: nn.Module, **defaults: object) -> str:

@@ -102,7 +102,5 @@ class Layer(nn.Module):
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What torch.jit.script asks for before it compiles."""
-        raise TypeError(
-            f"capsfast: torch.jit.script cannot compile {type(self).__name__}; script "
-            f"capsfast.export.scriptable(model), where every DynamicRouting is replaced, or use torch.jit.trace"
-        )
+        name = type(self).__name__
+        raise TypeError(f"capsfast: torch.jit.script cannot compile {name}; use torch.export or torch.jit.trace")

@@ -12,7 +12,8 @@ from .primary_caps import FlattenCaps
 from .routed_caps import RoutedCaps
 from .routing.base import Capsules
 from .routing.names import RoutingChoice
-from .routing.votes import Votes, votes_of
+from .routing.votes import Votes
+from .weights import FullWeight
 
 
 class ClassCaps2d(RoutedCaps):
@@ -64,7 +65,7 @@ class ClassCaps2d(RoutedCaps):
         _arguments.integers(op, in_types=in_types)
         height, width = _arguments.pair(op, "size", size)
         checks.boolean(op, "coordinates", coordinates)
-        for name in ("shared_weight", "positions"):
+        for name in ("weight", "shared_weight", "positions"):
             if name in options:
                 raise TypeError(f"{op}: {name} is no option; all places share the weight of a type")
         super().__init__(
@@ -74,7 +75,7 @@ class ClassCaps2d(RoutedCaps):
             out_dim,
             routing=routing,
             pose_rows=pose_rows,
-            shared_weight=True,
+            weight=FullWeight(height * width),
             **options,
         )
         rows = out_dim if pose_rows is None else pose_rows
@@ -85,24 +86,16 @@ class ClassCaps2d(RoutedCaps):
         self.size = (height, width)
         self.coordinates = coordinates
         self.flatten = FlattenCaps()
-        self.W = nn.Parameter(self.W.new_empty(in_types, *self.W.shape[1:]))
-        self.reset_parameters()
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
         """The votes of poses, as an image or as a list of capsules; none is in memory."""
-        u = self._listed(u)
-        weight: Tensor = self.W
-        if self.pose_rows is not None:
-            u = u.unflatten(2, (self.pose_rows, -1))
-        poses = u
-        if self.coordinates:
-            # The constant that is added to a vote is a product too: of one more column of the pose and one more row of
-            # the weight, which is (0, ..., 0, 1), or of two more numbers of a vector. So kernels know nothing of it.
-            u, weight = self._placed(u, weight)
-        each = weight[:, None].expand(-1, self.size[0] * self.size[1], -1, -1, -1).flatten(0, 1)
-        votes = votes_of(self._op, (u, each), mask=mask, out_mask=out_mask, backend=self.routing.backend)
-        votes.u = poses  # what a routing sees of the input capsules
-        return votes
+        return super().votes(self._listed(u), mask, out_mask)
+
+    def _product(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        # The constant that is added to a vote is a product too: of one more column of the pose and one more row of the
+        # weight, which is (0, ..., 0, 1), or of two more numbers of a vector. So kernels know nothing of it.
+        (W,) = self._parameters_held()
+        return self.held.product(*(self._placed(u, W) if self.coordinates else (u, W)))
 
     def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if isinstance(activation, Tensor) and activation.dim() == 4:

@@ -13,13 +13,15 @@ from .. import checks
 from ..precision import wide_dtype
 from . import _arguments
 from ._layer import Layer
-from .dynamic_routing import DynamicRouting
-from .routed_caps import RoutedCaps, fully_connected, pose_sizes
+from .dynamic_routing import fully_connected
+from .routed_caps import RoutedCaps, pose_sizes
+from .routing.agreement import starting_std
 from .routing.base import Capsules
 from .routing.names import RoutingChoice
 from .routing.unfolded import UnfoldedVotes, folds_by_pass
-from .routing.votes import ProductVotes, Votes
+from .routing.votes import ProductVotes, RecordedVotes, Votes
 from .routing.windows import Windows, WindowVotes
+from .weights import Weight
 
 COMPETITION = ("window", "child")
 
@@ -31,8 +33,8 @@ class ConvCaps2d(Layer):
     (type, y, x). The poses are unfolded, the votes are not: beyond the input it needs the poses once
     for every window they are in.
 
-    Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`; with another routing, with ``pose_rows`` or
-    with ``competition="child"`` a :class:`capsfast.nn.RoutedCaps`.
+    Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`, with another routing or ``pose_rows`` a
+    :class:`capsfast.nn.RoutedCaps`.
 
     Capsules of the padding are not there: they have no coupling and no vote.
 
@@ -47,15 +49,12 @@ class ConvCaps2d(Layer):
             those of a window; an input capsule has a softmax in each window that it is in. ``"child"``: those of all
             these windows together, in one softmax (Hinton, Sabour, Frosst 2018), which takes two passes for one. A
             softmax over the input capsules, which some routings have, is that of a window either way.
-        groups: of dynamic routing in windows: input and output types are cut into as many runs; each run of inputs is
-            routed to its run of outputs alone.
-        init_std: as in the layer of the routing. With dynamic routing by default such that the weighted sum of equal
+        weight: as for RoutedCaps. :class:`capsfast.nn.Groups` are runs of types.
+        init_std: as in RoutedCaps. With dynamic routing by default such that the weighted sum of equal
             coupling starts about as long as the input capsules, with one iteration twice as long. In a deep stack
             ``squash="exp"`` keeps their length then, while ``"paper"``, quadratic for short vectors, lets them fade.
         device, dtype: of the parameters.
-        options: all others of :class:`capsfast.DynamicRouting` (shared_weight, learned_logits, bias, rank,
-            top_k, softmax, gradient, leaky, squash, eps, squash_last, backend; share_batch_logits averages over places
-            too), or of RoutedCaps where that is the layer, such as pose_rows.
+        options: all others of RoutedCaps, such as shared_weight, pose_rows and those of the routing.
 
     Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than
     ``"dynamic"``, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such
@@ -81,7 +80,7 @@ class ConvCaps2d(Layer):
         *,
         routing: RoutingChoice = "dynamic",
         competition: str = "window",
-        groups: int = 1,
+        weight: Weight | None = None,
         init_std: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -89,9 +88,8 @@ class ConvCaps2d(Layer):
     ) -> None:
         super().__init__()
         op = "capsfast.nn.ConvCaps2d"
-        _arguments.integers(op, in_types=in_types, out_types=out_types, in_dim=in_dim, out_dim=out_dim, groups=groups)
-        if num_iterations is not None:
-            _arguments.integer(op, "num_iterations", num_iterations)
+        _arguments.integers(op, in_types=in_types, out_types=out_types, in_dim=in_dim, out_dim=out_dim)
+        groups = getattr(weight, "groups", 1)
         _arguments.divides(op, "in_types", in_types, groups)
         _arguments.divides(op, "out_types", out_types, groups)
         self.in_types = in_types
@@ -108,47 +106,37 @@ class ConvCaps2d(Layer):
         columns = out_dim if pose_rows is None else pose_sizes(op, in_dim, out_dim, pose_rows)[2]
         self.uses_poses_alone = routing == "dynamic"
         in_caps = in_types * self.kernel_size[0] * self.kernel_size[1]
-        fused = routing == "dynamic" and competition == "window" and pose_rows is None
-        if groups != 1 and not fused:
-            raise ValueError(
-                f"{op}: groups need routing='dynamic', got groups={groups} with another routing, with pose_rows or "
-                f"with competition='child'"
-            )
         if init_std is None and routing == "dynamic":
-            # Equal coupling c and independent weights: |s|^2 = I c^2 std^2 D |u|^2. Further iterations lengthen s.
             routed = in_caps // groups
-            shares: float = routed if options.get("softmax") == "in" else out_types // groups
+            share: float = routed if options.get("softmax") == "in" else out_types // groups
             if competition == "child":
-                shares *= max(1.0, in_caps / in_types / (self.stride[0] * self.stride[1]))  # windows of a capsule
-            init_std = (2 if num_iterations == 1 else 1) * shares / (routed * columns) ** 0.5
-        options |= {"init_std": init_std, "device": device, "dtype": dtype}
-        if init_std is None:
-            del options["init_std"]
-        sizes = (in_caps, out_types, in_dim, out_dim)
-        self.routing: DynamicRouting | RoutedCaps
-        if fused:
-            options.pop("pose_rows", None)
-            self.routing = fully_connected(*sizes, routing, num_iterations, groups=groups, **options)
-        else:
-            if num_iterations is not None:
-                options["num_iterations"] = num_iterations
-            self.routing = RoutedCaps(*sizes, routing=routing, **options)
+                share *= max(1.0, in_caps / in_types / (self.stride[0] * self.stride[1]))  # windows of a capsule
+            init_std = starting_std(num_iterations, share, routed * columns)
+        self.routing = fully_connected(
+            in_caps,
+            out_types,
+            in_dim,
+            out_dim,
+            routing,
+            num_iterations=num_iterations,
+            weight=weight,
+            init_std=init_std,
+            device=device,
+            dtype=dtype,
+            **options,
+        )
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for an input of ``size`` (H, W)."""
-        return _arguments.window_grid(
-            "capsfast.nn.ConvCaps2d", size, self.kernel_size, self.stride, self.padding, self.dilation
-        )
+        op = "capsfast.nn.ConvCaps2d"
+        height, width = _arguments.window_grid(op, size, self.kernel_size, self.stride, self.padding, self.dilation)
+        return height, width
 
     def unfold(self, poses: Tensor) -> Tensor:
         """``[B, in_types, in_dim, H, W]`` to the input capsules of every window, ``u [B·H'·W', I, K]``."""
         op = "capsfast.nn.ConvCaps2d"
-        _arguments.floats(op, "poses", poses, "[B, in_types, in_dim, H, W]")
-        if poses.shape[1] != self.in_types or poses.shape[2] != self.in_dim:
-            raise ValueError(
-                f"{op}: poses must be [B, in_types={self.in_types}, in_dim={self.in_dim}, H, W], "
-                f"got {checks.shape_of(poses)}"
-            )
+        sizes = {"in_types": self.in_types, "in_dim": self.in_dim}
+        _arguments.sized(op, "poses", poses, "[B, in_types, in_dim, H, W]", **sizes)
         self.grid(poses.shape[3:])
         windows = _windows(poses, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, K, H', W', h, w]
         return windows.permute(0, 3, 4, 1, 5, 6, 2).flatten(3, 5).flatten(0, 2)
@@ -156,12 +144,7 @@ class ConvCaps2d(Layer):
     def unfold_activation(self, poses: Tensor, activation: Tensor) -> Tensor:
         """``[B, in_types, H, W]`` beside these poses to the activations of every window, ``[B·H'·W', I]``."""
         op = "capsfast.nn.ConvCaps2d"
-        _arguments.floats(op, "activation", activation, "[B, in_types, H, W]")
-        if activation.shape != (poses.shape[0], self.in_types, *poses.shape[3:]):
-            raise ValueError(
-                f"{op}: activation must be [B, in_types, H, W] of poses {checks.shape_of(poses)}, "
-                f"got {checks.shape_of(activation)}"
-            )
+        _arguments.activation_of(op, activation, poses, "[B, in_types, H, W]")
         windows = _windows(activation, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, H', W', ..]
         return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
 
@@ -175,9 +158,8 @@ class ConvCaps2d(Layer):
         return at_place.repeat(poses.shape[0], self.in_types)
 
     def votes(self, poses: Tensor) -> Votes:
-        """The votes in every window, of a layer that routes by passes; none is in memory."""
-        assert isinstance(self.routing, RoutedCaps)
-        by_pass = folds_by_pass(poses)
+        """The votes in every window; none is in memory."""
+        by_pass = self.routing.held.keeps_u and folds_by_pass(poses)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not by_pass):
             u = self.unfold(poses)
         votes = self.routing.votes(u, self.inside(poses))
@@ -206,42 +188,34 @@ class ConvCaps2d(Layer):
         windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
         return partial(WindowVotes, windows=windows)
 
-    def at_windows(self, size: tuple[int, int]) -> DynamicRouting | RoutedCaps:
+    def at_windows(self, size: tuple[int, int]) -> RoutedCaps:
         """``routing`` as it takes the unfolded windows of an image of ``size`` (H, W); no module of this layer."""
-        if self.competition == "window" or isinstance(self.routing, DynamicRouting):
+        if self.competition == "window":
             return self.routing
         layer = copy.copy(self.routing)
         layer.competing = self._competing(size)
         return layer
 
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
-        """With ``return_coupling``, for dynamic routing, also the last ``c [B, H', W', I, out_types / groups]``."""
+        """With ``return_coupling`` also the coupling of the last pass, ``c [B, H', W', I, out_types / groups]``."""
         op = "capsfast.nn.ConvCaps2d"
         if activation is not None and self.uses_poses_alone:
             raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
-        if isinstance(self.routing, RoutedCaps):
-            if return_coupling:
-                raise ValueError(
-                    f"{op}: return_coupling needs routing='dynamic' in windows, without pose_rows; "
-                    f"see capsfast.nn.couplings"
-                )
-            votes = self.votes(poses)
-            places = (poses.shape[0], *self.grid(poses.shape[3:]))
-            at_windows = None if activation is None else self.unfold_activation(poses, activation)
-            found = self.routing.routing(votes, at_windows)
-            out = found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
-            if self.uses_poses_alone:
-                return out
-            return Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
-        u = self.unfold(poses)
+        if self.uses_poses_alone and self.competition == "window" and not return_coupling:
+            # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
+            mask = None if self.routing.routing.softmax == "out" else self.inside(poses)
+            found = self.routing(self.unfold(poses), mask=mask)
+            v: Tensor = found if isinstance(found, Tensor) else found.poses
+            return v.unflatten(0, (-1, *self.grid(poses.shape[3:]))).permute(0, 3, 4, 1, 2)
+        votes = self.votes(poses)
+        recorded = RecordedVotes(votes, detach=False)
+        at_windows = None if activation is None else self.unfold_activation(poses, activation)
+        found = self.routing.routing(recorded if return_coupling else votes, at_windows)
         places = (poses.shape[0], *self.grid(poses.shape[3:]))
-        # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
-        seen = return_coupling or self.routing.softmax == "in"
-        mask = self.inside(poses) if seen else None
-        result = self.routing(u, mask=mask, return_coupling=return_coupling)
-        v, c = result if return_coupling else (result, None)
-        out = v.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
-        return out if c is None else (out, c.unflatten(0, places))
+        out: Any = found.poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
+        if not self.uses_poses_alone:
+            out = Capsules(out, found.activations.unflatten(0, places).movedim(-1, 1))  # [B, J, H', W']
+        return (out, recorded.weights[-1].unflatten(0, places)) if return_coupling else out
 
     def extra_repr(self) -> str:
         text = f"{self.in_types}, {self.out_types}, {self.in_dim}, {self.out_dim}, kernel_size={self.kernel_size}"

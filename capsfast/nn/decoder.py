@@ -43,12 +43,8 @@ class _MaskedDecoder(Layer):
 
     def _chosen(self, capsules: Tensor, labels: Tensor | None) -> Tensor:
         """``[B, num_caps, dim]`` to ``[B, in_features]``."""
-        _arguments.floats(self._op, "capsules", capsules, "[B, num_caps, dim]")
-        if capsules.shape[1] != self.num_caps or capsules.shape[2] != self.dim:
-            raise ValueError(
-                f"{self._op}: capsules must be [B, num_caps={self.num_caps}, dim={self.dim}], "
-                f"got {checks.shape_of(capsules)}"
-            )
+        sizes = {"num_caps": self.num_caps, "dim": self.dim}
+        _arguments.sized(self._op, "capsules", capsules, "[B, num_caps, dim]", **sizes)
         if self.mask is None:
             if labels is not None:
                 raise ValueError(f"{self._op}: labels need masked=True, which keeps the capsule they name")

@@ -1,19 +1,15 @@
 """Primary capsules of a depthwise convolution."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from .. import checks
-from ..functional import squash
-from ..options import SQUASH
 from . import _arguments
-from ._layer import Layer
-from .primary_caps import FlattenCaps
+from .primary_caps import PrimaryCaps
 
 
-class DepthwisePrimaryCaps(Layer):
+class DepthwisePrimaryCaps(PrimaryCaps):
     """One depthwise convolution whose channels are cut into capsules and squashed (Mazzia et al. 2021).
 
     Every feature map has a filter of its own. With a kernel as large as the maps there is one place, and ``types``
@@ -38,6 +34,9 @@ class DepthwisePrimaryCaps(Layer):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
+    _op = "capsfast.nn.DepthwisePrimaryCaps"
+    _depthwise = True
+
     def __init__(
         self,
         types: int,
@@ -52,40 +51,6 @@ class DepthwisePrimaryCaps(Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        op = "capsfast.nn.DepthwisePrimaryCaps"
-        _arguments.integers(op, types=types, dim=dim)
-        checks.boolean(op, "bias", bias)
-        checks.boolean(op, "flatten", flatten)
-        checks.choice(op, "squash", squash, SQUASH)
-        checks.positive_eps(op, eps)
-        self.types = types
-        self.dim = dim
-        self.squash = squash
-        self.eps = eps
-        self.flatten = FlattenCaps() if flatten else nn.Identity()
-        self.conv = nn.Conv2d(
-            types * dim,
-            types * dim,
-            _arguments.pair(op, "kernel_size", kernel_size),
-            _arguments.pair(op, "stride", stride),
-            groups=types * dim,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
-
-    def grid(self, size: Sequence[int]) -> tuple[int, int]:
-        """(H', W') for feature maps of ``size`` (H, W)."""
-        return _arguments.conv_grid("capsfast.nn.DepthwisePrimaryCaps", size, self.conv)
-
-    def forward(self, features: Tensor) -> Tensor:
-        op = "capsfast.nn.DepthwisePrimaryCaps"
-        _arguments.floats(op, "features", features, "[B, types·dim, H, W]")
-        if features.shape[1] != self.types * self.dim:
-            raise ValueError(
-                f"{op}: features must be [B, types·dim={self.types * self.dim}, H, W], got {checks.shape_of(features)}"
-            )
-        self.grid(features.shape[2:])
-        poses = self.conv(features).unflatten(1, (self.types, self.dim))
-        return self.flatten(squash(poses, 2, self.eps, self.squash))  # type: ignore[no-any-return]
+        _arguments.integers(self._op, types=types, dim=dim)
+        options: dict[str, Any] = {"bias": bias, "squash": squash, "eps": eps, "flatten": flatten}
+        super().__init__(types * dim, types, dim, kernel_size, stride, **options, device=device, dtype=dtype)

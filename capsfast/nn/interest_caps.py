@@ -1,5 +1,6 @@
 """Interest capsules: several vectors for what a user likes, from the items that the user has clicked."""
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from .. import arguments, checks
 from ..options import GRADIENT, SOFTMAX, SQUASH
 from . import _arguments
 from ._histories import COUNTS, interests_of, of_lengths, padded, sized, within
-from ._interest_routing import RATIO, InterestOptions, route
+from ._interest_routing import OP, RATIO, route
 from ._layer import Layer
 
 WEIGHTS = ("shared", "output", "position")
@@ -77,7 +78,7 @@ class InterestCapsules(Layer):
         ValueError, TypeError: a size or an option that does not fit.
     """
 
-    op = "capsfast.nn.InterestCapsules"
+    op = OP
     logits: Tensor | None
 
     def __init__(
@@ -149,9 +150,15 @@ class InterestCapsules(Layer):
         self.count = count
         self.backend = backend
         self.init_std = in_dim**-0.5 if init_std is None else init_std
-        self.options = InterestOptions(
-            num_iterations, softmax, gradient, squash, eps, update, mask_after, temperature, squash_power
-        )
+        self.num_iterations = num_iterations
+        self.softmax = softmax
+        self.gradient = gradient
+        self.squash = squash
+        self.eps = eps
+        self.update = update
+        self.mask_after = mask_after
+        self.temperature = temperature
+        self.squash_power = squash_power
         rows = max_length if weight == "position" and max_length is not None else 1
         columns = 1 if weight == "shared" else num_interests
         self.W = nn.Parameter(torch.empty(rows, columns, out_dim, in_dim, device=device, dtype=dtype))
@@ -225,7 +232,7 @@ class InterestCapsules(Layer):
         W = self.W[:I] if self.weight == "position" else self.W
         # Where all interests are there, the kernels need not know.
         whole = self.count is None and interests is None
-        v = route(behaviours, W, J, start, mask, None if whole else there, self.options, self.backend)
+        v = route(behaviours, W, J, start, mask, None if whole else there, self)
         if self.projection is not None:
             v = self.projection(v)
             v = v.relu() if self.relu else v
@@ -253,24 +260,12 @@ class InterestCapsules(Layer):
         return self.logits_std * drawn
 
     def extra_repr(self) -> str:
-        o = self.options
-        text = f"{self.num_interests}, {self.in_dim}, {self.out_dim}, num_iterations={o.num_iterations}"
-        defaults = {
-            "max_length": (self.max_length, None),
-            "weight": (self.weight, "shared"),
-            "initial_logits": (self.initial_logits, "fixed"),
-            "logits_std": (self.logits_std, 1.0),
-            "update": (o.update, "accumulate"),
-            "softmax": (o.softmax, "out"),
-            "mask_after": (o.mask_after, False),
-            "temperature": (o.temperature, 1.0),
-            "squash_power": (o.squash_power, 1.0),
-            "squash": (o.squash, "paper"),
-            "eps": (o.eps, 1e-8),
-            "gradient": (o.gradient, "full"),
-            "count": (self.count, None),
-            "projection": ("relu" if self.relu else None if self.projection is None else "linear", None),
-            "init_std": (self.init_std, self.in_dim**-0.5),
-            "backend": (self.backend, None),
+        text = f"{self.num_interests}, {self.in_dim}, {self.out_dim}, num_iterations={self.num_iterations}"
+        options = inspect.signature(InterestCapsules.__init__).parameters.values()
+        held = {
+            each.name: each.default for each in options if each.kind is each.KEYWORD_ONLY and each.name in vars(self)
         }
-        return text + "".join(f", {name}={value!r}" for name, (value, default) in defaults.items() if value != default)
+        text += _arguments.changed(self, **{**held, "init_std": self.in_dim**-0.5})
+        if self.projection is not None:
+            text += f", projection={'relu' if self.relu else 'linear'!r}"
+        return text

@@ -61,6 +61,9 @@ class PrimaryCaps(Layer):
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
 
+    _op = "capsfast.nn.PrimaryCaps"
+    _depthwise = False
+
     def __init__(
         self,
         in_channels: int,
@@ -80,7 +83,7 @@ class PrimaryCaps(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        op = "capsfast.nn.PrimaryCaps"
+        op = self._op
         _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
         checks.boolean(op, "bias", bias)
         checks.boolean(op, "flatten", flatten)
@@ -103,6 +106,7 @@ class PrimaryCaps(Layer):
             _arguments.pair(op, "stride", stride),
             _arguments.pair(op, "padding", padding, least=0),
             _arguments.pair(op, "dilation", dilation),
+            groups=in_channels if self._depthwise else 1,
             bias=bias,
             device=device,
             dtype=dtype,
@@ -110,15 +114,11 @@ class PrimaryCaps(Layer):
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for feature maps of ``size`` (H, W)."""
-        return _arguments.conv_grid("capsfast.nn.PrimaryCaps", size, self.conv)
+        return _arguments.conv_grid(self._op, size, self.conv)
 
     def forward(self, features: Tensor) -> Tensor:
-        op = "capsfast.nn.PrimaryCaps"
-        _arguments.floats(op, "features", features, "[B, in_channels, H, W]")
-        if features.shape[1] != self.in_channels:
-            raise ValueError(
-                f"{op}: features must be [B, in_channels={self.in_channels}, H, W], got {checks.shape_of(features)}"
-            )
+        op = self._op
+        _arguments.sized(op, "features", features, "[B, in_channels, H, W]", in_channels=self.in_channels)
         self.grid(features.shape[2:])
         maps = self.conv(features)
         if self.order == "view":
@@ -150,7 +150,7 @@ class PrimaryCaps(Layer):
         return (self.types, self.dim) if each == "type" else (self.dim, self.types)
 
     def _stacked(self, state: Mapping[str, Tensor], each: str) -> dict[str, Tensor]:
-        op = "capsfast.nn.PrimaryCaps.from_list"
+        op = f"{self._op}.from_list"
         checks.choice(op, "each", each, EACH)
         count, channels = self._list_sizes(each)
         names = ("weight",) if self.conv.bias is None else ("weight", "bias")
@@ -184,7 +184,7 @@ class PrimaryCaps(Layer):
             try:
                 if len(fitting) != 1 and not (fitting and self.order == "view"):
                     raise ValueError(
-                        f"capsfast.nn.PrimaryCaps: a list of convolutions must have types={self.types} entries of "
+                        f"{self._op}: a list of convolutions must have types={self.types} entries of "
                         f"dim={self.dim} channels or dim entries of types channels, and types and dim must differ, "
                         f"got {sizes[0]} entries of {sizes[1]} channels; where they are equal call from_list"
                     )

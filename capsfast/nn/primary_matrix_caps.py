@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import checks
 from . import _arguments
 from ._layer import Layer
 from .routing.base import Capsules
@@ -73,10 +72,6 @@ class PrimaryMatrixCaps(Layer):
 
     def forward(self, features: Tensor) -> Capsules:
         op = "capsfast.nn.PrimaryMatrixCaps"
-        _arguments.floats(op, "features", features, "[B, in_channels, H, W]")
-        if features.shape[1] != self.in_channels:
-            raise ValueError(
-                f"{op}: features must be [B, in_channels={self.in_channels}, H, W], got {checks.shape_of(features)}"
-            )
+        _arguments.sized(op, "features", features, "[B, in_channels, H, W]", in_channels=self.in_channels)
         self.grid(features.shape[2:])
         return Capsules(self.pose(features).unflatten(1, (self.types, self.dim)), self.activation(features).sigmoid())

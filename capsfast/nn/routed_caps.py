@@ -6,30 +6,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
-from . import _arguments
+from .. import arguments, checks
+from . import _arguments, weights
 from ._layer import Layer
-from .dynamic_routing import DynamicRouting, at_positions, types_of
 from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice, make_routing
-from .routing.votes import Votes, votes_of
+from .routing.votes import GroupedVotes, RecordedVotes, Votes, votes_of
+from .weights import Weight
 
 
 class RoutedCaps(Layer):
     """Fully connected capsules with a routing of choice: ``u, activation -> poses, activations``.
 
-    Parameters: ``W [in_caps, out_caps, out_dim, in_dim]``, or ``[1, ...]`` if shared; with ``pose_rows``
-    ``[in_caps, out_caps, Q, R]``. ``positions`` divides the in_caps of W. Those of the routing are in its part
-    ``routing``.
+    Parameters: those of ``weight``, by default ``W [in_caps, out_caps, out_dim, in_dim]``; with ``pose_rows``
+    ``[in_caps, out_caps, Q, R]``. Those of the routing are in its part ``routing``.
 
     Args:
         in_caps, out_caps: numbers of capsules, I and J.
         in_dim, out_dim: sizes of a capsule, K and D.
         routing: a name of :data:`capsfast.nn.ROUTINGS`, a :class:`Routing` class, or a function of the same
             arguments that makes one.
-        shared_weight: one matrix per output capsule, shared by all input capsules.
-        positions: so many input capsules behind one another are of one type, and share their matrices. Each call
-            repeats these, as in :class:`capsfast.DynamicRouting`.
+        weight: how the matrices are held: :class:`FullWeight`, :class:`SharedWeight`, :class:`LowRank` or
+            :class:`Groups`.
+        shared_weight: short for ``weight=SharedWeight()``.
+        positions: short for ``weight=FullWeight(positions)``.
         pose_rows: capsules are matrices of so many rows, P, row by row: ``in_dim = P Q`` and ``out_dim = P R``. A vote
             is a product of matrices ``[P, Q] [Q, R]`` (Hinton, Sabour, Frosst 2018). None: capsules are vectors.
         init_std: W starts as a normal distribution of this deviation, cut at two deviations; by default what the
@@ -47,6 +47,10 @@ class RoutedCaps(Layer):
         ValueError, TypeError: sizes, options or inputs that do not fit.
     """
 
+    W: nn.Parameter | None
+    A: nn.Parameter | None
+    U: nn.Parameter | None
+    V: nn.Parameter | None
     _op = "capsfast.nn.RoutedCaps"
 
     def __init__(
@@ -57,6 +61,7 @@ class RoutedCaps(Layer):
         out_dim: int,
         *,
         routing: RoutingChoice = "dynamic",
+        weight: Weight | None = None,
         shared_weight: bool = False,
         positions: int = 1,
         pose_rows: int | None = None,
@@ -71,10 +76,26 @@ class RoutedCaps(Layer):
         self.competing: Callable[[Votes], Votes] | None = None
         op = self._op
         _arguments.integers(op, in_caps=in_caps, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim)
-        checks.boolean(op, "shared_weight", shared_weight)
         checks.boolean(op, "identity", identity)
         if init_std is not None:
             _arguments.positive(op, "init_std", init_std)
+        self.in_caps = in_caps
+        self.out_caps = out_caps
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self.pose_rows = pose_rows
+        self.identity = identity
+        self.held = weights.chosen(op, weight, shared_weight, positions)
+        matrix = (out_dim, in_dim)
+        if pose_rows is not None:
+            matrix = pose_sizes(op, in_dim, out_dim, pose_rows)[1:]
+        shapes = self.held.shapes(op, in_caps, out_caps, matrix)
+        self._names = tuple(shapes)
+        if pose_rows is not None and [*shapes] != ["W"]:
+            raise ValueError(f"{op}: pose_rows needs a weight with whole matrices, got {self.held!r}; leave one out")
+        if identity and ([*shapes] != ["W"] or matrix[0] != matrix[1]):
+            got = f"{self.held!r} of {list(matrix)}"
+            raise ValueError(f"{op}: identity needs square matrices in W, got {got}; leave it out")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.routing = make_routing(op, routing, in_caps, out_caps, in_dim, out_dim, **options, **made)
         if self.routing.needs_votes:
@@ -82,26 +103,15 @@ class RoutedCaps(Layer):
                 f"{op}: routing must be one that takes (u, weight), got {checks.shown(self.routing)}, which needs "
                 f"votes in memory; call it with votes, or route those of a convolution"
             )
-        self.in_caps = in_caps
-        self.out_caps = out_caps
-        self.in_dim = in_dim
-        self.out_dim = out_dim
-        self.pose_rows = pose_rows
-        self.positions = positions
-        self.shared_weight = shared_weight
-        types = types_of(op, in_caps, positions, shared_weight)
-        rows = 1 if shared_weight else types
-        if pose_rows is None:
-            shape, summed = (rows, out_caps, out_dim, in_dim), in_dim
-        else:
-            P, Q, R = pose_sizes(op, in_dim, out_dim, pose_rows)
-            shape, summed = (rows, out_caps, Q, R), Q
-        if identity and shape[2] != shape[3]:
-            raise ValueError(f"{op}: identity needs square matrices, got W {list(shape)}; leave it out")
-        self.identity = identity
-        self.init_std = self.routing.weight_std(summed) if init_std is None else init_std
-        self.W = nn.Parameter(torch.empty(shape, **made))
-        self.reset_parameters()
+        logits = getattr(self.routing, "logits", None)
+        if self.held.groups > 1 and isinstance(logits, nn.Parameter):
+            # There is no coupling between groups.
+            self.routing.logits = nn.Parameter(logits.detach()[:, : out_caps // self.held.groups].clone())
+        self.init_std = self.routing.weight_std(matrix[0 if pose_rows else 1]) if init_std is None else init_std
+        for name in weights.PARAMETERS:
+            shape = shapes.get(name)
+            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **made)))
+        self._draw()
 
     @property
     def uses_activation(self) -> bool:
@@ -109,11 +119,20 @@ class RoutedCaps(Layer):
         return self.routing.uses_activation
 
     def reset_parameters(self) -> None:
-        """Draws W anew."""
-        nn.init.trunc_normal_(self.W, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        """Draws the weight anew, and sets what the routing can set."""
+        self._draw()
+        reset = getattr(self.routing, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+    def _draw(self) -> None:
+        self.held.start(self.init_std, *self._parameters_held())
         if self.identity:
             with torch.no_grad():
-                self.W.diagonal(dim1=2, dim2=3).add_(1.0)
+                self.W.diagonal(dim1=2, dim2=3).add_(1.0)  # type: ignore[union-attr]
+
+    def _parameters_held(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._names]
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
         """The votes of ``u [B, I, K]`` as the routing takes them; none is in memory."""
@@ -123,9 +142,27 @@ class RoutedCaps(Layer):
             checks.refuse_capsules(op, "u", u, in_caps=self.in_caps, in_dim=self.in_dim)
         if self.pose_rows is not None:
             u = u.unflatten(2, (self.pose_rows, -1))
-        weight = at_positions(self.W, self.positions)
-        votes = votes_of(op, (u, weight), mask=mask, out_mask=out_mask, backend=self.routing.backend)
+        votes = self._made(u, mask, out_mask)
+        votes.u = u  # what a routing sees of the input capsules
         return votes if self.competing is None else self.competing(votes)
+
+    def _made(self, u: Tensor, mask: Tensor | None, out_mask: Tensor | None) -> Votes:
+        op, groups = self._op, self.held.groups
+        given: dict[str, Any] = {"J": self.out_caps // groups, "backend": self.routing.backend}
+        if groups == 1:
+            return votes_of(op, self._product(u), mask=mask, out_mask=out_mask, **given)
+        sizes = (u.shape[0], self.in_caps, self.out_caps, self.out_dim)
+        arguments.check_parameters(op, "u", u, sizes, {"mask": mask, "out_mask": out_mask})
+        runs = [[None] * groups if each is None else each.chunk(groups, 1) for each in (mask, out_mask)]
+        parts = [
+            votes_of(op, part, mask=own, out_mask=own_out, **given)
+            for part, own, own_out in zip(self.held.products(u, *self._parameters_held()), *runs, strict=True)
+        ]
+        return GroupedVotes(parts, mask, out_mask)
+
+    def _product(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """What a pass takes, without groups."""
+        return self.held.product(u, *self._parameters_held())
 
     def listed(self, u: Tensor, activation: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Input capsules and their activations as lists ``[B, I, K]`` and ``[B, I]``, whatever forward takes."""
@@ -141,21 +178,44 @@ class RoutedCaps(Layer):
             activation = lengths(u if mask is None else u.masked_fill(~mask[..., None], 0.0))
         return u, activation
 
+    def capsules(self, u: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
+        """A call of the layer with the activations that the routing asks for, see :meth:`activated`."""
+        u, activation = self.activated(u, activation, given.get("mask"))
+        return self(u, activation, **given)  # type: ignore[no-any-return]
+
+    def recorded(
+        self,
+        u: Tensor,
+        activation: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        out_mask: Tensor | None = None,
+        **given: Any,
+    ) -> RecordedVotes:
+        """The votes after the routing went over them in single passes, with the coupling of each."""
+        u, activation = self.activated(u, activation, mask)
+        votes = RecordedVotes(self.votes(u, mask, out_mask))
+        self.routing(votes, activation, **given)
+        return votes
+
     def forward(
         self, u: Tensor, activation: Tensor | None = None, *, mask: Tensor | None = None, out_mask: Tensor | None = None
     ) -> Capsules:
         """``activation [B, I]``: None for 1. ``mask [B, I]``, ``out_mask [B, J]``: bool, False takes a capsule out."""
         return self.routing(self.votes(u, mask, out_mask), activation)  # type: ignore[no-any-return]
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        for name in ("logits", "bias"):  # parameters of the routing that older checkpoints have beside W
+            if prefix + name in state_dict and getattr(self.routing, name, None) is not None:
+                state_dict[f"{prefix}routing.{name}"] = state_dict.pop(prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
     def extra_repr(self) -> str:
         text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}"
-        if self.pose_rows is not None:
-            text += f", pose_rows={self.pose_rows}"
-        if self.positions > 1:
-            text += f", positions={self.positions}"
-        if self.identity:
-            text += ", identity=True"
-        return f"{text}, shared_weight=True" if self.shared_weight and self.in_caps != 1 else text
+        text += _arguments.changed(self, pose_rows=None, identity=False)
+        return text + weights.text(self.held)
 
 
 def pose_sizes(op: str, in_dim: int, out_dim: int, pose_rows: int) -> tuple[int, int, int]:
@@ -165,39 +225,3 @@ def pose_sizes(op: str, in_dim: int, out_dim: int, pose_rows: int) -> tuple[int,
         if size % pose_rows:
             raise ValueError(f"{op}: pose_rows must divide {name}={size}, got {pose_rows}")
     return pose_rows, in_dim // pose_rows, out_dim // pose_rows
-
-
-FullyConnected = DynamicRouting | RoutedCaps
-
-
-def fully_connected(
-    in_caps: int,
-    out_caps: int,
-    in_dim: int,
-    out_dim: int,
-    routing: RoutingChoice = "dynamic",
-    num_iterations: int | None = None,
-    **options: Any,
-) -> FullyConnected:
-    """The layer of a routing: :class:`DynamicRouting` with all its options, else :class:`RoutedCaps`.
-
-    ``num_iterations``: None for what the routing has by default; a routing that makes one pass takes no number.
-    """
-    if num_iterations is not None:
-        options["num_iterations"] = num_iterations
-    if routing == "dynamic":
-        return DynamicRouting(in_caps, out_caps, in_dim, out_dim, **options)
-    return RoutedCaps(in_caps, out_caps, in_dim, out_dim, routing=routing, **options)
-
-
-def route(layer: nn.Module, u: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:
-    """Poses and activations of a layer, whichever kind it is.
-
-    ``activation``: of the input capsules; where the routing asks for them and there are none, their lengths.
-    """
-    if isinstance(layer, DynamicRouting):
-        v = layer(u, **given)
-        return Capsules(v, lengths(v))
-    assert isinstance(layer, RoutedCaps)
-    u, activation = layer.activated(u, activation, given.get("mask"))
-    return layer(u, activation, **given)  # type: ignore[no-any-return]

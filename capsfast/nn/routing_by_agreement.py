@@ -4,23 +4,23 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import checks
 from ..functional import route_votes
 from ..options import Options
 from . import _arguments
-from ._dynamic import RoutingLayer
+from ._called import Called
+from .routing.agreement import Agreement
+from .routing.base import Capsules, lengths
+from .routing.votes import RecordedVotes, votes_of
 
 
-class RoutingByAgreement(RoutingLayer):
+class RoutingByAgreement(Agreement, Called):
     """Routing by agreement over given votes (Sabour, Frosst, Hinton 2017, procedure 1): ``votes -> v``.
 
-    It has no parameters.
+    It has no parameters and no sizes; :class:`AgreementRouting` is the same with them.
 
     Args:
         num_iterations: weighted sums formed, at least 1.
-        top_k: each input capsule keeps so many outputs, see :class:`capsfast.DynamicRouting`.
-        softmax, gradient, leaky, squash, eps, squash_last, share_batch_logits, backend: see
-            :func:`capsfast.dynamic_routing`.
+        softmax, gradient, leaky, squash, eps, squash_last, backend: see :func:`capsfast.dynamic_routing`.
 
     Shapes: ``votes [B, I, J, D]`` to ``v [B, J, D]``.
 
@@ -34,18 +34,18 @@ class RoutingByAgreement(RoutingLayer):
         self,
         num_iterations: int = 3,
         *,
-        top_k: int | None = None,
         softmax: str = "out",
         gradient: str = "full",
         leaky: bool = False,
         squash: str = "paper",
         eps: float = 1e-8,
         squash_last: bool = True,
-        share_batch_logits: bool = False,
         backend: str | None = None,
     ) -> None:
-        options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-        super().__init__(options, share_batch_logits, top_k, backend)
+        super().__init__()
+        self._hold(self._op, Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last))
+        _arguments.backend(self._op, backend)
+        self.backend = backend
 
     def forward(
         self,
@@ -64,17 +64,36 @@ class RoutingByAgreement(RoutingLayer):
         """
         _arguments.floats(self._op, "votes", votes, "[B, I, J, D]")
         _arguments.batch_size(self._op, batch_size, votes)
-        if self.top_k is not None and self.top_k > votes.shape[2]:
-            raise ValueError(
-                f"{self._op}: top_k must be at most J={votes.shape[2]}, got {self.top_k} "
-                f"(votes {checks.shape_of(votes)})"
-            )
-        return self._route(
-            route_votes,
+        return route_votes(
             votes,
+            **self.options(),
             logits=logits,
             bias=bias,
             mask=mask,
             out_mask=out_mask,
             return_coupling=return_coupling,
+            backend=self.backend,
         )
+
+    def capsules(self, votes: Tensor, **given: Any) -> Capsules:
+        """A call of the layer, with the lengths of its result."""
+        v = self(votes, **given)
+        return Capsules(v, lengths(v))
+
+    def recorded(
+        self,
+        votes: Tensor,
+        activation: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        out_mask: Tensor | None = None,
+        **given: Any,
+    ) -> RecordedVotes:
+        """The votes after single passes over them, with the coupling of each; activations do not matter."""
+        made = votes_of(self._op, votes, mask=mask, out_mask=out_mask, backend=self.backend)
+        found = RecordedVotes(made)
+        found.agree(**self.options(), **given)
+        return found
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + _arguments.changed(self, backend=None)

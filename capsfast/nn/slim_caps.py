@@ -1,6 +1,6 @@
 """Slim convolutional capsules: a convolution makes the votes, and types are routed to types at every position."""
 
-import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,179 +9,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
+from ..functional import route_votes
+from ..options import SOFTMAX
 from . import _arguments
 from ._layer import Layer
-from ._type_routing import TypeRouting, starting_std
-from .routing.names import RoutingChoice, known_options, make_routing, routing_name
+from .routing.agreement import starting_std
+from .routing.names import RoutingChoice, make_routing, routing_name
+from .routing.votes import RecordedVotes, votes_of
+from .routing.windows import Everywhere, WindowVotes
 
-TYPE_OPTIONS = [
-    name
-    for name, what in inspect.signature(TypeRouting).parameters.items()
-    if what.kind == what.KEYWORD_ONLY and name not in ("device", "dtype")
-]
-
-
-class _SlimCaps(Layer):
-    """What the four layers share: the convolution of all capsule types, and the routing of its votes where they lie."""
-
-    _op: str
-    _image: str  # the axes of positions
-    _transposed = False
-    _convolution: Callable[..., nn.Module]
-    _spread: Callable[..., Tensor]  # the same convolution as a function
-    conv: Any
-
-    def __init__(
-        self,
-        in_types: int,
-        out_types: int,
-        in_dim: int,
-        out_dim: int,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int],
-        padding: int | Sequence[int],
-        dilation: int | Sequence[int],
-        num_iterations: int | None,
-        output_padding: int | Sequence[int] = 0,
-        *,
-        routing: RoutingChoice = "dynamic",
-        shared: bool = True,
-        conv_bias: bool = False,
-        init_std: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        op, axes = self._op, self._image.count(",") + 1
-        _arguments.integers(op, in_types=in_types, out_types=out_types, in_dim=in_dim, out_dim=out_dim)
-        checks.boolean(op, "shared", shared)
-        checks.boolean(op, "conv_bias", conv_bias)
-        if init_std is not None:
-            _arguments.positive(op, "init_std", init_std)
-        self.in_types = in_types
-        self.out_types = out_types
-        self.in_dim = in_dim
-        self.out_dim = out_dim
-        self.shared = shared
-        self.kernel_size = _arguments.for_axes(op, "kernel_size", kernel_size, axes)
-        self.stride = _arguments.for_axes(op, "stride", stride, axes)
-        self.padding = _arguments.for_axes(op, "padding", padding, axes, least=0)
-        self.dilation = _arguments.for_axes(op, "dilation", dilation, axes)
-        self.output_padding = _arguments.for_axes(op, "output_padding", output_padding, axes, least=0)
-        if num_iterations is not None:
-            options["num_iterations"] = num_iterations
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        # Positions whose capsules meet in a vote; of a transposed convolution their mean number.
-        reached = 1.0
-        for size, step in zip(self.kernel_size, self.stride, strict=True):
-            reached *= max(1.0, size / step) if self._transposed else size
-        if routing == "dynamic":
-            known_options(op, routing, TYPE_OPTIONS, options)
-            self.routing: nn.Module = TypeRouting(op, in_types, out_types, out_dim, **options, **made)
-            std = starting_std(options, in_types, out_types, out_dim, reached)
-        else:
-            chosen = make_routing(op, routing, in_types, out_types, in_dim, out_dim, **options, **made)
-            if getattr(chosen, "needs_inputs", False):
-                raise ValueError(
-                    f"{op}: routing must make do with votes, which are all that a convolution leaves, "
-                    f"got {routing_name(routing)}, which looks at the input capsules too; use ConvCaps2d for it"
-                )
-            self.routing, std = chosen, chosen.weight_std(round(in_dim * reached))
-        self.init_std = std if init_std is None else init_std
-        groups = 1 if shared else in_types
-        window: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        if self._transposed:
-            window["output_padding"] = self.output_padding
-        self.conv = self._convolution(
-            groups * in_dim,
-            groups * out_types * out_dim,
-            self.kernel_size,
-            **window,
-            groups=groups,
-            bias=conv_bias,
-            **made,
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws the kernel anew; its bias to 0."""
-        nn.init.trunc_normal_(self.conv.weight, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
-        if self.conv.bias is not None:
-            nn.init.zeros_(self.conv.bias)
-
-    def grid(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The positions after the layer, for so many before it."""
-        return _arguments.window_places(self._op, size, self.kernel_size, self.stride, self.padding, self.dilation)
-
-    def votes(self, poses: Tensor) -> Tensor:
-        """``[B, in_types, in_dim, *spatial]`` to ``votes [B, I, J, D, *spatial']``, which the convolution made."""
-        self._check(poses)
-        return self._as_votes(self.conv(self._stacked(poses)), poses.shape[0])
-
-    def _check(self, poses: Tensor) -> None:
-        shape = f"[B, in_types, in_dim, {self._image}]"
-        _arguments.floats(self._op, "poses", poses, shape)
-        if poses.shape[1] != self.in_types or poses.shape[2] != self.in_dim:
-            raise ValueError(
-                f"{self._op}: poses must be [B, in_types={self.in_types}, in_dim={self.in_dim}, {self._image}], "
-                f"got {checks.shape_of(poses)}"
-            )
-        self.grid(poses.shape[3:])
-
-    def _stacked(self, poses: Tensor) -> Tensor:
-        """The input of the convolution: types as samples, or as groups of channels."""
-        return poses.flatten(0, 1) if self.shared else poses.flatten(1, 2)
-
-    def _as_votes(self, maps: Tensor, B: int) -> Tensor:
-        I, J, D = self.in_types, self.out_types, self.out_dim
-        votes: Tensor = maps.unflatten(1, (J, D)).unflatten(0, (B, I)) if self.shared else maps.unflatten(1, (I, J, D))
-        return votes
-
-    def activation_at(self, poses: Tensor, activation: Tensor, votes: Tensor) -> Tensor:
-        """``[B, in_types, *spatial]`` to ``[B, in_types, *spatial']``: the mean over the positions that a vote is of.
-
-        Positions of the padding do not count. Where a vote is of none, the activation is 0.
-        """
-        _arguments.floats(self._op, "activation", activation, f"[B, in_types, {self._image}]")
-        if activation.shape != (*poses.shape[:2], *poses.shape[3:]):
-            raise ValueError(
-                f"{self._op}: activation must be [B, in_types, {self._image}] of poses {checks.shape_of(poses)}, "
-                f"got {checks.shape_of(activation)}"
-            )
-        ones = torch.ones((1, 1, *self.kernel_size), dtype=activation.dtype, device=activation.device)
-        given: dict[str, Any] = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        if self._transposed:
-            given["output_padding"] = self._more(poses.shape[3:], votes.shape[4:])
-        maps = activation.flatten(0, 1).unsqueeze(1)
-        total, count = (self._spread(each, ones, **given) for each in (maps, torch.ones_like(maps[:1])))
-        means: Tensor = (total / count.clamp_min(1)).squeeze(1).unflatten(0, activation.shape[:2])
-        return means
-
-    def _more(self, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-        """The output_padding that gives this size."""
-        least = self.grid(before)
-        return tuple(more + there - size for more, there, size in zip(self.output_padding, after, least, strict=True))
-
-    def _route(self, poses: Tensor, activation: Tensor | None, votes: Tensor, return_coupling: bool) -> Any:
-        if isinstance(self.routing, TypeRouting):
-            if activation is not None:
-                raise ValueError(f"{self._op}: dynamic routing takes no activation; the length of a pose says it")
-            return self.routing(votes, return_coupling=return_coupling)
-        if return_coupling:
-            raise ValueError(f"{self._op}: return_coupling needs routing='dynamic'")
-        return self.routing(votes, None if activation is None else self.activation_at(poses, activation, votes))
-
-    def extra_repr(self) -> str:
-        text = f"{self.in_types}, {self.out_types}, {self.in_dim}, {self.out_dim}, kernel_size={self.kernel_size}"
-        axes = len(self.kernel_size)
-        for name, default in (("stride", 1), ("padding", 0), ("output_padding", 0), ("dilation", 1)):
-            if getattr(self, name) != (default,) * axes:
-                text += f", {name}={getattr(self, name)}"
-        return text if self.shared else f"{text}, shared=False"
+# A softmax over the output types of all positions (Rajasegaran et al. 2019).
+EVERYWHERE = "everywhere"
 
 
-class SlimConvCaps2d(_SlimCaps):
+class SlimConvCaps2d(Layer):
     """Capsules whose votes are a convolution, routed from type to type at every position.
 
     One kernel makes the votes of all input types. A vote is one for the whole window, so an input type has one
@@ -221,9 +62,10 @@ class SlimConvCaps2d(_SlimCaps):
     """
 
     _op = "capsfast.nn.SlimConvCaps2d"
-    _image = "H, W"
+    _image = "H, W"  # the axes of positions
     _convolution: Callable[..., nn.Module] = nn.Conv2d
-    _spread = staticmethod(F.conv2d)
+    _spread: Callable[..., Tensor] = staticmethod(F.conv2d)  # the same convolution as a function
+    conv: Any
 
     def __init__(
         self,
@@ -245,28 +87,133 @@ class SlimConvCaps2d(_SlimCaps):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            in_types,
-            out_types,
-            in_dim,
-            out_dim,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            num_iterations,
-            routing=routing,
-            shared=shared,
-            conv_bias=conv_bias,
-            init_std=init_std,
-            device=device,
-            dtype=dtype,
-            **options,
+        super().__init__()
+        op, axes = self._op, self._image.count(",") + 1
+        _arguments.integers(op, in_types=in_types, out_types=out_types, in_dim=in_dim, out_dim=out_dim)
+        checks.boolean(op, "shared", shared)
+        checks.boolean(op, "conv_bias", conv_bias)
+        if init_std is not None:
+            _arguments.positive(op, "init_std", init_std)
+        self.in_types = in_types
+        self.out_types = out_types
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self.shared = shared
+        self.kernel_size = _arguments.for_axes(op, "kernel_size", kernel_size, axes)
+        self.stride = _arguments.for_axes(op, "stride", stride, axes)
+        self.padding = _arguments.for_axes(op, "padding", padding, axes, least=0)
+        self.dilation = _arguments.for_axes(op, "dilation", dilation, axes)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        reached = self._reached()
+        self.uses_poses_alone = routing == "dynamic"
+        self.everywhere = self.uses_poses_alone and options.get("softmax") == EVERYWHERE
+        if self.uses_poses_alone and "softmax" in options:
+            checks.choice(op, "softmax", options["softmax"], (*SOFTMAX, EVERYWHERE))
+        if self.everywhere:
+            del options["softmax"]
+        options |= {"num_iterations": num_iterations, **made}
+        self.routing = make_routing(op, routing, in_types, out_types, in_dim, out_dim, **options)
+        if getattr(self.routing, "needs_inputs", False):
+            raise ValueError(
+                f"{op}: routing must make do with votes, which are all that a convolution leaves, "
+                f"got {routing_name(routing)}, which looks at the input capsules too; use ConvCaps2d for it"
+            )
+        std = self.routing.weight_std(round(in_dim * reached))
+        if self.uses_poses_alone:
+            share = in_types if options.get("softmax") == "in" else out_types
+            std = starting_std(num_iterations, share, in_types * reached * out_dim)
+        self.init_std = std if init_std is None else init_std
+        groups = 1 if shared else in_types
+        self.conv = self._convolution(
+            groups * in_dim,
+            groups * out_types * out_dim,
+            self.kernel_size,
+            **self._window(),
+            groups=groups,
+            bias=conv_bias,
+            **made,
         )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the kernel anew; its bias to 0."""
+        nn.init.trunc_normal_(self.conv.weight, std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        if self.conv.bias is not None:
+            nn.init.zeros_(self.conv.bias)
+
+    def grid(self, size: Sequence[int]) -> tuple[int, ...]:
+        """The positions after the layer, for so many before it."""
+        return _arguments.window_grid(self._op, size, self.kernel_size, self.stride, self.padding, self.dilation)
+
+    def votes(self, poses: Tensor, size: Sequence[int] | None = None) -> Tensor:
+        """``[B, in_types, in_dim, *spatial]`` to ``votes [B, I, J, D, *spatial']``, which the convolution made.
+
+        ``size``: of the output, where the layer leaves a choice.
+        """
+        sizes = {"in_types": self.in_types, "in_dim": self.in_dim}
+        _arguments.sized(self._op, "poses", poses, f"[B, in_types, in_dim, {self._image}]", **sizes)
+        chosen = {} if size is None else {"output_size": self._size(poses, size)}
+        self.grid(poses.shape[3:])
+        # Types are samples, or groups of channels.
+        maps = self.conv(poses.flatten(0, 1) if self.shared else poses.flatten(1, 2), **chosen)
+        I, J, D = self.in_types, self.out_types, self.out_dim
+        if self.shared:
+            return maps.unflatten(1, (J, D)).unflatten(0, (poses.shape[0], I))  # type: ignore[no-any-return]
+        return maps.unflatten(1, (I, J, D))  # type: ignore[no-any-return]
+
+    def _size(self, poses: Tensor, size: Sequence[int]) -> list[int]:
+        raise TypeError(f"{self._op}: the size of the output follows from that of the input, got size={tuple(size)}")
+
+    def _reached(self) -> float:
+        """Positions whose capsules meet in a vote."""
+        return float(math.prod(self.kernel_size))
+
+    def _window(self, before: Sequence[int] = (), after: Sequence[int] = ()) -> dict[str, Any]:
+        """Arguments of the convolution that makes a grid ``after`` of one ``before``."""
+        return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+
+    def activation_at(self, poses: Tensor, activation: Tensor, votes: Tensor) -> Tensor:
+        """``[B, in_types, *spatial]`` to ``[B, in_types, *spatial']``: the mean over the positions that a vote is of.
+
+        Positions of the padding do not count. Where a vote is of none, the activation is 0.
+        """
+        _arguments.activation_of(self._op, activation, poses, f"[B, in_types, {self._image}]")
+        ones = torch.ones((1, 1, *self.kernel_size), dtype=activation.dtype, device=activation.device)
+        given = self._window(poses.shape[3:], votes.shape[4:])
+        maps = activation.flatten(0, 1).unsqueeze(1)
+        total, count = (self._spread(each, ones, **given) for each in (maps, torch.ones_like(maps[:1])))
+        means: Tensor = (total / count.clamp_min(1)).squeeze(1).unflatten(0, activation.shape[:2])
+        return means
 
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
-        """With ``return_coupling``, for dynamic routing, also the last ``c [B, I, J, *spatial']``."""
+        """With ``return_coupling`` also the coupling of the last pass, ``c [B, I, J, *spatial']``."""
         return self._route(poses, activation, self.votes(poses), return_coupling)
+
+    def _route(self, poses: Tensor, activation: Tensor | None, votes: Tensor, return_coupling: bool) -> Any:
+        if activation is not None:
+            if self.uses_poses_alone:
+                raise ValueError(f"{self._op}: dynamic routing takes no activation; the length of a pose says it")
+            activation = self.activation_at(poses, activation, votes)
+        if self.uses_poses_alone and not self.everywhere:
+            # Positions stay where they are; as samples they would be copied.
+            own: Any = self.routing
+            given = {"logits": own.logits, "bias": own.bias, "backend": own.backend}
+            return route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
+        made = votes_of(self._op, votes, J=self.out_types, backend=self.routing.backend)
+        if self.everywhere:
+            made = WindowVotes(made, Everywhere(math.prod(votes.shape[4:])))
+        recorded = RecordedVotes(made, detach=False)
+        found = self.routing(recorded if return_coupling else made, activation)
+        out = found.poses if self.uses_poses_alone else found
+        return (out, made.restore(recorded.weights[-1])) if return_coupling else out
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_types}, {self.out_types}, {self.in_dim}, {self.out_dim}, kernel_size={self.kernel_size}"
+        for name, default in (("stride", 1), ("padding", 0), ("output_padding", 0), ("dilation", 1)):
+            value = getattr(self, name, ())
+            text += "" if all(each == default for each in value) else f", {name}={value}"
+        text += ", softmax='everywhere'" if self.everywhere else ""
+        return text if self.shared else f"{text}, shared=False"
 
 
 class SlimConvCaps3d(SlimConvCaps2d):
@@ -281,7 +228,7 @@ class SlimConvCaps3d(SlimConvCaps2d):
     _spread = staticmethod(F.conv3d)
 
 
-class SlimConvTransposeCaps2d(_SlimCaps):
+class SlimConvTransposeCaps2d(SlimConvCaps2d):
     """:class:`SlimConvCaps2d` whose votes are a transposed convolution, which enlarges the image by its stride.
 
     Parameters: ``conv.weight [in_dim, out_types·out_dim, kh, kw]`` (without ``shared``
@@ -295,8 +242,6 @@ class SlimConvTransposeCaps2d(_SlimCaps):
     """
 
     _op = "capsfast.nn.SlimConvTransposeCaps2d"
-    _image = "H, W"
-    _transposed = True
     _convolution: Callable[..., nn.Module] = nn.ConvTranspose2d
     _spread = staticmethod(F.conv_transpose2d)
 
@@ -312,34 +257,12 @@ class SlimConvTransposeCaps2d(_SlimCaps):
         output_padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
         num_iterations: int | None = None,
-        *,
-        routing: RoutingChoice = "dynamic",
-        shared: bool = True,
-        conv_bias: bool = False,
-        init_std: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            in_types,
-            out_types,
-            in_dim,
-            out_dim,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            num_iterations,
-            output_padding,
-            routing=routing,
-            shared=shared,
-            conv_bias=conv_bias,
-            init_std=init_std,
-            device=device,
-            dtype=dtype,
-            **options,
-        )
+        axes = self._image.count(",") + 1
+        self.output_padding = _arguments.for_axes(self._op, "output_padding", output_padding, axes, least=0)
+        window = (kernel_size, stride, padding, dilation)
+        super().__init__(in_types, out_types, in_dim, out_dim, *window, num_iterations, **options)
         for more, step, gap in zip(self.output_padding, self.stride, self.dilation, strict=True):
             if more >= max(step, gap):
                 raise ValueError(
@@ -358,20 +281,28 @@ class SlimConvTransposeCaps2d(_SlimCaps):
             )
         return grid
 
-    def votes(self, poses: Tensor, size: Sequence[int] | None = None) -> Tensor:
-        self._check(poses)
-        if size is None:
-            return super().votes(poses)
+    def _size(self, poses: Tensor, size: Sequence[int]) -> list[int]:
         least = [there - more for there, more in zip(self.grid(poses.shape[3:]), self.output_padding, strict=True)]
-        given = tuple(size)
+        given = list(size)
         if len(given) != len(least) or any(
             not low <= there < low + step for there, low, step in zip(given, least, self.stride, strict=True)
         ):
             raise ValueError(
                 f"{self._op}: size must be at least {least} and less than a stride of {self.stride} larger, "
-                f"got {checks.shown(given)}"
+                f"got {checks.shown(tuple(given))}"
             )
-        return self._as_votes(self.conv(self._stacked(poses), output_size=list(given)), poses.shape[0])
+        return given
+
+    def _reached(self) -> float:
+        """In the mean."""
+        return math.prod(max(1.0, size / step) for size, step in zip(self.kernel_size, self.stride, strict=True))
+
+    def _window(self, before: Sequence[int] = (), after: Sequence[int] = ()) -> dict[str, Any]:
+        more = self.output_padding
+        if before:
+            sizes = zip(more, after, self.grid(before), strict=True)
+            more = tuple(own + there - least for own, there, least in sizes)
+        return {**super()._window(), "output_padding": more}
 
     def forward(
         self,

@@ -9,7 +9,6 @@ from torch import Tensor
 from ..data import Batch
 from ..data.sets import DrawnSet
 from ..nn import Capsules, couplings
-from ..nn.routed_caps import route
 from .evaluate import batches
 from .learner import Learner, right_predictions
 from .objective import multi_hot
@@ -142,6 +141,6 @@ def routing_statistics(
         found = couplings(routing, u, activation, shares=True)
         of_samples = torch.stack([torch.special.entr(c).sum(2).mean(1).cpu() / log(J) for c in found])  # [r, B]
         entropy = of_samples @ classes + (entropy if len(entropy) else 0)
-        lengths += classes.T @ route(routing, u, activation).activations.cpu()
+        lengths += classes.T @ routing.capsules(u, activation).activations.cpu()
         count += classes.sum(0)
     return RoutingStatistics(lengths / count[:, None], entropy / count)

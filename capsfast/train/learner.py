@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..data import Batch
 from ..data.seeds import generator, seed_for
-from ..nn import CouplingEntropy, DynamicRouting, LossParts, ReconstructionLoss, RoutedCaps, _arguments, recorded
+from ..nn import CouplingEntropy, LossParts, ReconstructionLoss, RoutedCaps, _arguments, recorded
 from ..nn.routing.base import Capsules
 from .adversary import Adversary
 from .dropout import drop_capsules, drop_hidden
@@ -156,9 +156,9 @@ class Learner(pl.LightningModule):
         self.entropy_weight = entropy_weight
         if entropy_weight:
             routing = getattr(self.model, "routing", None)
-            if not isinstance(routing, (DynamicRouting, RoutedCaps)):
+            if not isinstance(routing, RoutedCaps):
                 raise ValueError(f"{op}: entropy_weight needs a network that routes to its capsules, got {model}")
-            self.entropy = CouplingEntropy(getattr(routing, "softmax", "out"))
+            self.entropy = CouplingEntropy(getattr(routing.routing, "softmax", "out"))
         if caps_dropout:
             drop_capsules(self.model, caps_dropout)
         if decoder_dropout:

@@ -19,7 +19,6 @@ from ..models import (
     StackedCapsuleAutoencoder,
 )
 from ..nn import AgreementRouting, DynamicRouting, RoutedCaps, Routing, SlimConvCaps2d
-from ..nn._type_routing import TypeRouting
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
 
@@ -42,7 +41,7 @@ OWN_LOSS = {"cnn": "cross-entropy"}
 # dynamic routing, DynamicRouting, and RoutedCaps for all else.
 LAYERS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "matrixcapsnet": ((RoutedCaps, AgreementRouting), (RoutedCaps,)),
-    "segcaps": ((SlimConvCaps2d, TypeRouting), (SlimConvCaps2d,)),
+    "segcaps": ((SlimConvCaps2d, AgreementRouting), (SlimConvCaps2d,)),
 }
 # From the data set, or moved by Lightning.
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")

@@ -12,12 +12,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from .. import checks
 from ..backend import use_backend
 from ..data import Batch
-from ..nn import ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement
-from ..nn.slim_caps import _SlimCaps
+from ..nn import ConvCaps2d, RoutedCaps, RoutingByAgreement, SlimConvCaps2d
 from .learner import Learner
 
 STEP, ROUTING = "capsfast: step", "capsfast: routing"
-LAYERS = (ConvCaps2d, DynamicRouting, RoutedCaps, RoutingByAgreement, _SlimCaps)
+LAYERS = (ConvCaps2d, RoutedCaps, RoutingByAgreement, SlimConvCaps2d)
 
 
 class StepShare(NamedTuple):

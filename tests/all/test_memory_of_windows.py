@@ -221,7 +221,7 @@ def test_unfolded_votes_lead_to_the_image_before_the_first_pass() -> None:
     poses = torch.randn(1, 1, 3, 4, 5, requires_grad=True)
     votes = layer.votes(poses)
     assert isinstance(votes, UnfoldedVotes) and votes.u is not None
-    for u in (votes.u, votes.factors[0]):
+    for u in (votes.u, votes.tensors[0]):
         assert torch.autograd.grad(u.sum(), poses, retain_graph=True)[0].all()
 
 

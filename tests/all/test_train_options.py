@@ -187,7 +187,7 @@ def test_recorded_coupling_is_differentiable(layer: Any) -> None:
 
 def test_recorded_needs_a_routing_layer() -> None:
     with (
-        pytest.raises(TypeError, match="layer must be DynamicRouting or RoutedCaps, got Linear"),
+        pytest.raises(TypeError, match="layer must be a RoutedCaps, got Linear"),
         recorded(nn.Linear(1, 1)),
     ):
         pass

@@ -8,27 +8,64 @@ from torch import Tensor, nn
 from ... import checks
 from ...options import Options
 from .. import _arguments
-from .base import Capsules, IterativeRouting, lengths
+from .._layer import Layer
+from .base import Capsules, IterativeRouting, Routing, lengths
 from .votes import Votes
 
+DEFAULTS = Options()
 
-class AgreementRouting(IterativeRouting):
+
+class Agreement(Layer):
+    """Holds the options of dynamic routing under their own names."""
+
+    num_iterations: int
+    softmax: str
+    gradient: str
+    leaky: bool
+    squash: str
+    eps: float
+    squash_last: bool
+
+    def _hold(self, op: str, options: Options) -> None:
+        options.check(op)
+        vars(self).update(options._asdict())
+
+    def options(self) -> dict[str, Any]:
+        """As keywords of :func:`capsfast.dynamic_routing`."""
+        return {
+            "num_iterations": self.num_iterations,
+            "softmax": self.softmax,
+            "gradient": self.gradient,
+            "leaky": self.leaky,
+            "squash": self.squash,
+            "eps": self.eps,
+            "squash_last": self.squash_last,
+        }
+
+    def extra_repr(self) -> str:
+        others = {name: default for name, default in DEFAULTS._asdict().items() if name != "num_iterations"}
+        return f"num_iterations={self.num_iterations}{_arguments.changed(self, **others)}"
+
+
+class AgreementRouting(Agreement, IterativeRouting):
     """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1).
 
     Where votes are made or given it is the fused op :func:`capsfast.dynamic_routing` or :func:`capsfast.route_votes`;
     across windows it is passes. The activation of an output capsule is its length. :class:`capsfast.DynamicRouting` is
-    the same as a layer with more options.
+    the layer with this routing that returns the poses alone.
 
-    Parameters: ``logits [in_caps, out_caps]`` on request.
+    Parameters, on request: ``logits [in_caps, out_caps]`` and ``bias [out_caps, out_dim]``.
 
     Args:
         num_iterations: weighted sums formed, at least 1.
         learned_logits: a parameter for the log prior of the coupling, starting at 0.
-        gradient, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
+        bias: a parameter added to the weighted sum, starting at 0.1 as in the authors' code.
+        softmax, gradient, leaky, squash, eps, squash_last: see :func:`capsfast.dynamic_routing`.
         all others: as for :class:`Routing`.
     """
 
     logits: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -39,36 +76,68 @@ class AgreementRouting(IterativeRouting):
         *,
         num_iterations: int = 3,
         learned_logits: bool = False,
+        bias: bool = False,
+        softmax: str = "out",
         gradient: str = "full",
+        leaky: bool = False,
         squash: str = "paper",
         eps: float = 1e-8,
         squash_last: bool = True,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
-        Options(num_iterations, "out", gradient, False, squash, eps, squash_last).check(self.op)
+        self._hold(self.op, Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last))
         checks.boolean(self.op, "learned_logits", learned_logits)
-        self.gradient = gradient
-        self.squash = squash
-        self.eps = eps
-        self.squash_last = squash_last
-        start = torch.zeros(in_caps, out_caps, **self._made) if learned_logits else None
-        self.register_parameter("logits", None if start is None else nn.Parameter(start))
+        checks.boolean(self.op, "bias", bias)
+        for name, shape in (("logits", (in_caps, out_caps)), ("bias", (out_caps, out_dim))):
+            wanted = learned_logits if name == "logits" else bias
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._made)) if wanted else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets logits to 0, bias to 0.1."""
+        if self.logits is not None:
+            nn.init.zeros_(self.logits)
+        if self.bias is not None:
+            nn.init.constant_(self.bias, 0.1)
 
     def weight_std(self, summed: int) -> float:
         return 0.1  # of the authors' code
 
-    def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
-        v = votes.agree(
-            self.num_iterations,
-            logits=self.logits,
-            gradient=self.gradient,
-            squash=self.squash,
-            eps=self.eps,
-            squash_last=self.squash_last,
-        )
+    def route(self, votes: Votes, activation: Tensor | None, logits: Tensor | None = None) -> Capsules:
+        """``logits [I, J]`` or ``[B, I, J]`` are added to the learned ones."""
+        v = votes.agree(**self.options(), logits=self.prior(logits), bias=self.bias)
         return Capsules(v, lengths(v))
 
+    def prior(self, logits: Tensor | None) -> Tensor | None:
+        """The sum of learned and given logits, None for 0.
+
+        Raises:
+            ValueError: shapes that differ.
+        """
+        own = self.logits
+        if own is None or logits is None:
+            return logits if own is None else own
+        if isinstance(logits, Tensor) and logits.shape[-2:] != own.shape:
+            raise ValueError(f"{self.op}: logits must end in {checks.shape_of(own)}, got {checks.shape_of(logits)}")
+        return own + logits
+
     def extra_repr(self) -> str:
-        text = super().extra_repr() + (", learned_logits=True" if self.logits is not None else "")
-        return text + _arguments.changed(self, gradient="full", squash="paper", eps=1e-8, squash_last=True)
+        text = f"{Routing.extra_repr(self)}, {super().extra_repr()}"
+        for name, option in (("logits", "learned_logits"), ("bias", "bias")):
+            text += f", {option}=True" if getattr(self, name) is not None else ""
+        return text
+
+
+def starting_std(num_iterations: int | None, share: float, summed: float) -> float:
+    """The deviation of a weight that makes the first weighted sum about as long as the input capsules.
+
+    With independent weights ``|s|^2 = summed (std / share)^2 |u|^2``. With one iteration the sum is twice as long:
+    further iterations lengthen it.
+
+    Args:
+        num_iterations: of the routing.
+        share: the number that equal coupling divides by.
+        summed: products that are added up in all components of an output capsule.
+    """
+    return float((2 if num_iterations == 1 else 1) * share / summed**0.5)

@@ -93,6 +93,7 @@ class Routing(Layer):
         *,
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
+        **given: Any,
     ) -> Capsules:
         """Poses and activations of the output capsules.
 
@@ -102,10 +103,11 @@ class Routing(Layer):
             activation: of the input capsules, ``[B, I]`` (and ``*spatial``), not negative; None for 1.
             mask, out_mask: bool ``[B, I]`` and ``[B, J]``; False takes a capsule out. A masked output capsule has
                 pose and activation 0.
+            given: what :meth:`route` takes besides.
 
         Returns:
             Poses ``[B, J, D]`` and activations ``[B, J]``, both with ``*spatial`` if the votes have them, in the
-            dtype of the votes.
+            dtype of the votes, or that of autocast.
 
         Raises:
             ValueError, TypeError: a size, a dtype or a device that does not fit.
@@ -121,11 +123,14 @@ class Routing(Layer):
                 raise TypeError(f"{self.op}: activation must be a torch.Tensor, got {type(activation).__name__}")
             found.check_activation(self.op, activation)
             activation = found.samples("activation", activation)
-        poses, activations = self._routed(self.route(found, activation if self.uses_activation else None), found)
+        routed = self.route(found, activation if self.uses_activation else None, **given)
+        poses, activations = self._routed(routed, found)
         if found.out_mask is not None:
             absent = ~found.out_mask
             poses, activations = poses.masked_fill(absent[..., None], 0.0), activations.masked_fill(absent, 0.0)
-        return Capsules(*(found.restore(each.to(found.dtype)) for each in (poses, activations)))
+        cast = checks.autocast_dtype(found.device)
+        own = (each if each.dtype == cast else each.to(found.dtype) for each in (poses, activations))
+        return Capsules(*map(found.restore, own))
 
     def _routed(self, result: Any, votes: Votes) -> tuple[Tensor, Tensor]:
         """The result of route, which may be of a user's own.

@@ -61,12 +61,14 @@ def make_routing(
 ) -> Routing:
     """A routing for these sizes.
 
-    A device or dtype of None goes only to those that have such an option.
+    A device or dtype of None goes only to those that have such an option, a num_iterations of None to none.
 
     Raises:
         ValueError, TypeError: no such routing, an option that it does not have, or one that it rejects.
     """
     make = routing_class(op, routing)
+    if options.get("num_iterations", 1) is None:
+        del options["num_iterations"]
     if inspect.isclass(make):
         known = options_of(make)
         options = {

@@ -28,19 +28,19 @@ class UnfoldedVotes(ProductVotes):
 
     def __init__(self, votes: ProductVotes, image: Tensor, fold: Fold) -> None:
         vars(self).update(vars(votes))
-        self._unfolded, self._image, self._fold = votes.factors[0], image, fold
+        self._unfolded, self._image, self._fold = votes.tensors[0], image, fold
         self.u = self._own()
-        self.factors = (self.u, votes.factors[1])
+        self.tensors = (self.u, votes.tensors[1])
 
     def _own(self) -> Tensor:
         return _Unfolded.apply(self._image, self._unfolded, self._fold)  # type: ignore[no-any-return]
 
     def moments(self, **arguments: Any) -> Moments:
-        self.factors = (self._own(), self.factors[1])
+        self.tensors = (self._own(), self.tensors[1])
         return super().moments(**arguments)
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        self.factors = (self._own(), self.factors[1])
+        self.tensors = (self._own(), self.tensors[1])
         return super().agree(num_iterations, **options)
 
 

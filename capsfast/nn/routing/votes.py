@@ -1,6 +1,8 @@
 """What a routing goes over: votes, wherever they come from."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,9 +10,9 @@ from torch import Tensor
 
 from ... import arguments, checks, positions
 from ...axes import AXES, axes_of
-from ...functional import dynamic_routing, route_votes
+from ...functional import dynamic_routing
 from ...functional import squash as _squash
-from ...passes import Moments, routing_pass, votes_pass
+from ...passes import Moments, routing_pass
 from ...reference.em_update import inverse
 from .no_tensor import NoTensor
 
@@ -39,6 +41,7 @@ class Votes(NoTensor, ABC):
         out_mask: bool ``[B, J]``, False where an output capsule is taken out; None where none is.
         backend: of the passes, see :func:`capsfast.routing_pass`, and of what a routing computes between them.
             "reference", which is torch alone, unless a kind of votes says otherwise.
+        groups: runs of input capsules, each of which votes for a run of output capsules alone.
     """
 
     B: int
@@ -51,6 +54,7 @@ class Votes(NoTensor, ABC):
     mask: Tensor | None = None
     out_mask: Tensor | None = None
     backend: str | None = "reference"
+    groups: int = 1
 
     @abstractmethod
     def moments(
@@ -75,30 +79,51 @@ class Votes(NoTensor, ABC):
         self,
         num_iterations: int,
         *,
-        logits: Tensor | None,
-        gradient: str,
-        squash: str,
-        eps: float,
-        squash_last: bool,
+        logits: Tensor | None = None,
+        bias: Tensor | None = None,
+        softmax: str = "out",
+        gradient: str = "full",
+        leaky: bool = False,
+        squash: str | Callable[[Tensor], Tensor] = "paper",
+        eps: float = 1e-8,
+        squash_last: bool = True,
+        temperature: float = 1.0,
+        accumulate: bool = True,
+        activation: Tensor | None = None,
     ) -> Tensor:
-        """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; softmax over the outputs."""
-        sum_of_v: Tensor | None = None
+        """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1), ``v [B, J, D]``; see
+        :func:`capsfast.dynamic_routing`.
+
+        Single passes alone, and no fused op, take a function for the squash, and these:
+
+        Args:
+            temperature: divides the logits in the softmax.
+            accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
+            activation: ``[B, I]``, a factor of the coupling.
+        """
+        passed: dict[str, Any] = {"normalize": softmax, "leaky": leaky, "activation": activation}
+        shrink = partial(_squash, kind=squash, eps=eps) if isinstance(squash, str) else squash
+        logits = logits if logits is None or temperature == 1 else logits / temperature
+        query: Tensor | None = None
         v: Tensor | None = None
         for t in range(num_iterations):
             last = t + 1 == num_iterations
-            query, prior = sum_of_v, logits
+            score, prior = query, logits if accumulate or t == 0 else None
             if gradient == "last" and last and query is not None and torch.is_grad_enabled():
                 # A query would be differentiated with respect to the votes as well.
                 with torch.no_grad():
                     agreement = self.moments(query=query, normalize="none", return_weights=True).weights
                 assert agreement is not None
-                query, prior = None, agreement if logits is None else logits + agreement
+                score, prior = None, agreement if prior is None else prior + agreement
             with torch.set_grad_enabled(torch.is_grad_enabled() and (last or gradient == "full")):
-                v = self.moments(query=query, logits=prior).first
-                v = _squash(v, kind=squash, eps=eps) if squash_last or not last else v
-            sum_of_v = v if sum_of_v is None else sum_of_v + v
+                v = self.moments(query=score, logits=prior, **passed).first
+                v = v if bias is None else v + bias
+                v = shrink(v) if squash_last or not last else v
+                step = v if temperature == 1 else v / temperature
+                query = query + step if accumulate and query is not None else step
         assert v is not None
-        return v
+        cast = checks.autocast_dtype(self.device)  # as by the fused op
+        return v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
 
     def cosines(self, query: Tensor) -> Tensor:
         """Cosines ``[B, I, J]`` of the votes and ``query [B, J, D]`` of length 1.
@@ -153,87 +178,14 @@ class Votes(NoTensor, ABC):
 
 
 class PassVotes(Votes):
-    """Votes that one kernel goes over.
-
-    Attributes:
-        given: what every pass is given: masks and backend.
-        batch: samples of a pass, in which positions are not counted.
-    """
-
-    given: dict[str, Any]
-    batch: int
-
-    def _said(self) -> dict[str, Any]:
-        """``given``. An axis J of size 1 is shared to a pass, unless something says that J is 1."""
-        if self.J != 1 or self.given["out_mask"] is not None:
-            return self.given
-        return {**self.given, "out_mask": torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)}
-
-
-class ProductVotes(PassVotes):
-    """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
+    """Votes that one kernel goes over, with or without axes of positions.
 
     Args:
         op: in whose name errors are raised.
-        u, weight: as for :func:`capsfast.routing_pass`.
-        J: the number of output capsules, where they share the weight.
-        mask, out_mask: bool ``[B, I]`` and ``[B, J]``.
-        backend: of all passes.
-    """
-
-    def __init__(
-        self,
-        op: str,
-        u: Tensor,
-        weight: Tensor,
-        *,
-        J: int | None = None,
-        mask: Tensor | None = None,
-        out_mask: Tensor | None = None,
-        backend: str | None = None,
-    ) -> None:
-        flat, matrix = arguments.product(op, u, weight)
-        self.u, self.factors = u, (u, weight)
-        self.B, self.I = flat.shape[:2]
-        self.batch = self.B
-        self.J = matrix.shape[1] if matrix.shape[1] != 1 or J is None else J
-        self.D = matrix.shape[2] * (1 if u.dim() == 3 else u.shape[2])
-        self.dtype, self.device, self.mask, self.out_mask = u.dtype, u.device, mask, out_mask
-        self.given = {"mask": mask, "out_mask": out_mask, "backend": backend}
-        self.backend = backend
-        self._check(op, {"mask": mask, "out_mask": out_mask})
-        if matrix.shape[1] == 1 and out_mask is None:  # a pass has to be told J
-            self.given["out_mask"] = torch.ones(self.B, self.J, dtype=torch.bool, device=u.device)
-
-    def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
-        arguments.check_parameters(op, "u", self.factors[0], (self.B, self.I, self.J, self.D), given)
-
-    def check_activation(self, op: str, activation: Tensor) -> None:
-        self._check(op, {"activation": activation})
-
-    def moments(self, **arguments: Any) -> Moments:
-        u, weight = self.factors
-        return routing_pass(u, weight, **arguments, **self._said())
-
-    def _some(self, step: int, activation: Tensor | None) -> Moments:
-        u, weight = self.factors
-        weight = weight if weight.shape[0] == 1 else weight[::step]
-        given = self._said() | {"mask": _every(step, self.given["mask"])}
-        return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
-
-    def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        u, weight = self.factors
-        v: Tensor = dynamic_routing(u, weight, num_iterations, **options, **self.given)
-        return v
-
-
-class GivenVotes(PassVotes):
-    """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
-
-    Args:
-        op: in whose name errors are raised.
-        votes: as for :func:`capsfast.votes_pass`.
-        J: the number of output capsules, where they share the votes.
+        tensors: what a pass takes first: u and weight, or votes and None.
+        sizes: (B, I, J, D) of the votes, J = 1 where output capsules share them.
+        J: the number of output capsules in that case.
+        spatial: sizes of the axes of positions, if there are such.
         mask, out_mask: bool ``[B, I]`` and ``[B, J]``, with or without the axes of positions.
         backend: of all passes.
     """
@@ -241,69 +193,64 @@ class GivenVotes(PassVotes):
     def __init__(
         self,
         op: str,
-        votes: Tensor,
-        *,
+        tensors: tuple[Tensor, Tensor | None],
+        sizes: Sequence[int],
         J: int | None = None,
+        spatial: tuple[int, ...] = (),
         mask: Tensor | None = None,
         out_mask: Tensor | None = None,
         backend: str | None = None,
     ) -> None:
-        _, self.spatial = arguments.votes(op, votes)
-        self.votes = votes
-        self.batch = votes.shape[0]
+        self.tensors, self.spatial, self.backend = tensors, spatial, backend
+        self.dtype, self.device = tensors[0].dtype, tensors[0].device
         self.places = 1
-        for size in self.spatial:
+        for size in spatial:
             self.places *= size
-        self.B, self.I, self.D = self.batch * self.places, votes.shape[1], votes.shape[3]
-        self.J = votes.shape[2] if votes.shape[2] != 1 or J is None else J
-        self.dtype, self.device = votes.dtype, votes.device
+        self.batch, self.I, own, self.D = sizes
+        self.B = self.batch * self.places
+        self.J = own if own != 1 or J is None else J
         masks = {"mask": mask, "out_mask": out_mask}
         self._check(op, masks)
-        if votes.shape[2] == 1 and out_mask is None:  # a pass has to be told J
-            masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=votes.device)
-        self.given = {**masks, "backend": backend}
-        self.backend = backend
+        if own == 1 and out_mask is None:  # a pass has to be told J
+            masks["out_mask"] = torch.ones(self.batch, self.J, dtype=torch.bool, device=self.device)
+        self.given: dict[str, Any] = {**masks, "backend": backend}
         self.out_mask = self.samples("out_mask", out_mask)
 
     def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
-        arguments.check_parameters(op, "votes", self.votes, (self.batch, self.I, self.J, self.D), given, self.spatial)
+        sizes = (self.batch, self.I, self.J, self.D)
+        anchor = "votes" if self.tensors[1] is None else "u"
+        arguments.check_parameters(op, anchor, self.tensors[0], sizes, given, self.spatial)
 
     def check_activation(self, op: str, activation: Tensor) -> None:
         self._check(op, {"activation": activation})
 
     def moments(self, **arguments: Any) -> Moments:
+        u, weight = self.tensors
+        if not self.spatial:
+            return routing_pass(u, weight, **arguments, **self.given)
         for name, value in arguments.items():
-            if self.spatial and isinstance(value, Tensor) and name in AXES and axes_of(name, value)[0] == "B":
+            if isinstance(value, Tensor) and name in AXES and axes_of(name, value)[0] == "B":
                 if value.shape[:1] != (self.B,):
                     raise ValueError(
                         f"capsfast.nn.Votes: {name} must have votes.B={self.B} rows, got {checks.shape_of(value)}; "
                         f"every position of an image is a sample"
                     )
                 arguments[name] = self.restore(value)
-        found = votes_pass(self.votes, **arguments, **self._said())
+        found = routing_pass(u, weight, **arguments, **self.given)
         return Moments(*(None if value is None else self._sampled(value) for value in found))  # type: ignore[arg-type]
 
     def _some(self, step: int, activation: Tensor | None) -> Moments:
         if self.spatial:
             return super()._some(step, activation)
-        given = self._said() | {"mask": _every(step, self.given["mask"])}
-        return votes_pass(self.votes[:, ::step], activation=_every(step, activation), **given)  # type: ignore[arg-type]
+        given = {**self.given, "mask": _every(step, self.given["mask"])}
+        u, weight = self.tensors
+        if weight is not None and weight.shape[0] != 1:
+            weight = weight[::step]
+        return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
 
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
-        return self._sampled(route_votes(self.votes, num_iterations, **options, **self.given))
-
-    def cosines(self, query: Tensor) -> Tensor:
-        votes = self.votes
-        for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
-            mask = self.given[name]
-            if mask is not None:  # what is masked (NaN, say) must not reach a gradient
-                mask = mask.reshape(*mask.shape, *(1,) * (len(self.spatial) + 2 - mask.dim()))
-                for axis in axes:
-                    mask = mask.unsqueeze(axis)
-                votes = votes.masked_fill(~mask, 0.0)
-        query = self.restore(query).to(votes.dtype)
-        lengths = torch.linalg.vector_norm(votes, dim=3).clamp_min(LEAST_LENGTH)
-        return self._sampled(torch.einsum("bijd...,bjd...->bij...", votes, query) / lengths)
+        u, weight = self.tensors
+        return self._sampled(dynamic_routing(u, weight, num_iterations, **options, **self.given))
 
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None or not self.spatial:
@@ -320,6 +267,132 @@ class GivenVotes(PassVotes):
         if not self.spatial:
             return value
         return positions.to_samples(value.flatten(value.dim() - len(self.spatial)))
+
+
+class ProductVotes(PassVotes):
+    """Votes that the kernels make: ``u [B, I, K]`` times ``weight [I, J, D, K]``, or pose matrices.
+
+    ``options``: J, masks and backend of :class:`PassVotes`.
+    """
+
+    def __init__(self, op: str, u: Tensor, weight: Tensor, *, mask: Tensor | None = None, **options: Any) -> None:
+        flat, matrix = arguments.product(op, u, weight)
+        whole = arguments.unchecked(flat, matrix, None, None)
+        sizes = (*flat.shape[:2], whole.J, whole.D)
+        super().__init__(op, (u, weight), sizes, mask=mask, **options)
+        self.u, self.mask = u, mask
+
+
+class GivenVotes(PassVotes):
+    """Votes in memory, ``[B, I, J, D]`` or ``[B, I, J, D, *spatial]``, which are routed at every position.
+
+    ``options``: J, masks and backend of :class:`PassVotes`.
+    """
+
+    def __init__(self, op: str, votes: Tensor, **options: Any) -> None:
+        _, spatial = arguments.votes(op, votes)
+        super().__init__(op, (votes, None), votes.shape[:4], spatial=spatial, **options)
+
+    def cosines(self, query: Tensor) -> Tensor:
+        votes = self.tensors[0]
+        for name, axes in (("mask", (2, 3)), ("out_mask", (1, 3))):
+            mask = self.given[name]
+            if mask is not None:  # what is masked (NaN, say) must not reach a gradient
+                mask = mask.reshape(*mask.shape, *(1,) * (len(self.spatial) + 2 - mask.dim()))
+                for axis in axes:
+                    mask = mask.unsqueeze(axis)
+                votes = votes.masked_fill(~mask, 0.0)
+        query = self.restore(query).to(votes.dtype)
+        lengths = torch.linalg.vector_norm(votes, dim=3).clamp_min(LEAST_LENGTH)
+        return self._sampled(torch.einsum("bijd...,bjd...->bij...", votes, query) / lengths)
+
+
+class VotesAround(Votes):
+    """Votes that are those of ``votes`` but for what a class overrides."""
+
+    def __init__(self, votes: Votes) -> None:
+        self.votes = votes
+        self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
+        self.dtype, self.device, self.u = votes.dtype, votes.device, votes.u
+        self.mask, self.out_mask, self.backend, self.groups = votes.mask, votes.out_mask, votes.backend, votes.groups
+
+    def moments(self, **arguments: Any) -> Moments:
+        return self.votes.moments(**arguments)
+
+    def cosines(self, query: Tensor) -> Tensor:
+        return self.votes.cosines(query)
+
+    def check_activation(self, op: str, activation: Tensor) -> None:
+        self.votes.check_activation(op, activation)
+
+    def samples(self, name: str, value: Tensor | None) -> Tensor | None:
+        return self.votes.samples(name, value)
+
+    def restore(self, value: Tensor) -> Tensor:
+        return self.votes.restore(value)
+
+
+class RecordedVotes(VotesAround):
+    """Votes that keep the coupling coefficients of every pass in ``weights``, a list of ``[B, I, J / groups]``.
+
+    Left out are passes whose coefficients are given (``normalize="none"``): nothing is decided there.
+
+    detach: the coefficients have no gradient.
+    """
+
+    def __init__(self, votes: Votes, detach: bool = True) -> None:
+        super().__init__(votes)
+        self.detach = detach
+        self.weights: list[Tensor] = []
+
+    def moments(self, **arguments: Any) -> Moments:
+        if arguments.get("normalize") == "none":
+            return self.votes.moments(**arguments)
+        found = self.votes.moments(**{**arguments, "return_weights": True})
+        assert found.weights is not None
+        self.weights.append(found.weights.detach() if self.detach else found.weights)
+        return found
+
+
+class GroupedVotes(Votes):
+    """Votes of groups: each run of input capsules votes for its run of output capsules alone.
+
+    What has an axis of output capsules beside one of input capsules ends in those of a group: weights, and logits,
+    which may also be ``[I, J]``; what they say of other groups is not looked at.
+
+    Args:
+        parts: the votes of each group.
+        mask, out_mask: of all input and output capsules.
+    """
+
+    def __init__(self, parts: Sequence[Votes], mask: Tensor | None, out_mask: Tensor | None) -> None:
+        first = parts[0]
+        self.parts, self.groups = parts, len(parts)
+        self.B, self.I, self.J, self.D = first.B, self.groups * first.I, self.groups * first.J, first.D
+        self.dtype, self.device, self.backend = first.dtype, first.device, first.backend
+        self.mask, self.out_mask = mask, out_mask
+
+    def moments(self, **arguments: Any) -> Moments:
+        found = [part.moments(**own) for part, own in zip(self.parts, self._cut(arguments), strict=True)]
+        return Moments(*(None if each[0] is None else torch.cat(each, 1) for each in zip(*found, strict=True)))  # type: ignore[arg-type]
+
+    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+        """By the fused op of each group."""
+        cut = self._cut(options)
+        return torch.cat([part.agree(num_iterations, **own) for part, own in zip(self.parts, cut, strict=True)], 1)
+
+    def _cut(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """The arguments of each group."""
+        found: list[dict[str, Any]] = [{**arguments} for _ in self.parts]
+        for name, value in arguments.items():
+            if not isinstance(value, Tensor) or name not in AXES:
+                continue
+            axes = axes_of(name, value)
+            runs = value.chunk(self.groups, axes.find("I" if "I" in axes else "J"))
+            for group, run in enumerate(runs):
+                whole = name == "logits" and run.shape[-1] == self.J
+                found[group][name] = run.chunk(self.groups, -1)[group] if whole else run
+        return found
 
 
 def _every(step: int, value: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ...passes import Moments
 from ...precision import wide_dtype
-from .votes import Votes
+from .votes import Votes, VotesAround
 
 SCORES = ("query", "precision", "prior", "logits")
 
@@ -27,13 +27,17 @@ class Windows(NamedTuple):
     padding: tuple[int, int]
     dilation: tuple[int, int]
 
+    @property
+    def places(self) -> int:
+        return self.grid[0] * self.grid[1]
+
     def log_sum(self, lse: Tensor) -> Tensor:
         """Adds up in logarithms what each input capsule has in all windows that it is in, and hands it to each of them.
 
         ``[B·windows, I]`` to the same shape. -inf adds nothing, nor does padding. 0 where all are -inf.
         """
-        area, places = self.kernel_size[0] * self.kernel_size[1], self.grid[0] * self.grid[1]
-        columns = lse.unflatten(0, (-1, places)).transpose(1, 2)  # [B, I, windows]
+        area = self.kernel_size[0] * self.kernel_size[1]
+        columns = lse.unflatten(0, (-1, self.places)).transpose(1, 2)  # [B, I, windows]
         with torch.no_grad():  # what is subtracted in the exponent, on which the result does not depend
             peak = self._peak(columns.unflatten(1, (-1, area)))
             peak = torch.where(peak.isfinite(), peak, 0.0)
@@ -64,7 +68,18 @@ class Windows(NamedTuple):
         return inside
 
 
-class WindowVotes(Votes):
+class Everywhere(NamedTuple):
+    """All ``places`` of an image, the samples of which an input capsule is in."""
+
+    places: int
+
+    def log_sum(self, lse: Tensor) -> Tensor:
+        """As :meth:`Windows.log_sum`."""
+        total: Tensor = lse.unflatten(0, (-1, self.places)).logsumexp(1)
+        return total.repeat_interleave(self.places, 0)
+
+
+class WindowVotes(VotesAround):
     """Votes of windows, each a sample. An input capsule has one softmax, over the output capsules of all its windows
     (Hinton, Sabour, Frosst 2018, section 4).
 
@@ -77,15 +92,9 @@ class WindowVotes(Votes):
         windows: where they lie.
     """
 
-    def __init__(self, votes: Votes, windows: Windows) -> None:
-        self.votes = votes
+    def __init__(self, votes: Votes, windows: Windows | Everywhere) -> None:
+        super().__init__(votes)
         self.windows = windows
-        self.B, self.I, self.J, self.D = votes.B, votes.I, votes.J, votes.D
-        self.dtype, self.device, self.u = votes.dtype, votes.device, votes.u
-        self.mask, self.out_mask, self.backend = votes.mask, votes.out_mask, votes.backend
-
-    def check_activation(self, op: str, activation: Tensor) -> None:
-        self.votes.check_activation(op, activation)
 
     def moments(
         self, *, normalize: str = "out", leaky: bool = False, return_lse: bool = False, **arguments: Any
@@ -106,10 +115,10 @@ class WindowVotes(Votes):
 
     def _equal(self) -> Tensor:
         """The log-sum-exp of logits that are all 0, ``[B·windows, I]``."""
-        places = self.windows.grid[0] * self.windows.grid[1]
+        places = self.windows.places
         wide = wide_dtype(self.dtype)
         if self.out_mask is None:
-            each = torch.full((places, self.I), self.J, dtype=wide, device=self.device).log()
+            each = torch.full((places, self.I), self.J // self.groups, dtype=wide, device=self.device).log()
             return self.windows.log_sum(each).repeat(self.B // places, 1)
-        each = self.out_mask.sum(1, keepdim=True).to(wide).log().expand(-1, self.I)
-        return self.windows.log_sum(each)
+        of_groups = self.out_mask.unflatten(1, (self.groups, -1)).sum(2).to(wide).log()
+        return self.windows.log_sum(of_groups.repeat_interleave(self.I // self.groups, 1))

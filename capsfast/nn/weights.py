@@ -1,0 +1,248 @@
+"""The ways to hold the transformation matrices of a layer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from . import _arguments
+
+Shape = tuple[int, ...]
+# All parameters that a weight may have, in the order in which a layer has them.
+PARAMETERS = ("W", "A", "U", "V")
+FACTORS = ("WA", "UV")
+
+
+def types_of(op: str, in_caps: int, positions: int | None) -> int:
+    """How many types the input capsules have: rows of a weight.
+
+    Raises:
+        ValueError: the positions do not divide the input capsules.
+    """
+    if positions is None:
+        return 1
+    if in_caps % positions:
+        raise ValueError(f"{op}: positions must divide in_caps, got positions={positions} and in_caps={in_caps}")
+    return in_caps // positions
+
+
+def at_positions(weight: Tensor, positions: int | None) -> Tensor:
+    """``[types, ...]`` to a row for each position of each type; a single row serves all as it is."""
+    if positions is None or positions == 1 or weight.shape[0] == 1:
+        return weight
+    # Rows of stride 0 within types have no one stride over all: this copies.
+    return weight.unsqueeze(1).expand(-1, positions, *weight.shape[1:]).flatten(0, 1)
+
+
+def _check_positions(weight: Any) -> None:
+    if weight.positions is not None:
+        _arguments.integer(f"capsfast.nn.{type(weight).__name__}", "positions", weight.positions)
+
+
+class Weight:
+    """How a layer holds its matrices: which parameters it has, and what a pass takes.
+
+    A weight of your own has ``axes`` and overrides shapes, start and product. It holds no tensor: the parameters are
+    the layer's.
+    """
+
+    # Parameters by name, with the axis along which those of groups lie behind one another; None where groups share.
+    axes: dict[str, int | None]
+    # How many runs of input capsules vote for a run of output capsules each.
+    groups: int = 1
+    # Whether a pass takes the input capsules as they are.
+    keeps_u: ClassVar[bool] = True
+
+    def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
+        """The parameters for matrices of this shape, ``(D, K)`` or, of pose matrices, ``(Q, R)``.
+
+        Raises:
+            ValueError: sizes that do not fit.
+        """
+        raise NotImplementedError
+
+    def start(self, std: float, *parameters: Tensor) -> None:
+        """Draws the parameters anew, so that the matrices have this deviation."""
+        raise NotImplementedError
+
+    def product(self, u: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        """What :func:`capsfast.routing_pass` takes: input capsules and a weight ``[I or 1, J, D, K]``."""
+        raise NotImplementedError
+
+    def products(self, u: Tensor, *parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same for each group."""
+        yield self.product(u, *parameters)
+
+
+@dataclass(frozen=True)
+class FullWeight(Weight):
+    """A matrix for each pair of capsules, ``W [in_caps, out_caps, out_dim, in_dim]``.
+
+    Args:
+        positions: so many input capsules behind one another are of one type, and share their matrices: the order
+            (type, row, column) of :class:`PrimaryCaps`. It divides the ``in_caps`` of W. Each call repeats W to
+            ``in_caps`` rows and its gradient in backward; a single type is not repeated. None: all input capsules
+            share, see :class:`SharedWeight`.
+    """
+
+    positions: int | None = 1
+
+    def __post_init__(self) -> None:
+        _check_positions(self)
+
+    @property
+    def axes(self) -> dict[str, int | None]:  # type: ignore[override]
+        return {"W": 1 if self.positions is None else 0}
+
+    def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
+        return {"W": (types_of(op, in_caps, self.positions), out_caps, *matrix)}
+
+    def start(self, std: float, *parameters: Tensor) -> None:
+        for W in parameters:
+            nn.init.trunc_normal_(W, std=std, a=-2 * std, b=2 * std)
+
+    def product(self, u: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        (W,) = parameters
+        return u, W if self.positions == 1 else at_positions(W, self.positions)
+
+
+@dataclass(frozen=True)
+class SharedWeight(FullWeight):
+    """One matrix for each output capsule, shared by all input capsules: ``W [1, out_caps, out_dim, in_dim]``."""
+
+    positions: None = field(default=None, init=False, repr=False)
+
+
+@dataclass(frozen=True)
+class LowRank(Weight):
+    """Matrices of rank R, as products of a factor of the input capsule and one of the output capsule.
+
+    Args:
+        rank: R.
+        factors: ``"WA"``: the factor of the input capsule reads it, ``W_ij = W_j A_i`` with ``A [in_caps, R, in_dim]``
+            and ``W [1, out_caps, out_dim, R]``. ``u`` is transformed by A, then routed with a shared weight.
+            ``"UV"``: the factor of the input capsule makes the vote, ``W_ij = U_i V_j^T`` with
+            ``U [in_caps, out_dim, R]`` and ``V [out_caps, in_dim, R]``. No pass can be written with these factors
+            alone, so each call forms the full weight and, in backward, its gradient; the parameters stay small.
+        positions: as for :class:`FullWeight`: divides the ``in_caps`` of A and U. Nothing is repeated with ``"WA"``.
+    """
+
+    rank: int
+    factors: str = "WA"
+    positions: int | None = 1
+
+    def __post_init__(self) -> None:
+        op = "capsfast.nn.LowRank"
+        _arguments.integer(op, "rank", self.rank)
+        checks.choice(op, "factors", self.factors, FACTORS)
+        _check_positions(self)
+
+    @property
+    def axes(self) -> dict[str, int | None]:  # type: ignore[override]
+        of_inputs = None if self.positions is None else 0
+        return {"W": 1, "A": of_inputs} if self.factors == "WA" else {"U": of_inputs, "V": 0}
+
+    @property
+    def keeps_u(self) -> bool:  # type: ignore[override]
+        return self.factors == "UV"
+
+    def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
+        rows, (D, K) = types_of(op, in_caps, self.positions), matrix
+        if self.factors == "WA":
+            return {"W": (1, out_caps, D, self.rank), "A": (rows, self.rank, K)}
+        return {"U": (rows, D, self.rank), "V": (out_caps, K, self.rank)}
+
+    def start(self, std: float, *parameters: Tensor) -> None:
+        first, second = parameters
+        nn.init.trunc_normal_(first, std=std, a=-2 * std, b=2 * std)
+        nn.init.normal_(second, std=self.rank**-0.5)  # the product then has the deviation of the first
+
+    def product(self, u: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        if self.factors == "UV":
+            weight = torch.einsum("idr,jkr->ijdk", *parameters)
+            return u, at_positions(weight, self.positions)
+        W, A = parameters
+        op = "capsfast.nn.LowRank"
+        _arguments.floats(op, "u", u, "[B, I, K]")
+        checks.same_device(op, "u", u, "A", A)
+        checks.same_dtype(op, "u", u, "A", A)
+        if A.shape[0] == 1:
+            return torch.einsum("rk,bik->bir", A[0], u), W
+        of_types = u.unflatten(1, (A.shape[0], -1))
+        return torch.einsum("trk,btpk->btpr", A, of_types).flatten(1, 2), W
+
+
+@dataclass(frozen=True)
+class Groups(Weight):
+    """Input and output capsules cut into as many runs, and each run of inputs votes for its run of outputs alone.
+
+    The parameters are those of ``weight`` for a group, behind one another: ``W [in_caps, out_caps / groups, ...]``; of
+    a shared weight ``W [1, out_caps, ...]``.
+
+    Args:
+        groups: how many; divides the numbers of capsules and of types.
+        weight: of each group.
+    """
+
+    groups: int
+    weight: Weight = FullWeight()
+    keeps_u: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        op = "capsfast.nn.Groups"
+        _arguments.integer(op, "groups", self.groups)
+        if not isinstance(self.weight, (FullWeight, LowRank)):
+            raise TypeError(f"{op}: weight must be a FullWeight, SharedWeight or LowRank, got {self.weight!r}")
+
+    @property
+    def axes(self) -> dict[str, int | None]:  # type: ignore[override]
+        return self.weight.axes
+
+    def shapes(self, op: str, in_caps: int, out_caps: int, matrix: tuple[int, int]) -> dict[str, Shape]:
+        _arguments.divides(op, "in_caps", in_caps, self.groups)
+        _arguments.divides(op, "out_caps", out_caps, self.groups)
+        of_group = self.weight.shapes(op, in_caps // self.groups, out_caps // self.groups, matrix)
+        return {
+            name: tuple(size * self.groups if axis == self.axes[name] else size for axis, size in enumerate(shape))
+            for name, shape in of_group.items()
+        }
+
+    def start(self, std: float, *parameters: Tensor) -> None:
+        self.weight.start(std, *parameters)
+
+    def products(self, u: Tensor, *parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        axes = self.axes.values()
+        parts = [
+            [each] * self.groups if axis is None else each.chunk(self.groups, axis)
+            for each, axis in zip(parameters, axes, strict=True)
+        ]
+        for run, *own in zip(u.chunk(self.groups, 1), *parts, strict=True):
+            yield self.weight.product(run, *own)
+
+
+def chosen(op: str, weight: Weight | None, shared_weight: bool, positions: int) -> Weight:
+    """The weight that these arguments of a layer stand for.
+
+    Raises:
+        TypeError, ValueError: no weight, or more than one of the arguments.
+    """
+    checks.boolean(op, "shared_weight", shared_weight)
+    _arguments.integer(op, "positions", positions)
+    if weight is not None and not isinstance(weight, Weight):
+        names = ", ".join(("FullWeight", "SharedWeight", "LowRank", "Groups"))
+        raise TypeError(f"{op}: weight must be one of capsfast.nn's {names}, got {checks.shown(weight)}")
+    if positions > 1 and shared_weight:
+        raise ValueError(f"{op}: shared_weight=True shares among all types too; leave out positions={positions}")
+    if weight is not None and (shared_weight or positions > 1):
+        raise ValueError(f"{op}: weight={weight!r} says which capsules share; leave out shared_weight and positions")
+    if weight is None:
+        return SharedWeight() if shared_weight else FullWeight(positions)
+    return weight.weight if isinstance(weight, Groups) and weight.groups == 1 else weight
+
+
+def text(weight: Weight) -> str:
+    """For extra_repr, behind a comma; nothing for a matrix of each pair."""
+    return "" if weight == FullWeight() else f", weight={weight!r}"
