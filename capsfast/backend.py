@@ -20,10 +20,6 @@ class BackendStatus(NamedTuple):
     devices: tuple[str, ...]
 
 
-def _nothing(*_: object) -> str:
-    return ""
-
-
 def _not_by_triton(call: Call) -> str:
     if call.u.dtype == torch.float64:
         return "it serves float32, bfloat16 and float16, got float64"
@@ -51,9 +47,9 @@ class _Backend(NamedTuple):
     here; unsuitable, not on this GPU; refuses, not this call."""
 
     devices: tuple[str, ...]
-    absent: Callable[[], str] = _nothing
-    unsuitable: Callable[[torch.device], str] = _nothing
-    refuses: Callable[[Call], str] = _nothing
+    absent: Callable[[], str] = lambda: ""
+    unsuitable: Callable[[torch.device], str] | None = None
+    refuses: Callable[[Call], str] | None = None
 
 
 # In the order in which backend=None tries them. On a GPU Triton goes first wherever it serves: no record says yet which
@@ -144,29 +140,32 @@ def choose(call: Call, backend: str | None) -> str:
     Raises:
         RuntimeError: the demanded backend cannot serve it.
     """
-    demand, device = demanded(call.op, backend), call.u.device
+    demand, device = _forced if backend is None else _checked(backend, call.op), call.u.device
     if demand is not None:
         there = BACKENDS[demand]
-        reason = there.absent() or _elsewhere(demand, device) or there.refuses(call) or _of_gpu(there, device)
+        reason = there.absent() or _elsewhere(demand, device)
+        reason = reason or (there.refuses(call) if there.refuses else "")
+        if device.type == "cuda" and there.unsuitable:
+            reason = reason or there.unsuitable(device)
         if reason:
             raise RuntimeError(f"{call.op}: backend {demand!r} cannot serve this call: {reason}")
         return demand
     lacking = ""
     for name, there in BACKENDS.items():
         # Not _elsewhere(): an interpreter serves those who ask for it.
-        if (device.type not in (*there.devices, "meta") and name != "reference") or there.refuses(call):
+        if device.type not in (*there.devices, "meta") and name != "reference":
             continue
-        reason = there.absent() or _of_gpu(there, device)
+        if there.refuses and there.refuses(call):
+            continue
+        reason = there.absent()
+        if device.type == "cuda" and there.unsuitable:
+            reason = reason or there.unsuitable(device)
         if not reason:
             if name == "reference" and lacking:
                 _warn_once(lacking)
             return name
         lacking = lacking or reason
     raise AssertionError("the reference backend serves every call")
-
-
-def _of_gpu(backend: _Backend, device: torch.device) -> str:
-    return backend.unsuitable(device) if device.type == "cuda" else ""
 
 
 def _elsewhere(name: str, device: torch.device) -> str:

@@ -147,7 +147,8 @@ def dynamic_routing(
         return instead(dynamic_routing, locals(), 3)
     op = "capsfast.route_votes" if weight is None else "capsfast.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    checks.boolean(op, "return_coupling", return_coupling)
+    if type(return_coupling) is not bool:
+        checks.boolean(op, "return_coupling", return_coupling)
     call, spatial = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options)
     v, c = _dynamic_routing.run(call, return_coupling, backend)
     if spatial:

@@ -223,7 +223,7 @@ def test_the_table_of_routings_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
         count += 1
         return capsfast.routing_pass(*arguments, **named)
 
-    monkeypatch.setattr("capsfast.nn.routing.votes.ProductVotes.run", staticmethod(counted))
+    monkeypatch.setattr("capsfast.nn.routing.votes.routing_pass", counted)
     for name, (_, kind, _, passes, _) in rows.items():
         assert kind.strip("`") == ROUTINGS[name].__name__
         if name == "dynamic":

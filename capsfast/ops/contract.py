@@ -30,7 +30,7 @@ class Contract:
     """An op ``capsfast::name`` and its backward, by the names of what they take and return.
 
     arguments, backward: of both. tensors: how many of the arguments are tensors or None; they come first. outputs: the
-    results, of which the first ``differentiable`` have gradients. saved: those that the backward gets. needed: what may
+    results, of which the first ``differentiable`` have gradients. saved: those that the backward gets, the last ones. needed: what may
     need a gradient, the first of the tensors.
     """
 
@@ -53,4 +53,5 @@ class Contract:
         self.differentiable = self.backward.index(self.arguments[0])
         first_option = self.backward.index(self.arguments[self.tensors])
         self.saved = self.backward[self.differentiable + self.tensors : first_option]
+        assert self.saved == self.outputs[len(self.outputs) - len(self.saved) :], "a backward gets the last results"
         self.needed = tuple(name.removeprefix("d") for name in gradients)

@@ -104,13 +104,12 @@ class Op:
                 _library.define(prefix + schema)
         op, op_backward = overload(name), overload(f"{name}_backward")
         first = contract.differentiable
-        name_forward, name_backward = self._naming(0), self._naming(first)
 
         def keep_name(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-            ctx.public = name_backward(inputs)
+            ctx.public = _named(self.public, inputs, first)
 
-        save = _saving(contract, name_forward)
-        fused_backward = _called(op_backward, name_backward, keep_name, _no_second_derivative, 0, first)
+        save = _saving(contract, self.public)
+        fused_backward = _called(op_backward, self.public, keep_name, _no_second_derivative, 0, first)
         backward = _backward_by(contract, fused_backward)
         torch.library.register_fake(op)(self._fake)
         torch.library.register_fake(op_backward)(self._fake_backward)
@@ -122,11 +121,7 @@ class Op:
             _library.impl(name, _under_autocast(op, device.lower(), self.cast), f"Autocast{device}")
         if self.sharded:
             sharding.announce(contract, op, op_backward)
-        return _called(op, name_forward, save, backward, self.cast, 0)
-
-    def _naming(self, first: int) -> Callable[[Sequence[Any]], str]:
-        """The public function that a call is of. first: where the tensors stand among its arguments."""
-        return lambda inputs: self.public[0 if len(self.public) == 1 or inputs[first + 1] is not None else 1]
+        return _called(op, self.public, save, backward, self.cast, 0)
 
     def _fake(self, *arguments: Any) -> Any:
         return self.fake(SimpleNamespace(**dict(zip(self.contract.arguments, arguments, strict=True))))
@@ -214,16 +209,20 @@ def _bind_triton(name: str) -> None:
         _library.impl(f"triton_{name}_backward", bound("backward"), key)
 
 
-def _saving(contract: Contract, named: Callable[[Sequence[Any]], str]) -> Function:
+def _named(public: tuple[str, ...], inputs: Sequence[Any], first: int = 0) -> str:
+    """The public function that a call is of. first: where the tensors stand among its arguments, the weight second."""
+    return public[-1 if inputs[first + 1] is None else 0]
+
+
+def _saving(contract: Contract, public: tuple[str, ...]) -> Function:
     """setup_context of an op: keeps its tensors, the outputs that the backward gets, and the options."""
     tensors, last = contract.tensors, len(contract.arguments) - contract.requests
-    kept = [contract.outputs.index(name) for name in contract.saved]
-    constant = range(contract.differentiable, len(contract.outputs))
+    saved, constant = len(contract.outputs) - len(contract.saved), contract.differentiable
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-        ctx.save_for_backward(*inputs[:tensors], *[output[n] for n in kept])
-        ctx.options, ctx.public = inputs[tensors:last], named(inputs)
-        ctx.mark_non_differentiable(*[output[n] for n in constant])
+        ctx.save_for_backward(*inputs[:tensors], *output[saved:])
+        ctx.options, ctx.public = inputs[tensors:last], _named(public, inputs)
+        ctx.mark_non_differentiable(*output[constant:])
         ctx.set_materialize_grads(False)
 
     return save
@@ -245,7 +244,7 @@ def _backward_by(contract: Contract, op: Function) -> Function:
 
 
 def _called(
-    op: OpOverload, named: Callable[[Sequence[Any]], str], save: Function, backward: Function, cast: int, first: int
+    op: OpOverload, public: tuple[str, ...], save: Function, backward: Function, cast: int, first: int
 ) -> Function:
     """A function that calls an op in the way that suits its caller.
 
@@ -253,8 +252,8 @@ def _called(
     torch.library, and in eager mode their autograd takes most of the host time of a call. In both cases save and
     backward run in an autograd.Function instead.
 
-    named: the public function, which errors name. cast: how many of the first arguments autocast casts. first: which
-    argument is surely a tensor, as the gradients before it may be None.
+    public: see :class:`Op`. cast: how many of the first arguments autocast casts. first: which argument is surely a
+    tensor, as the gradients before it may be None.
     """
 
     class Transformed(torch.autograd.Function):
@@ -312,7 +311,7 @@ def _called(
             if not str(error).startswith("std::bad_alloc"):
                 raise
             raise MemoryError(
-                f"{named(inputs)}: the system has no memory for the scratch of this call ({error}); "
+                f"{_named(public, inputs, first)}: the system has no memory for the scratch of this call ({error}); "
                 "take a smaller batch or fewer threads (torch.set_num_threads)"
             ) from None
 
