@@ -30,8 +30,8 @@ class Contract:
     """An op ``capsfast::name`` and its backward, by the names of what they take and return.
 
     arguments, backward: of both. tensors: how many of the arguments are tensors or None; they come first. outputs: the
-    results, of which the first ``differentiable`` have gradients. saved: those that the backward gets, the last ones. needed: what may
-    need a gradient, the first of the tensors.
+    results, of which the first ``differentiable`` have gradients. saved: the last results, for the backward. needed:
+    what may need a gradient, the first of the tensors.
     """
 
     name: str
