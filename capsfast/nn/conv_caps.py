@@ -208,7 +208,7 @@ class ConvCaps2d(Layer):
             v: Tensor = found if isinstance(found, Tensor) else found.poses
             return v.unflatten(0, (-1, *self.grid(poses.shape[3:]))).permute(0, 3, 4, 1, 2)
         votes = self.votes(poses)
-        recorded = RecordedVotes(votes, detach=False)
+        recorded = RecordedVotes(votes, last=True)
         at_windows = None if activation is None else self.unfold_activation(poses, activation)
         found = self.routing.routing(recorded if return_coupling else votes, at_windows)
         places = (poses.shape[0], *self.grid(poses.shape[3:]))

@@ -45,8 +45,7 @@ def _shares(c: Tensor) -> Tensor:
 def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]]:
     """The coupling coefficients ``[B, I, J]`` of the last pass of every forward call made inside, with their gradient.
 
-    For a term of a loss, such as :class:`capsfast.nn.CouplingEntropy`. A layer goes over its votes in single
-    passes there, also where it has a fused op for all of them.
+    For a term of a loss, such as :class:`capsfast.nn.CouplingEntropy`.
 
     Args:
         layer: a :class:`capsfast.nn.RoutedCaps`, such as :class:`capsfast.DynamicRouting` (with groups:
@@ -62,7 +61,7 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
     votes: list[RecordedVotes] = []
 
     def record(module: nn.Module, args: Any) -> Any:
-        votes.append(RecordedVotes(args[0], detach=False))
+        votes.append(RecordedVotes(args[0], last=True))
         return votes[-1], *args[1:]
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:

@@ -156,7 +156,7 @@ class DynamicRouting(Called, RoutedCaps):
         votes = self.votes(u, mask, out_mask)
         if not return_coupling:
             return self.routing(votes, logits=logits).poses
-        recorded = RecordedVotes(votes, detach=False)
+        recorded = RecordedVotes(votes, last=True)
         return self.routing(recorded, logits=logits).poses, recorded.weights[-1]
 
     def capsules(self, u: Tensor, activation: Tensor | None = None, **given: Any) -> Capsules:

@@ -202,7 +202,7 @@ class SlimConvCaps2d(Layer):
         made = votes_of(self._op, votes, J=self.out_types, backend=self.routing.backend)
         if self.everywhere:
             made = WindowVotes(made, Everywhere(math.prod(votes.shape[4:])))
-        recorded = RecordedVotes(made, detach=False)
+        recorded = RecordedVotes(made, last=True)
         found = self.routing(recorded if return_coupling else made, activation)
         out = found.poses if self.uses_poses_alone else found
         return (out, made.restore(recorded.weights[-1])) if return_coupling else out

@@ -9,7 +9,7 @@ and with return_all what the backward would compute again: S z of all iterations
 first. It is empty without return_kept. accumulate: the logits of an iteration are the given ones and all agreements so
 far; else the last agreement alone. scale: a factor of the agreement, an inverse temperature.
 
-``capsfast::shared_routing_backward`` returns ``(du, dweight, dlogits)``, each empty if its need_ flag is false.
+``capsfast::shared_routing_backward`` returns ``(du, dweight, dlogits)``, each empty if it is not needed.
 """
 
 from typing import Any
@@ -86,7 +86,7 @@ def _may_need_gradients(*tensors: Tensor | None) -> bool:
 
 
 def _kept(I: int, K: int, J: int, D: int, r: int, whole: bool) -> int:
-    """The numbers of a sample in kept, as in csrc/ops/shared_routing.h."""
+    """The numbers of a sample in kept, as in csrc/ops/cpu/shared_routing.h."""
     row = (I + 15) // 16 * 16
     return J * (r * K + (r * D + (r - 1) * (K + row) if whole else 0))
 

@@ -252,6 +252,12 @@ class PassVotes(Votes):
         u, weight = self.tensors
         return self._sampled(dynamic_routing(u, weight, num_iterations, **options, **self.given))
 
+    def agree_and_couple(self, num_iterations: int, **options: Any) -> tuple[Tensor, Tensor]:
+        """The same by the fused op, and the last coupling ``[B, I, J]``."""
+        u, weight = self.tensors
+        v, c = dynamic_routing(u, weight, num_iterations, **options, **self.given, return_coupling=True)
+        return self._sampled(v), self._sampled(c)
+
     def samples(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None or not self.spatial:
             return value
@@ -337,20 +343,27 @@ class RecordedVotes(VotesAround):
 
     Left out are passes whose coefficients are given (``normalize="none"``): nothing is decided there.
 
-    detach: the coefficients have no gradient.
+    They have no gradient. With ``last`` those of the last pass have one, and a fused op may leave out the others.
     """
 
-    def __init__(self, votes: Votes, detach: bool = True) -> None:
+    def __init__(self, votes: Votes, last: bool = False) -> None:
         super().__init__(votes)
-        self.detach = detach
+        self.last = last
         self.weights: list[Tensor] = []
+
+    def agree(self, num_iterations: int, **options: Any) -> Tensor:
+        if not self.last or not isinstance(self.votes, (PassVotes, GroupedVotes)):
+            return super().agree(num_iterations, **options)
+        v, c = self.votes.agree_and_couple(num_iterations, **options)
+        self.weights.append(c)
+        return v
 
     def moments(self, **arguments: Any) -> Moments:
         if arguments.get("normalize") == "none":
             return self.votes.moments(**arguments)
         found = self.votes.moments(**{**arguments, "return_weights": True})
         assert found.weights is not None
-        self.weights.append(found.weights.detach() if self.detach else found.weights)
+        self.weights.append(found.weights if self.last else found.weights.detach())
         return found
 
 
@@ -380,6 +393,12 @@ class GroupedVotes(Votes):
         """By the fused op of each group."""
         cut = self._cut(options)
         return torch.cat([part.agree(num_iterations, **own) for part, own in zip(self.parts, cut, strict=True)], 1)
+
+    def agree_and_couple(self, num_iterations: int, **options: Any) -> tuple[Tensor, Tensor]:
+        """The same, and the last coupling ``[B, I, J / groups]``."""
+        cut: Any = zip(self.parts, self._cut(options), strict=True)
+        v, c = zip(*[part.agree_and_couple(num_iterations, **own) for part, own in cut], strict=True)
+        return torch.cat(v, 1), torch.cat(c, 1)
 
     def _cut(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of each group."""

@@ -52,7 +52,7 @@ inline void advise_huge_pages(void* memory, size_t bytes) {
 #endif
 }
 
-// Says how much memory the system did not have. capsfast/ops/_register.py makes a MemoryError of every text that begins
+// Says how much memory the system did not have. capsfast/ops/define.py makes a MemoryError of every text that begins
 // with "std::bad_alloc".
 class OutOfMemory : public std::bad_alloc {
  public:
