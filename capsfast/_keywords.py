@@ -72,7 +72,7 @@ def with_keywords_of(other: Callable[..., Any]) -> Callable[[Function], Function
     return shown
 
 
-def check(function: Callable[..., Any], given: Mapping[str, object], known: type, op: str) -> None:
+def check(function: Callable[..., Any], given: Mapping[str, object], known: type, op: str = "") -> None:
     """
     Raises:
         TypeError: a keyword that the TypedDict ``known`` has not.

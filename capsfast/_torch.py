@@ -1,4 +1,4 @@
-"""The private parts of torch that capsfast uses, each with the reason. No other module names one."""
+"""The private parts of torch that the core uses, each with the reason. No other module of the core names one."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -18,6 +18,16 @@ from .options import Options, PassOptions
 OTHER_ORDERS = "; docs/migration.md turns weights of other layers into this order"
 
 
+class _Given:
+    """Stands for the weight of a public function where its first argument is votes. None would be a likely mistake."""
+
+    def __repr__(self) -> str:
+        return "GIVEN"
+
+
+GIVEN: Any = _Given()
+
+
 class RoutingParameters(NamedTuple):
     """What goes with the capsules of a routing, in the order of the op schema; None where there is nothing."""
 
@@ -62,7 +72,7 @@ class Call:
 
     @property
     def shared_outputs(self) -> bool:
-        """Whether all output capsules have the same votes, of which there is one."""
+        """Whether one vote of an input capsule serves all output capsules."""
         shared: int = self.u.shape[2] if self.weight is None else self.weight.shape[1]
         return shared != self.J
 
@@ -105,19 +115,19 @@ def check(
     options: Options | PassOptions,
     J_needed: bool = False,
 ) -> tuple[Call, tuple[int, ...]]:
-    """The arguments of a routing or a pass as one value, and the sizes of the axes of positions.
+    """The arguments of a routing or a pass as one value, and the sizes of the axes of positions. Options are checked.
 
-    weight: None where u are votes. J_needed: where weight or votes are shared by all output capsules, another argument
+    weight: GIVEN where u are votes. J_needed: where weight or votes are shared by all output capsules, another argument
     must say how many there are.
 
     Raises:
         ValueError, TypeError: something does not fit.
     """
-    options.check(op)
     pairs = zip(parameters._fields, parameters, strict=True)
     given = {name: value for name, value in pairs if value is not None}
     spatial: tuple[int, ...] = ()
-    if weight is None:
+    if weight is GIVEN:
+        weight = None
         u, spatial = votes(op, u)
     else:
         u, weight = product(op, u, weight)

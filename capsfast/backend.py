@@ -1,8 +1,10 @@
 """Which implementation serves a call: the table of backends, who demands one, and the choice."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -43,8 +45,14 @@ def _not_by_cuda(call: Call) -> str:
 
 
 class _Backend(NamedTuple):
-    """devices: whose tensors it takes. Each function says why not, "" if nothing is in the way: absent, it can't run
-    here; unsuitable, not on this GPU; refuses, not this call."""
+    """A row of the table. Each function gives a reason, or "" where there is none.
+
+    Args:
+        devices: types of the devices that it takes tensors from.
+        absent: why it can't run here.
+        unsuitable: why it can't run on this GPU.
+        refuses: why it can't serve this call.
+    """
 
     devices: tuple[str, ...]
     absent: Callable[[], str] = lambda: ""
@@ -53,7 +61,7 @@ class _Backend(NamedTuple):
 
 
 # In the order in which backend=None tries them. On a GPU Triton goes first wherever it serves: no record says yet which
-# of the two is faster (docs/routing.md).
+# of the two is faster (docs/routing.md). A lambda looks its function up at each call, so that a test can replace it.
 BACKENDS = {
     "cpp": _Backend(("cpu",), lambda: native.why_absent),
     "triton": _Backend(
@@ -120,13 +128,17 @@ class use_backend:
 
 
 _warned = False
+PACKAGE = str(Path(__file__).parent)
 
 
 def _warn_once(reason: str) -> None:
     global _warned
     if not _warned and not torch.compiler.is_compiling():
         _warned = True
-        warnings.warn(f"capsfast: running on the slow reference backend: {reason}", RuntimeWarning, stacklevel=6)
+        level, frame = 1, sys._getframe()
+        while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+            level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+        warnings.warn(f"capsfast: running on the slow reference backend: {reason}", RuntimeWarning, stacklevel=level)
 
 
 def demanded(op: str, name: str | None) -> str | None:
@@ -142,11 +154,7 @@ def choose(call: Call, backend: str | None) -> str:
     """
     demand, device = _forced if backend is None else _checked(backend, call.op), call.u.device
     if demand is not None:
-        there = BACKENDS[demand]
-        reason = there.absent() or _elsewhere(demand, device)
-        reason = reason or (there.refuses(call) if there.refuses else "")
-        if device.type == "cuda" and there.unsuitable:
-            reason = reason or there.unsuitable(device)
+        reason = BACKENDS[demand].absent() or _elsewhere(demand, device) or _why_not(demand, call)
         if reason:
             raise RuntimeError(f"{call.op}: backend {demand!r} cannot serve this call: {reason}")
         return demand
@@ -157,15 +165,24 @@ def choose(call: Call, backend: str | None) -> str:
             continue
         if there.refuses and there.refuses(call):
             continue
-        reason = there.absent()
-        if device.type == "cuda" and there.unsuitable:
-            reason = reason or there.unsuitable(device)
+        reason = there.absent() or (_of_gpu(name, device) if device.type == "cuda" else "")
         if not reason:
             if name == "reference" and lacking:
                 _warn_once(lacking)
             return name
         lacking = lacking or reason
     raise AssertionError("the reference backend serves every call")
+
+
+def _why_not(name: str, call: Call) -> str:
+    """Why a backend that is there can't serve a call on its devices, "" if it can."""
+    refuses = BACKENDS[name].refuses
+    return (refuses(call) if refuses else "") or _of_gpu(name, call.u.device)
+
+
+def _of_gpu(name: str, device: torch.device) -> str:
+    unsuitable = BACKENDS[name].unsuitable
+    return unsuitable(device) if unsuitable and device.type == "cuda" else ""
 
 
 def _elsewhere(name: str, device: torch.device) -> str:

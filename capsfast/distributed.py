@@ -91,6 +91,7 @@ def dynamic_routing(
     _keywords.check(dynamic_routing, options, RoutingKeywords, op)
     given = RoutingParameters(*(options.get(name) for name in RoutingParameters._fields))  # type: ignore[arg-type]
     o = Options(num_iterations, **{name: options[name] for name in Options._fields[1:] if name in options})  # type: ignore[literal-required]
+    o.check(op)
     return_coupling = options.get("return_coupling", False)
     checks.boolean(op, "return_coupling", return_coupling)
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))

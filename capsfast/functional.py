@@ -1,4 +1,4 @@
-"""The public functions of routing: check the arguments, choose a backend, call the op."""
+"""The public functions of routing: check the arguments, then have the op run them."""
 
 from typing import Any, TypedDict
 
@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from . import _keywords, arguments, checks
 from ._overrides import instead
-from .arguments import RoutingParameters
+from .arguments import GIVEN, RoutingParameters
 from .ops import dynamic_routing as _dynamic_routing
 from .options import SQUASH, Options
 from .positions import restore
@@ -81,7 +81,7 @@ def squash(s: Tensor, dim: int = -1, eps: float = 1e-8, kind: str = "paper") -> 
 @_keywords.closed
 def dynamic_routing(
     u: Tensor,
-    weight: Tensor | None,
+    weight: Tensor,
     num_iterations: int = 3,
     *,
     logits: Tensor | None = None,
@@ -115,7 +115,7 @@ def dynamic_routing(
             output capsules, without a copy. With size 1 for J the number of output capsules is that of logits, bias or
             out_mask, if one of them is given, and the votes, which then have no axis J, are in memory, in float32 for
             16 bits; on the CPU they are not formed where one matrix for all pairs makes that less work
-            (docs/recommenders.md). None where ``u`` are votes, see :func:`capsfast.route_votes`.
+            (docs/recommenders.md).
         num_iterations: how many weighted sums are formed, at least 1.
         logits: log prior of the coupling, ``[I, J]`` (learned) or ``[B, I, J]``; default 0.
         bias: ``[J, D]``, added to the weighted sum before the squash.
@@ -142,11 +142,12 @@ def dynamic_routing(
             backend.
     """
     if unknown:
-        _keywords.refuse(route_votes if weight is None else dynamic_routing, unknown)
+        _keywords.refuse(dynamic_routing, unknown)
     if has_torch_function((u, weight, logits, bias, mask, out_mask)):
         return instead(dynamic_routing, locals(), 3)
-    op = "capsfast.route_votes" if weight is None else "capsfast.dynamic_routing"
+    op = "capsfast.route_votes" if weight is GIVEN else "capsfast.dynamic_routing"
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
+    options.check(op)
     if type(return_coupling) is not bool:
         checks.boolean(op, "return_coupling", return_coupling)
     call, spatial = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, out_mask), options)
@@ -170,6 +171,7 @@ def route_votes(votes: Tensor, num_iterations: int = 3, **options: Unpack[Routin
     All other arguments, the result and the errors are those of :func:`capsfast.dynamic_routing`
     (Sabour, Frosst, Hinton 2017, procedure 1).
     """
+    _keywords.check(route_votes, options, RoutingKeywords)
     if has_torch_function((votes, num_iterations, *options.values())):
         return instead(route_votes, {"votes": votes, "num_iterations": num_iterations, **options}, 2)
     if isinstance(num_iterations, Tensor) and num_iterations.dim() > 1:
@@ -177,4 +179,4 @@ def route_votes(votes: Tensor, num_iterations: int = 3, **options: Unpack[Routin
             f"capsfast.route_votes: takes votes [B, I, J, D] and a number of iterations, got {checks.shown(votes)} and "
             f"{checks.shown(num_iterations)}; for u and a weight use capsfast.dynamic_routing"
         )
-    return dynamic_routing(votes, None, num_iterations, **options)
+    return dynamic_routing(votes, GIVEN, num_iterations, **options)

@@ -17,7 +17,7 @@ from ._version import __version__
 
 # The LibTorch stable ABI the extension is built against (TORCH_TARGET_VERSION in setup.py).
 MINIMUM_TORCH = (2, 10)
-# The op schemas, as csrc/library.cpp defines them: the file is a list of strings in both languages.
+# The op schemas, as csrc/library.cpp defines them. The file is a list of strings in both languages: it has no comments.
 SCHEMAS: tuple[str, ...] = ast.literal_eval(
     f"({Path(__file__).with_name('ops').joinpath('schemas.inc').read_text(encoding='utf-8')})"
 )

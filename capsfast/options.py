@@ -1,6 +1,6 @@
-"""The options of the ops: their admissible values, their checks, and how the op schemas list them."""
+"""The options of the ops: their admissible values and their checks."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import checks
 
@@ -8,12 +8,10 @@ SOFTMAX = ("out", "in")
 NORMALIZE = ("out", "in", "sigmoid", "none", "lse")
 GRADIENT = ("full", "last")
 SQUASH = ("paper", "half", "eps_outside", "exp", "unit", "identity")
-# What the ops have behind a slash in ``squash`` where the last iteration has another one than the others.
-NO_SQUASH = "identity"
 
 
 class Options(NamedTuple):
-    """Static options of dynamic routing; of_op() has them as the op schema does.
+    """Static options of dynamic routing, in the order in which the op schema lists them.
 
     num_iterations: r >= 1, the number of weighted sums.
     softmax: the axis the coupling coefficients sum to one over: "out" (the output capsules,
@@ -55,23 +53,6 @@ class Options(NamedTuple):
         checks.positive_eps(op, eps)
         checks.boolean(op, "squash_last", squash_last)
 
-    def of_op(self) -> tuple[int, str, str, bool, str, float]:
-        """In the order in which the op schemas list them.
-
-        squash_last is in the squash, "paper/identity", so that programs exported without it keep their schema.
-        """
-        squash = self.squash if self.squash_last else f"{self.squash}/{NO_SQUASH}"
-        return self.num_iterations, self.softmax, self.gradient, self.leaky, squash, self.eps
-
-    @classmethod
-    def from_op(
-        cls, num_iterations: int, softmax: str, gradient: str, leaky: bool, squash: str, eps: float
-    ) -> "Options":
-        kind, slash, last = squash.partition("/")
-        if kind not in SQUASH or (slash and last != NO_SQUASH):
-            raise ValueError(f"capsfast: squash must be a kind, or one with '/{NO_SQUASH}', got '{squash}'")
-        return cls(num_iterations, softmax, gradient, leaky, kind, eps, not slash)
-
 
 class PassOptions(NamedTuple):
     """Static options of a routing pass, in the order in which the op schemas list them.
@@ -100,13 +81,6 @@ class PassOptions(NamedTuple):
                 f'{op}: leaky adds an entry to a softmax, so normalize must be "out" or "in", '
                 f"got {checks.shown(self.normalize)}"
             )
-
-    def of_op(self) -> tuple[str, bool, bool]:
-        return self.normalize, self.leaky, self.second
-
-    @classmethod
-    def from_op(cls, *options: Any) -> "PassOptions":
-        return cls(*options)
 
 
 class EMOptions(NamedTuple):

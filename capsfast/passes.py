@@ -1,4 +1,4 @@
-"""The public routing pass: check the arguments, choose a backend, call the op."""
+"""The public routing pass: check the arguments, then have the op run them."""
 
 from typing import NamedTuple, TypedDict
 
@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from . import _keywords, arguments, checks
 from ._overrides import instead
-from .arguments import PassParameters
+from .arguments import GIVEN, PassParameters
 from .ops import routing_pass as _routing_pass
 from .options import PassOptions
 from .positions import restore
@@ -56,7 +56,7 @@ class PassKeywords(TypedDict, total=False):
 @_keywords.closed
 def routing_pass(
     u: Tensor,
-    weight: Tensor | None,
+    weight: Tensor,
     *,
     query: Tensor | None = None,
     precision: Tensor | None = None,
@@ -94,7 +94,7 @@ def routing_pass(
         weight: transformation matrices ``[I, J, D, K]``; for pose matrices ``[I, J, Q, R]``. A size 1 for I or for J
             shares them without a copy. With size 1 for J the number of output capsules is that of query, precision,
             center, prior, logits or out_mask, and the votes, which then have no axis J, are in memory, in float32 for
-            16 bits. None where ``u`` are votes, see :func:`capsfast.votes_pass`.
+            16 bits.
         query: ``[B, J, D]``, the linear part of the score.
         precision: ``[B, J, D]``, not negative: the quadratic part.
         center: ``[B, J, D]``, subtracted from the votes. About a mean, float32 does not cancel in ``second``.
@@ -123,14 +123,15 @@ def routing_pass(
         RuntimeError: the demanded backend cannot serve the call; a second derivative of a fused backend.
     """
     if unknown:
-        _keywords.refuse(votes_pass if weight is None else routing_pass, unknown)
+        _keywords.refuse(routing_pass, unknown)
     if has_torch_function((u, weight, query, precision, center, prior, logits, activation, mask, out_mask, lse)):
         return instead(routing_pass, locals(), 2)  # type: ignore[no-any-return]
-    op = "capsfast.votes_pass" if weight is None else "capsfast.routing_pass"
+    op = "capsfast.votes_pass" if weight is GIVEN else "capsfast.routing_pass"
     parameters = PassParameters(query, precision, center, prior, logits, activation, lse, mask, out_mask)
     options = PassOptions(normalize, leaky, second)
-    call, spatial = arguments.check(op, u, weight, parameters, options, J_needed=True)
+    options.check(op)
     _check_lse(op, normalize, lse, return_weights, return_lse)
+    call, spatial = arguments.check(op, u, weight, parameters, options, J_needed=True)
     mass, first, squares, r, log_sum = _routing_pass.run(call, return_weights, return_lse, backend)
     asked = (mass, first, squares if second else None, r if return_weights else None, log_sum if return_lse else None)
     if spatial:
@@ -150,9 +151,10 @@ def votes_pass(votes: Tensor, **options: Unpack[PassKeywords]) -> Moments:
 
     All other arguments, the result and the errors are those of :func:`capsfast.routing_pass`.
     """
+    _keywords.check(votes_pass, options, PassKeywords)
     if has_torch_function((votes, *options.values())):
         return instead(votes_pass, {"votes": votes, **options}, 1)  # type: ignore[no-any-return]
-    return routing_pass(votes, None, **options)
+    return routing_pass(votes, GIVEN, **options)
 
 
 def _check_lse(op: str, normalize: str, lse: Tensor | None, return_weights: bool, return_lse: bool) -> None:

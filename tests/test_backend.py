@@ -267,10 +267,10 @@ def test_without_extension_the_reference_warns_once(no_extension: str) -> None:
         routed()
 
 
-def test_the_warning_points_at_the_caller(no_extension: str) -> None:
-    u, weight = torch.randn(2, 3, 6), torch.randn(3, 4, 5, 6)
+@pytest.mark.parametrize("votes", [False, True])
+def test_the_warning_points_at_the_caller(no_extension: str, votes: bool) -> None:
     with pytest.warns(RuntimeWarning) as caught:
-        capsfast.dynamic_routing(u, weight)
+        capsfast.votes_pass(torch.randn(2, 3, 4, 5)) if votes else capsfast.dynamic_routing(*layer(*SHAPE))
     assert caught[0].filename == __file__
 
 

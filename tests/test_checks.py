@@ -47,12 +47,6 @@ SHARED: dict[str, Row] = {
     "leaky": (lambda: {"leaky": 1}, TypeError, "leaky must be True or False", "got 1"),
     "return_coupling": (lambda: {"return_coupling": 1}, TypeError, "return_coupling must be True or False", "got 1"),
     "squash_last": (lambda: {"squash_last": 1}, TypeError, "squash_last must be True or False", "got 1"),
-    "share_batch_logits": (
-        lambda: {"share_batch_logits": "yes"},
-        TypeError,
-        "share_batch_logits must be True or False",
-        "got 'yes'",
-    ),
     "backend": (lambda: {"backend": "gpu"}, ValueError, "backend must be one of", "got 'gpu'"),
     "logits shape": (
         lambda: {"logits": torch.zeros(J, I)},

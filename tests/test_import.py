@@ -1,5 +1,6 @@
 """``import capsfast`` is light: torch, and next to nothing besides."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 import capsfast
+from capsfast.functional import RoutingKeywords
+from capsfast.passes import PassKeywords
 
 HEAVY = ("lightning", "lightning_fabric", "pytorch_lightning", "matplotlib", "sklearn", "rich", "typer", "tensorboard")
 OWN = tuple(f"capsfast.{name}" for name in ("adopt", "bench", "cli", "compat", "data", "export", "models", "train"))
@@ -52,7 +55,16 @@ start = process_time()
 import torch
 between = process_time()
 import capsfast
+from capsfast.functional import RoutingKeywords
+from capsfast.passes import PassKeywords
 print((process_time() - between) / (between - start))
 """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     assert min(float(python(code, kept)) for _ in range(2)) <= SHARE, torch.__version__
+
+
+def test_keywords_that_functions_hand_on_are_those_of_the_signature() -> None:
+    for function, keywords in ((capsfast.dynamic_routing, RoutingKeywords), (capsfast.routing_pass, PassKeywords)):
+        parameters = inspect.signature(function).parameters.values()
+        own = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+        assert own == keywords.__annotations__.keys()

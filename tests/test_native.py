@@ -240,7 +240,7 @@ ALONE = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
 u, weight = torch.randn(3, 5, 4), torch.randn(5, 2, 6, 4)
-options = (None, 3, "out", "full", False, "paper", 1e-8, False, False)
+options = (None, 3, "out", "full", False, "paper", 1e-8, True, False, False)
 v = torch.ops.capsfast.dynamic_routing(u, weight, None, None, None, None, *options)[0]
 assert "capsfast" not in sys.modules
 # After it, the package finds the ops defined.

@@ -12,7 +12,7 @@ from capsfast.ops.define import PREFIX
 from capsfast.reference.votes import product
 
 from .support.accuracy import assert_close, relative_l2
-from .support.backends import ALL_DTYPES, TABLE, Backend, Shape
+from .support.backends import ALL_DTYPES, TABLE, Backend, Shape, named
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, registered, registered_backward, run
 
 pytestmark = pytest.mark.fused
@@ -181,3 +181,16 @@ def test_fakes_promise_what_the_kernels_return(backend: Backend, op: str, case: 
             meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in values]
             for real, fake in zip(called(*values), called(*meta), strict=True):
                 assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), called
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_number_of_needed_gradients_is_checked(op: str) -> None:
+    problem = make(Shape(3, 9, 4, 5, 6), LOADED, op, torch.float32)
+    cpp = named("cpp")
+    arguments = backward_arguments(problem, cpp)
+    for needed in ([], [True], [True] * 5):
+        with pytest.raises(RuntimeError, match=f"needed must have 4 entries, got {len(needed)}"):
+            cpp.op(op, backward=True)(*arguments[:-1], needed)
+    wrong = [9 if n == 6 else value for n, value in enumerate(registered(problem))]
+    with pytest.raises(RuntimeError, match=r"J must be that of the weight|must have 1 or J outputs"):
+        cpp.op(op)(*wrong)

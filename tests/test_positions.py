@@ -220,7 +220,7 @@ def test_ops_take_a_single_position(backend: Backend) -> None:
     none = (None,) * 9
     for name, arguments in (
         ("votes_pass", (None, *none, 3, "in", False, True, False, True, True)),
-        ("route_votes", (None, *none[:4], 3, 2, "in", "full", False, "paper", 1e-8, False, True)),
+        ("route_votes", (None, *none[:4], 3, 2, "in", "full", False, "paper", 1e-8, True, False, True)),
     ):
         found = []
         for given in (votes[..., :1], votes):
@@ -240,7 +240,7 @@ def test_opcheck(backend: Backend) -> None:
     none = (None,) * 9
     arguments = (votes, None, *none, 3, "in", False, True, False, True, True)
     torch.library.opcheck(backend.op("votes_pass"), arguments, test_utils=("test_schema", "test_faketensor"))
-    arguments = (votes, None, *none[:4], 3, 2, "in", "full", False, "paper", 1e-8, False, True)
+    arguments = (votes, None, *none[:4], 3, 2, "in", "full", False, "paper", 1e-8, True, False, True)
     torch.library.opcheck(backend.op("route_votes"), arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import capsfast
-from capsfast import native
 from capsfast.nn import ConvCaps2d, Groups, RoutedCaps, RoutingByAgreement, SlimConvCaps2d
-from capsfast.options import Options
 
 B, I, J, K, D = 3, 6, 4, 5, 3
 f64 = {"dtype": torch.float64}
@@ -79,15 +77,3 @@ def test_diagnosis_finds_no_saturation_where_nothing_squashes() -> None:
     )
     assert saturated.saturation > 0.5
     assert sums.saturation == 0
-
-
-@pytest.mark.parametrize("words", ["paper/half", "paper/", "paper/identity/identity", "none", "/identity"])
-def test_words_of_an_op_that_are_no_squash(words: str) -> None:
-    options = (3, "out", "full", False, words, 1e-8)
-    with pytest.raises(ValueError, match=f"squash must be .*got '{words}'"):
-        Options.from_op(*options)
-    if native.extension is None:
-        return
-    u, weight = numbers(2, I, K), numbers(I, J, D, K)
-    with pytest.raises(RuntimeError, match=r"squash must not be|squash must be a kind, or one with '/identity'"):
-        torch.ops.capsfast.dynamic_routing(u, weight, None, None, None, None, None, *options, False, False)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..arguments import GIVEN
 from ..compat import averaged_routing
 from ..functional import dynamic_routing
 from ..kinds import spelled
@@ -109,9 +110,9 @@ class Identification:
             ValueError, TypeError: a tensor has other axes; what :func:`capsfast.dynamic_routing` raises.
         """
         (x, *weights), keywords = self.arguments_of_call(parameters, u, *others)
-        weight = weights[0] if weights else None
+        weight = weights[0] if weights else GIVEN
         if self.averaged:
-            v = averaged_routing(x, weight, **keywords)
+            v = averaged_routing(x, weights[0] if weights else None, **keywords)
         else:
             v = dynamic_routing(x, weight, **keywords, backend=backend)
         return follow(v, steps_to(self.output_order, "BJD"))

@@ -204,6 +204,8 @@ class Search(Proof):
             output = self._run(inputs)
             self._start_anew(found, inputs, output)
             for role, order in self.inputs.roles(n, found.sizes._asdict()):
+                if found.averaged and (role == "out_mask" or (role == "mask" and found.softmax == "in")):
+                    continue  # the samples, whose logits are averaged, would have softmaxes of their own
                 tried = replace(
                     found, arguments=(*found.arguments, role), argument_orders=(*found.argument_orders, order)
                 )

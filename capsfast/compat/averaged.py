@@ -5,15 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from .. import arguments, checks
+from .. import _keywords, arguments, checks
 from ..arguments import Call, RoutingParameters
 from ..functional import squash as _squash
-from ..ops.define import in_wide_dtype
 from ..options import Options
+from ..precision import in_wide_dtype
 from ..reference.coupling import coupling_coefficients
 
 
+@_keywords.closed
 def averaged_routing(
     u: Tensor,
     weight: Tensor | None,
@@ -29,6 +31,7 @@ def averaged_routing(
     eps: float = 1e-8,
     squash_last: bool = True,
     return_coupling: bool = False,
+    **unknown: Unpack[_keywords.NoMore],
 ) -> Any:
     """:func:`capsfast.dynamic_routing` whose logits are, before every softmax, replaced by their mean over the batch.
 
@@ -53,10 +56,14 @@ def averaged_routing(
             softmax of each sample.
     """
     op = "capsfast.compat.averaged_routing"
+    if unknown:
+        _keywords.refuse(averaged_routing, unknown, op)
     checks.boolean(op, "return_coupling", return_coupling)
     options = Options(num_iterations, softmax, gradient, leaky, squash, eps, squash_last)
-    call, spatial = arguments.check(op, u, weight, RoutingParameters(logits, bias, mask, None), options)
-    if spatial or call.P > 1:
+    options.check(op)
+    votes_or_weight = arguments.GIVEN if weight is None else weight
+    call, spatial = arguments.check(op, u, votes_or_weight, RoutingParameters(logits, bias, mask, None), options)
+    if spatial or (weight is not None and u.dim() == 4):
         raise ValueError(
             f"{op}: u must be [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)} with more axes; "
             f"capsfast.dynamic_routing takes these, without the mean"

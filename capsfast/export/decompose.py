@@ -38,7 +38,7 @@ def _by_definition(op: Op, parameters: Any, options: Any) -> Callable[..., tuple
     first, last = len(parameters._fields), -1 - op.contract.requests
 
     def run(u: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        given, J = options.from_op(*rest[first + 1 : last]), rest[first]
+        given, J = options(*rest[first + 1 : last]), rest[first]
         if options is Options:
             given = given._replace(gradient="full")  # a detach() is no op of other runtimes
         call = unchecked(u, weight, parameters(*rest[:first]), given, J)

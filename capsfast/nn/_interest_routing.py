@@ -10,10 +10,9 @@ from .. import checks
 from ..arguments import RoutingParameters, unchecked
 from ..functional import squash as _squash
 from ..ops import shared_routing
-from ..ops.define import as_under_autocast
 from ..options import Options
 from ..passes import Moments
-from ..precision import wide_dtype
+from ..precision import as_under_autocast, wide_dtype
 from .routing.votes import GivenVotes, ProductVotes, Votes
 
 OP = "capsfast.nn.InterestCapsules"

@@ -106,6 +106,8 @@ class ConvCaps2d(Layer):
         columns = out_dim if pose_rows is None else pose_sizes(op, in_dim, out_dim, pose_rows)[2]
         self.uses_poses_alone = routing == "dynamic"
         in_caps = in_types * self.kernel_size[0] * self.kernel_size[1]
+        if num_iterations is not None:
+            _arguments.integer(op, "num_iterations", num_iterations)
         if init_std is None and routing == "dynamic":
             routed = in_caps // groups
             share: float = routed if options.get("softmax") == "in" else out_types // groups

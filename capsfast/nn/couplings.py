@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from .routed_caps import RoutedCaps
 from .routing.votes import RecordedVotes
 from .routing_by_agreement import RoutingByAgreement
@@ -31,6 +32,7 @@ def couplings(
     Raises:
         TypeError: another layer.
     """
+    checks.boolean("capsfast.nn.couplings", "shares", shares)
     if not isinstance(layer, (RoutedCaps, RoutingByAgreement)):
         raise TypeError(f"capsfast.nn.couplings: layer must be a routing layer, got {type(layer).__name__}")
     weights = layer.recorded(u, activation, **given).weights
@@ -55,6 +57,7 @@ def recorded(layer: nn.Module, *, shares: bool = False) -> Iterator[list[Tensor]
     Raises:
         TypeError: another layer.
     """
+    checks.boolean("capsfast.nn.recorded", "shares", shares)
     if not isinstance(layer, RoutedCaps):
         raise TypeError(f"capsfast.nn.recorded: layer must be a RoutedCaps, got {type(layer).__name__}")
     found: list[Tensor] = []

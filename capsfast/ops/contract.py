@@ -29,9 +29,13 @@ def _parsed(name: str) -> tuple[dict[str, str], tuple[str, ...]]:
 class Contract:
     """An op ``capsfast::name`` and its backward, by the names of what they take and return.
 
-    arguments, backward: of both. tensors: how many of the arguments are tensors or None; they come first. outputs: the
-    results, of which the first ``differentiable`` have gradients. saved: the last results, for the backward. needed:
-    what may need a gradient, the first of the tensors.
+    Attributes:
+        arguments, backward: what the op takes, and what its backward takes.
+        tensors: how many of the arguments are tensors or None; they come first.
+        requests: how many bools ``return_...`` end the arguments.
+        outputs: the results, of which the first ``differentiable`` have gradients.
+        saved: the last results, for the backward.
+        needed: what may need a gradient, the first of the tensors.
     """
 
     name: str

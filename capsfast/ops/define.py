@@ -1,14 +1,12 @@
 """Defines the ops: schema, fake, autograd, autocast, vmap, sharding, and which kernels a call goes to.
 
-Each op exists twice with the same contract, one for each set of kernels: ``capsfast::<op>`` for those of the extension,
+There is an op for each set of kernels, with the same contract: ``capsfast::<op>`` for those of the extension,
 ``capsfast::triton_<op>`` for those of Triton. So a traced program keeps the kernels it was traced with.
 """
 
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +19,11 @@ from .._torch import OpOverload, any_autocast, below_autograd, forward_mode, tra
 from ..arguments import Call
 from ..axes import axes_of
 from ..backend import choose
-from ..precision import tf32_allowed, wide_dtype
+from ..precision import cast, in_wide_dtype, tf32_allowed
 from . import sharding
 from .contract import Contract
 
 PREFIX = {"cpp": "", "triton": "triton_"}
-LOW = (torch.float32, torch.float16, torch.bfloat16)
 _library = torch.library.Library("capsfast", "FRAGMENT")
 
 Function = Callable[..., Any]
@@ -72,14 +69,14 @@ class Op:
             _bind_triton(name)
 
     def run(self, call: Call, requests: tuple[bool, ...], backend: str | None) -> Outputs:
-        """What the public function returns, from the chosen backend; empty tensors for what is not requested."""
+        """The results of the op from the chosen backend. A result that was not requested is empty."""
         chosen = choose(call, backend)
         if chosen == "reference":
             return self.run_definition(call, requests)
         J = call.J if call.weight is None else None
         tf32 = chosen != "cpp" and tf32_allowed()
         kernel = self.kernels[chosen]
-        found: Outputs = kernel(call.u, call.weight, *call.parameters, J, *call.options.of_op(), tf32, *requests)
+        found: Outputs = kernel(call.u, call.weight, *call.parameters, J, *call.options, tf32, *requests)
         return found
 
     def run_definition(self, call: Call, requests: tuple[bool, ...]) -> Outputs:
@@ -163,31 +160,10 @@ def fake_sizes(u: Tensor, weight: Tensor | None, J: int | None) -> tuple[tuple[i
     torch._check(u.dtype == weight.dtype, lambda: "u and weight must have one dtype")
     (B, I, numbers), (rows, J, R, K) = u.shape, weight.shape
     P = 1 if K == 0 else numbers // K
-    torch._check(numbers == P * K, lambda: "u and weight must agree in K")
+    torch._check(P >= 1 and numbers == P * K, lambda: "u and weight must agree in K")
     if rows != 1:
         torch._check(rows == I, lambda: "weight must have 1 or I rows")
     return (B, I, J, P * R), ()
-
-
-def as_under_autocast(*tensors: Any) -> tuple[Sequence[Any], AbstractContextManager[Any]]:
-    """For what stands in for an op: the tensors as autocast casts those of ops, and a context without autocast."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors, nullcontext()
-    return _cast(tensors, torch.get_autocast_dtype(device), len(tensors)), torch.autocast(device, enabled=False)
-
-
-def in_wide_dtype(definition: Callable[[Call], Outputs], call: Call, narrow: Sequence[int]) -> Outputs:
-    """``definition(call)`` as an op computes: 16-bit tensors become float32 before any sum.
-
-    narrow: which results get the dtype of u back. As with ops, autocast casts u and weight alone.
-    """
-    (u, weight), no_autocast = as_under_autocast(call.u, call.weight)
-    dtype = u.dtype
-    with no_autocast:
-        wide = replace(call, u=u, weight=weight).with_tensors(lambda value: value.to(wide_dtype(dtype)))
-        found = definition(wide)
-        return tuple(value.to(dtype) if n in narrow else value for n, value in enumerate(found))
 
 
 def overload(name: str) -> OpOverload:
@@ -244,7 +220,7 @@ def _backward_by(contract: Contract, op: Function) -> Function:
 
 
 def _called(
-    op: OpOverload, public: tuple[str, ...], save: Function, backward: Function, cast: int, first: int
+    op: OpOverload, public: tuple[str, ...], save: Function, backward: Function, count: int, first: int
 ) -> Function:
     """A function that calls an op in the way that suits its caller.
 
@@ -252,7 +228,7 @@ def _called(
     torch.library, and in eager mode their autograd takes most of the host time of a call. In both cases save and
     backward run in an autograd.Function instead.
 
-    public: see :class:`Op`. cast: how many of the first arguments autocast casts. first: which argument is surely a
+    public: see :class:`Op`. count: how many of the first arguments autocast casts. first: which argument is surely a
     tensor, as the gradients before it may be None.
     """
 
@@ -293,7 +269,7 @@ def _called(
                 if not casting:
                     return Transformed.apply(*inputs)
                 with torch.autocast(device, enabled=False):
-                    return Transformed.apply(*_cast(inputs, torch.get_autocast_dtype(device), cast))
+                    return Transformed.apply(*cast(inputs, torch.get_autocast_dtype(device), count))
             if casting:
                 return op(*inputs)
             differentiated = False
@@ -318,18 +294,10 @@ def _called(
     return call
 
 
-def _cast(args: Sequence[Any], dtype: torch.dtype, count: int) -> list[Any]:
-    """args, the first ``count`` of them cast to dtype. float64 is not cast, as in torch's own autocast rules."""
-    return [
-        arg.to(dtype) if n < count and isinstance(arg, Tensor) and arg.dtype in LOW else arg
-        for n, arg in enumerate(args)
-    ]
-
-
-def _under_autocast(op: OpOverload, device: str, cast: int) -> Function:
+def _under_autocast(op: OpOverload, device: str, count: int) -> Function:
     def kernel(*args: Any) -> Any:
         with torch.autocast(device, enabled=False):
-            return op(*_cast(args, torch.get_autocast_dtype(device), cast))
+            return op(*cast(args, torch.get_autocast_dtype(device), count))
 
     return kernel
 

@@ -14,9 +14,7 @@ has du. Votes ``[B, I, J, D, S]`` have S positions. Then all that has an axis B 
 empty: they would be r / I of votes that have few input capsules. The backward computes them again, a part of the
 positions at a time.
 
-squash is the kind of every iteration; behind a slash stands that of the last one where it is another:
-"paper/identity" leaves out the last squash. tf32: products of float32 may be rounded to TF32; it has no effect on the
-CPU.
+tf32: products of float32 may be rounded to TF32; it has no effect on the CPU.
 
 ``capsfast::dynamic_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
 """

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import Call
-from .define import Op, in_wide_dtype
+from ..precision import in_wide_dtype
+from .define import Op
 
 
 def with_votes(run: Callable[..., Any], op: Op, call: Call, *rest: Any) -> tuple[Tensor, ...]:

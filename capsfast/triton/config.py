@@ -106,7 +106,7 @@ class Tiles(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The layer that a row of the table is for. K is 0 for route_votes. shared: one weight for all input capsules.
+    """The layer that a row of the table is for. K is 0 of given votes. shared: one weight for all input capsules.
 
     poses: P of pose matrices. D is that of one of their rows.
     """

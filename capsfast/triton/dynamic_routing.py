@@ -15,7 +15,7 @@ def _call(u: Tensor, weight: Tensor | None, *rest: Any) -> Call:
     logits, bias, mask, out_mask, J, *options, tf32 = rest
     spatial = u.shape[4:]
     mask, out_mask = as_samples(mask, spatial), as_samples(out_mask, spatial)
-    return Call(u, weight, logits, bias, mask, out_mask, Options.from_op(*options), tf32, outputs=J)
+    return Call(u, weight, logits, bias, mask, out_mask, Options(*options), tf32, outputs=J)
 
 
 @replayed

@@ -1,4 +1,4 @@
-"""Forward and backward of a routing pass, for votes_pass as well as for routing_pass. The contract is in
+"""Forward and backward of a routing pass, whether votes are made or given. The contract is in
 ops/routing_pass.py.
 
 The kernels are those of dynamic routing: the forward is one accumulate, with row_norm before it where the outputs do

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..options import NO_SQUASH, Options, PassOptions
+from ..options import Options, PassOptions
 from . import occupancy
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
@@ -172,7 +172,7 @@ def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, 
     RB = max(1, 128 // DP)
     shape: dict[str, Any] = {"J": J, "D": D, "DP": DP, "RB": RB}
     if isinstance(call.options, Options):
-        shape["KIND"] = call.options.squash if call.options.squash_last or not last else NO_SQUASH
+        shape["KIND"] = call.options.squash if call.options.squash_last or not last else "identity"
     return (cdiv(B * J, RB),), shape
 
 

@@ -1,4 +1,4 @@
-"""Forward and backward as sequences of passes, for route_votes as well as for dynamic_routing.
+"""Forward and backward as sequences of passes, whether votes are made or given.
 
 All launches go to the current stream, and nothing waits for a result, so that a CUDA graph can capture them.
 """

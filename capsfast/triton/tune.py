@@ -67,13 +67,13 @@ class Workload(NamedTuple):
 
 def of_dynamic_routing(u: Tensor, weight: Tensor, options: Options) -> Workload:
     given = (u, weight, None, None, None, None)
-    v, *saved = dynamic_routing.forward(*given, None, *options.of_op(), False, False)
+    v, *saved = dynamic_routing.forward(*given, None, *options, False, False)
     dv = torch.randn_like(v)
 
     def run() -> None:
-        dynamic_routing.forward(*given, None, *options.of_op(), False, False)
+        dynamic_routing.forward(*given, None, *options, False, False)
         needed = (True, True, False, False)
-        dynamic_routing.backward(dv, None, *given, *saved, None, *options.of_op(), False, needed)
+        dynamic_routing.backward(dv, None, *given, *saved, None, *options, False, needed)
 
     return Workload(Call(*given, options).layer, run)
 

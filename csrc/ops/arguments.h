@@ -42,6 +42,14 @@ class Stack {
     return *this;
   }
 
+  // Which gradients are needed, of so many.
+  std::vector<bool> needed(size_t count) {
+    std::vector<bool> found;
+    *this >> found;
+    STD_TORCH_CHECK(found.size() == count, "capsfast: needed must have ", count, " entries, got ", found.size());
+    return found;
+  }
+
   void give(std::initializer_list<Tensor> results) {
     STD_TORCH_CHECK(taken_ == arguments_ && results.size() == results_, "capsfast: a schema and its kernel differ");
     for (const Tensor& result : results) *values_++ = torch::stable::detail::from(result);
@@ -138,7 +146,7 @@ struct VoteGradients {
   Tensor u, weight;
 };
 
-// a: u and weight, a struct that has these. Where u are votes, the kernels write dvotes where else dW goes.
+// a: a struct with u and weight. Where u are votes, the kernels write dvotes where else dW goes.
 template <class A>
 VoteGradients gradients_of(const A& a, const Problem& p, const std::vector<bool>& needed, BackwardOutputs& out) {
   out.weight_rows = a.weight.has_value() ? a.weight->size(0) : 0;
@@ -193,7 +201,9 @@ struct Arguments {
 
   // The sizes and the votes: those of u and weight or, without a weight, u itself with J output capsules.
   static Problem problem_of(const Tensor& u, const OptionalTensor& weight, std::optional<int64_t> J) {
-    return weight.has_value() ? of_product(u, *weight) : of_votes(u, J.value_or(u.dim() > 2 ? u.size(2) : 0));
+    if (!weight.has_value()) return of_votes(u, J.value_or(u.dim() > 2 ? u.size(2) : 0));
+    STD_TORCH_CHECK(!J.has_value() || *J == weight->size(1), "capsfast: J must be that of the weight");
+    return of_product(u, *weight);
   }
 
  private:

@@ -21,12 +21,12 @@ struct RoutingArguments {
   std::optional<int64_t> J;
   int64_t num_iterations = 1;
   std::string softmax, gradient, squash;
-  bool leaky = false, tf32 = false;
+  bool leaky = false, squash_last = true, tf32 = false;
   double eps = 0;
 
   void take_tensors(Stack& stack) { stack >> u >> weight >> logits >> bias >> mask >> out_mask; }
   void take_options(Stack& stack) {
-    stack >> J >> num_iterations >> softmax >> gradient >> leaky >> squash >> eps >> tf32;
+    stack >> J >> num_iterations >> softmax >> gradient >> leaky >> squash >> eps >> squash_last >> tf32;
   }
 };
 
@@ -63,12 +63,11 @@ class DynamicRouting : Arguments<Engine> {
     RoutingArguments a;
     OptionalTensor dv, dcoupling;  // [B, J, D] and [B, I, J]
     Tensor coupling, s, norm;      // [B, I, J], [r, B, J, D] and [2, r, B, J], each empty if it was not kept
-    std::vector<bool> needed;
     stack >> dv >> dcoupling;
     a.take_tensors(stack);
     stack >> coupling >> s >> norm;
     a.take_options(stack);
-    stack >> needed;
+    const std::vector<bool> needed = stack.needed(4);
     const Problem p = problem(a);
     const bool positions = p.positions >= 0;
     const ScalarType wide = wide_type(a.u);
@@ -118,7 +117,8 @@ class DynamicRouting : Arguments<Engine> {
     p.normalize = softmax_of(a.softmax);
     p.gradient_last = gradient_last_of(a.gradient);
     p.leaky = a.leaky;
-    set_squash(p, a.squash);
+    p.squash = squash_of(a.squash);
+    p.last_squash = a.squash_last ? p.squash : Squash::identity;
     p.eps = a.eps;
     p.tf32 = a.tf32;
     add_logits_and_masks(p, a.logits, a.mask, a.out_mask);

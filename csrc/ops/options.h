@@ -32,15 +32,4 @@ inline Squash squash_of(const std::string& word) {
   return static_cast<Squash>(choice_of("squash", word, {"paper", "half", "eps_outside", "exp", "unit", "identity"}));
 }
 
-// Where the last iteration has another squash, it stands behind a slash: "paper/identity".
-inline void set_squash(Problem& p, const std::string& words) {
-  const size_t slash = words.find('/');
-  p.squash = squash_of(words.substr(0, slash));
-  p.last_squash = p.squash;
-  if (slash == std::string::npos) return;
-  STD_TORCH_CHECK(words.substr(slash) == "/identity", "capsfast: squash must be a kind, or one with '/identity', got '",
-                  words, "'");
-  p.last_squash = Squash::identity;
-}
-
 }  // namespace capsfast

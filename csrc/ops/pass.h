@@ -1,4 +1,4 @@
-// What routing_pass and votes_pass compute beyond routing.h: what a pass scores votes against, and its moments.
+// What routing_pass computes beyond routing.h: what a pass scores votes against, and its moments.
 //
 //   x = W u - center;  b = logits + prior + x . query - sum_d precision x^2 / 2;  r = normalize(b) activation
 //   mass = sum_i r;  first = sum_i r x;  second = sum_i r x^2

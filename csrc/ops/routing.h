@@ -1,4 +1,4 @@
-// What dynamic_routing and route_votes compute, as plain structs: shapes, strides, options, inputs, outputs.
+// What dynamic_routing computes, as plain structs: shapes, strides, options, inputs, outputs.
 //
 // Symbols: u [B, I, K], weight [I, J, D, K], votes [B, I, J, D], v and s [B, J, D], r iterations.
 // With V_0 = 0, V_t = V_{t-1} + squash(s_t), iteration t is one pass over the input capsules:
@@ -47,7 +47,7 @@ struct Problem {
   double eps = 1e-8;
   bool tf32 = false;  // float32 products may be rounded to TF32
 
-  bool votes_given = false;     // route_votes: votes instead of u and weight, K = 1
+  bool votes_given = false;     // votes instead of u and weight, K = 1
   bool shared_weight = false;   // one weight for all input capsules: dweight is the sum over them
   bool shared_outputs = false;  // one vote for all output capsules, of stride 0: dvotes is the sum over them
   bool together = false;        // a small batch keeps the votes of all samples at once: gradients sum over it
@@ -104,7 +104,7 @@ struct BackwardInputs {
 // Contiguous gradients; `data` is null if one is not wanted.
 struct BackwardOutputs {
   View du;       // [B, I, P K]
-  View dweight;  // [I or 1, J, R, K]; for route_votes dvotes [B, I, J or 1, D]
+  View dweight;  // [I or 1, J, R, K]; where votes are given dvotes [B, I, J or 1, D]
   View dlogits;  // [I, J] or, if per_sample_logits, [B, I, J]
   View dbias;    // [J, D]
   bool per_sample_logits = false;

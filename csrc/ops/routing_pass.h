@@ -65,12 +65,11 @@ class RoutingPass : Arguments<Engine> {
     PassArguments a;
     OptionalTensor dmass, dfirst, dsecond, dweights, dlse_out;
     Tensor mass, first, second, weights, lse_out, norm;
-    std::vector<bool> needed;
     stack >> dmass >> dfirst >> dsecond >> dweights >> dlse_out;
     a.take_tensors(stack);
     stack >> mass >> first >> second >> weights >> lse_out >> norm;
     a.take_options(stack);
-    stack >> needed;
+    const std::vector<bool> needed = stack.needed(9);
     // Without a gradient of the second moment, and without squares in the score, it plays no part.
     a.second = a.second && dsecond.has_value();
     Problem p = problem(a);

@@ -39,12 +39,11 @@ class SharedRouting : Arguments<CpuEngine> {
     Call call;
     OptionalTensor dv;  // [B, J, D]
     Tensor kept;        // [B, p.kept()]
-    std::vector<bool> needed;
     stack >> dv;
     call.take_tensors(stack);
     stack >> kept;
     call.take_options(stack);
-    stack >> needed;
+    const std::vector<bool> needed = stack.needed(3);
     SharedProblem p = call.problem();
     const ScalarType type = call.u.scalar_type();
     if (!dv.has_value()) {

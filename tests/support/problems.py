@@ -316,7 +316,7 @@ def registered(problem: Problem) -> list[Any]:
     J = None if "weight" in given else next(iter(problem.gradients.values())).shape[1]
     tensors = [given.get(name) for name in names[1 : names.index("J")]]
     case = problem.case
-    return [given.get("votes", given.get("u")), *tensors, J, *case.options.of_op(), False, *case.requests]
+    return [given.get("votes", given.get("u")), *tensors, J, *case.options, False, *case.requests]
 
 
 def registered_backward(problem: Problem, outputs: Sequence[Tensor]) -> list[Any]:

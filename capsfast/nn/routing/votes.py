@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import arguments, checks, positions
+from ...arguments import GIVEN
 from ...axes import AXES, axes_of
 from ...functional import dynamic_routing
 from ...functional import squash as _squash
@@ -182,7 +183,7 @@ class PassVotes(Votes):
 
     Args:
         op: in whose name errors are raised.
-        tensors: what a pass takes first: u and weight, or votes and None.
+        tensors: what a pass takes first: u and weight, or votes and GIVEN.
         sizes: (B, I, J, D) of the votes, J = 1 where output capsules share them.
         J: the number of output capsules in that case.
         spatial: sizes of the axes of positions, if there are such.
@@ -193,7 +194,7 @@ class PassVotes(Votes):
     def __init__(
         self,
         op: str,
-        tensors: tuple[Tensor, Tensor | None],
+        tensors: tuple[Tensor, Tensor],
         sizes: Sequence[int],
         J: int | None = None,
         spatial: tuple[int, ...] = (),
@@ -218,7 +219,7 @@ class PassVotes(Votes):
 
     def _check(self, op: str, given: dict[str, Tensor | None]) -> None:
         sizes = (self.batch, self.I, self.J, self.D)
-        anchor = "votes" if self.tensors[1] is None else "u"
+        anchor = "votes" if self.tensors[1] is GIVEN else "u"
         arguments.check_parameters(op, anchor, self.tensors[0], sizes, given, self.spatial)
 
     def check_activation(self, op: str, activation: Tensor) -> None:
@@ -244,7 +245,7 @@ class PassVotes(Votes):
             return super()._some(step, activation)
         given = {**self.given, "mask": _every(step, self.given["mask"])}
         u, weight = self.tensors
-        if weight is not None and weight.shape[0] != 1:
+        if weight is not GIVEN and weight.shape[0] != 1:
             weight = weight[::step]
         return routing_pass(u[:, ::step], weight, activation=_every(step, activation), **given)
 
@@ -297,7 +298,7 @@ class GivenVotes(PassVotes):
 
     def __init__(self, op: str, votes: Tensor, **options: Any) -> None:
         _, spatial = arguments.votes(op, votes)
-        super().__init__(op, (votes, None), votes.shape[:4], spatial=spatial, **options)
+        super().__init__(op, (votes, GIVEN), votes.shape[:4], spatial=spatial, **options)
 
     def cosines(self, query: Tensor) -> Tensor:
         votes = self.tensors[0]

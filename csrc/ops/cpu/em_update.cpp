@@ -281,10 +281,9 @@ void em_update(Stack& stack) {
 
 void em_update_backward(Stack& stack) {
   OptionalTensor dposes, dprecision, dscore;
-  std::vector<bool> needed;
   stack >> dposes >> dprecision >> dscore;
   const Call call(stack);
-  stack >> needed;
+  const std::vector<bool> needed = stack.needed(7);
   Call::take("dposes", dposes, {call.B, call.J, call.D}, call.type);
   Call::take("dprecision", dprecision, {call.B, call.J, call.D}, call.type);
   Call::take("dscore", dscore, {call.B, call.J}, call.type);

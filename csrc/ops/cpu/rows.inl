@@ -1,5 +1,5 @@
-// Building blocks of the rows layout: a vector holds L of the D components of one vote. The votes are in memory, as the
-// input of route_votes.
+// Building blocks of the rows layout: a vector holds L of the D components of one vote. The votes are in memory, as an
+// input.
 //
 // L input capsules make a block. The dot products of one output capsule are L vectors, one for each input capsule,
 // whose lanes are still to be added up. One call of sums() does that for all of them, and leaves the scores of the

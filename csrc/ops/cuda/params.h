@@ -123,12 +123,12 @@ struct Mask {
   }
 };
 
-// The inputs of a call. `matrix` is the weight [I, J, D, K], whose stride over I is 0 if it is shared, or for
-// route_votes the votes [B, I, J, D].
+// The inputs of a call. `matrix` is the weight [I, J, D, K], whose stride over I is 0 if it is shared, or the
+// votes [B, I, J, D] where these are given.
 struct Inputs {
   int64_t B, I, J, D, K;
   bool softmax_in, leaky;
-  Operand u, matrix;    // u [B, I, K], absent for route_votes
+  Operand u, matrix;    // u [B, I, K], absent where votes are given
   Operand logits;       // [B, I, J]
   Operand prior;        // [B, J], added to the logits; of a pass alone
   Mask mask, out_mask;  // [B, I], [B, J]

@@ -62,7 +62,7 @@ void launch_general(const Args& args, const Launch& at) {
   gpu::launch(kKernel, at.grid, kThreads, kBytes, at.stream, args);
 }
 
-// The kernels for inputs of type E. votes: for route_votes. Each type has a file in ../instantiations, so that types
+// The kernels for inputs of type E. votes: where these are given. Each type has a file in ../instantiations, so that types
 // compile in parallel.
 template <class T, class E, bool kVotes>
 constexpr GeneralKernels<T> kGeneral = {

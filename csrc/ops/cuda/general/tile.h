@@ -56,7 +56,7 @@ CAPSFAST_DEVICE void for_samples(unsigned which, const F& f) {
 }
 
 // Samples [b0, b0 + samples), input capsules [i0, i0 + inputs) and output capsules [j0, j0 + outputs). E is the element
-// type of u, weight and votes. kVotes: the votes are an input (route_votes).
+// type of u, weight and votes. kVotes: the votes are an input.
 template <class T, class E, bool kVotes, class Size>
 struct Tile {
   static constexpr int pairs = Size::inputs * kSamples, scores = pairs * Size::outputs;

@@ -1,4 +1,4 @@
-// The votes family: route_votes with the softmax over the output capsules. A cluster of blocks copies the votes of a
+// The votes family: routing of given votes with the softmax over the output capsules. A cluster of blocks copies the votes of a
 // sample into its shared memory once, and runs all passes of a forward or backward on them there. Each block has some
 // of the input capsules; what it has summed up goes to memory, and the updates of steps.h follow, for this sample.
 #pragma once
