@@ -117,9 +117,9 @@ class DynamicRouting : Arguments<Engine> {
     p.normalize = softmax_of(a.softmax);
     p.gradient_last = gradient_last_of(a.gradient);
     p.leaky = a.leaky;
-    p.squash = squash_of(a.squash);
-    p.last_squash = a.squash_last ? p.squash : Squash::identity;
-    p.eps = a.eps;
+    p.squash.kind = squash_of(a.squash);
+    p.squash.last = a.squash_last ? p.squash.kind : Squash::identity;
+    p.squash.eps = a.eps;
     p.tf32 = a.tf32;
     add_logits_and_masks(p, a.logits, a.mask, a.out_mask);
     if (a.bias.has_value()) {

@@ -42,9 +42,7 @@ struct Problem {
   Normalize normalize = Normalize::out;
   bool gradient_last = false;  // gradient="last": the agreement is a constant
   bool leaky = false;          // every softmax has one more entry, of logit 0, whose coupling is thrown away
-  Squash squash = Squash::paper;
-  Squash last_squash = Squash::paper;  // of the last iteration
-  double eps = 1e-8;
+  Squashing squash;
   bool tf32 = false;  // float32 products may be rounded to TF32
 
   bool votes_given = false;     // votes instead of u and weight, K = 1

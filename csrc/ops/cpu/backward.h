@@ -93,7 +93,7 @@ class Backward {
         const bool valid = context.is_valid(b, j);
         T n = 0;
         for (int64_t d = j * p.D; d < (j + 1) * p.D; ++d) n += biased(s, d) * biased(s, d);
-        const T f = radial<T>(p.squash, n, static_cast<T>(p.eps));
+        const T f = p.squash.factor(false, n);
         for (int64_t d = j * p.D; d < (j + 1) * p.D; ++d) {
           const int64_t here = t * pitch + at.vector + d * at.stride;
           V.get()[here + pitch] = V.get()[here] + (valid ? f * biased(s, d) : T(0));
@@ -149,9 +149,7 @@ class Backward {
         s_dv += biased(s, j * p.D + d) * g;
       }
       const bool valid = context.is_valid(b, j);
-      const T eps = static_cast<T>(p.eps);
-      const Squash kind = given ? p.last_squash : p.squash;
-      const T f = radial<T>(kind, n, eps), slope = 2 * radial_derivative<T>(kind, n, eps) * s_dv;
+      const T f = p.squash.factor(given, n), slope = 2 * p.squash.derivative(given, n) * s_dv;
       for (int64_t d = 0; d < p.D; ++d) {
         const T value = valid ? f * dv[static_cast<size_t>(d)] + slope * biased(s, j * p.D + d) : T(0);
         to[d * at.stride] = value;

@@ -130,7 +130,7 @@ class Forward {
     const T* bias_j = bias.data() + j * p.D;
     T n = 0;
     for (int64_t d = 0; d < p.D; ++d) n += (s[d] + bias_j[d]) * (s[d] + bias_j[d]);
-    const T f = radial<T>(last_of_sample >= 0 ? p.last_squash : p.squash, n, static_cast<T>(p.eps));
+    const T f = p.squash.factor(last_of_sample >= 0, n);
     for (int64_t d = 0; d < p.D; ++d) {
       const T v = valid ? f * (s[d] + bias_j[d]) : T(0);
       if (last_of_sample >= 0) {

@@ -22,10 +22,10 @@ struct LanesUpdate {
     return load<L>(ok);
   }
 
-  static V squash_factor(const Problem& p, Squash kind, V n) {
+  static V squash_factor(const Problem& p, bool last, V n) {
     T f[L];
     store<L>(f, n);
-    for (int l = 0; l < L; ++l) f[l] = radial<T>(kind, f[l], static_cast<T>(p.eps));
+    for (int l = 0; l < L; ++l) f[l] = p.squash.factor(last, f[l]);
     return load<L>(f);
   }
 
@@ -41,7 +41,7 @@ struct LanesUpdate {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
     T *const s = at.sum + here, *const v = at.low + here, *const V_t = at.V == nullptr ? nullptr : at.V + here;
-    const Squash kind = at.v.data != nullptr ? p.last_squash : p.squash;
+    const bool last = at.v.data != nullptr;
     for (int64_t j = 0; j < p.J; ++j) {
       V n{};
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
@@ -53,7 +53,7 @@ struct LanesUpdate {
         store<L>(s + row * L, x);
         n += (x + at.bias[row]) * (x + at.bias[row]);
       }
-      const V f = squash_factor(p, kind, n), ok = valid(at, tile, j);
+      const V f = squash_factor(p, last, n), ok = valid(at, tile, j);
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
         const V x = ok > V{} ? f * (load<L>(s + row * L) + at.bias[row]) : V{};
         if (at.V != nullptr) store<L>(V_t + row * L, load<L>(V_t + row * L) + x);
@@ -81,7 +81,7 @@ struct LanesUpdate {
         const V x = load<L>(after + row * L) + at.bias[row];
         n += x * x;
       }
-      const V f = squash_factor(p, p.squash, n), ok = valid(at, tile, j);
+      const V f = squash_factor(p, false, n), ok = valid(at, tile, j);
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
         const V x = ok > V{} ? f * (load<L>(after + row * L) + at.bias[row]) : V{};
         store<L>(after + row * L, load<L>(before + row * L) + x);
@@ -95,7 +95,7 @@ struct LanesUpdate {
     const Problem& p = *at.problem;
     const int64_t D = p.D, JD = p.J * D, pitch = at.plan->tiles * JD * L, here = rows_of(at, tile);
     T *const s = scratch, *const ds = at.ds + here;
-    const Squash kind = at.dv.data != nullptr ? p.last_squash : p.squash;
+    const bool last = at.dv.data != nullptr;
     interleave(at, tile, at.s, s);
     if (at.dv.data != nullptr) B_::pack(at.dv, tile * L, samples(at, tile), 0, p.J, D, scratch + JD * L, ds);
     for (int64_t j = 0; j < p.J; ++j) {
@@ -113,8 +113,8 @@ struct LanesUpdate {
       }
       T slopes[L];
       store<L>(slopes, n);
-      for (int l = 0; l < L; ++l) slopes[l] = radial_derivative<T>(kind, slopes[l], static_cast<T>(p.eps));
-      const V f = squash_factor(p, kind, n), slope = T(2) * load<L>(slopes) * s_dv, ok = valid(at, tile, j);
+      for (int l = 0; l < L; ++l) slopes[l] = p.squash.derivative(last, slopes[l]);
+      const V f = squash_factor(p, last, n), slope = T(2) * load<L>(slopes) * s_dv, ok = valid(at, tile, j);
       V total{};
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
         const V x = load<L>(s + row * L);

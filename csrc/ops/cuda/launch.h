@@ -73,7 +73,7 @@ class Call {
         context(like),
         in(inputs_of(problem)),
         plan(plan_general<T>(problem, context.multiprocessors())),
-        squash{problem.squash, problem.last_squash, problem.eps, operand(problem.bias, {problem.J, problem.D})},
+        squash{problem.squash, operand(problem.bias, {problem.J, problem.D})},
         memory_(like) {
     if constexpr (kNarrow) {
       if (why_no_rows(problem) == nullptr) by_rows.emplace(p, in, wanted.backward, wanted.coupling, context);
@@ -203,7 +203,7 @@ class Call {
   const gpu::Context context;
   const Inputs in;
   const GeneralPlan plan;
-  const Squashing squash;
+  const BiasedSquashing squash;
   std::optional<rows::Launcher> by_rows;    // if the rows family serves the call
   std::optional<votes::Launcher> by_votes;  // or the votes family
 

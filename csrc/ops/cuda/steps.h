@@ -13,7 +13,7 @@ template <class T>
 struct ForwardSteps {
   static constexpr bool backward = false;
   Inputs in;
-  Squashing squash;
+  BiasedSquashing squash;
   int64_t iterations;
   Operand coupling, v;  // written: [B, I, J], [B, J, D]
   VectorOrder order;    // of V
@@ -59,7 +59,6 @@ struct ForwardSteps {
   CAPSFAST_DEVICE void make_output(int64_t t, const UpdateCoord& at) const {
     const bool last = t + 1 == iterations, unweighted = pass(t).unweighted;
     const bool valid = in.out_mask.at(at.b, at.j), follows = in.softmax_in && !unweighted;
-    const Squashing squashed = squash.of(last);
     const Global<T> s_t = s.from((t * in.B * in.J + at.row) * in.D, in.D);
     const ColumnNorm<T> column = norm_of_sums<T>(in, parts, at, valid, unweighted, follows);
     if (at.slice == 0 && at.lane == 0 && in.softmax_in) {
@@ -70,12 +69,12 @@ struct ForwardSteps {
     for_sums<T>(in, in.D, parts, at, follows, column.max, [&](int64_t d, double sum) {
       const T x = static_cast<T>(in.softmax_in || unweighted ? sum * static_cast<double>(column.scale) : sum);
       s_t[d] = x;
-      const T biased = squashed.biased(x, at.j, d);
+      const T biased = squash.biased(x, at.j, d);
       n += biased * biased;
     });
-    const T f = radial<T>(squashed.kind, lane_sum(n, 32), static_cast<T>(squashed.eps));
+    const T f = squash.factor(last, lane_sum(n, 32));
     at.for_components(in.D, [&](int64_t d) {
-      const T out = valid ? f * squashed.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
+      const T out = valid ? f * squash.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
       if (last) {
         v.template write<T>(at.row * in.D + d, out);
       } else {
@@ -94,7 +93,7 @@ template <class T>
 struct BackwardSteps {
   static constexpr bool backward = true;
   Inputs in;
-  Squashing squash;
+  BiasedSquashing squash;
   int64_t first, iterations;    // iterations [first, iterations) have gradients
   Operand dv;                   // [B, J, D]
   Operand coupling, dcoupling;  // [B, I, J]
@@ -152,18 +151,17 @@ struct BackwardSteps {
   // Computes V from the saved s.
   CAPSFAST_DEVICE void restore(const UpdateCoord& at) const {
     const bool valid = in.out_mask.at(at.b, at.j);
-    const Squashing squashed = squash.of(false);
     at.for_components(in.D, [&](int64_t d) { V[element(0, at, d)] = T(0); });
     for (int64_t t = 0; t + 1 < iterations; ++t) {
       const Global<const T> s_t = saved(t, at);
       T n = T(0);
       at.for_components(in.D, [&](int64_t d) {
-        const T x = squashed.biased(static_cast<T>(s_t[d]), at.j, d);
+        const T x = squash.biased(static_cast<T>(s_t[d]), at.j, d);
         n += x * x;
       });
-      const T f = radial<T>(squashed.kind, lane_sum(n, 32), static_cast<T>(squashed.eps));
+      const T f = squash.factor(false, lane_sum(n, 32));
       at.for_components(in.D, [&](int64_t d) {
-        const T v = valid ? f * squashed.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
+        const T v = valid ? f * squash.biased(static_cast<T>(s_t[d]), at.j, d) : T(0);
         V[element(t + 1, at, d)] = V[element(t, at, d)] + v;
       });
     }
@@ -173,13 +171,12 @@ struct BackwardSteps {
   // of iteration t + 1, because v_t is part of V of all later iterations.
   CAPSFAST_DEVICE void differentiate(int64_t t, const UpdateCoord& at) const {
     const bool last = t + 1 == iterations, valid = in.out_mask.at(at.b, at.j);
-    const Squashing squashed = squash.of(last);
     const Global<const T> s_t = saved(t, at);
     const Global<T> g_t = G.from(at.row * in.D, in.D);
     T n = T(0), s_dv = T(0);
     const auto add = [&](int64_t d, T g) {
       g_t[d] = g;
-      const T x = squashed.biased(static_cast<T>(s_t[d]), at.j, d);
+      const T x = squash.biased(static_cast<T>(s_t[d]), at.j, d);
       n += x * x;
       s_dv += x * g;
     };
@@ -192,12 +189,11 @@ struct BackwardSteps {
     }
     n = lane_sum(n, 32);
     s_dv = lane_sum(s_dv, 32);
-    const T eps = static_cast<T>(squashed.eps), f = radial<T>(squashed.kind, n, eps),
-            slope = 2 * radial_derivative<T>(squashed.kind, n, eps) * s_dv;
+    const T f = squash.factor(last, n), slope = 2 * squash.derivative(last, n) * s_dv;
     T agreement = T(0);
     at.for_components(in.D, [&](int64_t d) {
       const T x = s_t[d];
-      const T ds_t = valid ? f * g_t[d] + slope * squashed.biased(x, at.j, d) : T(0);
+      const T ds_t = valid ? f * g_t[d] + slope * squash.biased(x, at.j, d) : T(0);
       ds[element(t, at, d)] = ds_t;
       agreement += ds_t * x;
     });

@@ -8,14 +8,9 @@
 
 namespace capsfast::cuda {
 
-struct Squashing {
-  Squash kind, last;  // last: of the last iteration
-  double eps;
+// With the bias that is added before.
+struct BiasedSquashing : Squashing {
   Operand bias;  // [J, D]
-
-  CAPSFAST_HOST_DEVICE Squashing of(bool last_iteration) const {
-    return {last_iteration ? last : kind, last, eps, bias};
-  }
 
   template <class T>
   CAPSFAST_DEVICE T biased(T s, int64_t j, int64_t d) const {
