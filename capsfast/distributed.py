@@ -22,7 +22,6 @@ from .ops import sharding
 from .options import Options
 from .passes import Moments, PassKeywords
 from .precision import wide_dtype
-from .reference.squash import squash as _squash
 
 if not dist.is_available():
     raise ImportError("capsfast.distributed: this torch was built without torch.distributed; install one that has it")
@@ -97,7 +96,6 @@ def dynamic_routing(
     ranks = _Ranks(op, group, "u", checks.tensor(op, "u", u, "[B, I, K]"))
     weight = _own_weight(op, ranks, u, weight, shared_weight)
     call, _ = arguments.check(op, u, weight, given, o)
-    wide = wide_dtype(u.dtype)
     # Says what J is where the weight does not.
     prior = u.new_zeros(u.shape[0], call.J) if call.shared_outputs else None
     common: PassKeywords = {
@@ -106,46 +104,23 @@ def dynamic_routing(
         "prior": prior,
         "backend": options.get("backend"),
     }
-    differentiated = torch.is_grad_enabled()
-    total: Tensor | None = None
-    for t in range(num_iterations):
-        last = t + 1 == num_iterations
-        query, logits = total, given.logits
-        with torch.set_grad_enabled(differentiated and (last or o.gradient == "full")):
-            if o.gradient == "last" and last and differentiated and total is not None:
-                # A query would be differentiated with respect to the votes as well.
-                query, agreement = None, _agreement(u, weight, total, common)
-                logits = agreement if logits is None else logits.to(wide) + agreement
-            found = _combined(
-                op,
-                ranks,
-                partial(passes.routing_pass, u, weight),
-                {
-                    **common,
-                    "query": query,
-                    "logits": logits,
-                    "normalize": o.softmax,
-                    "leaky": o.leaky,
-                    "return_weights": return_coupling and last,
-                },
-            )
-            s = found.first if given.bias is None else found.first + given.bias.to(found.first.dtype)
-            v = _squash(s, -1, o.eps, o.squash) if o.squash_last or not last else s
-            if given.out_mask is not None:
-                v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
-            total = v if total is None else total + v
+
+    def moments(**more: Any) -> Moments:
+        return _combined(op, ranks, partial(passes.routing_pass, u, weight), {**common, **more})  # type: ignore[typeddict-item]
+
+    def agreement(query: Tensor) -> Tensor:
+        """The rank's own, not rounded to 16 bits."""
+        wide = wide_dtype(u.dtype)
+        asked: PassKeywords = {**common, "query": query, "normalize": "none", "return_weights": True}
+        found = passes.routing_pass(u.to(wide), weight.to(wide), **asked)
+        assert found.weights is not None
+        return found.weights
+
+    v, last = passes.agree(moments, agreement, o, logits=given.logits, bias=given.bias, return_weights=return_coupling)
+    if given.out_mask is not None:
+        v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
     v = v.to(u.dtype)
-    return (v, found.weights) if return_coupling else v
-
-
-@torch.no_grad()
-def _agreement(u: Tensor, weight: Tensor, total: Tensor, common: PassKeywords) -> Tensor:
-    """``[B, I, J]``: the votes times the sum of the outputs, not rounded to 16 bits."""
-    wide = wide_dtype(u.dtype)
-    asked: PassKeywords = {**common, "query": total, "normalize": "none", "return_weights": True}
-    found = passes.routing_pass(u.to(wide), weight.to(wide), **asked)
-    assert found.weights is not None
-    return found.weights
+    return (v, last.weights) if return_coupling else v
 
 
 @_keywords.with_keywords_of(passes.routing_pass)

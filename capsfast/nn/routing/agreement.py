@@ -32,15 +32,7 @@ class Agreement(Layer):
 
     def options(self) -> dict[str, Any]:
         """As keywords of :func:`capsfast.dynamic_routing`."""
-        return {
-            "num_iterations": self.num_iterations,
-            "softmax": self.softmax,
-            "gradient": self.gradient,
-            "leaky": self.leaky,
-            "squash": self.squash,
-            "eps": self.eps,
-            "squash_last": self.squash_last,
-        }
+        return {name: getattr(self, name) for name in Options._fields}
 
     def extra_repr(self) -> str:
         others = {name: default for name, default in DEFAULTS._asdict().items() if name != "num_iterations"}

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from ... import arguments, checks, positions
 from ...arguments import GIVEN
 from ...axes import AXES, axes_of
 from ...functional import dynamic_routing
-from ...functional import squash as _squash
+from ...options import Options
 from ...passes import Moments, routing_pass
+from ...passes import agree as agree_by_passes
 from ...reference.em_update import inverse
 from .no_tensor import NoTensor
 
@@ -102,27 +102,24 @@ class Votes(NoTensor, ABC):
             accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
             activation: ``[B, I]``, a factor of the coupling.
         """
-        passed: dict[str, Any] = {"normalize": softmax, "leaky": leaky, "activation": activation}
-        shrink = partial(_squash, kind=squash, eps=eps) if isinstance(squash, str) else squash
-        logits = logits if logits is None or temperature == 1 else logits / temperature
-        query: Tensor | None = None
-        v: Tensor | None = None
-        for t in range(num_iterations):
-            last = t + 1 == num_iterations
-            score, prior = query, logits if accumulate or t == 0 else None
-            if gradient == "last" and last and query is not None and torch.is_grad_enabled():
-                # A query would be differentiated with respect to the votes as well.
-                with torch.no_grad():
-                    agreement = self.moments(query=query, normalize="none", return_weights=True).weights
-                assert agreement is not None
-                score, prior = None, agreement if prior is None else prior + agreement
-            with torch.set_grad_enabled(torch.is_grad_enabled() and (last or gradient == "full")):
-                v = self.moments(query=score, logits=prior, **passed).first
-                v = v if bias is None else v + bias
-                v = shrink(v) if squash_last or not last else v
-                step = v if temperature == 1 else v / temperature
-                query = query + step if accumulate and query is not None else step
-        assert v is not None
+        kind, shrink = (squash, None) if isinstance(squash, str) else ("identity", squash)
+
+        def agreement(query: Tensor) -> Tensor:
+            found = self.moments(query=query, normalize="none", return_weights=True).weights
+            assert found is not None
+            return found
+
+        v, _ = agree_by_passes(
+            self.moments,
+            agreement,
+            Options(num_iterations, softmax, gradient, leaky, kind, eps, squash_last),
+            logits=logits,
+            bias=bias,
+            shrink=shrink,
+            temperature=temperature,
+            accumulate=accumulate,
+            activation=activation,
+        )
         cast = checks.autocast_dtype(self.device)  # as by the fused op
         return v.to(self.dtype if cast is None or self.dtype == torch.float64 else cast)
 
