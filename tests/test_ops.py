@@ -199,3 +199,17 @@ def test_a_single_position_is_one_of_many(backend: Backend, op: Op) -> None:
     assert len(compared) >= 3  # results and dvotes
     for got, wanted in compared:
         assert_close(got, wanted[..., :1])
+
+
+@pytest.mark.parametrize("case", [LOADED, *LINEAR_WAYS[:1]], ids=str)
+def test_kernels_and_fakes_refuse_a_shape_that_does_not_fit(backend: Backend, op: Op, case: Case | PassCase) -> None:
+    problem = op.make(small(backend, case), case, torch.float32, backend.device)
+    arguments = registered(problem)
+    for n, value in enumerate(arguments[:-1]):
+        if n < len(op.tensors) or not isinstance(value, Tensor):
+            continue
+        # The launchers of Triton's kernels count on the functions.
+        for device in ("meta",) if backend.name == "triton" else (backend.device, "meta"):
+            wrong = [*arguments[:n], torch.cat([value, value], -1), *arguments[n + 1 :]]
+            with pytest.raises(RuntimeError, match="shape that does not fit"):
+                backend.op(op.name)(*(each.to(device) if isinstance(each, Tensor) else each for each in wrong))
