@@ -39,7 +39,7 @@ from capsfast.bench.checkout import PACKAGE, has_extension
 from .support import interpreter
 from .support.backends import EMULATED, ROWS, Backend, available
 from .support.passes import PASS_OPS, PassCase
-from .support.problems import OPS, Op
+from .support.problems import OPS, Case, Op
 
 interpreter.prepare()
 
@@ -78,6 +78,8 @@ MARKERS = (
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
     "kernels: of what kernels compute, also for those that only the tests can run",
     "passes: of the ops that are a routing pass; op is one of these",
+    "only(weight=..., linear=False): of ops with (True) or without a weight; not for backends that serve linear passes only",
+    "every_op: op is any of the four functions, case one of its family",
     "linear: of passes with values of case that are linear passes, also for backends that serve no others",
     "emulated(**values): an emulated backend runs these values of parameters alone; route_votes={...}, for that op",
 )
@@ -113,8 +115,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     backends = _chosen(metafunc.config)
     ops: tuple[Op, ...] = ()
     if "op" in metafunc.fixturenames:
-        kernels = metafunc.definition.get_closest_marker("kernels")
-        ops = PASS_OPS if metafunc.definition.get_closest_marker("passes") else OPS if kernels else ()
+        of_marker = {"passes": PASS_OPS, "every_op": (*OPS, *PASS_OPS), "kernels": OPS}
+        ops = next((each for name, each in of_marker.items() if metafunc.definition.get_closest_marker(name)), ())
     marker = metafunc.definition.get_closest_marker("shapes")
     names = ["backend"] + ["op"] * bool(ops) + ["shape"] * (marker is not None)
     rows = []
@@ -139,9 +141,13 @@ def _is_for(item: pytest.Item, backend: object, parameters: dict[str, Any]) -> b
         return False
     if backend == EMULATED and not item.get_closest_marker("kernels"):
         return False
-    if item.get_closest_marker("passes") and backend.linear:
+    if backend.linear:
+        if any(marker.kwargs.get("linear") is False for marker in item.iter_markers("only")):
+            return False
         case = parameters.get("case")
-        if not item.get_closest_marker("linear") or (isinstance(case, PassCase) and not case.linear):
+        if isinstance(case, Case | PassCase) and not case.linear:
+            return False
+        if item.get_closest_marker("passes") and not item.get_closest_marker("linear"):
             return False
     needed = {parameters["dtype"]} if "dtype" in parameters else set()
     for marker in item.iter_markers("needs"):
@@ -169,7 +175,12 @@ def _as_of(value: Any, op: object) -> Any:
 
 
 def _has_a_meaning(item: pytest.Item, parameters: dict[str, Any]) -> bool:
-    op = parameters.get("op")
+    op, case = parameters.get("op"), parameters.get("case")
+    if isinstance(op, Op) and isinstance(case, Case | PassCase) and not op.takes(case):
+        return False
+    for marker in item.iter_markers("only"):
+        if isinstance(op, Op) and marker.kwargs.get("weight", "weight" in op.tensors) != ("weight" in op.tensors):
+            return False
     if not isinstance(op, Op) or "weight" in op.tensors:
         return True
     markers = item.iter_markers("of_the_weight")

@@ -26,7 +26,6 @@ def good(op: str) -> dict[str, Any]:
 Row = tuple[Callable[[], dict[str, Any]], type[Exception], str, str]
 SHARED: dict[str, Row] = {
     "iterations zero": (lambda: {"num_iterations": 0}, ValueError, "num_iterations must be at least 1", "got 0"),
-    "iterations negative": (lambda: {"num_iterations": -2}, ValueError, "num_iterations must be at least 1", "got -2"),
     "iterations float": (lambda: {"num_iterations": 3.0}, TypeError, "num_iterations must be an int", "got 3.0"),
     "iterations bool": (lambda: {"num_iterations": True}, TypeError, "num_iterations must be an int", "got True"),
     "iterations tensor": (
@@ -36,13 +35,10 @@ SHARED: dict[str, Row] = {
         "got an int64 tensor []",
     ),
     "softmax": (lambda: {"softmax": "over"}, ValueError, "softmax must be one of 'out', 'in'", "got 'over'"),
-    "softmax none": (lambda: {"softmax": None}, ValueError, "softmax must be one of 'out', 'in'", "got None"),
     "gradient": (lambda: {"gradient": "none"}, ValueError, "gradient must be one of 'full', 'last'", "got 'none'"),
     "squash": (lambda: {"squash": "Paper"}, ValueError, "squash must be one of 'paper', 'half'", "got 'Paper'"),
     "eps zero": (lambda: {"eps": 0.0}, ValueError, "eps must be positive", "got 0.0; eps=1e-20 reproduces layers"),
-    "eps negative": (lambda: {"eps": -1e-8}, ValueError, "eps must be positive", "got -1e-08"),
     "eps inf": (lambda: {"eps": float("inf")}, ValueError, "eps must be positive and finite", "got inf"),
-    "eps nan": (lambda: {"eps": float("nan")}, ValueError, "eps must be positive", "got nan"),
     "eps text": (lambda: {"eps": "1e-8"}, TypeError, "eps must be a number", "got '1e-8'"),
     "leaky": (lambda: {"leaky": 1}, TypeError, "leaky must be True or False", "got 1"),
     "return_coupling": (lambda: {"return_coupling": 1}, TypeError, "return_coupling must be True or False", "got 1"),
@@ -60,12 +56,6 @@ SHARED: dict[str, Row] = {
         "logits must be [I, J] = [3, 4] or [B, I, J] = [2, 3, 4]",
         "got [3, 3, 4]",
     ),
-    "logits broadcast": (
-        lambda: {"logits": torch.zeros(1, I, J)},
-        ValueError,
-        "logits must be [I, J]",
-        "got [1, 3, 4]",
-    ),
     "logits rank": (lambda: {"logits": torch.zeros(J)}, ValueError, "logits must have shape [I, J]", "got [4]"),
     "logits list": (lambda: {"logits": [[0.0]]}, TypeError, "logits must be a torch.Tensor [I, J]", "got list"),
     "logits integer": (
@@ -80,63 +70,25 @@ SHARED: dict[str, Row] = {
         "logits must have the dtype of",
         "got float64",
     ),
-    "logits device": (
-        lambda: {"logits": torch.zeros(I, J, device="meta")},
-        ValueError,
-        "all tensors must be on one device",
-        "logits on meta",
-    ),
     "bias shape": (lambda: {"bias": torch.zeros(D, J)}, ValueError, "bias must be [J, D] = [4, 5]", "got [5, 4]"),
-    "bias rank": (lambda: {"bias": torch.zeros(D)}, ValueError, "bias must have shape [J, D]", "got [5]"),
-    "bias number": (lambda: {"bias": 0.1}, TypeError, "bias must be a torch.Tensor [J, D]", "got float"),
     "bias dtype": (
         lambda: {"bias": torch.zeros(J, D, dtype=torch.bfloat16)},
         TypeError,
         "bias must have the dtype of",
         "got bfloat16",
     ),
-    "bias complex": (
-        lambda: {"bias": torch.zeros(J, D, dtype=torch.complex64)},
-        TypeError,
-        "bias must be float32",
-        "got complex64",
-    ),
-    "bias device": (
-        lambda: {"bias": torch.zeros(J, D, device="meta")},
-        ValueError,
-        "all tensors must be on one device",
-        "bias on meta",
-    ),
     "mask dtype": (lambda: {"mask": torch.ones(B, I)}, TypeError, "mask must be bool", "got float32"),
-    "mask uint8": (
-        lambda: {"mask": torch.ones(B, I, dtype=torch.uint8)},
-        TypeError,
-        "mask must be bool (True = use)",
-        "got uint8",
-    ),
     "mask shape": (
         lambda: {"mask": torch.ones(B, J, dtype=torch.bool)},
         ValueError,
         "mask must be [B, I] = [2, 3]",
         "got [2, 4]",
     ),
-    "mask rank": (
-        lambda: {"mask": torch.ones(I, dtype=torch.bool)},
-        ValueError,
-        "mask must have shape [B, I]",
-        "got [3]",
-    ),
     "mask device": (
         lambda: {"mask": torch.ones(B, I, dtype=torch.bool, device="meta")},
         ValueError,
         "all tensors must be on one device",
         "mask on meta",
-    ),
-    "out_mask dtype": (
-        lambda: {"out_mask": torch.ones(B, J, dtype=torch.int64)},
-        TypeError,
-        "out_mask must be bool",
-        "got int64",
     ),
     "out_mask shape": (
         lambda: {"out_mask": torch.ones(B, I, dtype=torch.bool)},
@@ -147,7 +99,6 @@ SHARED: dict[str, Row] = {
 }
 DYNAMIC_ROUTING: dict[str, Row] = SHARED | {
     "u array": (lambda: {"u": np.zeros((B, I, K))}, TypeError, "u must be a torch.Tensor [B, I, K]", "got ndarray"),
-    "u none": (lambda: {"u": None}, TypeError, "u must be a torch.Tensor [B, I, K]", "got NoneType"),
     "u rank 2": (lambda: {"u": torch.zeros(I, K)}, ValueError, "u must have shape [B, I, K]", "got [3, 6]"),
     "u rank 5": (
         lambda: {"u": torch.zeros(B, I, K, 1, 1)},
@@ -162,13 +113,6 @@ DYNAMIC_ROUTING: dict[str, Row] = SHARED | {
         "u must be float32, float64, bfloat16 or float16",
         "got int32",
     ),
-    "u complex": (
-        lambda: {"u": torch.zeros(B, I, K, dtype=torch.complex64)},
-        TypeError,
-        "u must be float32, float64, bfloat16 or float16",
-        "got complex64",
-    ),
-    "u bool": (lambda: {"u": torch.zeros(B, I, K, dtype=torch.bool)}, TypeError, "u must be float32", "got bool"),
     "u sparse": (
         lambda: {"u": torch.zeros(B, I, K).to_sparse()},
         TypeError,
@@ -187,7 +131,6 @@ DYNAMIC_ROUTING: dict[str, Row] = SHARED | {
         "all tensors must be on one device",
         "got u on meta and weight on cpu",
     ),
-    "weight number": (lambda: {"weight": 1.0}, TypeError, "weight must be a torch.Tensor [I, J, D, K]", "got float"),
     "weight rank": (
         lambda: {"weight": torch.zeros(J, D, K)},
         ValueError,
@@ -206,18 +149,6 @@ DYNAMIC_ROUTING: dict[str, Row] = SHARED | {
         "weight must end in K=6",
         "got 5 (weight [3, 4, 6, 5], u [2, 3, 6])",
     ),
-    "weight integer": (
-        lambda: {"weight": torch.zeros(I, J, D, K, dtype=torch.int64)},
-        TypeError,
-        "weight must be float32",
-        "got int64",
-    ),
-    "weight sparse": (
-        lambda: {"weight": torch.zeros(I, J, D, K).to_sparse()},
-        TypeError,
-        "weight must be a dense tensor",
-        "got layout torch.sparse_coo",
-    ),
     "weight dtype": (
         lambda: {"weight": torch.zeros(I, J, D, K).half()},
         TypeError,
@@ -225,19 +156,12 @@ DYNAMIC_ROUTING: dict[str, Row] = SHARED | {
         "got float32 and float16",
     ),
 }
-ROUTE_VOTES: dict[str, Row] = SHARED | {
-    "votes none": (lambda: {"votes": None}, TypeError, "votes must be a torch.Tensor [B, I, J, D]", "got NoneType"),
+ROUTE_VOTES: dict[str, Row] = {
     "votes rank": (
         lambda: {"votes": torch.zeros(I, J, D)},
         ValueError,
         "votes must have shape [B, I, J, D]",
         "got [3, 4, 5]",
-    ),
-    "votes integer": (
-        lambda: {"votes": torch.zeros(B, I, J, D, dtype=torch.int64)},
-        TypeError,
-        "votes must be float32",
-        "got int64",
     ),
     "votes float8": (
         lambda: {"votes": torch.zeros(B, I, J, D).to(torch.float8_e5m2)},
@@ -255,9 +179,7 @@ ROUTE_VOTES: dict[str, Row] = SHARED | {
 SQUASH: dict[str, Row] = {
     "s list": (lambda: {"s": [1.0]}, TypeError, "s must be a torch.Tensor", "got list"),
     "s integer": (lambda: {"s": torch.ones(3, dtype=torch.int64)}, TypeError, "s must be float32", "got int64"),
-    "s sparse": (lambda: {"s": torch.eye(3).to_sparse()}, TypeError, "s must be a dense tensor", "got layout"),
     "dim": (lambda: {"dim": 2}, IndexError, "dim must be in [-2, 1]", "got 2"),
-    "dim below": (lambda: {"dim": -3}, IndexError, "dim must be in [-2, 1]", "got -3"),
     "kind": (lambda: {"kind": "cubic"}, ValueError, "kind must be one of 'paper'", "got 'cubic'"),
     "eps": (lambda: {"eps": 0}, ValueError, "eps must be positive", "got 0"),
 }
@@ -275,16 +197,18 @@ def expect(function: Callable[..., Any], op: str, arguments: dict[str, Any], row
     assert not re.search(r"\{|None \(|  ", message), f"a message that was not filled in: {message}"
 
 
-@pytest.mark.parametrize("name", DYNAMIC_ROUTING)
-def test_dynamic_routing(name: str) -> None:
-    row = DYNAMIC_ROUTING[name]
-    expect(capsfast.dynamic_routing, "dynamic_routing", good("dynamic_routing") | row[0](), row)
+# One check serves all functions: of route_votes, what is its own, and that it looks at the rest.
+TABLES = {
+    "dynamic_routing": DYNAMIC_ROUTING,
+    "route_votes": ROUTE_VOTES
+    | {name: SHARED[name] for name in ("iterations zero", "logits batch", "mask shape", "eps inf")},
+}
 
 
-@pytest.mark.parametrize("name", ROUTE_VOTES)
-def test_route_votes(name: str) -> None:
-    row = ROUTE_VOTES[name]
-    expect(capsfast.route_votes, "route_votes", good("route_votes") | row[0](), row)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, rows in TABLES.items() for name in rows])
+def test_routing(op: str, name: str) -> None:
+    row = TABLES[op][name]
+    expect(getattr(capsfast, op), op, good(op) | row[0](), row)
 
 
 @pytest.mark.parametrize("name", SQUASH)
@@ -296,11 +220,8 @@ def test_squash(name: str) -> None:
 MODULE: dict[str, Row] = {
     "in_caps": (lambda: {"in_caps": 0}, ValueError, "in_caps must be at least 1", "got 0"),
     "out_caps": (lambda: {"out_caps": 2.0}, TypeError, "out_caps must be an int", "got 2.0"),
-    "in_dim": (lambda: {"in_dim": -1}, ValueError, "in_dim must be at least 1", "got -1"),
-    "out_dim": (lambda: {"out_dim": True}, TypeError, "out_dim must be an int", "got True"),
     "iterations": (lambda: {"num_iterations": 0}, ValueError, "num_iterations must be at least 1", "got 0"),
     "softmax": (lambda: {"softmax": "both"}, ValueError, "softmax must be one of", "got 'both'"),
-    "squash": (lambda: {"squash": None}, ValueError, "squash must be one of", "got None"),
     "eps": (lambda: {"eps": 0.0}, ValueError, "eps must be positive", "got 0.0"),
     "leaky": (lambda: {"leaky": "no"}, TypeError, "leaky must be True or False", "got 'no'"),
 }
@@ -344,7 +265,6 @@ PASS: dict[str, Row] = {
         "normalize must be one of 'out', 'in', 'sigmoid', 'none', 'lse'",
         "got 'softmax'",
     ),
-    "leaky": (lambda: {"leaky": 1}, TypeError, "leaky must be True or False", "got 1"),
     "leaky sigmoid": (
         lambda: {"leaky": True, "normalize": "sigmoid"},
         ValueError,
@@ -352,7 +272,6 @@ PASS: dict[str, Row] = {
         "got 'sigmoid'",
     ),
     "second": (lambda: {"second": None}, TypeError, "second must be True or False", "got None"),
-    "return_weights": (lambda: {"return_weights": 1}, TypeError, "return_weights must be True or False", "got 1"),
     "return_lse": (lambda: {"return_lse": 1}, TypeError, "return_lse must be True or False", "got 1"),
     "return_lse none": (
         lambda: {"return_lse": True, "normalize": "none"},
@@ -381,13 +300,6 @@ PASS: dict[str, Row] = {
         "query must have the dtype of",
         "got float64",
     ),
-    "query list": (lambda: {"query": [1.0]}, TypeError, "query must be a torch.Tensor [B, J, D]", "got list"),
-    "query device": (
-        lambda: {"query": torch.zeros(B, J, D, device="meta")},
-        ValueError,
-        "all tensors must be on one device",
-        "query on meta",
-    ),
     "precision": (
         lambda: {"precision": torch.full((B, J, D), -0.5)},
         ValueError,
@@ -402,15 +314,13 @@ PASS: dict[str, Row] = {
         "activation must have shape [B, I]",
         "got [2, 3, 1]",
     ),
-    "logits": (lambda: {"logits": torch.zeros(J, I)}, ValueError, "logits must be [I, J] = [3, 4]", "got [4, 3]"),
-    "mask": (lambda: {"mask": torch.ones(B, I)}, TypeError, "mask must be bool", "got float32"),
-    "backend": (lambda: {"backend": "gpu"}, ValueError, "backend must be one of", "got 'gpu'"),
 }
 
 
-@pytest.mark.parametrize("op", ["routing_pass", "votes_pass"])
-@pytest.mark.parametrize("name", PASS)
-def test_passes(name: str, op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "name"), [*(("routing_pass", name) for name in PASS), ("votes_pass", "prior"), ("votes_pass", "lse missing")]
+)
+def test_passes(op: str, name: str) -> None:
     expect(getattr(capsfast, op), op, good_pass(op) | PASS[name][0](), PASS[name])
 
 
@@ -578,6 +488,30 @@ def message_of(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
     except (TypeError, ValueError) as error:
         return str(error)
     return "capsfast."
+
+
+def test_pose_matrices_and_positions_that_do_not_fit() -> None:
+    u, weight = torch.randn(2, 3, 4, 5), torch.randn(3, 6, 5, 7)
+    assert capsfast.routing_pass(u, weight, query=torch.zeros(2, 6, 28)).first.shape == (2, 6, 28)
+    votes = torch.randn(2, 3, 4, 5, 6, 7)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    assert capsfast.route_votes(votes, mask=mask).shape == (2, 4, 5, 6, 7)
+    wrong: dict[str, Callable[[], Any]] = {
+        r"weight must be \[I, J, Q, R\] with Q=5, .* got 7": lambda: capsfast.routing_pass(u, weight.transpose(2, 3)),
+        r"query must be \[B, J, D\] = \[2, 6, 28\], got \[2, 6, 7\]": lambda: capsfast.routing_pass(
+            u, weight, query=torch.zeros(2, 6, 7)
+        ),
+        r"must not be empty, got u \[2, 3, 0, 5\]": lambda: capsfast.dynamic_routing(u[:, :, :0], weight),
+        r"mask must have shape \[B, I, 6, 7\], got \[2, 3, 42\]": lambda: capsfast.route_votes(
+            votes, mask=mask[:, :, None].expand(-1, -1, 42)
+        ),
+        r"query must be .* positions \[6, 7\], got \[2, 4, 5, 7, 6\]": lambda: capsfast.votes_pass(
+            votes, query=torch.zeros(2, 4, 5, 7, 6)
+        ),
+    }
+    for message, function in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            function()
 
 
 @pytest.mark.parametrize("name", public())

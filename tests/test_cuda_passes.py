@@ -1,6 +1,6 @@
 """The CUDA kernels of a pass through the emulator: what they refuse, and the sides of their tiles.
 
-What every backend must do is tested in test_passes.py and the files beside it, test_passes_*.py.
+What every backend must do is tested in test_routing.py and test_routing_edges.py.
 """
 
 from dataclasses import replace

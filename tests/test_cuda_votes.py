@@ -1,6 +1,6 @@
 """The CUDA kernels for votes, through the emulator: which calls they serve, and what only they treat apart.
 
-What every backend must do with votes is tested in test_routing.py and test_route_votes.py.
+What every backend must do with votes is tested in test_routing.py and test_routing_edges.py.
 """
 
 import math

@@ -1,6 +1,7 @@
 """The registered ops beneath the functions: the outputs that only the backward sees, and opcheck."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from capsfast.reference.votes import product
 
 from .support.accuracy import assert_close, relative_l2
 from .support.backends import ALL_DTYPES, TABLE, Backend, Shape, named
-from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Problem, make, registered, registered_backward, run
+from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, PassCase
+from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Op, Problem, make, registered, registered_backward, run
 
-pytestmark = pytest.mark.fused
+pytestmark = [pytest.mark.fused, pytest.mark.kernels, pytest.mark.every_op]
 
-OPS = ("dynamic_routing", "route_votes")
 CASES = (
     PLAIN,
     LOADED,
@@ -25,6 +26,14 @@ CASES = (
     Case(softmax="in", logits="IJ"),
     Case(gradient="last", squash_last=False, coupling=False),
 )
+# With positions, what has none is spread over them by the functions. A single position is what a graph asks for that
+# was traced with more.
+POSITIONS = (
+    replace(LOADED, out_mask=False, spatial=(5,)),
+    replace(EVERYTHING, out_mask=False, prior=False, spatial=(5,)),
+    replace(EVERYTHING, out_mask=False, prior=False, spatial=(1,)),
+)
+OPCHECKED = (*CASES[1:], LINEAR, LINEAR_WAYS[1], *EACH_WAY, *POSITIONS)
 
 
 def backward_arguments(problem: Problem, backend: Backend) -> list[Any]:
@@ -66,13 +75,15 @@ def normaliser(b: Tensor, case: Case) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("B", [3, 17])
-@pytest.mark.emulated(B=[3], dtype=[torch.float32, torch.bfloat16])
-def test_outputs(backend: Backend, B: int, op: str, case: Case, dtype: torch.dtype) -> None:
-    shape = Shape(B, 9, 4, 16, 8)
-    problem = make(shape, case, op, dtype, backend.device)
-    v, c, s, norm = (out.cpu() for out in backend.op(op)(*registered(problem)))
+@pytest.mark.emulated(dtype=[torch.float32, torch.bfloat16])
+def test_outputs(backend: Backend, op: Op, case: Case, dtype: torch.dtype) -> None:
+    for B in (3,) if backend.emulated else (3, 17):
+        problem = op.make(Shape(B, 9, 4, 16, 8), case, dtype, backend.device)
+        check_outputs(problem, [out.cpu() for out in backend.op(op.name)(*registered(problem))])
+
+
+def check_outputs(problem: Problem, outputs: list[Tensor]) -> None:
+    (v, c, s, norm), case, dtype, B = outputs, problem.case, problem.dtype, len(problem.dv)
     problem = problem.to(dtype)
     r = case.num_iterations
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -99,24 +110,24 @@ def test_outputs(backend: Backend, B: int, op: str, case: Case, dtype: torch.dty
     torch.testing.assert_close(v.to(wide), wanted_v, rtol=4 * rounding, atol=4 * rounding)
 
 
-def small(backend: Backend) -> Shape:
-    return Shape(3, 3 if backend.emulated else 9, 4, 5, 6)
+def small(backend: Backend, case: Case | PassCase) -> Shape:
+    return Shape(3, 3 if backend.emulated else 9, 4, 3 if case.spatial else 5, 6)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_backward_fills_only_what_is_needed(backend: Backend, op: str) -> None:
-    problem = make(small(backend), LOADED, op, backend.widest, backend.device)
+@pytest.mark.parametrize("case", [LOADED, EVERYTHING, *LINEAR_WAYS], ids=str)
+def test_backward_fills_only_what_is_needed(backend: Backend, op: Op, case: Case | PassCase) -> None:
+    problem = op.make(small(backend, case), case, backend.widest, backend.device)
     all_arguments = backward_arguments(problem, backend)
-    wanted = backend.op(op, backward=True)(*all_arguments)
-    there = all_arguments[-1]
-    truth = run(problem, "reference")
-    names = iter(problem.inputs)
+    backward = backend.op(op.name, backward=True)
+    wanted, there = backward(*all_arguments), all_arguments[-1]
+    truth, names = run(problem, "reference"), iter(problem.inputs)
     for value, given in zip(wanted, there, strict=True):
         if given:
             assert_close(value, truth[f"d{next(names)}"])
-    for wish in range(2 ** len(there)):
+    wishes = range(2 ** len(there)) if len(there) < 6 else [1 << n for n in range(len(there))]
+    for wish in wishes:
         needed = [bool(wish >> n & 1) and given for n, given in enumerate(there)]
-        got = backend.op(op, backward=True)(*all_arguments[:-1], needed)
+        got = backward(*all_arguments[:-1], needed)
         for value, want, need in zip(got, wanted, needed, strict=True):
             if need:
                 assert_close(value, want, double=1e-11)
@@ -125,43 +136,32 @@ def test_backward_fills_only_what_is_needed(backend: Backend, op: str) -> None:
 
 
 @pytest.mark.rows(4, triton=1)
-@pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.emulated(case=[LOADED])
-def test_opcheck_forward(backend: Backend, op: str, case: Case, grad: bool) -> None:
-    problem = make(small(backend), case, op, torch.float32, backend.device)
-    problem.inputs = {name: value.requires_grad_(grad) for name, value in problem.inputs.items()}
-    torch.library.opcheck(backend.op(op), registered(problem))
-
-
-@pytest.mark.rows(4, triton=1)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.emulated(case=[LOADED, LOADED_OUT])
-def test_opcheck_backward(backend: Backend, op: str, case: Case) -> None:
-    problem = make(small(backend), case, op, torch.float32, backend.device)
-    torch.library.opcheck(backend.op(op, backward=True), backward_arguments(problem, backend))
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+@pytest.mark.emulated(case=[LOADED, LOADED_OUT, LINEAR, *LINEAR_WAYS])
+def test_opcheck(backend: Backend, op: Op, case: Case | PassCase) -> None:
+    problem = op.make(small(backend, case), case, torch.float32, backend.device)
+    torch.library.opcheck(backend.op(op.name), registered(problem))
+    torch.library.opcheck(backend.op(op.name, backward=True), backward_arguments(problem, backend))
+    problem.inputs = {name: value.requires_grad_() for name, value in problem.inputs.items()}
+    torch.library.opcheck(backend.op(op.name), registered(problem))
 
 
 @pytest.mark.rows(triton=0)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", ["sliced", "transposed"])
-@pytest.mark.emulated(layout=["transposed"])
-def test_opcheck_other_inputs(backend: Backend, layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", [Case(shared=True, softmax="in"), LINEAR_WAYS[1]], ids=str)
+def test_opcheck_other_inputs(backend: Backend, op: Op, case: Case | PassCase, dtype: torch.dtype) -> None:
     shape = Shape(17, 2, 3, 5, 3) if backend.emulated else Shape(17, 9, 4, 16, 8)
-    case = Case(shared=True, softmax="in")
-    problem = make(shape, case, dtype=dtype, device=backend.device).laid_out(layout)
-    torch.library.opcheck(backend.op("dynamic_routing", backward=True), backward_arguments(problem, backend))
-    problem.inputs["u"].requires_grad_()
-    torch.library.opcheck(backend.op("dynamic_routing"), registered(problem))
+    problem = op.make(shape, case, dtype, backend.device).laid_out("transposed")
+    torch.library.opcheck(backend.op(op.name, backward=True), backward_arguments(problem, backend))
+    problem.inputs[op.poses].requires_grad_()
+    torch.library.opcheck(backend.op(op.name), registered(problem))
 
 
 def test_all_ops_are_checked_here() -> None:
     names = {
         name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "capsfast::" in name
     }
-    stems = ("dynamic_routing", "routing_pass")  # test_passes.py checks the latter
+    stems = ("dynamic_routing", "routing_pass")
     found = {prefix + stem for prefix in PREFIX.values() for stem in stems}
     # What has no CUDA kernels for the emulator: test_shared_routing.py, test_em_update.py.
     found |= {"shared_routing", "em_update", "triton_em_update"}
@@ -169,21 +169,52 @@ def test_all_ops_are_checked_here() -> None:
     assert {backend.prefix for backend in TABLE if backend.fused} <= set(PREFIX.values())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.emulated(case=[LOADED, Case(gradient="last", coupling=False)])
-def test_fakes_promise_what_the_kernels_return(backend: Backend, op: str, case: Case) -> None:
-    for empty in (None, *Shape._fields):
-        shape = small(backend)._replace(**({empty: 0} if empty else {}))
-        problem = make(shape, case, op, torch.bfloat16, backend.device)
+@pytest.mark.parametrize("case", OPCHECKED, ids=str)
+@pytest.mark.emulated(case=[LOADED, CASES[-1], *LINEAR_WAYS])
+def test_fakes_promise_what_the_kernels_return(backend: Backend, op: Op, case: Case | PassCase) -> None:
+    for empty in (None, "I") if backend.emulated else (None, *Shape._fields):
+        shape = small(backend, case)._replace(**({empty: 0} if empty else {}))
+        problem = op.make(shape, case, torch.bfloat16, backend.device)
         for backward, values in enumerate((registered(problem), backward_arguments(problem, backend))):
-            called = backend.op(op, bool(backward))
+            called = backend.op(op.name, bool(backward))
             meta = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in values]
             for real, fake in zip(called(*values), called(*meta), strict=True):
                 assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride()), called
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.only(weight=False, linear=False)
+def test_a_single_position_is_one_of_many(backend: Backend, op: Op) -> None:
+    """As a graph asks for that was traced with more. The functions do without its axis."""
+    case = Case(logits="BIJ") if op.family is Case else PassCase(query=True, logits="BIJ", second=True, lse=True)
+    problem = op.make(Shape(2, 3, 3, 4, 1), replace(case, spatial=(6,)), backend.widest, backend.device)
+    arguments, found = registered(problem), []
+    for part in (slice(0, 1), slice(None)):
+        given = [arg[..., part] if isinstance(arg, Tensor) else arg for arg in arguments]
+        given[0] = given[0].clone().requires_grad_()
+        outputs = backend.op(op.name)(*given)
+        first = next(output for output in outputs if output.dim() == 4)
+        found.append([*outputs, *torch.autograd.grad(first.square().sum(), given[0])])
+    compared = [(got, wanted) for got, wanted in zip(*found, strict=True) if got.dim() > 1 and got.shape[-1] == 1]
+    assert len(compared) >= 3  # results and dvotes
+    for got, wanted in compared:
+        assert_close(got, wanted[..., :1])
+
+
+@pytest.mark.parametrize("case", [LOADED, *LINEAR_WAYS[:1]], ids=str)
+def test_kernels_and_fakes_refuse_a_shape_that_does_not_fit(backend: Backend, op: Op, case: Case | PassCase) -> None:
+    problem = op.make(small(backend, case), case, torch.float32, backend.device)
+    arguments = registered(problem)
+    for n, value in enumerate(arguments[:-1]):
+        if n < len(op.tensors) or not isinstance(value, Tensor):
+            continue
+        # The launchers of Triton's kernels count on the functions.
+        for device in ("meta",) if backend.name == "triton" else (backend.device, "meta"):
+            wrong = [*arguments[:n], torch.cat([value, value], -1), *arguments[n + 1 :]]
+            with pytest.raises(RuntimeError, match="shape that does not fit"):
+                backend.op(op.name)(*(each.to(device) if isinstance(each, Tensor) else each for each in wrong))
+
+
+@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
 def test_the_number_of_needed_gradients_is_checked(op: str) -> None:
     problem = make(Shape(3, 9, 4, 5, 6), LOADED, op, torch.float32)
     cpp = named("cpp")

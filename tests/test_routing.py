@@ -1,20 +1,25 @@
-"""What both ops do on every backend: values, gradients, dtypes, shapes, strides, bad numbers, empty sums.
+"""What all four functions compute on every backend: values, gradients, dtypes, shapes, strides, the op that ran.
 
-Shapes are written for dynamic_routing; route_votes takes them without K.
+Shapes are written for a weight; route_votes and votes_pass take them without K. Bad numbers, masks and empty sums are
+in test_routing_edges.py.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import capsfast
 
+from .support import passes
 from .support.accuracy import assert_close, check, check_scores
-from .support.backends import ALL_DTYPES, Backend, Shape, assert_path, recorded_ops
+from .support.backends import Backend, Shape, assert_path, recorded_ops
+from .support.passes import CASES as PASS_CASES
+from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, QUADRATIC, SHARED, PassCase, normalized
+from .support.passes import LOADED as LOADED_PASS
 from .support.problems import (
     CASES,
     COMBINED,
@@ -25,14 +30,15 @@ from .support.problems import (
     Case,
     Op,
     Problem,
+    batched,
     call,
     run,
     with_one_leader,
 )
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.kernels, pytest.mark.every_op]
 
-SMALL = Shape(3, 7, 4, 5, 6)
+AnyCase = Case | PassCase
 # Every size is on both sides of some tile: 1, below, at and above 8 and 16.
 SHAPES = (
     *EMULATED,
@@ -61,397 +67,556 @@ SHAPES = (
     (17, 5, 8, 6, 5),
     (18, 9, 200, 12, 8),
 )
+# Rows and columns of pose matrices: R of 4, 1, 5, 16 and more outputs than are held at a time.
+OF_POSES = (
+    ((3, 11, 4, 16, 4), 4),
+    ((19, 9, 3, 6, 3), 2),
+    ((17, 5, 2, 3, 5), 3),
+    ((18, 37, 5, 10, 2), 2),
+    ((16, 6, 3, 32, 8), 2),
+    ((20, 3, 130, 16, 4), 4),
+)
+# Positions: fewer and more than lanes and than half of them, one axis and three, more outputs than are held at a time,
+# a single one.
+OF_POSITIONS = (
+    ((2, 5, 4, 5, 1), (3, 7)),
+    ((1, 3, 3, 16, 1), (37,)),
+    ((3, 2, 2, 3, 1), (2, 3, 2)),
+    ((2, 70, 3, 8, 1), (16,)),
+    ((1, 4, 130, 8, 1), (17,)),
+    ((3, 5, 4, 5, 1), (1, 1)),
+)
+POSES = tuple(
+    replace(case, poses=2)
+    for case in (
+        PLAIN,
+        LOADED,
+        Case(gradient="last", logits="IJ", coupling=False),
+        Case(shared=True, mask=True, squash_last=False),
+        PassCase(),
+        PassCase(query=True, shared="I"),
+        PassCase(query=True, precision=True, mask=True, shared="J", second=True),
+        PassCase(query=True, shared="IJ"),
+        QUADRATIC,
+        EVERYTHING,
+        normalized(EVERYTHING, "in"),
+    )
+)
+# More than half a tile of positions, and less: kernels of half the width.
+POSITIONS = tuple(
+    replace(case, spatial=spatial)
+    for spatial, cases in {
+        (5,): (PLAIN, Case(num_iterations=1), LINEAR, replace(SHARED, weights=False), *EACH_WAY[2:]),
+        (3, 6): (
+            LOADED,
+            LOADED_OUT,
+            Case(gradient="last", logits="IJ", coupling=False),
+            Case(softmax="in", squash_last=False),
+            QUADRATIC,
+            PassCase(),
+            PassCase(logits="IJ", activation=True, weights=True, lse=True),
+            *EACH_WAY[:2],
+        ),
+    }.items()
+    for case in cases
+)
+# What touches every line between them, for tests that vary something else than options.
+FULL = (
+    LOADED,
+    LOADED_OUT,
+    EVERYTHING,
+    normalized(EVERYTHING, "in"),
+    *LINEAR_WAYS,
+    *(replace(case, poses=2) for case in (LOADED, EVERYTHING)),
+    *(replace(case, spatial=(3, 5)) for case in (LOADED, EVERYTHING)),
+)
+each_full = pytest.mark.parametrize("case", FULL, ids=str)
+of_the_weight = pytest.mark.of_the_weight(case=[Case(shared=True)])
 
 
-@pytest.mark.rows(triton=(5, 40))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.of_the_weight(case=[Case(shared=True)])
-@pytest.mark.emulated(route_votes={"case": COMBINED})
+def sizes(backend: Backend, case: AnyCase, *more: tuple[int, ...]) -> list[Shape]:
+    """Few samples and many: kernels have a way for each. more: where there are neither positions nor poses."""
+    if case.spatial:
+        return [Shape(2, 2, 2, 3, 1) if backend.emulated else Shape(2, 4, 3, 6, 1)]
+    if backend.emulated:
+        return [Shape(3, 5, 4, 6, 3)]
+    return [Shape(3, 7, 4, 6, 5), Shape(18, 7, 4, 6, 5), *([] if case.poses else map(Shape._make, more))]
+
+
+@pytest.mark.rows(triton=(4, 20))
+@pytest.mark.parametrize("case", [*CASES, *PASS_CASES, *POSES, *POSITIONS], ids=str)
+@of_the_weight
+@pytest.mark.emulated(route_votes={"case": [*COMBINED, *PASS_CASES]})
 @pytest.mark.against_reference
-def test_every_option(backend: Backend, op: Op, case: Case, dtype: torch.dtype) -> None:
-    # Batches of 5 and 19: kernels have one way for few samples and one for many.
-    both = (Shape(5, 11, 4, 6, 3), Shape(19, 9, 3, 16, 8))
-    for shape in (Shape(17, 3, 4, 5, 3),) if backend.emulated else both:
-        check(op.make(shape, case, dtype, backend.device), backend)
+def test_every_option(backend: Backend, op: Op, case: AnyCase) -> None:
+    few, many = (5, 11, 4, 6, 3), (19, 9, 3, 16, 8)
+    shapes = [(2, 3, 3, 4, 1)] if case.spatial else [few, many]
+    if backend.emulated and not case.spatial:
+        shapes = [(17, 3, 3, 8, 4) if case.poses else (17, 3, 4, 5, 3)]
+    for shape in shapes:
+        for dtype in {torch.float32, backend.widest}:
+            check(op.make(Shape._make(shape), case, dtype, backend.device), backend)
 
 
-@pytest.mark.rows(12, triton=(1, 12))
+@pytest.mark.rows(8, triton=(1, 12))
 @pytest.mark.shapes(*SHAPES)
-@pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT, Case(shared=True)], ids=str)
-@pytest.mark.of_the_weight(case=[Case(shared=True)])
 @pytest.mark.emulated(shape=EMULATED)
 @pytest.mark.against_reference
-def test_every_shape(backend: Backend, op: Op, shape: Shape, case: Case) -> None:
-    check(op.make(shape, case, torch.float32, backend.device), backend)
+def test_every_shape(backend: Backend, op: Op, shape: Shape) -> None:
+    cases: tuple[AnyCase, ...] = (LOADED, LOADED_OUT, Case(shared=True), LINEAR, *EACH_WAY[:2], *LINEAR_WAYS)
+    for case in cases:
+        if not op.takes(case) or (backend.linear and not case.linear) or (case.shared is True and "votes" in op.name):
+            continue
+        check(op.make(shape, case, torch.float32, backend.device), backend)
+        if case == LOADED_OUT:
+            check(op.make(shape, case, backend.widest, backend.device), backend)
+
+
+@pytest.mark.rows(triton=(0, 4))
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [
+        *((replace(case, poses=rows), size) for size, rows in OF_POSES for case in (LOADED, EVERYTHING)),
+        *((replace(case, spatial=spatial), size) for size, spatial in OF_POSITIONS for case in (LOADED, EVERYTHING)),
+    ],
+    ids=str,
+)
+@pytest.mark.against_reference
+def test_every_shape_of_pose_matrices_and_positions(
+    backend: Backend, op: Op, case: AnyCase, size: tuple[int, ...]
+) -> None:
+    check(op.make(Shape._make(size), case, backend.widest, backend.device), backend)
+
+
+# Whole tiles of samples, chunks of input capsules, blocks of rows, output capsules whose votes are held; and parts.
+@pytest.mark.rows(triton=(0, 2))
+@pytest.mark.passes
+@pytest.mark.shapes(
+    (32, 70, 10, 16, 8), (17, 35, 3, 5, 4), (16, 9, 1, 3, 33), (16, 5, 200, 12, 8), (48, 33, 10, 16, 16)
+)
+@pytest.mark.against_reference
+def test_second_moments_of_equal_coupling(backend: Backend, op: Op, shape: Shape) -> None:
+    for options in ({}, {"activation": True, "leaky": True}):
+        for dtype in {torch.float32, backend.widest}:
+            case = PassCase(center=True, second=True, **options)
+            check(op.make(shape, case, dtype, backend.device), backend)
 
 
 # The bound itself, two times the error of the float32 einsum, at the sizes people train.
 @pytest.mark.rows(4)
-@pytest.mark.shapes(
-    (1, 1152, 10, 16, 8), (16, 1152, 10, 16, 8), (128, 128, 10, 16, 8), (33, 64, 32, 16, 16), (2, 20_000, 4, 8, 8)
+@pytest.mark.shapes((1, 1152, 10, 16, 8), (128, 128, 10, 16, 8), (33, 64, 32, 16, 16), (2, 20_000, 4, 8, 8))
+@pytest.mark.parametrize(
+    "case",
+    [
+        PLAIN,
+        LOADED,
+        Case(shared=True, gradient="last"),
+        replace(QUADRATIC, query=True),
+        normalized(QUADRATIC, "in"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True, gradient="last")], ids=str)
 @pytest.mark.against_reference
-def test_float32_is_as_exact_as_einsum(backend: Backend, op: Op, shape: Shape, case: Case) -> None:
+def test_float32_is_as_exact_as_einsum(backend: Backend, op: Op, shape: Shape, case: AnyCase) -> None:
     check(op.make(shape, case, torch.float32, backend.device), backend, slack=1)
 
 
-@pytest.mark.needs(torch.float64)
-@pytest.mark.shapes(*SHAPES)
-@pytest.mark.against_reference
-def test_every_shape_in_float64(backend: Backend, op: Op, shape: Shape) -> None:
-    check(op.make(shape, LOADED_OUT, torch.float64, backend.device), backend)
-
-
-@pytest.mark.shapes(
-    (1, 1, 1, 1, 1), (5, 63, 10, 16, 8), (17, 31, 5, 17, 4), (16, 9, 6, 1, 33), (2, 2, 300, 3, 4), (17, 2, 3, 6, 20)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(softmax="in", logits="IJ"),
+        Case(softmax="in", logits="BIJ"),
+        PassCase(query=True, prior=True, logits="BIJ", weights=True, normalize="in"),
+        PassCase(query=True, logits="IJ", lse=True, normalize="in"),
+        replace(QUADRATIC, query=True, logits="BIJ", weights=True, normalize="in"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True, gradient="last"), LOADED_OUT], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.emulated(dtype=[torch.bfloat16], case=[LOADED, Case(shared=True, gradient="last"), LOADED_OUT])
+def test_scores_of_all_the_coupling_have_no_gradient(backend: Backend, op: Op, case: AnyCase) -> None:
+    for I in (1, 5):
+        for shape in (Shape(17, I, 3, 12, 4), Shape(3, I, 2, 16, 8))[: 1 if backend.emulated else 2]:
+            check_scores(with_one_leader(op.make(shape, case, torch.float32, backend.device)), backend)
+
+
+@pytest.mark.passes
 @pytest.mark.against_reference
-def test_sixteen_bits(backend: Backend, op: Op, shape: Shape, case: Case, dtype: torch.dtype) -> None:
-    got = check(op.make(shape, case, dtype, backend.device), backend)
-    assert {value.dtype for value in got.values()} == {dtype}
+def test_a_center_near_the_mean_keeps_the_variance(backend: Backend) -> None:
+    """Votes 100 from the origin with deviations of 0.1: their second moment about 0 would hold nothing of those."""
+    draw = torch.Generator().manual_seed(0)
+    mean = 100 + torch.randn(4, 1, 5, 6, generator=draw, dtype=torch.float64)
+    votes = mean + 0.1 * torch.randn(4, 50, 5, 6, generator=draw, dtype=torch.float64)
+    truth = votes.var(1, unbiased=False)
+    center = mean[:, 0].float()
+    found = capsfast.votes_pass(
+        votes.float().to(backend.device), center=center.to(backend.device), second=True, backend=backend.name
+    )
+    assert found.second is not None
+    mass = found.mass[..., None]
+    variance = found.second / mass - (found.first / mass) ** 2
+    torch.testing.assert_close(variance.cpu().double(), truth, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_with_float32_parameters(backend: Backend, op: Op, dtype: torch.dtype) -> None:
-    problem = op.make(SMALL, Case(logits="IJ", bias=True), dtype, backend.device)
-    wide = {name: problem.inputs[name].float() for name in ("logits", "bias")}
+@pytest.mark.parametrize("case", [*FULL, Case(shared=True, gradient="last"), QUADRATIC], ids=str)
+@pytest.mark.emulated(dtype=[torch.bfloat16])
+@pytest.mark.against_reference
+def test_sixteen_bits(backend: Backend, op: Op, case: AnyCase, dtype: torch.dtype) -> None:
+    for shape in sizes(backend, case, (5, 63, 10, 16, 8), (17, 31, 5, 17, 4), (16, 9, 6, 1, 33)):
+        found = check(op.make(shape, case, dtype, backend.device), backend)
+        wide = {"mass", "first", "second", "log_sum"}
+        assert all((value.dtype == torch.float32) == (name in wide) for name, value in found.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [Case(logits="IJ", bias=True), LOADED_PASS, EVERYTHING], ids=str)
+def test_sixteen_bits_with_float32_parameters(backend: Backend, op: Op, case: AnyCase, dtype: torch.dtype) -> None:
+    problem = op.make(Shape(3, 7, 4, 5, 6), case, dtype, backend.device)
+    wide = {name: value.float() for name, value in problem.inputs.items() if name not in op.tensors}
     got = run(replace(problem, inputs=problem.inputs | wide), backend.name)
     wanted = run(problem.to(torch.float64), "reference")
-    assert {got[name].dtype for name in ("v", *(f"d{name}" for name in op.tensors))} == {dtype}
-    assert got["dlogits"].dtype == got["dbias"].dtype == torch.float32
+    assert {got[f"d{name}"].dtype for name in op.tensors} == {dtype}
+    assert {got[f"d{name}"].dtype for name in wide} == {torch.float32}
     for name, value in got.items():
-        torch.testing.assert_close(value.double(), wanted[name], rtol=0.05, atol=0.05)
+        atol = 0.05 if op.family is Case else 0.05 * wanted[name].abs().max().item()
+        torch.testing.assert_close(value.double(), wanted[name], rtol=0.05, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_outputs_have_the_dtype_of_the_input(backend: Backend, op: Op, dtype: torch.dtype) -> None:
-    v, c = call(problem := op.make(SMALL, PLAIN, dtype, backend.device), problem.inputs, backend.name)
-    assert v.dtype == c.dtype == dtype
-    assert v.shape == (SMALL.B, SMALL.J, SMALL.D)
-    assert c.shape == (SMALL.B, SMALL.I, SMALL.J)
+def test_defaults_are_those_of_the_paper(backend: Backend, op: Op) -> None:
+    """And what is not asked for doesn't come back."""
+    case = Case(coupling=False) if op.family is Case else PassCase()
+    problem = op.make(Shape(3, 7, 4, 5, 6), case, backend.widest, backend.device)
+    found = getattr(capsfast, op.name)(*problem.inputs.values(), backend=backend.name)
+    if op.family is PassCase:
+        assert (found.second, found.weights, found.lse) == (None, None, None)
+    else:
+        assert isinstance(found, Tensor)
+    for name, value in case.outputs(found).items():
+        assert_close(value, run(problem, "reference", need=())[name], double=1e-12)
 
 
-def test_without_coupling_only_v_comes_back(backend: Backend, op: Op) -> None:
-    problem = op.make(SMALL, PLAIN, backend.widest, backend.device)
-    alone = call(problem, problem.inputs, backend.name, return_coupling=False)
-    v, _ = call(problem, problem.inputs, backend.name, return_coupling=True)
-    assert isinstance(alone, torch.Tensor)
-    assert_close(alone, v, double=1e-12)
-
-
-@pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True), Case(coupling=False)], ids=str)
-def test_the_backend_that_was_asked_for_ran(backend: Backend, op: Op, case: Case) -> None:
-    problem = op.make(SMALL, case, backend.widest, backend.device)
+@pytest.mark.parametrize(
+    "case", [PLAIN, Case(shared=True), Case(coupling=False), LINEAR, SHARED, PassCase(), *FULL], ids=str
+)
+@of_the_weight
+def test_the_backend_that_was_asked_for_ran(backend: Backend, op: Op, case: AnyCase) -> None:
+    problem = op.make(sizes(backend, case)[0], case, backend.widest, backend.device)
     with recorded_ops() as ops:
         run(problem, backend.name)
+    if case is SHARED:
+        # One product makes the votes that all output capsules share.
+        assert (f"capsfast::{backend.prefix}routing_pass" in ops) == backend.fused
+        return
     assert_path(backend, op.name, ops)
     with recorded_ops() as ops:
         run(problem, backend.name, need=())
     assert_path(backend, op.name, ops, backward=False)
 
 
+# test_reference.py does this for every option of the definition, with which test_every_option compares.
 @pytest.mark.needs(torch.float64)
-@pytest.mark.parametrize("case", [case for case in CASES if case.gradient == "full"], ids=str)
-def test_gradients_are_the_finite_differences(backend: Backend, op: Op, case: Case) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        LOADED,
+        LOADED_OUT,
+        Case(shared=True),
+        LINEAR,
+        SHARED,
+        *EACH_WAY,
+        replace(PLAIN, poses=2),
+        replace(QUADRATIC, poses=2),
+    ],
+    ids=str,
+)
+@of_the_weight
+def test_gradients_are_the_finite_differences(backend: Backend, op: Op, case: AnyCase) -> None:
     problem = op.make(Shape(2, 3, 3, 2, 2), case, device=backend.device)
     leaves = [value.clone().requires_grad_() for value in problem.inputs.values()]
 
-    def function(*tensors: torch.Tensor) -> Any:
-        return call(problem, dict(zip(problem.inputs, tensors, strict=True)), backend.name)
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = case.outputs(call(problem, dict(zip(problem.inputs, tensors, strict=True)), backend.name))
+        return tuple(value.masked_fill(value.isinf(), 0) for value in found.values())
 
-    torch.autograd.gradcheck(function, leaves, fast_mode=True, nondet_tol=0.0)
+    torch.autograd.gradcheck(function, leaves, fast_mode=True, nondet_tol=0.0, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", [PLAIN, LOADED, LOADED_OUT], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_full
 @pytest.mark.parametrize("layout", ["sliced", "transposed"])
-@pytest.mark.shapes((5, 11, 4, 6, 3), (17, 9, 3, 16, 8), (17, 3, 4, 5, 3))
-@pytest.mark.emulated(shape=[(17, 3, 4, 5, 3)], case=[LOADED, LOADED_OUT])
 @pytest.mark.against_reference
-def test_strides_do_not_matter(
-    backend: Backend, op: Op, shape: Shape, layout: str, dtype: torch.dtype, case: Case
-) -> None:
-    check(op.make(shape, case, dtype, backend.device).laid_out(layout), backend)
+def test_strides_do_not_matter(backend: Backend, op: Op, layout: str, case: AnyCase) -> None:
+    for shape in sizes(backend, case, (17, 9, 3, 16, 8)):
+        for dtype in (torch.float32, torch.bfloat16):
+            check(op.make(shape, case, dtype, backend.device).laid_out(layout), backend)
 
 
-SUBSETS = (("poses",), ("weight",), ("logits",), ("bias",), ("poses", "bias"), ("weight", "logits"), ())
+@pytest.mark.parametrize("order", [(1, 0, 3, 2), (0, 2, 3, 1), (0, 1, 3, 2), (3, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("case", [LOADED_OUT, LINEAR], ids=str)
+@pytest.mark.rows(emulated=(1, 1))
+@pytest.mark.against_reference
+def test_tensors_in_the_orders_of_other_layers(backend: Backend, op: Op, case: AnyCase, order: tuple[int, ...]) -> None:
+    inverse = [order.index(axis) for axis in range(4)]
+    for shape in sizes(backend, case, (2, 9, 3, 16, 8), (17, 9, 3, 16, 8)):
+        problem = op.make(shape, case, torch.float32, backend.device)
+        name = op.tensors[-1]
+        problem.inputs[name] = problem.inputs[name].permute(inverse).contiguous().permute(order)
+        check(problem, backend)
 
 
-@pytest.mark.of_the_weight(need=[("weight",), ("weight", "logits")])
-@pytest.mark.parametrize("need", SUBSETS, ids="+".join)
-@pytest.mark.parametrize("softmax", ["out", "in"])
-@pytest.mark.parametrize("B", [2, 17])
-@pytest.mark.emulated(B=[2], softmax=["out"], route_votes={"softmax": ["in"]})
-def test_only_some_inputs_need_a_gradient(
-    backend: Backend, op: Op, B: int, softmax: str, need: tuple[str, ...]
-) -> None:
-    case = Case(softmax=softmax, logits="IJ", bias=True)
-    problem = op.make(Shape(B, 7, 3, 5, 4), case, backend.widest, backend.device)
-    need = tuple(dict.fromkeys(name if name in problem.inputs else op.poses for name in need))
-    everything, some = run(problem, backend.name), run(problem, backend.name, need)
-    assert some.keys() == {"v", "c", *(f"d{name}" for name in need)}
-    for name, value in some.items():
-        assert_close(value, everything[name], double=1e-11)
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("case", [Case(logits="BIJ"), PassCase(query=True, logits="BIJ")], ids=str)
+@pytest.mark.rows(emulated=(1, 2))
+@pytest.mark.against_reference
+def test_expanded_tensors(backend: Backend, op: Op, case: AnyCase, axis: int) -> None:
+    for shape in sizes(backend, case, (17, 9, 3, 16, 8)):
+        problem = op.make(shape, case, torch.float32, backend.device)
+        for name in (*op.tensors, "logits"):
+            value = problem.inputs[name]
+            if axis < value.dim() and (axis, name) != (1, "weight"):  # all votes of a capsule would be equal
+                problem.inputs[name] = value.narrow(axis, 0, 1).expand(value.shape)
+        # What v.sum().backward() sends.
+        result = "v" if op.family is Case else "first"
+        size = problem.gradients[result].shape
+        problem.gradients[result] = torch.ones((), device=backend.device).expand(size)
+        check(problem, backend)
 
 
-@pytest.mark.parametrize("used", [0, 1], ids=["v", "c"])
+@pytest.mark.only(linear=False)
+def test_votes_stored_with_channels_last(backend: Backend) -> None:
+    problem = passes.make((2, 4, 3, 6, 1), replace(EVERYTHING, spatial=(3, 7)), "votes_pass", backend.widest)
+    problem = problem.to(backend.widest, backend.device)
+    votes = problem.inputs["votes"]
+    other = votes.flatten(1, 3).contiguous(memory_format=torch.channels_last).unflatten(1, votes.shape[1:4])
+    moved = replace(problem, inputs={**problem.inputs, "votes": other})
+    wanted, got = run(problem, backend.name), run(moved, backend.name)
+    for name, value in got.items():
+        assert_close(value, wanted[name])
+
+
+@each_full
+def test_only_some_inputs_need_a_gradient(backend: Backend, op: Op, case: AnyCase) -> None:
+    for shape in sizes(backend, case):
+        problem = op.make(shape, case, backend.widest, backend.device)
+        everything = run(problem, backend.name)
+        outputs = everything.keys() - {f"d{name}" for name in problem.inputs}
+        for need in (
+            *((name,) for name in problem.inputs),
+            tuple(problem.inputs)[::2],
+            tuple(problem.inputs)[1::2],
+            (),
+        ):
+            some = run(problem, backend.name, need)
+            assert some.keys() == {*outputs, *(f"d{name}" for name in need)}
+            for name, value in some.items():
+                assert_close(value, everything[name], double=1e-11)
+
+
 @pytest.mark.parametrize(
-    "case", [PLAIN, LOADED, Case(gradient="last", logits="IJ"), Case(num_iterations=1, logits="IJ")], ids=str
+    "case",
+    [PLAIN, LOADED, Case(gradient="last", logits="IJ"), Case(num_iterations=1, logits="IJ"), *FULL[2:]],
+    ids=str,
 )
-def test_only_one_output_is_used(backend: Backend, op: Op, case: Case, used: int) -> None:
-    problem = op.make(SMALL, case, backend.widest, backend.device)
-
-    def gradients(name: str) -> list[torch.Tensor]:
-        inputs = {key: value.clone().requires_grad_() for key, value in problem.inputs.items()}
-        out = call(problem, inputs, name)[used]
-        grad = (problem.dv, problem.dc)[used]
-        return list(torch.autograd.grad(out, list(inputs.values()), grad, allow_unused=True, materialize_grads=True))
-
-    for got, wanted in zip(gradients(backend.name), gradients("reference"), strict=True):
-        assert_close(got, wanted)
-
-
-def test_backward_twice_through_a_retained_graph(backend: Backend, op: Op) -> None:
-    problem = op.make(SMALL, LOADED, backend.widest, backend.device)
-    poses = problem.inputs[op.poses].requires_grad_()
-    v, _ = call(problem, problem.inputs, backend.name)
-    first = torch.autograd.grad(v, poses, problem.dv, retain_graph=True)[0]
-    assert torch.equal(first, torch.autograd.grad(v, poses, problem.dv)[0])
-
-
-@pytest.mark.parametrize("softmax", ["out", "in"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("B", "sample"), [(3, 1), (17, 0), (17, 16)])
-@pytest.mark.emulated(B=[3], bad=[math.inf], route_votes={"bad": [math.nan]})
-def test_nan_and_inf_stay_in_their_sample(
-    backend: Backend, op: Op, B: int, sample: int, bad: float, softmax: str
-) -> None:
-    problem = op.make(Shape(B, 9, 3, 16, 8), Case(softmax=softmax, coupling=False), torch.float32, backend.device)
-    clean = run(problem, backend.name)
-    problem.inputs[op.poses].view(B, 9, -1)[sample, 4, 5] = bad
-    got = run(problem, backend.name)
-    others = [n for n in range(B) if n != sample]
-    for name in ("v", f"d{op.poses}"):
-        # A bad pose is in all votes of its input capsule, a bad vote in the sum of one output capsule.
-        assert not got[name][sample].isfinite().all(), name
-        assert op.poses == "votes" or not got[name][sample].isfinite().any(), name
-        assert torch.equal(got[name][others], clean[name][others]), name
-    if op.poses == "u":
-        # Every sample adds to dW, so it must not look healthy.
-        assert got["dweight"][4].isnan().all()
-
-
-@pytest.mark.parametrize("softmax", ["out", "in"])
-@pytest.mark.parametrize("B", [3, 17])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.emulated(B=[3], dtype=[torch.float32])
-def test_masked_capsules_may_hold_anything(backend: Backend, op: Op, dtype: torch.dtype, B: int, softmax: str) -> None:
-    case = Case(softmax=softmax, mask=True, logits="BIJ")
-    problem = op.make(Shape(B, 9, 3, 16, 8), case, dtype, backend.device)
-    dead = ~problem.masks["mask"]
-    problem.inputs[op.poses][dead] = 0
-    clean = run(problem, backend.name)
-    problem.inputs[op.poses][dead] = math.nan
-    problem.inputs[op.poses][0][dead[0]] = math.inf
-    got = run(problem, backend.name)
-    for name, value in got.items():
-        assert torch.equal(value, clean[name]), name
-    assert not got[f"d{op.poses}"][dead].any()
-    assert not got["dlogits"][dead].any()
-    assert not got["c"][dead].any()
-
-
-@pytest.mark.parametrize("softmax", ["out", "in"])
-@pytest.mark.parametrize("leaky", [False, True])
-@pytest.mark.parametrize("B", [3, 17])
-@pytest.mark.emulated(B=[3], leaky=[False])
-def test_masks_that_leave_nothing(backend: Backend, op: Op, B: int, leaky: bool, softmax: str) -> None:
-    case = Case(softmax=softmax, leaky=leaky, mask=True, out_mask=True)
-    problem = op.make(Shape(B, 9, 3, 16, 8), case, torch.float32, backend.device)
-    problem.masks["mask"][0] = False
-    problem.masks["out_mask"][1] = False
-    got = check(problem, backend)
-    for name in ("v", f"d{op.poses}", "c"):
-        assert not got[name][:2].any(), name
-
-
-@pytest.mark.parametrize("softmax", ["out", "in"])
-def test_out_mask_is_the_layer_without_these_capsules(backend: Backend, op: Op, softmax: str) -> None:
-    problem = op.make(Shape(3, 9, 5, 4, 4), Case(softmax=softmax, out_mask=True), backend.widest, backend.device)
-    keep = torch.tensor([True, False, True, True, False], device=backend.device)
-    problem.masks["out_mask"][:] = keep
-    got = run(problem, backend.name)
-
-    def kept(name: str, value: torch.Tensor) -> torch.Tensor:
-        axis = {"weight": 1, "votes": 2}.get(name)
-        return value if axis is None else value.index_select(axis, keep.nonzero()[:, 0])
-
-    inputs = {name: kept(name, value) for name, value in problem.inputs.items()}
-    part = replace(problem, inputs=inputs, masks={}, gradients={"v": problem.dv[:, keep], "c": problem.dc[..., keep]})
-    wanted = run(part, backend.name)
-    assert_close(got["v"][:, keep], wanted["v"], double=1e-7)
-    assert_close(got["c"][..., keep], wanted["c"], double=1e-7)
-    assert not got["v"][:, ~keep].any()
-    for name in op.tensors:
-        found, same = got[f"d{name}"], wanted[f"d{name}"]
-        assert_close(kept(name, found), same, double=1e-7)
-        # Nothing where it was taken out.
-        torch.testing.assert_close(found.double().square().sum(), same.double().square().sum(), rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("logits", ["IJ", "BIJ"])
-@pytest.mark.parametrize("leaky", [False, True])
-@pytest.mark.parametrize("softmax", ["out", "in"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("B", [3, 17])
-@pytest.mark.emulated(B=[3], leaky=[True], logits=["IJ"], route_votes={"logits": ["BIJ"]})
-@pytest.mark.against_reference
-def test_huge_logits(
-    backend: Backend, op: Op, B: int, dtype: torch.dtype, softmax: str, leaky: bool, logits: str
-) -> None:
-    case = Case(softmax=softmax, leaky=leaky, logits=logits)
-    problem = op.make(Shape(B, 9, 4, 16, 8), case, dtype, backend.device)
-    given = problem.inputs["logits"]
-    # All samples, or every second one.
-    huge = given if logits == "IJ" else given[::2].transpose(0, 1)
-    huge[0] = 1e4
-    huge[1] = -1e4
-    huge[2] = torch.tensor([1e4, -1e4, 0.0, 1e4])
-    huge[3] = torch.tensor([-math.inf, 0.0, -math.inf, 1.0])
-    huge[4, ..., 1:] = -math.inf
-    huge[5] = -math.inf
-    check(problem, backend)
-
-
-@pytest.mark.parametrize("softmax", ["out", "in"])
-def test_huge_capsules_saturate_and_stay_finite(backend: Backend, op: Op, softmax: str) -> None:
-    # Agreements of 1e5 and more: the coupling is one-hot, and exp of them would overflow.
-    shape = Shape(17, 4, 4, 16, 8) if backend.emulated else Shape(17, 9, 4, 16, 8)
-    problem = op.make(shape, Case(softmax=softmax), torch.float32, backend.device)
-    problem.inputs[op.poses] *= 1e5
-    got = run(problem, backend.name)
-    assert all(value.isfinite().all() for value in got.values())
-    length = got["v"].norm(dim=-1)
-    assert (length < 1e-5).logical_or((length - 1).abs() < 1e-5).all()  # 0: no input capsule agrees
-    sums = got["c"].sum(2 if softmax == "out" else 1)
-    torch.testing.assert_close(sums, torch.ones_like(sums))
-
-
-@pytest.mark.parametrize("logits", ["IJ", "BIJ"])
-@pytest.mark.parametrize("I", [1, 5])
-@pytest.mark.emulated(logits=["BIJ"])
-def test_logits_of_all_the_coupling_have_no_gradient(backend: Backend, op: Op, I: int, logits: str) -> None:
-    for shape in (Shape(17, I, 3, 12, 4), Shape(3, I, 2, 16, 8))[: 1 if backend.emulated else 2]:
-        problem = op.make(shape, Case(softmax="in", logits=logits), torch.float32, backend.device)
-        check_scores(with_one_leader(problem), backend)
-
-
-@pytest.mark.parametrize("squash", ["paper", "half", "eps_outside", "exp", "unit", "identity"])
-@pytest.mark.of_the_weight(zero=["weight"])
-@pytest.mark.parametrize("zero", ["poses", "weight"])
-@pytest.mark.parametrize("B", [3, 17])
-@pytest.mark.emulated(B=[3], zero=["poses"])
-def test_zero_vectors_have_finite_gradients(backend: Backend, op: Op, B: int, zero: str, squash: str) -> None:
-    problem = op.make(Shape(B, 9, 4, 16, 8), Case(squash=squash), torch.float32, backend.device)
-    problem.inputs[op.poses if zero == "poses" else op.tensors[-1]].zero_()
-    got = run(problem, backend.name)
-    assert not got["v"].any()
-    assert all(value.isfinite().all() for value in got.values())
-    for name, value in run(problem, "reference").items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
-
-
-@pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True, softmax="in"), LOADED_OUT], ids=str)
-@pytest.mark.of_the_weight(empty=["K"])
-@pytest.mark.parametrize("empty", Shape._fields)
-@pytest.mark.emulated(case=[LOADED, LOADED_OUT])
-def test_empty_sizes(backend: Backend, op: Op, empty: str, case: Case) -> None:
-    shape = SMALL._replace(**{empty: 0})
-    problem = op.make(shape, case, torch.float32, backend.device)
-    got = run(problem, backend.name)
-    B, I, J, D, _ = shape
-    assert got["v"].shape == (B, J, D)
-    assert got["c"].shape == (B, I, J)
-    for name, value in problem.inputs.items():
-        assert got[f"d{name}"].shape == value.shape
-    wanted = run(problem.to(torch.float64), "reference")
-    for name, value in got.items():
-        torch.testing.assert_close(value.double(), wanted[name], rtol=1e-5, atol=1e-6)
-    if not case.bias and empty in "IK":
-        assert not got["v"].any()
-
-
-@pytest.mark.of_the_weight(empty=["K"])
-@pytest.mark.parametrize("empty", ["I", "K"])
-def test_an_empty_sum_still_gets_its_bias(backend: Backend, op: Op, empty: str) -> None:
-    problem = op.make(SMALL._replace(**{empty: 0}), Case(bias=True), backend.widest, backend.device)
-    got = run(problem, backend.name)
-    wanted = capsfast.squash(problem.inputs["bias"]).expand(SMALL.B, -1, -1)
-    assert_close(got["v"], wanted, double=1e-7)
-    assert got["dbias"].abs().max() > 0
+def test_only_one_output_is_used(backend: Backend, op: Op, case: AnyCase) -> None:
+    problem = op.make(sizes(backend, case)[0], case, backend.widest, backend.device)
+    leaves = {name: value.clone().requires_grad_() for name, value in problem.inputs.items()}
+    for used, output in case.outputs(call(problem, leaves, backend.name)).items():
+        alone = {name: value if name == used else torch.zeros_like(value) for name, value in problem.gradients.items()}
+        wanted = run(replace(problem, gradients=alone), "reference")
+        got = torch.autograd.grad(
+            output,
+            list(leaves.values()),
+            problem.gradients[used].to(output.dtype),
+            allow_unused=True,
+            materialize_grads=True,
+            retain_graph=True,
+        )
+        for name, value in zip(leaves, got, strict=True):
+            assert_close(value, wanted[f"d{name}"])
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True)], ids=str)
-@pytest.mark.shapes((1, 257, 10, 16, 8), (3, 113, 10, 16, 8), (33, 63, 10, 16, 8), (2, 5, 300, 8, 4))
-@pytest.mark.emulated(threads=[])
-def test_repeats_are_bitwise_equal(
-    backend: Backend, op: Op, shape: Shape, case: Case, threads: int, two_threads: None
-) -> None:
-    torch.set_num_threads(threads)
-    problem = op.make(shape, case, torch.float32, backend.device)
-    first = run(problem, backend.name)
-    for _ in range(5):
-        again = run(problem, backend.name)
-        assert all(torch.equal(value, again[name]) for name, value in first.items())
-
-
-@pytest.mark.parametrize("threads", [2, 3, 7])
-@pytest.mark.emulated(threads=[])
-@pytest.mark.shapes((1, 257, 10, 16, 8), (33, 63, 10, 16, 8), (70, 9, 5, 8, 4), (33, 3, 4, 16, 8), (2, 3, 3, 2, 2))
+@pytest.mark.parametrize("case", [PLAIN, LOADED, Case(shared=True), LINEAR, *EACH_WAY[:2]], ids=str)
+@of_the_weight
 @pytest.mark.against_reference
-def test_more_threads_are_as_exact_as_one(
-    backend: Backend, op: Op, shape: Shape, threads: int, two_threads: None
+def test_any_number_of_threads_is_exact_and_repeats_its_bits(
+    backend: Backend, op: Op, case: AnyCase, threads: None
 ) -> None:
-    torch.set_num_threads(threads)
-    check(op.make(shape, PLAIN, torch.float32, backend.device), backend)
-    check(op.make(shape, LOADED, torch.float32, backend.device), backend)
+    many = ((1, 257, 10, 16, 8), 2), ((33, 63, 10, 16, 8), 3), ((2, 5, 300, 8, 4), 7), ((33, 3, 4, 16, 8), 7)
+    for shape, number in (((3, 7, 4, 5, 6), 2),) if backend.emulated else many:
+        torch.set_num_threads(number)
+        problem = op.make(Shape._make(shape), case, torch.float32, backend.device)
+        first = check(problem, backend)
+        for _ in range(1 if backend.emulated else 3):
+            again = run(problem, backend.name)
+            assert all(torch.equal(value, again[name]) for name, value in first.items())
 
 
-def test_samples_do_not_depend_on_their_batch(backend: Backend, op: Op) -> None:
+@pytest.mark.parametrize("case", [LOADED, LOADED_PASS, EVERYTHING], ids=str)
+def test_samples_do_not_depend_on_their_batch(backend: Backend, op: Op, case: AnyCase) -> None:
     shape = Shape(33, 3, 4, 5, 3) if backend.emulated else Shape(33, 13, 4, 16, 8)
-    problem: Problem = op.make(shape, LOADED, torch.float32, backend.device)
+    problem: Problem = op.make(shape, case, torch.float32, backend.device)
     whole = run(problem, backend.name)
     for n in (0, 16, 32):
         alone = replace(
             problem,
-            inputs={k: v if k in ("weight", "bias") else v[n : n + 1] for k, v in problem.inputs.items()},
+            inputs={k: v[n : n + 1] if batched(k, v) else v for k, v in problem.inputs.items()},
             masks={k: v[n : n + 1] for k, v in problem.masks.items()},
             gradients={name: value[n : n + 1] for name, value in problem.gradients.items()},
         )
-        got = run(alone, backend.name)
-        for name in ("v", "c", f"d{op.poses}"):
-            torch.testing.assert_close(got[name][0], whole[name][n], rtol=1e-4, atol=1e-5)
+        for name, value in run(alone, backend.name).items():
+            if batched(name, value):
+                torch.testing.assert_close(value[0], whole[name][n], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", [LOADED, LOADED_PASS, EVERYTHING], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.emulated(layout=["contiguous"], route_votes={"layout": ["transposed"]})
-def test_inputs_are_left_alone(backend: Backend, op: Op, layout: str) -> None:
-    problem = op.make(SMALL, LOADED, torch.float32, backend.device).laid_out(layout)
+def test_inputs_are_left_alone_and_a_graph_is_used_twice(backend: Backend, op: Op, case: AnyCase, layout: str) -> None:
+    problem = op.make(Shape(3, 7, 4, 5, 6), case, torch.float32, backend.device).laid_out(layout)
     before = {name: value.clone() for name, value in (problem.inputs | problem.masks).items()}
-    run(problem, backend.name)
+    leaves = {name: value.detach().requires_grad_() for name, value in problem.inputs.items()}
+    output = next(iter(case.outputs(call(problem, leaves, backend.name)).values()))
+    needed = list(leaves.values())
+    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+    first = torch.autograd.grad(output.square().sum(), needed, retain_graph=True, **options)
+    for one, other in zip(first, torch.autograd.grad(output.square().sum(), needed, **options), strict=True):
+        assert torch.equal(one, other)
     for name, value in (problem.inputs | problem.masks).items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("softmax", ["out", "in"])
+def test_a_loop_of_passes_is_dynamic_routing(backend: Backend, softmax: str) -> None:
+    shape = (2, 3, 4, 5, 3) if backend.emulated else (19, 30, 5, 16, 8)
+    problem = passes.make(shape, PassCase(), "routing_pass", backend.widest, backend.device)
+    u, W = (problem.inputs[name].requires_grad_() for name in ("u", "weight"))
+    V: Tensor | None = None
+    for _ in range(3):
+        v = capsfast.squash(capsfast.routing_pass(u, W, query=V, normalize=softmax, backend=backend.name).first)
+        V = v if V is None else V + v
+    wanted = capsfast.dynamic_routing(u, W, 3, softmax=softmax, backend=backend.name)
+    assert_close(v.detach(), wanted.detach(), double=1e-9)
+    for got, want in zip(*(torch.autograd.grad(out.sum(), (u, W)) for out in (v, wanted)), strict=True):
+        assert_close(got, want, double=1e-8)
+
+
+@pytest.mark.parametrize("case", [LOADED, EVERYTHING], ids=str)
+@pytest.mark.only(weight=True, linear=False)
+def test_pose_matrices_are_vectors_with_a_block_diagonal_weight(backend: Backend, op: Op, case: AnyCase) -> None:
+    shape, P = ((5, 3, 2, 6, 2) if backend.emulated else (18, 7, 4, 6, 2)), 3
+    problem = op.make(Shape._make(shape), replace(case, poses=P), backend.widest, backend.device)
+    u, weight = problem.inputs["u"], problem.inputs["weight"]
+    B, I = u.shape[:2]
+    blocks = torch.einsum("pn,ijqr->ijprnq", torch.eye(P, dtype=u.dtype, device=u.device), weight)
+    _, J, _, R, _, Q = blocks.shape
+    vectors = {**problem.inputs, "u": u.reshape(B, I, P * Q), "weight": blocks.reshape(I, J, P * R, P * Q)}
+    wanted = run(replace(problem, inputs=vectors), backend.name)
+    wanted["du"] = wanted["du"].view(u.shape)
+    wanted["dweight"] = torch.einsum("ijprpq->ijqr", wanted["dweight"].reshape(I, J, P, R, P, Q))
+    for name, value in run(problem, backend.name).items():
+        assert_close(value, wanted[name])
+
+
+@pytest.mark.parametrize("case", [LOADED, LOADED_OUT, *EACH_WAY[:2]], ids=str)
+@pytest.mark.only(weight=False, linear=False)
+def test_every_position_is_a_sample(backend: Backend, op: Op, case: AnyCase) -> None:
+    """The same numbers without positions, from a batch that has them as samples."""
+    shape = Shape(2, 2, 2, 3, 1) if backend.emulated else Shape(2, 4, 3, 6, 1)
+    problem = op.make(shape, replace(case, spatial=(3, 7)), backend.widest, backend.device)
+    B, S = 2, 21
+
+    def samples(name: str, value: Tensor) -> Tensor:
+        if not batched(name, value):
+            return value
+        if value.dim() == 2 or name in ("prior", "dprior"):  # without positions
+            return value.repeat_interleave(S, 0)
+        return value.flatten(-2).movedim(-1, 1).flatten(0, 1)
+
+    alone = replace(
+        problem,
+        inputs={name: samples(name, value) for name, value in problem.inputs.items()},
+        masks={name: samples(name, value) for name, value in problem.masks.items()},
+        gradients={name: samples(name, value) for name, value in problem.gradients.items()},
+    )
+    got, wanted = run(problem, backend.name), run(alone, backend.name)
+    for name, value in got.items():
+        if name == "dprior":
+            assert_close(value, wanted[name].unflatten(0, (B, S)).sum(1))
+        else:
+            assert_close(samples(name, value), wanted[name])
+
+
+@pytest.mark.parametrize("spatial", [(1,), (1, 1)], ids=str)
+@pytest.mark.only(weight=False, linear=False)
+def test_a_single_position_is_routed_as_votes_without(backend: Backend, op: Op, spatial: tuple[int, ...]) -> None:
+    there = (Ellipsis, *(None,) * len(spatial))
+    for case in (LOADED, PassCase(query=True, second=True, lse=True), PassCase(query=True, shared="J")):
+        if op.takes(case):
+            problem = op.make(Shape(2, 5, 3, 4, 1), replace(case, spatial=spatial), torch.float32, backend.device)
+            alone = {
+                name: value.flatten(value.dim() - len(spatial) - 1)
+                if name != "prior" and batched(name, value)
+                else value
+                for name, value in problem.inputs.items()
+            }
+            masks = {name: value.view(value.shape[:2]) for name, value in problem.masks.items()}
+            wanted = case.outputs(call(replace(problem, masks=masks), alone, backend.name))
+            for name, value in case.outputs(call(problem, problem.inputs, backend.name)).items():
+                assert torch.equal(value, wanted[name][there]), name
+
+
+@pytest.mark.parametrize("case", [PLAIN, LOADED_OUT, Case(softmax="in")], ids=str)
+@pytest.mark.only(linear=False)
+def test_votes_that_output_capsules_share(backend: Backend, op: Op, case: Case) -> None:
+    """A size 1 for J in the routing ops: equal to the votes repeated, in every gradient."""
+    B, I, J, D, K = (3, 4, 3, 5, 3) if backend.emulated else (18, 21, 5, 16, 8)
+    problem = op.make(Shape(B, I, J, D, K), replace(case, shared=True), backend.widest, backend.device)
+    name, axis = op.tensors[-1], 2 if op.tensors == ("votes",) else 1
+    problem.inputs[name] = problem.inputs[name].narrow(axis, 0, 1)
+    problem.inputs.setdefault("logits", torch.randn(B, I, J, device=backend.device, dtype=backend.widest))
+    repeated = problem.inputs[name].repeat_interleave(J, axis)
+    wanted = run(replace(problem, inputs=problem.inputs | {name: repeated}), "reference")
+    wanted[f"d{name}"] = wanted[f"d{name}"].sum(axis, keepdim=True)
+    for each, value in run(problem, backend.name).items():
+        assert_close(value, wanted[each], double=1e-9)
+
+
+@pytest.mark.passes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [9, 1])
+@pytest.mark.rows(triton=(0, 0))  # as the others: torch's product, then float32
+def test_votes_that_are_shared_are_not_rounded_to_sixteen_bits(backend: Backend, rows: int, dtype: torch.dtype) -> None:
+    shape, case = Shape(2, 9, 17, 7, 3), Case(num_iterations=4, softmax="in", logits="IJ", bias=True)
+    for problem in (
+        passes.problems.make(shape, case),
+        passes.make(shape, PassCase(query=True, center=True, second=True, weights=True)),
+    ):
+        problem = problem.to(dtype, backend.device)
+        problem.inputs["weight"] = problem.inputs["weight"][:rows, :1]
+        wide = run(problem.to(torch.float32, backend.device), backend.name)
+        for name, value in run(problem, backend.name).items():
+            assert torch.equal(value, wide[name].to(value.dtype)), (problem.op, name)
+
+
+@pytest.mark.passes
+def test_shared_votes_that_no_output_takes(backend: Backend) -> None:
+    """They are copied where they have 16 bits or gaps, to memory that must have room for them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for stride in (1, 2):
+            votes = torch.randn(2, 9, 1, 16 * stride, device=backend.device).to(dtype).requires_grad_()
+            logits = torch.zeros(9, 0, dtype=dtype, device=backend.device)
+            v = capsfast.route_votes(votes[..., ::stride], logits=logits, backend=backend.name)
+            (gradient,) = torch.autograd.grad(v.sum(), votes)
+            assert v.shape == (2, 0, 16) and not gradient.any()
+        for vectors, matrices in (((5,), (6, 5)), ((2, 5), (5, 3))):
+            sizes_of = {"u": (3, 7, *vectors), "weight": (7, 1, *matrices)}
+            u, weight = (torch.randn(size, device=backend.device).to(dtype) for size in sizes_of.values())
+            logits = torch.zeros(7, 0, dtype=dtype, device=backend.device)
+            v = capsfast.dynamic_routing(u, weight.requires_grad_(), logits=logits, backend=backend.name)
+            m = capsfast.routing_pass(u, weight, logits=logits, backend=backend.name)
+            assert v.shape == m.first.shape == (3, 0, 6)
+            assert not torch.autograd.grad(v.sum() + m.first.sum(), weight)[0].any()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,15 @@ def gradients(function: Any, given: dict[str, Tensor], logits: str | None, masks
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("logits", [None, "shared", "sample"])
-@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("gradient", ["full", "last"])
-def test_values_and_gradients(size: tuple[int, ...], logits: str | None, masks: bool, gradient: str) -> None:
+def test_values_and_gradients(size: tuple[int, ...], gradient: str) -> None:
     *sizes, r = size
     given, J = problem(*sizes), sizes[2]
     kind = SQUASH[sum(size) % len(SQUASH)]
     options = Options(r, "out", gradient, False, kind, 1e-8)
-    for accumulate, scale in ((True, 1.0), (False, 1.0), (True, 2.5)):
+    for logits, masks, (accumulate, scale) in product(
+        (None, "shared", "sample"), (False, True), ((True, 1.0), (False, 1.0), (True, 2.5))
+    ):
         rest = (J, options, accumulate, scale)
         pairs = zip(
             gradients(routed, given, logits, masks, *rest),

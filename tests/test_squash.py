@@ -44,38 +44,31 @@ def test_gradients_are_the_finite_differences(kind: str) -> None:
     torch.autograd.gradgradcheck(lambda s: capsfast.squash(s, kind=kind), s)
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", SQUASH)
-def test_zero_vectors_give_zero_and_finite_gradients(kind: str, dtype: torch.dtype) -> None:
-    s = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
-    v = capsfast.squash(s, kind=kind)
-    (grad,) = torch.autograd.grad(v.sum(), s)
-    assert v.dtype == dtype
-    assert torch.equal(v, torch.zeros_like(v))
-    assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("kind", SQUASH)
-def test_zero_vectors_have_finite_second_derivatives(kind: str) -> None:
-    s = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
-    (grad,) = torch.autograd.grad(capsfast.squash(s, kind=kind).sum(), s, create_graph=True)
-    if grad.requires_grad:
-        (second,) = torch.autograd.grad(grad.sum(), s, allow_unused=True, materialize_grads=True)
-        assert second.isfinite().all()
+def test_zero_vectors_give_zero_and_finite_derivatives(kind: str) -> None:
+    for dtype in ALL_DTYPES:
+        s = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+        v = capsfast.squash(s, kind=kind)
+        (grad,) = torch.autograd.grad(v.sum(), s, create_graph=True)
+        assert v.dtype == dtype
+        assert torch.equal(v, torch.zeros_like(v))
+        assert grad.isfinite().all()
+        if grad.requires_grad:
+            (second,) = torch.autograd.grad(grad.sum(), s, allow_unused=True, materialize_grads=True)
+            assert dtype != torch.float64 or second.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", SQUASH)
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
-def test_sixteen_bits_cost_one_rounding(kind: str, dtype: torch.dtype, scale: float) -> None:
+def test_sixteen_bits_cost_one_rounding(kind: str, dtype: torch.dtype) -> None:
     # scale 1e-4: |s|^2 and eps vanish in float16. scale 300: |s|^2 overflows in it.
-    s = (torch.randn(50, 4) * scale).to(dtype)
-    got = capsfast.squash(s, kind=kind)
-    wanted = capsfast.squash(s.double(), kind=kind)
-    assert got.dtype == dtype
-    torch.testing.assert_close(
-        got.double(), wanted, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).smallest_normal
-    )
+    info = torch.finfo(dtype)
+    for scale in (1e-4, 1.0, 300.0):
+        s = (torch.randn(50, 4) * scale).to(dtype)
+        got = capsfast.squash(s, kind=kind)
+        assert got.dtype == dtype
+        wanted = capsfast.squash(s.double(), kind=kind)
+        torch.testing.assert_close(got.double(), wanted, rtol=info.eps, atol=info.smallest_normal)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SQUASH if kind != "identity"])

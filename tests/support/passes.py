@@ -206,7 +206,9 @@ def make_either(
 
 
 class PassOp(Op):
-    """A pass op as tests of both see it."""
+    """A pass as tests of all functions see it."""
+
+    family = PassCase
 
     def make(  # type: ignore[override]
         self, shape: Shape, case: PassCase, dtype: torch.dtype = torch.float64, device: str = "cpu"

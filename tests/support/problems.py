@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class Case:
             if value != item.default:
                 text.append(item.name if value is True else f"{item.name}={value}")
         return ",".join(text) or "plain"
+
+    @property
+    def linear(self) -> bool:
+        """Whether the CUDA kernels serve it."""
+        return not self.poses and not self.spatial
 
     @property
     def options(self) -> Options:
@@ -200,10 +205,14 @@ class Problem:
         return replace(self, inputs={name: nudge(value) for name, value in self.inputs.items()})
 
 
+def batched(name: str, value: Tensor) -> bool:
+    """Whether the first axis of a tensor or gradient of this name is the batch."""
+    return value.dim() > 2 if name.endswith("logits") else not name.endswith(("weight", "bias"))
+
+
 def reverse(name: str, value: Tensor) -> Tensor:
     """All axes backwards but that of the batch, for a tensor or gradient of this name."""
-    batched = value.dim() > 2 if name.endswith("logits") else not name.endswith(("weight", "bias"))
-    return value.flip(tuple(range(int(batched), value.dim())))
+    return value.flip(tuple(range(int(batched(name, value)), value.dim())))
 
 
 def relayout(value: Tensor, kind: str) -> Tensor:
@@ -287,14 +296,19 @@ def product(
 
 @dataclass(frozen=True)
 class Op:
-    """An op as tests of both see it. tensors: the inputs that the votes are made of; poses: that with a batch."""
+    """A function as tests of all see it. tensors: the inputs that the votes are made of; poses: that with a batch."""
 
     name: str
     tensors: tuple[str, ...]
+    family: ClassVar[type] = Case
 
     @property
     def poses(self) -> str:
         return self.tensors[0]
+
+    def takes(self, case: Any) -> bool:
+        """Whether it is a case of such a function: pose matrices need a weight, positions votes that are given."""
+        return isinstance(case, self.family) and not (case.spatial if "weight" in self.tensors else case.poses)
 
     def fit(self, shape: Shape | tuple[int, ...]) -> Shape:
         """The shape as this op has it: votes that are given have no K."""

@@ -1,0 +1,263 @@
+"""All four functions on every backend with NaN, masks that leave little, empty sizes and huge numbers."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import capsfast
+from capsfast import native
+from capsfast.bench import memory
+
+from .support.accuracy import assert_close, check
+from .support.backends import Backend, Shape
+from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, SHARED, PassCase
+from .support.problems import LOADED, PLAIN, Case, Op, batched, make, run
+from .test_routing import FULL, AnyCase, sizes
+
+pytestmark = [pytest.mark.kernels, pytest.mark.every_op]
+
+SMALL = Shape(3, 7, 4, 5, 6)
+
+
+def over(mask: Tensor, value: Tensor) -> Tensor:
+    """A mask [B, N, *S] for a tensor [B, N, ..., *S]."""
+    return mask.view(*mask.shape[:2], *(1,) * (value.dim() - mask.dim()), *mask.shape[2:])
+
+
+@pytest.mark.parametrize("case", [PLAIN, Case(softmax="in", coupling=False), LINEAR, *EACH_WAY, *LINEAR_WAYS], ids=str)
+def test_nan_and_inf_stay_in_their_sample(backend: Backend, op: Op, case: AnyCase) -> None:
+    for shape in sizes(backend, case, (17, 9, 3, 16, 8)):
+        for bad, n in ((math.nan, 1), (math.inf, 0), (-math.inf, shape.B - 1)):
+            problem = replace(op.make(shape, case, torch.float32, backend.device), masks={})
+            clean = run(problem, backend.name)
+            problem.inputs[op.poses].view(shape.B, shape.I, -1)[n, 2, 1] = bad
+            got = run(problem, backend.name)
+            others = [each for each in range(shape.B) if each != n]
+            for name in ("v" if op.family is Case else "first", f"d{op.poses}"):
+                # A bad pose is in all votes of its input capsule, a bad vote in the sum of one output capsule.
+                assert not got[name][n].isfinite().all(), name
+            for name, value in got.items():
+                if batched(name, value):
+                    assert torch.equal(value[others], clean[name][others]), name
+            if op.name == "dynamic_routing":
+                # Every sample adds to dW, so it must not look healthy.
+                assert got["dweight"][2].isnan().all()
+
+
+@pytest.mark.rows(triton=0)
+@pytest.mark.parametrize("case", [replace(each, mask=False, spatial=(4, 5)) for each in (LOADED, EVERYTHING)], ids=str)
+def test_nan_stays_at_its_position(backend: Backend, op: Op, case: AnyCase) -> None:
+    problem = op.make(Shape(2, 5, 3, 6, 1), case, backend.widest, backend.device)
+    wanted = run(problem, backend.name)
+    votes = problem.inputs["votes"].clone()
+    votes[1, 2, :, :, 3, 2] = math.nan
+    got = run(replace(problem, inputs={**problem.inputs, "votes": votes}), backend.name)
+    for name, value in got.items():
+        if value.dim() < 4 or name == "dprior":
+            continue  # a sum over positions
+        elsewhere = torch.ones_like(value, dtype=torch.bool)
+        elsewhere[1, ..., 3, 2] = False
+        assert_close(value[elsewhere], wanted[name][elsewhere])
+    assert bool(got["dvotes"][1, ..., 3, 2].isnan().any())
+
+
+@pytest.mark.parametrize("case", [*FULL, *EACH_WAY[2:], Case(softmax="in", mask=True, logits="BIJ")], ids=str)
+def test_masked_capsules_may_hold_anything(backend: Backend, op: Op, case: AnyCase) -> None:
+    for shape in sizes(backend, case, (17, 9, 3, 16, 8)):
+        for dtype in {torch.float32, backend.widest, torch.bfloat16}:
+            problem = op.make(shape, case, dtype, backend.device)
+            clean = run(problem, backend.name)
+            inward, outward = ~problem.masks["mask"], ~problem.masks.get("out_mask", torch.ones(shape.B, shape.J) > 0)
+            bad = {name: value.clone() for name, value in problem.inputs.items()}
+            for name in {op.poses, "activation", "lse"} & bad.keys():
+                bad[name].masked_fill_(over(inward, bad[name]), math.nan)
+            for name in {"query", "precision", "center", "prior"} & bad.keys():
+                bad[name].masked_fill_(over(outward, bad[name]), math.inf if name == "precision" else math.nan)
+            bad[op.poses][0].masked_fill_(over(inward, bad[op.poses])[0], math.inf)
+            for name, value in run(replace(problem, inputs=bad), backend.name).items():
+                assert torch.equal(value, clean[name]), name
+                if name in (f"d{op.poses}", "dactivation", "dlse", "c", "weights"):
+                    assert not value.masked_fill(~over(inward, value), 0).any(), name
+                if name in ("dquery", "dprecision", "dcenter", "dprior", "mass", "first", "v"):
+                    assert not value.masked_fill(~over(outward, value), 0).any(), name
+
+
+@pytest.mark.rows(triton=0)
+@pytest.mark.parametrize(("B", "J"), [(3, 3), (17, 3), (17, 70)])
+@pytest.mark.emulated(B=[3])
+def test_the_weight_of_a_masked_capsule_may_hold_anything(backend: Backend, B: int, J: int) -> None:
+    for logits in ("", "IJ"):
+        problem = make(Shape(B, 9, J, 16, 8), Case(mask=True, logits=logits), dtype=torch.float32)
+        problem = problem.to(torch.float32, backend.device)
+        problem.masks["mask"][:, 4] = False
+        clean = run(problem, backend.name)
+        problem.inputs["weight"][4] = math.nan
+        got = run(problem, backend.name)
+        for name in ("v", "c", "du"):
+            torch.testing.assert_close(got[name], clean[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("leaky", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mask=True, out_mask=True, logits="IJ"),
+        Case(softmax="in", mask=True, out_mask=True, logits="BIJ"),
+        *EACH_WAY[:2],
+        *LINEAR_WAYS,
+    ],
+    ids=str,
+)
+def test_masks_that_leave_nothing(backend: Backend, op: Op, case: AnyCase, leaky: bool) -> None:
+    """In some samples of a batch, then in all."""
+    for shape in sizes(backend, case, (17, 9, 3, 16, 8)):
+        for last in (0, shape.B):
+            problem = op.make(shape, replace(case, leaky=leaky), torch.float32, backend.device)
+            problem.masks["mask"][:1] = False
+            problem.masks["out_mask"][1:2] = False
+            for mask in problem.masks.values():
+                mask[:last] = False
+            got, wanted = run(problem, backend.name), run(problem, "reference")
+            for name, value in got.items():
+                torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-4)
+                if not last:
+                    if name in ("v", "c", "mass", "first", "second", "weights", f"d{op.poses}"):
+                        assert not value[:2].any(), name
+                elif name == "log_sum":
+                    assert bool((value == (0 if leaky else -math.inf)).all())
+                else:
+                    assert not value.any(), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(logits="IJ"),
+        Case(softmax="in", logits="BIJ"),
+        Case(leaky=True, logits="BIJ"),
+        Case(softmax="in", leaky=True, logits="IJ"),
+        *(PassCase(query=True, logits="BIJ", normalize=how) for how in ("out", "in", "sigmoid")),
+    ],
+    ids=str,
+)
+@pytest.mark.against_reference
+def test_huge_logits(backend: Backend, op: Op, case: AnyCase) -> None:
+    for shape in ((3, 9, 4, 16, 8),) if backend.emulated else ((3, 9, 4, 16, 8), (17, 9, 4, 16, 8)):
+        for dtype in {torch.float32, backend.widest}:
+            problem = op.make(Shape._make(shape), case, dtype, backend.device)
+            given = problem.inputs["logits"]
+            # All samples, or every second one.
+            huge = given if case.logits == "IJ" else given[::2].transpose(0, 1)
+            huge[0] = 1e4
+            huge[1] = -1e4
+            huge[2] = torch.tensor([1e4, -1e4, 0.0, 1e4])
+            huge[3] = torch.tensor([-math.inf, 0.0, -math.inf, 1.0])
+            huge[4, ..., 1:] = -math.inf
+            huge[5] = -math.inf
+            check(problem, backend)
+
+
+@pytest.mark.only(linear=False)
+def test_an_lse_below_the_logits_overflows_to_infinity(backend: Backend) -> None:
+    votes = torch.zeros(1, 4, 2, 3, device=backend.device)
+    logits = torch.tensor([60.0, 85.0, 88.5, 1000.0], device=backend.device)[:, None].expand(4, 2)
+    lse = torch.zeros(1, 4, device=backend.device)
+    r = capsfast.votes_pass(
+        votes, logits=logits, normalize="lse", lse=lse, return_weights=True, backend=backend.name
+    ).weights
+    assert r is not None
+    torch.testing.assert_close(r[0, :, 0], logits[:, 0].exp(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("case", [PLAIN, Case(softmax="in")], ids=str)
+def test_huge_capsules_saturate_and_stay_finite(backend: Backend, op: Op, case: Case) -> None:
+    # Agreements of 1e5 and more: the coupling is one-hot, and exp of them would overflow.
+    shape = Shape(17, 4, 4, 16, 8) if backend.emulated else Shape(17, 9, 4, 16, 8)
+    problem = op.make(shape, case, torch.float32, backend.device)
+    problem.inputs[op.poses] *= 1e5
+    got = run(problem, backend.name)
+    assert all(value.isfinite().all() for value in got.values())
+    length = got["v"].norm(dim=-1)
+    assert (length < 1e-5).logical_or((length - 1).abs() < 1e-5).all()  # 0: no input capsule agrees
+    sums = got["c"].sum(2 if case.softmax == "out" else 1)
+    torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+@pytest.mark.parametrize(
+    "case", [Case(squash=kind) for kind in ("paper", "half", "eps_outside", "exp", "unit", "identity")], ids=str
+)
+def test_zero_vectors_have_finite_gradients(backend: Backend, op: Op, case: Case) -> None:
+    for shape in ((3, 9, 4, 16, 8),) if backend.emulated else ((3, 9, 4, 16, 8), (17, 9, 4, 16, 8)):
+        for zero in op.tensors:
+            problem = op.make(Shape._make(shape), case, torch.float32, backend.device)
+            problem.inputs[zero].zero_()
+            got = run(problem, backend.name)
+            assert not got["v"].any()
+            assert all(value.isfinite().all() for value in got.values())
+            for name, value in run(problem, "reference").items():
+                torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("case", [PLAIN, Case(shared=True, softmax="in"), LINEAR, SHARED, *FULL], ids=str)
+def test_empty_sizes(backend: Backend, op: Op, case: AnyCase) -> None:
+    for empty in Shape._fields:
+        if empty == "J" and case is SHARED:
+            continue  # size 1 for J says there is one
+        if case.poses and empty == "K":
+            continue  # empty matrices are refused
+        shape = Shape(3, 7, 4, 6, 5)._replace(**{empty: 0})
+        problem = op.make(shape, case, torch.float32, backend.device)
+        wanted, got = run(problem.to(torch.float64), "reference"), run(problem, backend.name)
+        assert got.keys() == wanted.keys()
+        for name, value in got.items():
+            torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
+    if case.spatial:
+        got = run(
+            op.make(Shape(2, 3, 4, 6, 1), replace(case, spatial=(0, 2)), torch.float32, backend.device), backend.name
+        )
+        assert not any(value.any() for value in got.values())
+
+
+def test_an_empty_sum_still_gets_its_bias(backend: Backend) -> None:
+    for empty in ("I", "K"):
+        problem = make(SMALL._replace(**{empty: 0}), Case(bias=True), dtype=backend.widest, device=backend.device)
+        got = run(problem, backend.name)
+        assert_close(got["v"], capsfast.squash(problem.inputs["bias"]).expand(SMALL.B, -1, -1), double=1e-7)
+        assert got["dbias"].abs().max() > 0
+
+
+GROWTH = """
+import torch, capsfast
+from capsfast.bench.memory import _reset_peak, _resident
+
+def call(votes):
+    v = capsfast.route_votes(votes)
+    return torch.autograd.grad(v, votes, torch.ones_like(v))[0]
+
+def make(*spatial):
+    return torch.ones(2, 8, 8, 16, *spatial, requires_grad=True)
+
+call(make(4, 4))
+votes = make(64, 64)
+_reset_peak()
+before = _resident()["VmRSS"]
+dvotes = call(votes)
+v = 2 * 4 * votes.numel() // 8  # v and its gradient
+print((_resident()["VmHWM"] - before - 4 * dvotes.numel() - v) / (4 * votes.numel()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
+def test_memory_grows_by_less_than_a_twentieth_of_the_votes() -> None:
+    root = Path(capsfast.__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=root)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 0.05
