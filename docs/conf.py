@@ -40,7 +40,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 # Defaults as the source has them: lam=0.5, not the value of a constant.
-autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 # "in_channels, image_size: of the images" is one entry for two arguments.

@@ -78,7 +78,7 @@ MARKERS = (
     "needs(*dtypes): only for backends that serve these dtypes, beyond the one of a parameter dtype",
     "kernels: of what kernels compute, also for those that only the tests can run",
     "passes: of the ops that are a routing pass; op is one of these",
-    "only(weight=..., linear=False): of ops with (True) or without a weight; not for backends that serve linear passes only",
+    "only(weight=..., linear=False): of ops with (True) or without a weight; not for backends of linear passes alone",
     "every_op: op is any of the four functions, case one of its family",
     "linear: of passes with values of case that are linear passes, also for backends that serve no others",
     "emulated(**values): an emulated backend runs these values of parameters alone; route_votes={...}, for that op",
