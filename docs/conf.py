@@ -39,7 +39,6 @@ autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-# Defaults as the source has them: lam=0.5, not the value of a constant.
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 # "in_channels, image_size: of the images" is one entry for two arguments.
