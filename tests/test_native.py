@@ -146,19 +146,10 @@ def test_narrower_instruction_sets(name: str, request: pytest.FixtureRequest) ->
     chosen = subprocess.run([sys.executable, "-c", says], env=environment, capture_output=True, text=True, cwd=ROOT)
     if chosen.stdout.strip() != name:
         pytest.skip(f"this machine has no {name}")
-    names = (
-        "native",
-        "routing",
-        "dynamic_routing",
-        "route_votes",
-        "passes",
-        "pose_matrices",
-        "positions",
-        "shared_routing",
-    )
+    names = ("native", "routing", "routing_edges", "shared_routing")
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
-    chosen_tests = "reach_every_part or every_shape or sixteen_bits or strides"
-    chosen_tests = f"({chosen_tests}) and not test_passes and not 100000 or every_case or permuted or every_length"
+    chosen_tests = "reach_every_part or every_option or every_shape or sixteen_bits or strides or orders or expanded"
+    chosen_tests = f"({chosen_tests}) and not 100000 or masked_capsules or empty_sizes"
     chosen_tests += " or test_values_and_gradients or larger_than_the_cache or less_is_kept"
     everything = ["--all"] if request.config.getoption("--all") else []
     command = [sys.executable, "-m", "pytest", *files, "--backends", "cpp", "-q", "-x", "-p", "no:cacheprovider"]
