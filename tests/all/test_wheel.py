@@ -271,7 +271,7 @@ def test_the_extension_says_what_cuda_kernels_it_holds() -> None:
 
     assert native.extension is not None
     info = native.extension.build_info()
-    for op in ("dynamic_routing", "dynamic_routing_backward", "route_votes", "route_votes_backward"):
+    for op in ("dynamic_routing", "dynamic_routing_backward", "routing_pass", "routing_pass_backward"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"capsfast::{op}", "CUDA") == bool(info["cuda"]), op
     assert bool(info["cuda"]) == bool(info["cuda_architectures"])
 
