@@ -25,6 +25,8 @@ def fused(row: Published, layer: nn.Module, given: tuple[Any, ...]) -> Tensor:
     if row.mask:
         options["mask"] = given[-1].bool()
     u = given[0].transpose(1, 2) if row.transposed else given[0]
+    if row.weight is None and not row.averaged:
+        return capsfast.route_votes(u, **options)
     weight = None if row.weight is None else row.weight_of(layer)
     route = capsfast.compat.averaged_routing if row.averaged else capsfast.dynamic_routing
     return route(u, weight, **options)
