@@ -67,7 +67,7 @@ def test_distributed_data_parallel_equals_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(two[0][name], value, rtol=1e-5, atol=1e-6 * float(value.abs().max()))
     # More has moved than the tolerance lets pass.
     assert all((one[name] - start[name]).norm() > 1e-5 * start[name].norm() for name in start)
-    assert {"routing.W", "routing.logits", "routing.bias"} <= start.keys()
+    assert {"routing.W", "routing.routing.logits", "routing.routing.bias"} <= start.keys()
 
 
 def trained(out: Path, launcher: list[str], *arguments: str) -> dict[str, Any]:
