@@ -62,15 +62,15 @@ class Weight:
         Raises:
             ValueError: sizes that do not fit.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"capsfast.nn.Weight: {type(self).__name__} must override shapes")
 
     def start(self, std: float, *parameters: Tensor) -> None:
         """Draws the parameters anew, so that the matrices have this deviation."""
-        raise NotImplementedError
+        raise NotImplementedError(f"capsfast.nn.Weight: {type(self).__name__} must override start")
 
     def product(self, u: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         """What :func:`capsfast.routing_pass` takes: input capsules and a weight ``[I or 1, J, D, K]``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"capsfast.nn.Weight: {type(self).__name__} must override product")
 
     def products(self, u: Tensor, *parameters: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The same for each group."""
