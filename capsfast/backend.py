@@ -152,7 +152,7 @@ def choose(call: Call, backend: str | None) -> str:
     Raises:
         RuntimeError: the demanded backend cannot serve it.
     """
-    demand, device = _forced if backend is None else _checked(backend, call.op), call.u.device
+    demand, device = demanded(call.op, backend), call.u.device
     if demand is not None:
         reason = BACKENDS[demand].absent() or _elsewhere(demand, device) or _why_not(demand, call)
         if reason:

@@ -70,19 +70,50 @@ SHARED: dict[str, Row] = {
         "logits must have the dtype of",
         "got float64",
     ),
+    "logits device": (
+        lambda: {"logits": torch.zeros(I, J, device="meta")},
+        ValueError,
+        "all tensors must be on one device",
+        "logits on meta",
+    ),
     "bias shape": (lambda: {"bias": torch.zeros(D, J)}, ValueError, "bias must be [J, D] = [4, 5]", "got [5, 4]"),
+    "bias rank": (lambda: {"bias": torch.zeros(D)}, ValueError, "bias must have shape [J, D]", "got [5]"),
     "bias dtype": (
         lambda: {"bias": torch.zeros(J, D, dtype=torch.bfloat16)},
         TypeError,
         "bias must have the dtype of",
         "got bfloat16",
     ),
+    "bias complex": (
+        lambda: {"bias": torch.zeros(J, D, dtype=torch.complex64)},
+        TypeError,
+        "bias must be float32",
+        "got complex64",
+    ),
+    "bias device": (
+        lambda: {"bias": torch.zeros(J, D, device="meta")},
+        ValueError,
+        "all tensors must be on one device",
+        "bias on meta",
+    ),
     "mask dtype": (lambda: {"mask": torch.ones(B, I)}, TypeError, "mask must be bool", "got float32"),
+    "mask uint8": (
+        lambda: {"mask": torch.ones(B, I, dtype=torch.uint8)},
+        TypeError,
+        "mask must be bool (True = use)",
+        "got uint8",
+    ),
     "mask shape": (
         lambda: {"mask": torch.ones(B, J, dtype=torch.bool)},
         ValueError,
         "mask must be [B, I] = [2, 3]",
         "got [2, 4]",
+    ),
+    "mask rank": (
+        lambda: {"mask": torch.ones(I, dtype=torch.bool)},
+        ValueError,
+        "mask must have shape [B, I]",
+        "got [3]",
     ),
     "mask device": (
         lambda: {"mask": torch.ones(B, I, dtype=torch.bool, device="meta")},
@@ -112,6 +143,12 @@ DYNAMIC_ROUTING: dict[str, Row] = SHARED | {
         TypeError,
         "u must be float32, float64, bfloat16 or float16",
         "got int32",
+    ),
+    "u complex": (
+        lambda: {"u": torch.zeros(B, I, K, dtype=torch.complex64)},
+        TypeError,
+        "u must be float32, float64, bfloat16 or float16",
+        "got complex64",
     ),
     "u sparse": (
         lambda: {"u": torch.zeros(B, I, K).to_sparse()},
@@ -299,6 +336,12 @@ PASS: dict[str, Row] = {
         TypeError,
         "query must have the dtype of",
         "got float64",
+    ),
+    "query device": (
+        lambda: {"query": torch.zeros(B, J, D, device="meta")},
+        ValueError,
+        "all tensors must be on one device",
+        "query on meta",
     ),
     "precision": (
         lambda: {"precision": torch.full((B, J, D), -0.5)},

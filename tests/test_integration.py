@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import capsfast
 
 from .support import interpreter
 from .support.accuracy import assert_close, relative_l2
-from .support.backends import Backend, Shape, assert_path, recorded_ops
+from .support.backends import OP_OF, Backend, Shape, assert_path, recorded_ops
 from .support.passes import EVERYTHING, LINEAR, QUADRATIC, SHARED, PassCase, normalized
 from .support.passes import LOADED as LOADED_PASS
 from .support.problems import LOADED, LOADED_OUT, PLAIN, Case, Op, batched, call, make, run
@@ -82,6 +83,23 @@ def test_a_size_that_only_the_run_knows() -> None:
     torch._dynamo.decorators.mark_unbacked(votes, 4)
     compiled = torch.compile(capsfast.route_votes, fullgraph=True, backend="aot_eager")
     assert_close(compiled(votes), capsfast.route_votes(votes))
+
+
+@pytest.mark.rows(2, triton=1)
+@pytest.mark.parametrize("case", [PLAIN, LINEAR], ids=str)
+def test_the_compiled_graph_holds_the_fused_op(backend: Backend, op: Op, case: AnyCase) -> None:
+    problem = op.make(Shape(3, 7, 4, 5, 6), case, torch.float32, backend.device)
+    targets: list[str] = []
+
+    def remember(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    torch.compile(lambda tensors: call(problem, tensors, backend.name), fullgraph=True, backend=remember)(
+        problem.inputs
+    )
+    assert any(f"capsfast.{backend.prefix}{OP_OF[op.name]}" in target for target in targets) == backend.fused
+    assert any("einsum" in target for target in targets) != backend.fused
 
 
 @pytest.mark.rows(triton=0, reference=0)
