@@ -1,36 +1,96 @@
-"""Peak memory of a convolutional layer of matrix capsules with EM routing, beyond inputs, parameters and gradients.
+"""Peak memory and time of convolutional capsules, forward and backward, beside what unfolding takes.
 
-``python benchmarks/window_memory.py`` measures the shape of docs/convolutional-capsules.md in this process, which must
-be fresh: what another call has left to the C library would hide growth.
+Measures the rows of the table in docs/convolutional-capsules.md, each in a process of its own: what another call has
+left to the C library would hide growth. Growth is beyond inputs, outputs, parameters and gradients. "unfolded" is
+the same call in one block.
 """
+
+import os
+import statistics
+import sys
+import timeit
+from typing import Any
 
 import torch
 
-from capsfast.bench.memory import _reset_peak, _resident
-from capsfast.nn import ConvCaps2d
+from benchmarks.common import keep, options
+from capsfast.bench.memory import _reset_peak, _resident, in_a_process
+from capsfast.models import SegCaps
+from capsfast.nn import ConvCaps2d, SlimConvCaps2d, SlimConvCaps3d, _blocks
 
 MIB = 2**20
+LAYERS: dict[str, Any] = {"ConvCaps2d": ConvCaps2d, "SlimConvCaps2d": SlimConvCaps2d, "SlimConvCaps3d": SlimConvCaps3d}
+# layer, routing, B, size of the image
+ROWS: list[tuple[str, str, int, tuple[int, ...]]] = [
+    ("ConvCaps2d", "dynamic", 4, (64, 64)),
+    ("ConvCaps2d", "dynamic", 1, (256, 256)),
+    ("ConvCaps2d", "dynamic", 1, (512, 512)),
+    ("ConvCaps2d", "em", 4, (64, 64)),
+    ("ConvCaps2d", "em", 1, (256, 256)),
+    ("SlimConvCaps2d", "dynamic", 4, (64, 64)),
+    ("SlimConvCaps2d", "dynamic", 1, (512, 512)),
+    ("SlimConvCaps3d", "dynamic", 1, (24, 24, 24)),
+    ("SlimConvCaps3d", "dynamic", 1, (64, 64, 64)),
+    ("SegCaps", "dynamic", 1, (512, 512)),
+]
+
+
+def called(
+    name: str, routing: str, batch: int, size: tuple[int, ...], times: int, unfolded: bool
+) -> tuple[int, float, float]:
+    """Bytes of the poses (of SegCaps, the images), bytes of growth, and the median of the seconds of so many calls."""
+    if unfolded:
+        _blocks.BLOCK_BYTES = sys.maxsize
+    if name == "SegCaps":
+        layer: Any = SegCaps(1, size, routing=routing)
+        shape = (batch, 1)
+    else:
+        layer = LAYERS[name](8, 8, 16, 16, 3, padding=1, routing=routing)
+        shape = (batch, 8, 16)
+
+    def call(image: torch.Tensor) -> int:
+        found = layer(image)
+        outputs = [found] if isinstance(found, torch.Tensor) else [each for each in found if each is not None]
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+        return 2 * sum(each.nbytes for each in outputs)  # and their gradients
+
+    if name != "SegCaps":
+        call(torch.randn(*shape, *(5 for _ in size), requires_grad=True))  # loads the code
+    layer.zero_grad()
+    image = torch.randn(*shape, *size, requires_grad=True)
+    _reset_peak()
+    before = _resident()["VmRSS"]
+    outputs = call(image)
+    gradients = sum(leaf.nbytes for leaf in (image, *layer.parameters()))
+    growth = _resident()["VmHWM"] - before - outputs - gradients
+    seconds = timeit.repeat(lambda: call(image), number=1, repeat=times) or [0.0]
+    return image.nbytes, growth, statistics.median(seconds)
+
+
+def measured(row: tuple[Any, ...], unfolded: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    # What is freed goes back to the system at once, in the process that measures growth.
+    for name, threshold in (("growth_mib", "262144"), ("resident_growth_mib", None)):
+        os.environ |= {"MALLOC_MMAP_THRESHOLD_": threshold} if threshold else {}
+        times = 0 if threshold else 1 if row[0] == "SegCaps" else 3
+        try:
+            image, growth, seconds = in_a_process(called, *row, times, unfolded)
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"}
+        finally:
+            os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
+        found |= {"poses_mib": round(image / MIB, 1), name: round(growth / MIB), "seconds": round(seconds, 3)}
+    return found
 
 
 def main() -> None:
-    layer = ConvCaps2d(32, 32, 16, 16, kernel_size=3, routing="em", pose_rows=4)
-
-    def image(B: int, H: int, W: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(B, 32, 16, H, W, requires_grad=True), torch.rand(B, 32, H, W, requires_grad=True)
-
-    def backward(found: tuple[torch.Tensor, ...]) -> None:
-        torch.autograd.backward(found, [torch.ones_like(each) for each in found])
-
-    backward(layer(*image(1, 5, 5)))  # loads the code
-    layer.zero_grad()
-    inputs = image(8, 20, 18)
-    _reset_peak()
-    before = _resident()["VmRSS"]
-    found = layer(*inputs)
-    print(f"forward {(_resident()['VmHWM'] - before) / MIB:.0f} MiB")
-    backward(found)
-    gradients = sum(leaf.numel() * leaf.itemsize for leaf in (*inputs, *layer.parameters()))
-    print(f"forward and backward {(_resident()['VmHWM'] - before - gradients) / MIB:.0f} MiB")
+    given = options("window_memory", __doc__, 0.0)
+    rows = []
+    for row in ROWS:
+        found = dict(zip(("layer", "routing", "B", "size"), row, strict=True))
+        rows.append(found | {"blocks": measured(row, False), "unfolded": measured(row, True)})
+        print(rows[-1], flush=True)
+    keep(given, "window_memory", rows=rows)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 any_autocast = torch._C._is_any_autocast_enabled
 # Whether torch.func (vmap, grad, jvp) runs the call. torch has no public function for it.
 transformed = torch._C._are_functorch_transforms_active
+# Whether a gradient is one of a batch of them (is_grads_batched=True). Nothing public says so.
+gradients_in_batches = torch._C._functorch.is_legacy_batchedtensor
 # torch.jit.is_tracing() is two Python calls more. None if nothing is traced.
 tracing_state = torch._C._get_tracing_state
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
     was.
 
     Args:
-        layer: a routing layer.
+        layer: a routing layer, or one that :func:`capsfast.accelerate` replaced.
         u: what its forward takes: ``[B, I, K]``, an image of capsules for ConvCaps2d, votes for RoutingByAgreement.
             Some dozen samples of all classes are needed to tell a dead capsule from an absent class.
         labels: int64, one for each row of the output, for the margin loss whose gradients are measured; by default
@@ -92,6 +92,9 @@ def diagnose(layer: Layer | ConvCaps2d, u: Tensor, labels: Tensor | None = None,
         ValueError: no sample, activations that do not depend on u, or what the layer itself raises.
     """
     op = "capsfast.diagnose"
+    as_capsfast: Any = getattr(layer, "as_capsfast", None)
+    if as_capsfast is not None:  # capsfast.accelerate made it
+        layer, u = as_capsfast(u)
     if not isinstance(layer, (ConvCaps2d, RoutedCaps, RoutingByAgreement)):
         raise TypeError(
             f"{op}: layer must be a RoutedCaps (such as DynamicRouting), ConvCaps2d or RoutingByAgreement, got "

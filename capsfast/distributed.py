@@ -16,11 +16,12 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import _keywords, arguments, checks, functional, passes
+from .agreement import Moments, agree
 from .arguments import RoutingParameters
 from .functional import RoutingKeywords
 from .ops import sharding
 from .options import Options
-from .passes import Moments, PassKeywords
+from .passes import PassKeywords
 from .precision import wide_dtype
 
 if not dist.is_available():
@@ -116,7 +117,7 @@ def dynamic_routing(
         assert found.weights is not None
         return found.weights
 
-    v, last = passes.agree(moments, agreement, o, logits=given.logits, bias=given.bias, return_weights=return_coupling)
+    v, last = agree(moments, agreement, o, logits=given.logits, bias=given.bias, return_weights=return_coupling)
     if given.out_mask is not None:
         v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
     v = v.to(u.dtype)

@@ -1,40 +1,20 @@
 """The public routing pass: check the arguments, then have the op run them."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypedDict
+from typing import TypedDict
 
-import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 from typing_extensions import Unpack
 
 from . import _keywords, arguments, checks
 from ._overrides import instead
+from .agreement import Moments
 from .arguments import GIVEN, PassParameters
 from .ops import routing_pass as _routing_pass
-from .options import Options, PassOptions
+from .options import PassOptions
 from .positions import restore
-from .reference.squash import squash
 
 __all__ = ["Moments", "routing_pass", "votes_pass"]
-
-
-class Moments(NamedTuple):
-    """What a routing pass adds up over the input capsules, in the dtype that sums are formed in.
-
-    That is float32 for 16-bit inputs, else their dtype; ``weights`` has the dtype of the inputs.
-
-    ``mass [B, J]`` is ``sum_i r``, ``first [B, J, D]`` is ``sum_i r x``, and where they were asked for
-    ``second [B, J, D]`` is ``sum_i r x^2``, ``weights [B, I, J]`` are r, and ``lse [B, I]``, for ``normalize="in"``
-    ``[B, J]``, is the log-sum-exp of the logits.
-    """
-
-    mass: Tensor
-    first: Tensor
-    second: Tensor | None = None
-    weights: Tensor | None = None
-    lse: Tensor | None = None
 
 
 class PassKeywords(TypedDict, total=False):
@@ -171,48 +151,3 @@ def _check_lse(op: str, normalize: str, lse: Tensor | None, return_weights: bool
         raise ValueError(
             f'{op}: return_lse needs a softmax, normalize="out" or "in", whose log-sum-exp it is, got {normalize!r}'
         )
-
-
-def agree(
-    moments: Callable[..., Moments],
-    agreement: Callable[[Tensor], Tensor],
-    options: Options,
-    *,
-    logits: Tensor | None,
-    bias: Tensor | None,
-    shrink: Callable[[Tensor], Tensor] | None = None,
-    temperature: float = 1.0,
-    accumulate: bool = True,
-    return_weights: bool = False,
-    **passed: Any,
-) -> tuple[Tensor, Moments]:
-    """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1) as single passes: v, and the moments of the last pass.
-
-    Args:
-        moments: a pass, of the keywords of :func:`routing_pass`.
-        agreement: of a query, ``[B, I, J]``: its products with the votes. Called without gradients.
-        shrink: the squash, in place of that of the options.
-        temperature: divides the logits in the softmax.
-        accumulate: False scores with the last agreement alone, without ``logits`` after the first iteration.
-        passed: to every pass.
-    """
-    o, differentiated = options, torch.is_grad_enabled()
-    shrink = shrink or partial(squash, dim=-1, eps=o.eps, kind=o.squash)
-    logits = logits if logits is None or temperature == 1 else logits / temperature
-    query: Tensor | None = None
-    for t in range(o.num_iterations):
-        last = t + 1 == o.num_iterations
-        score, prior = query, logits if accumulate or t == 0 else None
-        if o.gradient == "last" and last and query is not None and differentiated:
-            # A query would be differentiated with respect to the votes as well.
-            with torch.no_grad():
-                constant = agreement(query)
-            score, prior = None, constant if prior is None else prior + constant
-        asked = {**passed, "return_weights": True} if return_weights and last else passed
-        with torch.set_grad_enabled(differentiated and (last or o.gradient == "full")):
-            found = moments(query=score, logits=prior, normalize=o.softmax, leaky=o.leaky, **asked)
-            v = found.first if bias is None else found.first + bias
-            v = shrink(v) if o.squash_last or not last else v
-            step = v if temperature == 1 else v / temperature
-            query = query + step if accumulate and query is not None else step
-    return v, found

@@ -22,7 +22,7 @@
 #include "ops/cuda/engine.h"
 #include "ops/dynamic_routing.h"
 #include "ops/routing_pass.h"
-#include "ops/shared_routing.h"
+#include "ops/factored_routing.h"
 
 namespace {
 
@@ -40,7 +40,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(capsfast, m) {
 STABLE_TORCH_LIBRARY_IMPL(capsfast, CPU, m) {
   capsfast::register_dynamic_routing<capsfast::CpuEngine>(m);
   capsfast::register_routing_pass<capsfast::CpuEngine>(m);
-  capsfast::register_shared_routing(m);
+  capsfast::register_factored_routing(m);
 }
 
 #if CAPSFAST_CUDA
@@ -125,25 +125,27 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
   p.dweight = itemsize == 8 ? Storage::f64 : itemsize == 4 ? Storage::f32 : Storage::bf16;
   p.weight.stride[0] = shared_weight ? 0 : J * D * K;
   const int64_t wide = itemsize == 8 ? 8 : 4, used = threads > 0 ? threads : num_threads();
-  const int64_t widest = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
+  // Of a register, and of a vector of a tile.
+  const int64_t registers = wide == 8 ? kernels<double>(isa()).L : kernels<float>(isa()).L;
+  const int64_t tile = wide == 8 ? tile_kernels<double>(isa()).L : tile_kernels<float>(isa()).L;
   if (positions > 0) {
     p.positions = positions;
-    p.B = B = std::min(make_slices(p, widest, used, wide, false).samples, positions);
+    p.B = B = std::min(make_slices(p, tile, used, wide, false).samples, positions);
     p.positions = -1;
     p.votes_given = votes_given = p.side_by_side = true;
     p.K = 1;
   }
   // What fills whole tiles, and what is left of it: a small batch.
-  const int64_t filled = samples_in_tiles(p, widest, wide), in_tiles = filled > 0 ? filled : B;
+  const int64_t filled = samples_in_tiles(p, registers, wide), in_tiles = filled > 0 ? filled : B;
   p.tiled = filled > 0;
-  const int64_t lanes = wide == 8 ? driver::kernels_for<double>(p, used).L : driver::kernels_for<float>(p, used).L;
   Problem rest = p;
   rest.tiled = false;
   rest.B = B - in_tiles;
   p.B = in_tiles;
-  const Parts parts = make_parts(p, widest, used, wide);
-  const double rest_forward = rest.B == 0 ? 0 : forward_flops(rest, make_plan(rest, widest, used, wide));
-  const double rest_backward = rest.B == 0 ? 0 : backward_flops(rest, make_plan(rest, widest, used, wide));
+  const int64_t lanes = wide == 8 ? driver::kernels_for<double>(p, used).L : driver::kernels_for<float>(p, used).L;
+  const Parts parts = make_parts(p, tile, used, wide);
+  const double rest_forward = rest.B == 0 ? 0 : forward_flops(rest, make_plan(rest, registers, used, wide));
+  const double rest_backward = rest.B == 0 ? 0 : backward_flops(rest, make_plan(rest, registers, used, wide));
   const Plan whole = make_plan(p, lanes, used, wide);
   // A small batch is routed by another problem, whose votes are given.
   Problem routed = p;
@@ -166,14 +168,14 @@ py::dict launch_plan(int64_t B, int64_t I, int64_t J, int64_t D, int64_t K, int6
                                     : RowsGradientScratch<float>(routed, plan, num_iterations, nullptr).size;
   const int64_t vectors = (plan.lanes ? plan.tiles * plan.L : routed.B) * J * D;
   const Problem& small = whole.small_batch ? p : rest;
-  const int64_t kept_samples = std::min(small.B, samples_kept(small, widest, wide));
+  const int64_t kept_samples = std::min(small.B, samples_kept(small, registers, wide));
   const int64_t kept =
-      (whole.small_batch || rest.B > 0 ? kept_samples : 0) * ((I + widest - 1) / widest) * widest * J * D;
+      (whole.small_batch || rest.B > 0 ? kept_samples : 0) * ((I + registers - 1) / registers) * registers * J * D;
   py::dict d;
   d["layout"] = whole.small_batch ? "capsules" : plan.lanes ? "lanes" : "rows";
   d["votes_kept"] = whole.small_batch;
   d["small_batch"] = whole.small_batch ? B : rest.B;
-  d["instruction_set"] = isa_name(lanes < widest ? Isa::avx2 : isa());
+  d["instruction_set"] = isa_name(lanes < registers ? Isa::avx2 : isa());
   d["lanes"] = plan.L;
   d["slices"] = slices.tasks > 0 ? (B + slices.samples - 1) / slices.samples : 0;
   d["tiles"] = plan.tiles;

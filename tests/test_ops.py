@@ -163,8 +163,8 @@ def test_all_ops_are_checked_here() -> None:
     }
     stems = ("dynamic_routing", "routing_pass")
     found = {prefix + stem for prefix in PREFIX.values() for stem in stems}
-    # What has no CUDA kernels for the emulator: test_shared_routing.py, test_em_update.py.
-    found |= {"shared_routing", "em_update", "triton_em_update"}
+    # What has no CUDA kernels for the emulator: test_factored_routing.py, test_em_update.py.
+    found |= {"factored_routing", "em_update", "triton_em_update"}
     assert names == {name for stem in found for name in (stem, f"{stem}_backward")}
     assert {backend.prefix for backend in TABLE if backend.fused} <= set(PREFIX.values())
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 import capsfast
+from capsfast.ops import shared_weights
 
 from .support import passes
 from .support.accuracy import assert_close, check, check_scores
 from .support.backends import Backend, Shape, assert_path, recorded_ops
 from .support.passes import CASES as PASS_CASES
-from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, QUADRATIC, SHARED, PassCase, normalized
+from .support.passes import EACH_WAY, EVERYTHING, LINEAR, LINEAR_WAYS, QUADRATIC, SHARED, WAYS, PassCase, normalized
 from .support.passes import LOADED as LOADED_PASS
 from .support.problems import (
     CASES,
@@ -156,6 +157,33 @@ def test_every_option(backend: Backend, op: Op, case: AnyCase) -> None:
     for shape in shapes:
         for dtype in {torch.float32, backend.widest}:
             check(op.make(Shape._make(shape), case, dtype, backend.device), backend)
+
+
+@pytest.mark.only(weight=True, linear=False)
+@pytest.mark.rows(triton=(2, 12))
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(case, shared=True) for case in (LOADED, LOADED_OUT, PLAIN, Case(gradient="last", logits="IJ"))),
+        *(normalized(replace(LOADED_PASS, activation=True), how) for how in WAYS),
+        PassCase(shared="I"),
+        replace(LOADED_PASS, shared="IJ"),
+    ],
+    ids=str,
+)
+@pytest.mark.against_reference
+def test_a_shared_weight_without_votes(
+    backend: Backend, op: Op, case: AnyCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As calls are taken that are large enough."""
+    monkeypatch.setattr(shared_weights, "WORTH_IT", dict.fromkeys(shared_weights.WORTH_IT, -(2**60)))
+    for shape in sizes(backend, case):
+        problem = op.make(shape, case, torch.float32, backend.device)
+        check(problem, backend)
+        if backend.name == "triton" or (backend.fused and op.family is PassCase):
+            with recorded_ops() as ops:
+                run(problem, backend.name, need=())
+            assert "aten::bmm" in ops and f"capsfast::{backend.prefix}routing_pass" in ops
 
 
 @pytest.mark.rows(8, triton=(1, 12))
@@ -305,6 +333,9 @@ def test_the_backend_that_was_asked_for_ran(backend: Backend, op: Op, case: AnyC
     if case is SHARED:
         # One product makes the votes that all output capsules share.
         assert (f"capsfast::{backend.prefix}routing_pass" in ops) == backend.fused
+        return
+    if case == Case(shared=True) and backend.name == "cpp":
+        assert {"capsfast::factored_routing", "capsfast::factored_routing_backward"} <= set(ops)
         return
     assert_path(backend, op.name, ops)
     with recorded_ops() as ops:

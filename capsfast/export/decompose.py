@@ -21,7 +21,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
 
     Returns:
         For each op of ``torch.ops.capsfast`` that a program can hold a function of the same arguments. Sums are formed
-        in float32 for 16-bit inputs, as by the ops. ``shared_routing`` and ``em_update`` are in no program.
+        in float32 for 16-bit inputs, as by the ops. ``factored_routing`` and ``em_update`` are in no program.
     """
     found: dict[OpOverload, Callable[..., Any]] = {}
     for op, parameters, options in (

@@ -4,34 +4,18 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import checks
 from ..arguments import RoutingParameters, unchecked
 from ..functional import squash as _squash
-from ..ops import shared_routing
+from ..ops import factored_routing
 from ..options import Options
-from ..passes import Moments
 from ..precision import as_under_autocast, wide_dtype
-from .routing.votes import GivenVotes, ProductVotes, Votes
+from .routing.votes import ProductVotes, Votes
 
 OP = "capsfast.nn.InterestCapsules"
 # c of the squash kinds whose length is n / (c + n), n = |s|^2.
 RATIO = {"paper": 1.0, "half": 0.5, "eps_outside": 1.0}
-
-
-class MatrixVotes(GivenVotes):
-    """Votes by one matrix for all pairs. Passes go over the input capsules ``u [B, I, K]``, and no votes are formed."""
-
-    def __init__(self, u: Tensor, matrix: Tensor, **options: Any) -> None:
-        super().__init__(OP, u[:, :, None], **options)
-        self.matrix = matrix
-
-    def moments(self, *, query: Tensor | None = None, **arguments: Any) -> Moments:
-        if query is not None:
-            query = query @ self.matrix.to(query.dtype)
-        m = super().moments(query=query, **arguments)
-        return m._replace(first=F.linear(m.first, self.matrix.to(m.first.dtype)))
 
 
 def squash(s: Tensor, power: float, kind: str, eps: float) -> Tensor:
@@ -70,11 +54,11 @@ def route(
         if shared and plain:
             scaled = logits if logits is None or o.temperature == 1 else logits / o.temperature
             call = unchecked(u, weight, RoutingParameters(scaled, None, mask, out_mask), fused, J, OP)
-            if shared_routing.serves(call, o.backend):
-                return shared_routing.run(call, accumulate, 1 / o.temperature)
+            if factored_routing.serves(call, o.backend):
+                return factored_routing.run(call, False, accumulate, 1 / o.temperature)[0]
         if plain and accumulate and o.temperature == 1:
             return ProductVotes(OP, u, weight, **given).agree(**fused._asdict(), logits=logits)
-        votes = MatrixVotes(u, weight[0, 0], **given) if shared else ProductVotes(OP, u, weight, **given)
+        votes = ProductVotes(OP, u, weight, **given)
         v = Votes.agree(
             votes,
             o.num_iterations,

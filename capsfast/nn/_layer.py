@@ -1,5 +1,6 @@
 """What all layers, losses and networks derive from."""
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -9,7 +10,14 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from .. import _keywords
+from .. import _keywords, kinds
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something runs at each call of the module beside its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _proxy_in(values: tuple[Any, ...]) -> torch.fx.Proxy | None:
@@ -28,38 +36,43 @@ def _as_node(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[
     return tracer.call_module(layer, node, args, kwargs)
 
 
-class _Signature:
-    """Of the constructor that a class has when it is asked for, without which __new__ hides it in Python 3.10."""
-
-    def __get__(self, layer: object, cls: type) -> inspect.Signature:
-        if layer is not None:
-            raise AttributeError("__signature__")
-        return without_self(cls.__init__)  # type: ignore[misc]
-
-
-def without_self(function: Callable[..., Any]) -> inspect.Signature:
-    """Of the function itself, not of one that it stands for."""
-    signature = inspect.signature(function, follow_wrapped=False)
+@functools.cache
+def _without_self(function: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def check_call(cls: "type[Layer]", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Whether a class of capsfast can be made with these arguments.
+def _checked(owner: type["Layer"]) -> Callable[..., None]:
+    """The constructor of a class, which looks at its arguments first."""
+    init: Callable[..., None] = owner.__init__
 
-    Raises:
-        TypeError: no; the message says what may be meant.
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():  # torch.compile cannot follow a signature
+            _check(owner, init, self, args, kwargs)
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _check(
+    owner: type["Layer"], init: Callable[..., None], layer: "Layer", args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """
-    signature = without_self(cls.__init__)
+    Raises:
+        TypeError: the call does not fit: what the class takes, what came, and which layer in use can be called so.
+    """
+    signature = _without_self(init)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        op = getattr(cls, "_op", ".".join((*cls.__module__.split(".")[:2], cls.__name__)))
-        known, said = signature.parameters, str(error)
-        unknown = [name for name in kwargs if name not in known]
-        if unknown and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-            said = _keywords.unexpected(unknown[0], known)
-        instead = cls._instead(op, args, kwargs)
-        raise TypeError(f"{op}: takes {_keywords.takes(signature)}, {said}{instead}") from None
+        known = signature.parameters
+        open_end = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        unknown = [] if open_end else [name for name in kwargs if name not in known]
+        said = _keywords.unexpected(unknown[0], known) if unknown else str(error)
+        op = getattr(layer, "_op", ".".join((*owner.__module__.split(".")[:2], owner.__name__)))
+        meant = kinds.lead(op, layer._others, args, kwargs) if layer._others else ""
+        raise TypeError(f"{op}: takes {_keywords.takes(signature)}, {said}{meant}") from None
 
 
 class Layer(nn.Module):
@@ -70,26 +83,19 @@ class Layer(nn.Module):
     as it can.
     """
 
+    # Layers in use among which an error of the constructor looks for one that can be called so.
+    _others: tuple[kinds.Form, ...] = ()
+
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
+        # What somebody's own constructor takes is theirs to say.
+        if "__init__" in vars(cls) and cls.__module__.startswith("capsfast."):
+            cls.__init__ = _checked(cls)  # type: ignore[method-assign]
         call = Layer.__call__
         if getattr(cls.__call__, "__globals__", None) is call.__globals__:
             # torch.compile counts what it compiles by code, and learns sizes by its name: each class has its own.
             code = call.__code__.replace(co_name=f"{cls.__module__}.{cls.__qualname__}.__call__")
             cls.__call__ = types.FunctionType(code, call.__globals__, "__call__")  # type: ignore[assignment]
-
-    __signature__ = _Signature()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Copies and pickles make an object without arguments. What somebody's own constructor takes is theirs to say.
-        if (args or kwargs) and getattr(cls.__init__, "__globals__", {}).get("__name__", "").startswith("capsfast."):
-            check_call(cls, args, kwargs)
-        return super().__new__(cls)
-
-    @classmethod
-    def _instead(cls, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What the error of a constructor ends in: what else could be called so."""
-        return ""
 
     # Not in forward: hooks are to run when the node does.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from .. import checks
 from ..precision import wide_dtype
 from . import _arguments
-from ._layer import Layer
+from ._blocks import Box, Made, WindowLayer
 from .dynamic_routing import fully_connected
 from .routed_caps import RoutedCaps, pose_sizes
 from .routing.agreement import starting_std
 from .routing.base import Capsules
 from .routing.names import RoutingChoice
-from .routing.unfolded import UnfoldedVotes, folds_by_pass
+from .routing.unfolded import UnfoldedVotes, folds_by_pass, unfolded
 from .routing.votes import ProductVotes, RecordedVotes, Votes
 from .routing.windows import Windows, WindowVotes
 from .weights import Weight
@@ -26,12 +26,11 @@ from .weights import Weight
 COMPETITION = ("window", "child")
 
 
-class ConvCaps2d(Layer):
+class ConvCaps2d(WindowLayer):
     """Capsules whose inputs are the capsules of a window, routed at every place with the same weight.
 
     One routing of ``B·H'·W'`` samples with ``I = in_types·kh·kw`` input capsules in the order
-    (type, y, x). The poses are unfolded, the votes are not: beyond the input it needs the poses once
-    for every window they are in.
+    (type, y, x). The votes are not in memory, nor are the unfolded poses but for those of a block of windows.
 
     Parameters: those of ``routing``, a :class:`capsfast.DynamicRouting`, with another routing or ``pose_rows`` a
     :class:`capsfast.nn.RoutedCaps`.
@@ -65,6 +64,11 @@ class ConvCaps2d(Layer):
     Raises:
         ValueError, TypeError: a size, an option or an input that does not fit.
     """
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
 
     def __init__(
         self,
@@ -136,55 +140,99 @@ class ConvCaps2d(Layer):
 
     def unfold(self, poses: Tensor) -> Tensor:
         """``[B, in_types, in_dim, H, W]`` to the input capsules of every window, ``u [B·H'·W', I, K]``."""
+        self._check(poses)
+        return self._unfolded(self._padded(poses))
+
+    def unfold_activation(self, poses: Tensor, activation: Tensor) -> Tensor:
+        """``[B, in_types, H, W]`` beside these poses to the activations of every window, ``[B·H'·W', I]``."""
+        self._check(poses, activation)
+        return self._unfolded(self._padded(activation).unsqueeze(2)).squeeze(2)
+
+    def inside(self, poses: Tensor) -> Tensor | None:
+        """Which capsules of the windows are not padding, bool ``[B·H'·W', I]``; None where all are."""
+        ones = self._ones(poses)
+        return None if ones is None else self._inside(ones, poses.shape[0])
+
+    def _check(self, poses: Tensor, activation: Tensor | None = None) -> None:
         op = "capsfast.nn.ConvCaps2d"
         sizes = {"in_types": self.in_types, "in_dim": self.in_dim}
         _arguments.sized(op, "poses", poses, "[B, in_types, in_dim, H, W]", **sizes)
         self.grid(poses.shape[3:])
-        windows = _windows(poses, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, K, H', W', h, w]
-        return windows.permute(0, 3, 4, 1, 5, 6, 2).flatten(3, 5).flatten(0, 2)
+        if activation is not None:
+            _arguments.activation_of(op, activation, poses, "[B, in_types, H, W]")
 
-    def unfold_activation(self, poses: Tensor, activation: Tensor) -> Tensor:
-        """``[B, in_types, H, W]`` beside these poses to the activations of every window, ``[B·H'·W', I]``."""
-        op = "capsfast.nn.ConvCaps2d"
-        _arguments.activation_of(op, activation, poses, "[B, in_types, H, W]")
-        windows = _windows(activation, self.kernel_size, self.stride, self.padding, self.dilation)  # [B, C, H', W', ..]
-        return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
+    def _padded(self, image: Tensor) -> Tensor:
+        y, x = self.padding
+        return F.pad(image, (x, x, y, y)) if self.padding != (0, 0) else image
 
-    def inside(self, poses: Tensor) -> Tensor | None:
-        """Which capsules of the windows are not padding, bool ``[B·H'·W', I]``; None where all are."""
+    def _ones(self, poses: Tensor) -> Tensor | None:
+        """False in the padding, ``[1, 1, H, W]`` with it; None where there is none."""
         if self.padding == (0, 0):
             return None
-        ones = torch.ones((1, 1, 1, *poses.shape[3:]), dtype=torch.bool, device=poses.device)
-        windows = _windows(ones, self.kernel_size, self.stride, self.padding, self.dilation)
-        at_place = windows.flatten(5, 6).flatten(0, 4)  # [H'·W', h·w]
-        return at_place.repeat(poses.shape[0], self.in_types)
+        return self._padded(torch.ones((1, 1, *poses.shape[3:]), dtype=torch.bool, device=poses.device))
+
+    def _inside(self, ones: Tensor, samples: int) -> Tensor:
+        return self._windows(ones.unsqueeze(2)).squeeze(2).repeat(samples, self.in_types)
+
+    def _windows(self, image: Tensor) -> Tensor:
+        """An image ``[B, types, K, H, W]`` with its padding to the capsules of its windows, ``[B·H'·W', I, K]``."""
+        for size, step, gap in zip(self.kernel_size, self.stride, self.dilation, strict=True):
+            # Appends the axis of the window, which brings the next axis of the image to -2.
+            image = image.unfold(-2, gap * (size - 1) + 1, step)
+        image = image[..., :: self.dilation[0], :: self.dilation[1]]  # [B, types, K, H', W', h, w]
+        return image.permute(0, 3, 4, 1, 5, 6, 2).flatten(3, 5).flatten(0, 2)
+
+    def _unfolded(self, image: Tensor) -> Tensor:
+        """The same with a faster gradient."""
+        if not folds_by_pass(image):
+            return self._windows(image)
+        with torch.no_grad():
+            windows = self._windows(image)
+        return unfolded(image, windows, partial(self._fold, image.shape))
 
     def votes(self, poses: Tensor) -> Votes:
         """The votes in every window; none is in memory."""
-        by_pass = self.routing.held.keeps_u and folds_by_pass(poses)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not by_pass):
-            u = self.unfold(poses)
+        self._check(poses)
+        padded = self._padded(poses)
+        by_pass = self.routing.held.keeps_u and folds_by_pass(padded)
+        u = self._windows(padded.detach()) if by_pass else self._unfolded(padded)
         votes = self.routing.votes(u, self.inside(poses))
         if by_pass and isinstance(votes, ProductVotes):
-            votes = UnfoldedVotes(votes, poses, partial(self._fold, size=(poses.shape[3], poses.shape[4])))
+            votes = UnfoldedVotes(votes, padded, partial(self._fold, padded.shape))
         return votes if self.competition == "window" else self._competing((poses.shape[3], poses.shape[4]))(votes)
 
-    def _fold(self, gradient: Tensor, size: tuple[int, int]) -> Tensor:
-        """The gradient of poses ``[B, in_types, in_dim, H, W]`` from that of their unfold()."""
-        grid, area = self.grid(size), self.kernel_size
-        windows = gradient.reshape(-1, *grid, self.in_types, *area, self.in_dim)
-        padded = [n + 2 * p for n, p in zip(size, self.padding, strict=True)]
-        image = windows.new_zeros(
-            (windows.shape[0], *padded, self.in_types, self.in_dim), dtype=wide_dtype(gradient.dtype)
-        )
+    def _fold(self, shape: Sequence[int], gradient: Tensor) -> Tensor:
+        """The gradient of an image of this shape from that of its windows."""
+        area, (samples, types, dim, *size) = self.kernel_size, shape
+        grid = _arguments.window_grid("", size, area, self.stride, (0, 0), self.dilation)
+        windows = gradient.reshape(samples, *grid, types, *area, dim)
+        image = windows.new_zeros((samples, *size, types, dim), dtype=wide_dtype(gradient.dtype))
         for y in range(area[0]):
             for x in range(area[1]):
                 seen = image
                 for axis, at in enumerate((y, x)):
                     seen = _every(seen, 1 + axis, at * self.dilation[axis], grid[axis], self.stride[axis])
                 seen.add_(windows[:, :, :, :, y, x])
-        (top, left), (height, width) = self.padding, size
-        return image.narrow(1, top, height).narrow(2, left, width).permute(0, 3, 4, 1, 2).to(gradient.dtype)
+        return image.permute(0, 3, 4, 1, 2).to(gradient.dtype)
+
+    def _made(self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box) -> Made:
+        at_windows = None if activation is None else self._unfolded(activation.unsqueeze(2)).squeeze(2)
+        # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
+        masked = inside is not None and not (self.uses_poses_alone and self.routing.routing.softmax == "out")
+        return self._unfolded(poses), at_windows, self._inside(inside, poses.shape[0]) if masked else None  # type: ignore[arg-type]
+
+    def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
+        u, activation, mask = made
+        places = [last - first for first, last in box]
+        found = self.routing(u, mask=mask) if self.uses_poses_alone else self.routing(u, activation, mask=mask)
+        poses = found if isinstance(found, Tensor) else found.poses
+        out = poses.unflatten(0, places).permute(0, 3, 4, 1, 2)  # [B, J, D, H', W']
+        return (out,) if self.uses_poses_alone else (out, found.activations.unflatten(0, places).movedim(-1, 1))
+
+    def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
+        box = tuple((0, size) for size in (poses.shape[0], *grid))
+        shown = None if activation is None else self._padded(activation)
+        return self._routed(box, *self._made(self._padded(poses), shown, self._ones(poses), box))
 
     def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
         windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
@@ -203,12 +251,11 @@ class ConvCaps2d(Layer):
         op = "capsfast.nn.ConvCaps2d"
         if activation is not None and self.uses_poses_alone:
             raise ValueError(f"{op}: dynamic routing takes no activation; the length of a pose says it")
-        if self.uses_poses_alone and self.competition == "window" and not return_coupling:
-            # Padding is zero votes. They change no sum, and of the softmax over the outputs only a row of their own.
-            mask = None if self.routing.routing.softmax == "out" else self.inside(poses)
-            found = self.routing(self.unfold(poses), mask=mask)
-            v: Tensor = found if isinstance(found, Tensor) else found.poses
-            return v.unflatten(0, (-1, *self.grid(poses.shape[3:]))).permute(0, 3, 4, 1, 2)
+        if self.competition == "window" and not return_coupling:
+            self._check(poses, activation)
+            numbers = self.routing.in_caps * self.in_dim
+            found = self._in_blocks(self.routing.routing, poses, activation, self.grid(poses.shape[3:]), numbers)
+            return found[0] if self.uses_poses_alone else Capsules(*found)
         votes = self.votes(poses)
         recorded = RecordedVotes(votes, last=True)
         at_windows = None if activation is None else self.unfold_activation(poses, activation)
@@ -225,22 +272,6 @@ class ConvCaps2d(Layer):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"
         return text if self.competition == "window" else f"{text}, competition={self.competition!r}"
-
-
-def _windows(
-    image: Tensor,
-    kernel_size: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-) -> Tensor:
-    """The windows of the last two axes as a view of the padded image: ``[..., H, W]`` to ``[..., H', W', kh, kw]``."""
-    if padding != (0, 0):
-        image = F.pad(image, (padding[1], padding[1], padding[0], padding[0]))
-    for size, step, gap in zip(kernel_size, stride, dilation, strict=True):
-        # Appends the axis of the window, which brings the next axis of the image to -2.
-        image = image.unfold(-2, gap * (size - 1) + 1, step)
-    return image[..., :: dilation[0], :: dilation[1]]
 
 
 def _every(value: Tensor, axis: int, first: int, count: int, step: int) -> Tensor:

@@ -1,15 +1,13 @@
 """Fully connected capsules with dynamic routing."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, kinds
 from ..functional import dynamic_routing
 from ..options import Options
-from . import _called
-from ._called import Called
 from ._checkpoints import foreign_weights
 from .routed_caps import RoutedCaps
 from .routing.agreement import AgreementRouting
@@ -17,6 +15,18 @@ from .routing.base import Capsules, lengths
 from .routing.names import RoutingChoice
 from .routing.votes import RecordedVotes
 from .weights import Weight
+
+
+def _refuse_votes(op: str, u: object, *others: object) -> NoReturn:
+    """A layer was called with votes, or with more than one argument, as layers of votes are."""
+    got = checks.shape_of(u) if isinstance(u, Tensor) else type(u).__name__
+    if others:
+        got += f" and {len(others)} more"
+    raise TypeError(
+        f"{op}: takes u [B, in_caps, in_dim] and all else by keyword, got {got}; for votes [B, I, J, D], as "
+        f"layer(votes) or layer(votes, batch_size), use capsfast.nn.RoutingByAgreement or "
+        f"capsfast.compat.DynamicRouting(num_iterations); see {kinds.TABLE}"
+    )
 
 
 class _OfRouting:
@@ -32,7 +42,7 @@ class _OfRouting:
         setattr(layer.routing, self.name, value)
 
 
-class DynamicRouting(Called, RoutedCaps):
+class DynamicRouting(RoutedCaps):
     """Fully connected capsules with dynamic routing (Sabour, Frosst, Hinton 2017): ``u -> v``.
 
     The layer is :class:`capsfast.nn.RoutedCaps` with ``routing="dynamic"`` that returns the poses alone.
@@ -61,6 +71,7 @@ class DynamicRouting(Called, RoutedCaps):
     """
 
     _op = "capsfast.DynamicRouting"
+    _others = kinds.FORMS
     routing: AgreementRouting
     num_iterations, softmax, gradient, leaky = _OfRouting(), _OfRouting(), _OfRouting(), _OfRouting()
     squash, eps, squash_last, backend = _OfRouting(), _OfRouting(), _OfRouting(), _OfRouting()
@@ -111,7 +122,7 @@ class DynamicRouting(Called, RoutedCaps):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1:
-            _called.refuse_votes(self._op, *args)
+            _refuse_votes(self._op, *args)
         return super().__call__(*args, **kwargs)
 
     def forward(  # type: ignore[override]
@@ -131,7 +142,7 @@ class DynamicRouting(Called, RoutedCaps):
             if u.dim() == 3 and (u.shape[1] != self.in_caps or u.shape[2] != self.in_dim):
                 checks.refuse_capsules(self._op, "u", u, in_caps=self.in_caps, in_dim=self.in_dim)
             if u.dim() == 4 and u.shape[1:] == (self.in_caps, self.out_caps, self.out_dim):
-                _called.refuse_votes(self._op, u)
+                _refuse_votes(self._op, u)
         routing, held = self.routing, self.held
         hooked = routing._forward_pre_hooks or routing._forward_hooks
         if hooked or held.groups > 1 or self.competing is not None:

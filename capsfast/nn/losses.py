@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from .. import checks
 from ..kinds import LOSSES
 from . import _arguments
-from ._called import Called
 from ._layer import Layer
 from .readout import class_indices, one_hot
 
@@ -33,7 +32,7 @@ def _lengths(op: str, name: str, given: Tensor) -> Tensor:
     return _wide(given)
 
 
-class MarginLoss(Called):
+class MarginLoss(Layer):
     """Sum over the classes of ``T max(0, m_plus - |v|)^2 + lam (1 - T) max(0, |v| - m_minus)^2``
     (Sabour, Frosst, Hinton 2017, eq. 4).
 
@@ -50,7 +49,7 @@ class MarginLoss(Called):
     """
 
     _op = "capsfast.nn.MarginLoss"
-    _kinds = LOSSES
+    _others = LOSSES
 
     def __init__(
         self,

@@ -5,15 +5,16 @@ from typing import Any
 from torch import Tensor
 
 from ..functional import route_votes
+from ..kinds import FORMS
 from ..options import Options
 from . import _arguments
-from ._called import Called
+from ._layer import Layer
 from .routing.agreement import Agreement
 from .routing.base import Capsules, lengths
 from .routing.votes import RecordedVotes, votes_of
 
 
-class RoutingByAgreement(Agreement, Called):
+class RoutingByAgreement(Agreement, Layer):
     """Routing by agreement over given votes (Sabour, Frosst, Hinton 2017, procedure 1): ``votes -> v``.
 
     It has no parameters and no sizes; :class:`AgreementRouting` is the same with them.
@@ -29,6 +30,7 @@ class RoutingByAgreement(Agreement, Called):
     """
 
     _op = "capsfast.nn.RoutingByAgreement"
+    _others = FORMS
 
     def __init__(
         self,

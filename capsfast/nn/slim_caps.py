@@ -12,8 +12,9 @@ from .. import checks
 from ..functional import route_votes
 from ..options import SOFTMAX
 from . import _arguments
-from ._layer import Layer
+from ._blocks import Box, Made, WindowLayer
 from .routing.agreement import starting_std
+from .routing.base import Capsules
 from .routing.names import RoutingChoice, make_routing, routing_name
 from .routing.votes import RecordedVotes, votes_of
 from .routing.windows import Everywhere, WindowVotes
@@ -22,12 +23,12 @@ from .routing.windows import Everywhere, WindowVotes
 EVERYWHERE = "everywhere"
 
 
-class SlimConvCaps2d(Layer):
+class SlimConvCaps2d(WindowLayer):
     """Capsules whose votes are a convolution, routed from type to type at every position.
 
     One kernel makes the votes of all input types. A vote is one for the whole window, so an input type has one
     coupling coefficient for each output type and position, where :class:`ConvCaps2d` has one for each capsule of the
-    window. The votes ``[B, I, J, D, H', W']`` are in memory once, as the convolution leaves them, and are routed there.
+    window. Votes are in memory for a block of positions at a time, as the convolution leaves them.
 
     Parameters: ``conv.weight [out_types·out_dim, in_dim, kh, kw]``, whose channel ``j·out_dim + d`` makes component d
     of the votes for type j, and those of the routing.
@@ -150,16 +151,24 @@ class SlimConvCaps2d(Layer):
 
         ``size``: of the output, where the layer leaves a choice.
         """
+        grid = self._grid_of(poses, size)
+        chosen = {} if size is None else {"output_size": grid}
+        # Types are samples, or groups of channels.
+        return self._votes_in(self.conv(self._channels(poses), **chosen), poses.shape[0])
+
+    def _grid_of(self, poses: Tensor, size: Sequence[int] | None) -> tuple[int, ...]:
         sizes = {"in_types": self.in_types, "in_dim": self.in_dim}
         _arguments.sized(self._op, "poses", poses, f"[B, in_types, in_dim, {self._image}]", **sizes)
-        chosen = {} if size is None else {"output_size": self._size(poses, size)}
-        self.grid(poses.shape[3:])
-        # Types are samples, or groups of channels.
-        maps = self.conv(poses.flatten(0, 1) if self.shared else poses.flatten(1, 2), **chosen)
+        grid = self.grid(poses.shape[3:])
+        return grid if size is None else tuple(self._size(poses, size))
+
+    def _channels(self, poses: Tensor) -> Tensor:
+        return poses.flatten(0, 1) if self.shared else poses.flatten(1, 2)
+
+    def _votes_in(self, maps: Tensor, samples: int) -> Tensor:
         I, J, D = self.in_types, self.out_types, self.out_dim
-        if self.shared:
-            return maps.unflatten(1, (J, D)).unflatten(0, (poses.shape[0], I))  # type: ignore[no-any-return]
-        return maps.unflatten(1, (I, J, D))  # type: ignore[no-any-return]
+        axes = maps.shape[2:]
+        return maps.reshape(samples, I, J, D, *axes)
 
     def _size(self, poses: Tensor, size: Sequence[int]) -> list[int]:
         raise TypeError(f"{self._op}: the size of the output follows from that of the input, got size={tuple(size)}")
@@ -178,34 +187,82 @@ class SlimConvCaps2d(Layer):
         Positions of the padding do not count. Where a vote is of none, the activation is 0.
         """
         _arguments.activation_of(self._op, activation, poses, f"[B, in_types, {self._image}]")
+        inside = torch.ones_like(activation[:1, 0].unsqueeze(1))
+        return self._means(activation, inside, **self._window(poses.shape[3:], votes.shape[4:]))
+
+    def _means(self, activation: Tensor, inside: Tensor, **window: Any) -> Tensor:
         ones = torch.ones((1, 1, *self.kernel_size), dtype=activation.dtype, device=activation.device)
-        given = self._window(poses.shape[3:], votes.shape[4:])
-        maps = activation.flatten(0, 1).unsqueeze(1)
-        total, count = (self._spread(each, ones, **given) for each in (maps, torch.ones_like(maps[:1])))
+        total, count = (self._spread(maps, ones, **window) for maps in (activation.flatten(0, 1).unsqueeze(1), inside))
         means: Tensor = (total / count.clamp_min(1)).squeeze(1).unflatten(0, activation.shape[:2])
         return means
 
     def forward(self, poses: Tensor, activation: Tensor | None = None, *, return_coupling: bool = False) -> Any:
         """With ``return_coupling`` also the coupling of the last pass, ``c [B, I, J, *spatial']``."""
-        return self._route(poses, activation, self.votes(poses), return_coupling)
+        return self._forward(poses, activation, None, return_coupling)
 
-    def _route(self, poses: Tensor, activation: Tensor | None, votes: Tensor, return_coupling: bool) -> Any:
+    def _forward(
+        self, poses: Tensor, activation: Tensor | None, size: Sequence[int] | None, return_coupling: bool
+    ) -> Any:
+        grid = self._grid_of(poses, size)
         if activation is not None:
             if self.uses_poses_alone:
                 raise ValueError(f"{self._op}: dynamic routing takes no activation; the length of a pose says it")
-            activation = self.activation_at(poses, activation, votes)
+            _arguments.activation_of(self._op, activation, poses, f"[B, in_types, {self._image}]")
+        # A softmax over all positions makes them depend on each other. A convolution of another class may, too.
+        own: Any = self._convolution
+        whole = return_coupling or self.everywhere or type(self.conv).forward is not own.forward
+        if whole:
+            *found, coupling = self._all(poses, activation, grid, return_coupling)
+        else:
+            numbers = self.in_types * self.out_types * self.out_dim
+            found = [*self._in_blocks(self.routing, poses, activation, grid, numbers)]
+        out = found[0] if self.uses_poses_alone else Capsules(*found)
+        return (out, coupling) if return_coupling else out
+
+    def _made(self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box) -> Made:
+        conv, window = self.conv, {"stride": self.stride, "dilation": self.dilation}
+        maps = self._spread(self._channels(poses), conv.weight, conv.bias, groups=conv.groups, **window)
+        votes = self._cropped(self._votes_in(maps, poses.shape[0]), box)
+        if activation is None:
+            return votes, None
+        there = torch.ones_like(activation[:1, :1]) if inside is None else inside.to(activation.dtype)
+        return votes, self._cropped(self._means(activation, there, **window), box)
+
+    def _cropped(self, value: Tensor, box: Box) -> Tensor:
+        """The windows of the box alone."""
+        return value
+
+    def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
+        votes, activation = made
+        assert votes is not None
+        return self._from_votes(votes, activation, False)[:-1]
+
+    def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
+        return self._all(poses, activation, grid, False)[:-1]
+
+    def _all(
+        self, poses: Tensor, activation: Tensor | None, grid: Sequence[int], return_coupling: bool
+    ) -> tuple[Any, ...]:
+        chosen = {} if tuple(grid) == self.grid(poses.shape[3:]) else {"size": grid}
+        votes = self.votes(poses, **chosen)
+        given = None if activation is None else self.activation_at(poses, activation, votes)
+        return self._from_votes(votes, given, return_coupling)
+
+    def _from_votes(self, votes: Tensor, activation: Tensor | None, return_coupling: bool) -> tuple[Any, ...]:
+        """The output capsules, then their coupling or None."""
         if self.uses_poses_alone and not self.everywhere:
             # Positions stay where they are; as samples they would be copied.
             own: Any = self.routing
             given = {"logits": own.logits, "bias": own.bias, "backend": own.backend}
-            return route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
+            out = route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
+            return out if return_coupling else (out, None)
         made = votes_of(self._op, votes, J=self.out_types, backend=self.routing.backend)
         if self.everywhere:
             made = WindowVotes(made, Everywhere(math.prod(votes.shape[4:])))
         recorded = RecordedVotes(made, last=True)
         found = self.routing(recorded if return_coupling else made, activation)
-        out = found.poses if self.uses_poses_alone else found
-        return (out, made.restore(recorded.weights[-1])) if return_coupling else out
+        out = found[:1] if self.uses_poses_alone else found
+        return *out, made.restore(recorded.weights[-1]) if return_coupling else None
 
     def extra_repr(self) -> str:
         text = f"{self.in_types}, {self.out_types}, {self.in_dim}, {self.out_dim}, kernel_size={self.kernel_size}"
@@ -293,6 +350,17 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
             )
         return given
 
+    def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
+        step, reach = self.stride[axis], self.dilation[axis] * (self.kernel_size[axis] - 1)
+        # One position more where a gap between the votes of two positions may follow.
+        return (first + self.padding[axis] - reach) // step, (last - 1 + self.padding[axis]) // step + 2
+
+    def _cropped(self, value: Tensor, box: Box) -> Tensor:
+        for axis, (first, last) in enumerate(box[1:]):
+            start = self._seen(axis, first, last)[0] * self.stride[axis] - self.padding[axis]
+            value = value.narrow(axis - len(box) + 1, first - start, last - first)
+        return value
+
     def _reached(self) -> float:
         """In the mean."""
         return math.prod(max(1.0, size / step) for size, step in zip(self.kernel_size, self.stride, strict=True))
@@ -313,7 +381,7 @@ class SlimConvTransposeCaps2d(SlimConvCaps2d):
         return_coupling: bool = False,
     ) -> Any:
         """``size``: of the output, in place of output_padding; less than a stride above what it is without one."""
-        return self._route(poses, activation, self.votes(poses, size), return_coupling)
+        return self._forward(poses, activation, size, return_coupling)
 
 
 class SlimConvTransposeCaps3d(SlimConvTransposeCaps2d):

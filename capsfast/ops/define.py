@@ -302,16 +302,21 @@ def _under_autocast(op: OpOverload, device: str, count: int) -> Function:
     return kernel
 
 
+# What helps in a layer whose call nobody wrote.
+ACCELERATED = ", or report.undo() of a model that capsfast.accelerate changed"
+
+
 def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError(
         f'{ctx.public}: the fused backends have no second derivative; for create_graph=True use backend="reference"'
+        f"{ACCELERATED}"
     )
 
 
 def _no_forward_mode(ctx: Any, *tangents: Tensor | None) -> None:
     raise NotImplementedError(
         f"{ctx.public}: the fused backends have no forward-mode derivative (jvp), got an argument with a tangent; "
-        f'use backend="reference"'
+        f'use backend="reference"{ACCELERATED}'
     )
 
 

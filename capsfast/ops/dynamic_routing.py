@@ -19,28 +19,66 @@ tf32: products of float32 may be rounded to TF32; it has no effect on the CPU.
 ``capsfast::dynamic_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ..arguments import Call
-from ..precision import wide_dtype
+from ..agreement import Moments, agree
+from ..arguments import Call, PassParameters
+from ..options import PassOptions
+from ..precision import in_wide_dtype, wide_dtype
 from ..reference.dynamic_routing import dynamic_routing as definition
-from . import shared_routing
+from . import factored_routing, routing_pass
 from .define import Op, check_fake, fake_sizes
-from .shared_outputs import with_votes
+from .shared_weights import saves_votes, with_votes, without_votes
 
 
 def run(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
     """``(v, c)`` from the chosen backend; c is empty if it is not wanted."""
+    if factored_routing.serves(call, backend):
+        return factored_routing.run(call, return_coupling)
     if call.weight is not None and call.weight.shape[1] != call.J:
-        if not return_coupling and shared_routing.serves(call, backend):
-            v = shared_routing.run(call)
-            return v, v.new_empty(0)
-        v, c = with_votes(run, OP, call, return_coupling, backend)
+        v, c = with_votes(run, OP.narrow, call, return_coupling, backend)
+        return v, c
+    # On the CPU the op of votes is quicker than such passes wherever factored_routing is not.
+    if saves_votes(call, backend) == "triton":
+        v, c = in_wide_dtype(partial(_by_passes, return_coupling=return_coupling, backend=backend), call, OP.narrow)
         return v, c
     v, c, *_ = OP.run(call, (return_coupling,), backend)
     return v, c
+
+
+def _by_passes(call: Call, return_coupling: bool, backend: str | None) -> tuple[Tensor, Tensor]:
+    """The same from passes without votes."""
+    given, asked = call.parameters, {"mask": call.parameters.mask, "out_mask": call.parameters.out_mask}
+
+    def moments(
+        *,
+        query: Tensor | None = None,
+        logits: Tensor | None = None,
+        normalize: str = "none",
+        leaky: bool = False,
+        return_weights: bool = False,
+    ) -> Moments:
+        parameters = PassParameters(query=query, logits=logits, **asked)
+        one = replace(call, parameters=parameters, options=PassOptions(normalize, leaky, False))
+        found = without_votes(routing_pass.run, (), one, return_weights, False, backend)
+        return Moments(found[0], found[1], weights=found[3])
+
+    def agreement(query: Tensor) -> Tensor:
+        weights = moments(query=query, return_weights=True).weights
+        assert weights is not None
+        return weights
+
+    v, last = agree(
+        moments, agreement, call.options, logits=given.logits, bias=given.bias, return_weights=return_coupling
+    )
+    if given.out_mask is not None:
+        v = v.masked_fill(~given.out_mask[:, :, None], 0.0)
+    assert last.weights is not None
+    return v, last.weights
 
 
 def _fake(a: Any) -> tuple[Tensor, ...]:

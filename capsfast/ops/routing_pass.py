@@ -23,13 +23,15 @@ from ..arguments import Call, PassParameters
 from ..precision import wide_dtype
 from ..reference.routing_pass import routing_pass as definition
 from .define import Op, check_fake, fake_sizes
-from .shared_outputs import with_votes
+from .shared_weights import saves_votes, with_votes, without_votes
 
 
 def run(call: Call, return_weights: bool, return_lse: bool, backend: str | None) -> tuple[Tensor, ...]:
     """``(mass, first, second, weights, lse)`` from the chosen backend, with empty tensors for what is not wanted."""
+    if saves_votes(call, backend):
+        return without_votes(run, OP.narrow, call, return_weights, return_lse, backend)
     if call.weight is not None and call.weight.shape[1] != call.J:
-        return with_votes(run, OP, call, return_weights, return_lse, backend)
+        return with_votes(run, OP.narrow, call, return_weights, return_lse, backend)
     return OP.run(call, (return_weights, return_lse), backend)[:5]
 
 

@@ -9,16 +9,22 @@ namespace capsfast {
 namespace portable {
 template <class T>
 const Kernels<T>& table();
-}
+template <class T>
+const Kernels<T>& tile_table();
+}  // namespace portable
 #if CAPSFAST_X86
 namespace avx2 {
 template <class T>
 const Kernels<T>& table();
-}
+template <class T>
+const Kernels<T>& tile_table();
+}  // namespace avx2
 namespace avx512 {
 template <class T>
 const Kernels<T>& table();
-}
+template <class T>
+const Kernels<T>& tile_table();
+}  // namespace avx512
 #endif
 
 static Isa widest() {
@@ -58,7 +64,19 @@ const Kernels<T>& kernels(Isa which) {
   return portable::table<T>();
 }
 
+template <class T>
+const Kernels<T>& tile_kernels(Isa which) {
+#if CAPSFAST_X86
+  if (which == Isa::avx512) return avx512::tile_table<T>();
+  if (which == Isa::avx2) return avx2::tile_table<T>();
+#endif
+  (void)which;
+  return portable::tile_table<T>();
+}
+
 template const Kernels<float>& kernels<float>(Isa);
 template const Kernels<double>& kernels<double>(Isa);
+template const Kernels<float>& tile_kernels<float>(Isa);
+template const Kernels<double>& tile_kernels<double>(Isa);
 
 }  // namespace capsfast

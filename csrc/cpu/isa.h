@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include "../ops/cpu/passes.h"
-
 #if defined(__x86_64__) || defined(_M_X64)
 #define CAPSFAST_X86 1
 #else
@@ -23,7 +21,13 @@ enum class Isa : int { portable, avx2, avx512 };
 Isa isa();
 const char* isa_name(Isa which);
 
+// The kernels of a set, see ops/cpu/passes.h. Vectors of one register.
+template <class T>
+struct Kernels;
 template <class T>
 const Kernels<T>& kernels(Isa which);
+// Those for tiles of samples: vectors of as many registers as serve best.
+template <class T>
+const Kernels<T>& tile_kernels(Isa which);
 
 }  // namespace capsfast

@@ -1,5 +1,8 @@
 // Multiply-adds on registers alone: their rate bounds every kernel of this instruction set. A round is one multiply-add
 // in each of 12 independent chains: enough to keep two units busy whose latency is up to 6 cycles.
+#pragma once
+
+#include "vec.inl"
 
 template <class T>
 T multiply_adds(int64_t rounds) {

@@ -1,15 +1,73 @@
-// Vectors of one instruction set. This file is included once per instruction set, inside the target region of its
-// source file. It therefore has no include guard, and no standard headers: those would be compiled for that set.
+// Vectors of one instruction set.
 //
 // A Vec<T, L> is a compiler vector of L lanes with the compiler's operators; a * b + c contracts to a fused
-// multiply-add. The including file defines kBytes, the width of a register in bytes.
+// multiply-add. The including file defines kBytes, the width of a register in bytes, and kTileBytes: see kTileLanes.
+#pragma once
 
-template <class T, int L>
+#include "kernel.h"
+
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#endif
+
+// A vector longer than a register: two halves. The compiler has vectors of any length, but GCC keeps those that no
+// register holds in memory from one round of a loop to the next.
+template <class Half>
+struct Pair {
+  Half low, high;
+};
+
+template <class T, int L, bool fits = (sizeof(T) * L <= kBytes)>
 struct VecOf {
   typedef T type __attribute__((vector_size(sizeof(T) * L)));
 };
 template <class T, int L>
+struct VecOf<T, L, false> {
+  using type = Pair<typename VecOf<T, L / 2>::type>;
+};
+template <class T, int L>
 using Vec = typename VecOf<T, L>::type;
+
+template <class V>
+inline constexpr bool kIsPair = false;
+template <class Half>
+inline constexpr bool kIsPair<Pair<Half>> = true;
+
+#define CAPSFAST_PAIR_OPERATOR(op)                                             \
+  template <class Half>                                                        \
+  CAPSFAST_INLINE auto operator op(const Pair<Half>& a, const Pair<Half>& b) { \
+    return Pair<decltype(a.low op b.low)>{a.low op b.low, a.high op b.high};   \
+  }                                                                            \
+  template <class Half, class T>                                               \
+  CAPSFAST_INLINE auto operator op(const Pair<Half>& a, T b) {                 \
+    return Pair<decltype(a.low op b)>{a.low op b, a.high op b};                \
+  }                                                                            \
+  template <class Half, class T>                                               \
+  CAPSFAST_INLINE auto operator op(T a, const Pair<Half>& b) {                 \
+    return Pair<decltype(a op b.low)>{a op b.low, a op b.high};                \
+  }
+CAPSFAST_PAIR_OPERATOR(+)
+CAPSFAST_PAIR_OPERATOR(-)
+CAPSFAST_PAIR_OPERATOR(*)
+CAPSFAST_PAIR_OPERATOR(/)
+CAPSFAST_PAIR_OPERATOR(<)
+CAPSFAST_PAIR_OPERATOR(>)
+CAPSFAST_PAIR_OPERATOR(==)
+CAPSFAST_PAIR_OPERATOR(&)
+#undef CAPSFAST_PAIR_OPERATOR
+
+template <class Half, class Other>
+CAPSFAST_INLINE void operator+=(Pair<Half>& a, const Other& b) {
+  a = a + b;
+}
+template <class Half, class Other>
+CAPSFAST_INLINE void operator-=(Pair<Half>& a, const Other& b) {
+  a = a - b;
+}
+template <class Half, class Other>
+CAPSFAST_INLINE void operator*=(Pair<Half>& a, const Other& b) {
+  a = a * b;
+}
 
 template <class T>
 struct IntOf;
@@ -30,16 +88,40 @@ inline constexpr T kLowest =
 template <class T>
 inline constexpr int kLanes = kBytes / static_cast<int>(sizeof(T));
 
+// Lanes of a vector of a tile of samples: one register where a multiply-add takes its factor from memory, broadcast.
+// Elsewhere a broadcast is an instruction of its own, and serves the registers of several.
+template <class T>
+inline constexpr int kTileLanes = kTileBytes / static_cast<int>(sizeof(T));
+
 template <int L, class T>
 CAPSFAST_INLINE Vec<T, L> load(const T* p) {
-  Vec<T, L> v;
-  __builtin_memcpy(&v, p, sizeof(v));
-  return v;
+  if constexpr (kIsPair<Vec<T, L>>) {
+    return {load<L / 2>(p), load<L / 2>(p + L / 2)};
+  } else {
+    Vec<T, L> v;
+    __builtin_memcpy(&v, p, sizeof(v));
+    return v;
+  }
 }
 
 template <int L, class T>
 CAPSFAST_INLINE void store(T* p, Vec<T, L> v) {
-  __builtin_memcpy(p, &v, sizeof(v));
+  if constexpr (kIsPair<Vec<T, L>>) {
+    store<L / 2>(p, v.low);
+    store<L / 2>(p + L / 2, v.high);
+  } else {
+    __builtin_memcpy(p, &v, sizeof(v));
+  }
+}
+
+// a in the lanes of a comparison where it holds, else b.
+template <class Mask, class V>
+CAPSFAST_INLINE V where(Mask mask, V a, V b) {
+  if constexpr (kIsPair<V>) {
+    return {where(mask.low, a.low, b.low), where(mask.high, a.high, b.high)};
+  } else {
+    return mask ? a : b;
+  }
 }
 
 // Stores past the cache to a p that is a multiple of a vector: the line is not read before it is written. Other threads
@@ -102,15 +184,21 @@ CAPSFAST_INLINE Vec<T, L> load_masked(const T* p, int64_t n) {
 // The first n < L lanes come from p, the others are 0.
 template <int L, class T>
 CAPSFAST_INLINE Vec<T, L> load_part(const T* p, int64_t n) {
+  if constexpr (kIsPair<Vec<T, L>>) {
+    constexpr int H = L / 2;
+    if (n < H) return {load_part<H>(p, n), Vec<T, H>{}};
+    return {load<H>(p), load_part<H>(p + H, n - H)};
+  } else {
 #if CAPSFAST_X86
-  if constexpr (kBytes >= 32 && L * sizeof(T) >= 32) return load_masked<L>(p, n);
+    if constexpr (kBytes >= 32 && L * sizeof(T) >= 32) return load_masked<L>(p, n);
 #endif
-  // In registers: a vector that is loaded where its numbers were just stored waits for them. Longer ones have masks.
-  Vec<T, L> v{};
-  for (int l = 0; l < L; ++l) {
-    if (l < n) v[l] = p[l];
+    // In registers: a vector that is loaded where its numbers were just stored waits for them. Longer ones have masks.
+    Vec<T, L> v{};
+    for (int l = 0; l < L; ++l) {
+      if (l < n) v[l] = p[l];
+    }
+    return v;
   }
-  return v;
 }
 
 // n < 2 H numbers in two runs of the largest power of two that fits, which may overlap.
@@ -151,15 +239,19 @@ CAPSFAST_INLINE Vec<T, L> clear_first(Vec<T, L> x, int64_t n) {
 // softmax: the exponential of the NaN logit is NaN again.
 template <class V>
 CAPSFAST_INLINE V max(V a, V b) {
-  return a > b ? a : b;
+  return where(a > b, a, b);
 }
 
 template <class T, int L>
 CAPSFAST_INLINE bool any_different(Vec<T, L> a, Vec<T, L> b) {
-  const auto mask = a != b;
-  typename IntOf<T>::type some = 0;
-  for (int l = 0; l < L; ++l) some |= mask[l];
-  return some != 0;
+  if constexpr (kIsPair<Vec<T, L>>) {
+    return any_different<T, L / 2>(a.low, b.low) || any_different<T, L / 2>(a.high, b.high);
+  } else {
+    const auto mask = a != b;
+    typename IntOf<T>::type some = 0;
+    for (int l = 0; l < L; ++l) some |= mask[l];
+    return some != 0;
+  }
 }
 
 // Picks lanes of a (0 to L - 1) and b (L to 2 L - 1) in a constant order.
@@ -190,10 +282,31 @@ CAPSFAST_INLINE Vec<T, L> swap_blocks(Vec<T, L> a, Vec<T, L> b) {
   return shuffle_of<T, L>(a, b, block_sequence<L, H, high>(std::make_integer_sequence<int, L>{}));
 }
 
-// Transposes the L x L matrix m in place, in log2(L) rounds. A round exchanges off-diagonal blocks of H x H.
+// Lane n of what two vectors are in groups of four lanes, alternating: their first two or, if `high`, their last two.
+template <class T, int L, bool high, int... N>
+CAPSFAST_INLINE Vec<T, L> alternate(Vec<T, L> a, Vec<T, L> b, std::integer_sequence<int, N...>) {
+  return shuffle_of<T, L>(
+      a, b, std::integer_sequence<int, (N / 4 * 4 + N % 4 / 2 + (high ? 2 : 0) + (N % 2 != 0 ? L : 0))...>{});
+}
+
+// Transposes the L x L matrix m in place, in log2(L) rounds. A round exchanges off-diagonal blocks of H x H. The last
+// two have instructions of their own, in the other order.
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE void transpose(Vec<T, L>* m) {
-  if constexpr (H >= 1) {
+  if constexpr (H == 2 && sizeof(T) == 4) {
+    constexpr auto lanes = std::make_integer_sequence<int, L>{};
+#pragma GCC unroll 16
+    for (int i = 0; i < L; i += 4) {
+      const Vec<T, L> first = alternate<T, L, false>(m[i], m[i + 1], lanes),
+                      second = alternate<T, L, true>(m[i], m[i + 1], lanes),
+                      third = alternate<T, L, false>(m[i + 2], m[i + 3], lanes),
+                      fourth = alternate<T, L, true>(m[i + 2], m[i + 3], lanes);
+      m[i] = swap_blocks<T, L, 2, false>(first, third);
+      m[i + 1] = swap_blocks<T, L, 2, true>(first, third);
+      m[i + 2] = swap_blocks<T, L, 2, false>(second, fourth);
+      m[i + 3] = swap_blocks<T, L, 2, true>(second, fourth);
+    }
+  } else if constexpr (H >= 1) {
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i) {
       if ((i / H) % 2 == 0) {
@@ -230,8 +343,12 @@ CAPSFAST_INLINE Vec<T, L> swapped(Vec<T, L> v, std::integer_sequence<int, N...>)
 
 template <class T, int L, int H = L / 2>
 CAPSFAST_INLINE T sum(Vec<T, L> v) {
-  if constexpr (H >= 1) return sum<T, L, H / 2>(v + swapped<T, L, H>(v, std::make_integer_sequence<int, L>{}));
-  return v[0];
+  if constexpr (kIsPair<Vec<T, L>>) {
+    return sum<T, L / 2>(v.low + v.high);
+  } else {
+    if constexpr (H >= 1) return sum<T, L, H / 2>(v + swapped<T, L, H>(v, std::make_integer_sequence<int, L>{}));
+    return v[0];
+  }
 }
 
 // May drop NaN lanes, as max() does.
@@ -245,7 +362,7 @@ CAPSFAST_INLINE T largest(Vec<T, L> v) {
 // exp(x) = 2^n exp(f) with n = round(x / ln 2) and |f| <= ln 2 / 2. NaN stays NaN; a result that underflows is 0.
 
 template <int L>
-CAPSFAST_INLINE Vec<float, L> exp(Vec<float, L> x) {
+CAPSFAST_INLINE Vec<float, L> exp_of(Vec<float, L> x) {
   using F = Vec<float, L>;
   using N = Vec<int32_t, L>;
   const F lowest = broadcast<L>(-87.3f);
@@ -274,7 +391,7 @@ CAPSFAST_INLINE Vec<float, L> exp(Vec<float, L> x) {
 }
 
 template <int L>
-CAPSFAST_INLINE Vec<double, L> exp(Vec<double, L> x) {
+CAPSFAST_INLINE Vec<double, L> exp_of(Vec<double, L> x) {
   using F = Vec<double, L>;
   using N = Vec<int64_t, L>;
   const F lowest = broadcast<L>(-708.3);
@@ -301,4 +418,13 @@ CAPSFAST_INLINE Vec<double, L> exp(Vec<double, L> x) {
   __builtin_memcpy(&scale, &bits, sizeof(scale));
   p = p * scale;
   return tiny ? F{} : p;
+}
+
+template <int L, class V>
+CAPSFAST_INLINE V exp(V x) {
+  if constexpr (kIsPair<V>) {
+    return {exp<L / 2>(x.low), exp<L / 2>(x.high)};
+  } else {
+    return exp_of<L>(x);
+  }
 }

@@ -202,8 +202,11 @@ struct Arguments {
   // The sizes and the votes: those of u and weight or, without a weight, u itself with J output capsules.
   static Problem problem_of(const Tensor& u, const OptionalTensor& weight, std::optional<int64_t> J) {
     if (!weight.has_value()) return of_votes(u, J.value_or(u.dim() > 2 ? u.size(2) : 0));
-    STD_TORCH_CHECK(!J.has_value() || *J == weight->size(1), "capsfast: J must be that of the weight");
-    return of_product(u, *weight);
+    Problem p = of_product(u, *weight);
+    p.shared_outputs = J.has_value() && *J != p.J;
+    STD_TORCH_CHECK(!p.shared_outputs || (p.J == 1 && *J >= 0), "capsfast: weight must have 1 or J outputs");
+    p.J = J.value_or(p.J);
+    return p;
   }
 
  private:

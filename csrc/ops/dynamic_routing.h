@@ -41,7 +41,7 @@ class DynamicRouting : Arguments<Engine> {
     a.take_tensors(stack);
     a.take_options(stack);
     stack >> return_coupling;
-    const Problem p = problem(a);
+    const Problem p = votes_of_all(a);
     const ScalarType type = a.u.scalar_type(), wide = wide_type(a.u);
     const bool positions = p.positions >= 0;
     Tensor v = empty(a.u, {p.B, p.J, p.D}, type, p.positions);
@@ -68,7 +68,7 @@ class DynamicRouting : Arguments<Engine> {
     stack >> coupling >> s >> norm;
     a.take_options(stack);
     const std::vector<bool> needed = stack.needed(4);
-    const Problem p = problem(a);
+    const Problem p = votes_of_all(a);
     const bool positions = p.positions >= 0;
     const ScalarType wide = wide_type(a.u);
 
@@ -109,7 +109,6 @@ class DynamicRouting : Arguments<Engine> {
     stack.give({gradients.u, gradients.weight, dlogits, dbias});
   }
 
- private:
   static Problem problem(const RoutingArguments& a) {
     Problem p = problem_of(a.u, a.weight, a.J);
     STD_TORCH_CHECK(a.num_iterations >= 1, "capsfast: num_iterations must be at least 1");
@@ -126,6 +125,13 @@ class DynamicRouting : Arguments<Engine> {
       expect("bias", *a.bias, {p.J, p.D});
       p.bias = view_of(*a.bias);
     }
+    return p;
+  }
+
+ private:
+  static Problem votes_of_all(const RoutingArguments& a) {
+    const Problem p = problem(a);
+    STD_TORCH_CHECK(p.votes_given || !p.shared_outputs, "capsfast: J must be that of the weight");
     return p;
   }
 };

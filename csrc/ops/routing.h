@@ -76,6 +76,8 @@ struct Problem {
   int64_t pose_size() const { return P * K; }          // numbers of an input capsule
   // Numbers of the votes of an input capsule. Votes that no output capsule takes (J = 0) are there too.
   int64_t votes_size() const { return (shared_outputs ? 1 : J) * D; }
+  // Whether votes are such that a block of them is a matrix.
+  bool keys() const { return votes_given && shared_outputs && !quadratic; }
   int64_t samples() const { return positions < 0 ? B : B * positions; }
 };
 

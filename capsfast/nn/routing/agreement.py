@@ -56,6 +56,7 @@ class AgreementRouting(Agreement, IterativeRouting):
         all others: as for :class:`Routing`.
     """
 
+    independent = True
     logits: nn.Parameter | None
     bias: nn.Parameter | None
 

@@ -30,6 +30,7 @@ class AttentionRouting(Routing):
         in_caps, out_caps, in_dim, out_dim, backend, device, dtype: as for :class:`Routing`.
     """
 
+    independent = True
     softmax = "in"
 
     def __init__(self, in_caps: int, out_caps: int, in_dim: int, out_dim: int, **made: Any) -> None:
@@ -61,6 +62,8 @@ class SelfAttentionRouting(Routing):
         squash, eps: see :func:`capsfast.squash`; the paper's is ``"exp"``.
         all others: as for :class:`Routing`.
     """
+
+    independent = True
 
     def __init__(
         self,

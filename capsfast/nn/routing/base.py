@@ -43,6 +43,9 @@ class Routing(Layer):
     uses_activation = False
     # Whether it goes over votes in memory alone, and not over those that a pass makes.
     needs_votes = False
+    # Whether a sample is routed by itself, and each time alike: no statistics of the batch, nothing random.
+    # Convolutional layers then route a part of their windows at a time.
+    independent = False
 
     def __init__(
         self,

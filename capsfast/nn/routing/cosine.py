@@ -29,6 +29,8 @@ class KMeansRouting(IterativeRouting):
         all others: as for :class:`Routing`.
     """
 
+    independent = True
+
     def __init__(
         self,
         in_caps: int,
@@ -88,6 +90,7 @@ class CosineRouting(IterativeRouting):
         ValueError: also ``exact=True`` with votes that are not given.
     """
 
+    independent = True
     bias: nn.Parameter | None
 
     def __init__(

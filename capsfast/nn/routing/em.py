@@ -59,6 +59,7 @@ class EMRouting(IterativeRouting):
         ValueError, TypeError: a size or an option that does not fit.
     """
 
+    independent = True
     uses_activation = True
 
     def __init__(

@@ -33,6 +33,7 @@ class InvertedAttentionRouting(IterativeRouting):
         all others: as for :class:`Routing`.
     """
 
+    independent = True
     readout: nn.Parameter | None
     offset: nn.Parameter | None
 

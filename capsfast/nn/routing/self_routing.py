@@ -33,6 +33,7 @@ class SelfRouting(Routing):
         ValueError: also where votes are given instead of input capsules and a weight.
     """
 
+    independent = True
     uses_activation = True
     # The input capsules themselves, beside their votes.
     needs_inputs = True

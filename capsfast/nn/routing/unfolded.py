@@ -33,7 +33,7 @@ class UnfoldedVotes(ProductVotes):
         self.tensors = (self.u, votes.tensors[1])
 
     def _own(self) -> Tensor:
-        return _Unfolded.apply(self._image, self._unfolded, self._fold)  # type: ignore[no-any-return]
+        return unfolded(self._image, self._unfolded, self._fold)
 
     def moments(self, **arguments: Any) -> Moments:
         self.tensors = (self._own(), self.tensors[1])
@@ -42,6 +42,11 @@ class UnfoldedVotes(ProductVotes):
     def agree(self, num_iterations: int, **options: Any) -> Tensor:
         self.tensors = (self._own(), self.tensors[1])
         return super().agree(num_iterations, **options)
+
+
+def unfolded(image: Tensor, windows: Tensor, fold: Fold) -> Tensor:
+    """``windows``, which were made of the image, with a gradient."""
+    return _Unfolded.apply(image, windows, fold)  # type: ignore[no-any-return]
 
 
 def folds_by_pass(image: Tensor) -> bool:

@@ -75,6 +75,10 @@ class VariationalRouting(IterativeRouting):
         self.beta_u = nn.Parameter(torch.zeros(out_caps, **self._made))
         self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
 
+    @property
+    def independent(self) -> bool:  # type: ignore[override]
+        return self.norm is None
+
     def route(self, votes: Votes, activation: Tensor | None) -> Capsules:
         checks.not_negative(self.op, "activation", activation)
         if isinstance(self.norm, nn.BatchNorm1d) and self.training and votes.B == 1:

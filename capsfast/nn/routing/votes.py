@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ... import arguments, checks, positions
+from ...agreement import agree as agree_by_passes
 from ...arguments import GIVEN
 from ...axes import AXES, axes_of
 from ...functional import dynamic_routing
 from ...options import Options
 from ...passes import Moments, routing_pass
-from ...passes import agree as agree_by_passes
 from ...reference.em_update import inverse
 from .no_tensor import NoTensor
 

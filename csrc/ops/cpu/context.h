@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "../../cpu/isa.h"
+#include "../../cpu/kernel.h"
 #include "../../cpu/parallel.h"
 #include "../../math/half.h"
 #include "capsule_lanes.h"
+#include "kernel.h"
 #include "memory.h"
 #include "passes.h"
 #include "plan.h"
@@ -120,14 +122,16 @@ class WeightSums {
   std::optional<Sums<T>> sums_;
 };
 
-// The kernels of a call. A batch, or as many positions, that fills half of the widest registers at most takes kernels
-// of half their width: of those two instructions run where one of the widest does on many machines, and a tile then
-// costs half.
+// The kernels of a call. Where a tile has several registers, its lanes cost about 4/5 of what those of single registers
+// do, which may leave fewer empty. With AVX-512 a batch, or as many positions, that fills half of a register takes the
+// kernels of AVX2: two instructions of theirs run where one of AVX-512 does on many machines.
 template <class T>
 const Kernels<T>& kernels_for(const Problem& p, int64_t threads) {
-  const Kernels<T>& widest = kernels<T>(isa());
-  const bool fits = isa() == Isa::avx512 && p.B <= widest.L / 2;
-  return fits && make_plan(p, widest.L, threads, sizeof(T)).lanes ? kernels<T>(Isa::avx2) : widest;
+  const Kernels<T>&registers = kernels<T>(isa()), &tiles = tile_kernels<T>(isa());
+  if (!make_plan(p, registers.L, threads, sizeof(T)).lanes) return registers;
+  const auto filled = [&](int64_t lanes) { return (p.B + lanes - 1) / lanes * lanes; };
+  if (isa() == Isa::avx512) return p.B > tiles.L / 2 ? tiles : kernels<T>(Isa::avx2);
+  return 4 * filled(tiles.L) <= 5 * filled(registers.L) ? tiles : registers;
 }
 
 // The plan of a call, its layout, its kernels, and the output mask in that layout.

@@ -1,5 +1,9 @@
 // From logits to coupling coefficients and back, on arrays [J][L]. In the lanes layout the L lanes are samples, in the
 // rows layout input capsules.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
 
 template <class T, int L>
 struct Coupling {
@@ -31,10 +35,11 @@ struct Coupling {
     const V out = broadcast<L>(masked);
     if (valid_in != nullptr) {
       const V ok = load<L>(valid_in);
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, ok > V{} ? load<L>(b + j * L) : out);
+      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, where(ok > V{}, load<L>(b + j * L), out));
     }
     if (valid_out != nullptr) {
-      for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(valid_out + j * L) > V{} ? load<L>(b + j * L) : out);
+      for (int64_t j = 0; j < J; ++j)
+        store<L>(b + j * L, where(load<L>(valid_out + j * L) > V{}, load<L>(b + j * L), out));
     }
   }
 
@@ -58,9 +63,9 @@ struct Coupling {
   // The exponential of any argument, by its square root where exp() does not reach.
   static V exp_of_any(V x) {
     constexpr T most = sizeof(T) == 4 ? T(80) : T(700);
-    const V limit = broadcast<L>(most), half = T(0.5) * (x > T(2) * limit ? T(2) * limit : x);
-    const V root = exp<L>(half), e = exp<L>(x > limit ? limit : x);
-    return x > limit ? root * root : e;
+    const V limit = broadcast<L>(most), half = T(0.5) * where(x > T(2) * limit, T(2) * limit, x);
+    const V root = exp<L>(half), e = exp<L>(where(x > limit, limit, x));
+    return where(x > limit, root * root, e);
   }
 
   // Replaces logits b [J][L] by R, for all but Normalize::in. given [L]: the log-sum-exp of Normalize::lse; where it is
@@ -74,8 +79,8 @@ struct Coupling {
   static CAPSFAST_ONCE void sigmoid(int64_t J, T* b) {
     for (int64_t j = 0; j < J; ++j) {
       const V x = load<L>(b + j * L);
-      const V e = exp<L>(x > V{} ? V{} - x : x);
-      store<L>(b + j * L, (x > V{} ? broadcast<L>(T(1)) : e) / (T(1) + e));
+      const V e = exp<L>(where(x > V{}, V{} - x, x));
+      store<L>(b + j * L, where(x > V{}, broadcast<L>(T(1)), e) / (T(1) + e));
     }
   }
 
@@ -84,7 +89,7 @@ struct Coupling {
     const auto nothing = lse == broadcast<L>(-static_cast<T>(__builtin_inf()));
     for (int64_t j = 0; j < J; ++j) {
       const V e = exp_of_any(load<L>(b + j * L) - lse);
-      store<L>(b + j * L, nothing ? V{} : e);
+      store<L>(b + j * L, where(nothing, V{}, e));
     }
   }
 
@@ -102,10 +107,13 @@ struct Coupling {
       }
       total += part;
     }
-    const V scale = total == V{} ? V{} : T(1) / total;
+    const V scale = where(total == V{}, V{}, T(1) / total);
     for (int64_t j = 0; j < J; ++j) store<L>(b + j * L, load<L>(b + j * L) * scale);
     if (found == nullptr) return;
-    for (int l = 0; l < L; ++l) found[l] = m[l] + static_cast<T>(__builtin_log(static_cast<double>(total[l])));
+    T totals[L];
+    store<L>(totals, total);
+    store<L>(found, m);
+    for (int l = 0; l < L; ++l) found[l] += static_cast<T>(__builtin_log(static_cast<double>(totals[l])));
   }
 
   // Replaces b by c = exp(b - in_max) in_scale: the softmax over the input capsules, whose normaliser is known.
@@ -157,6 +165,6 @@ struct Coupling {
   // is 1: c has the rounding errors of b too. NaN in what this is multiplied with stays.
   static CAPSFAST_INLINE V divided(V in_scale, V c) {
     const auto whole = (in_scale > broadcast<L>(kWhole<T>)) & (c > broadcast<L>(T(0.5)));
-    return whole ? V{} : c;
+    return where(whole, V{}, c);
   }
 };

@@ -1,4 +1,8 @@
 // Copies strided tensors of any dtype to contiguous T, and back.
+#pragma once
+
+#include "../../cpu/kernel.h"
+#include "kernel.h"
 
 template <class T>
 CAPSFAST_INLINE T read(const View& view, int64_t offset) {

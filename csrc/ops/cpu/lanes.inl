@@ -1,13 +1,20 @@
 // Building blocks of the lanes layout: one vector holds one number of L samples. A row is an index (j, d) of the votes.
 //
-// R rows of votes stay in registers while their K products are added. Each weight is broadcast from memory by the
-// multiply-add that uses it. With K = 8 that is 8 loads and 8 multiply-adds a row, so that a core with two load ports
-// and two multiply-add ports keeps all four busy.
+// R rows of votes stay in registers while their K products are added. With AVX-512 each weight is broadcast from memory
+// by the multiply-add that uses it. With K = 8 that is 8 loads and 8 multiply-adds a row, so that a core with two load
+// ports and two multiply-add ports keeps all four busy. Elsewhere a weight takes a load of its own: there a vector of a
+// tile has several registers, and a load serves as many multiply-adds.
+#pragma once
 
-template <class T, int K_>
-struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
-  static constexpr int L = kLanes<T>;
-  static constexpr int R = kRegisters / 2;
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "coupling.inl"
+#include "lanes_packing.inl"
+
+template <class T, int L_, int K_>
+struct Lanes : Coupling<T, L_>, LanesPacking<T, L_> {
+  static constexpr int L = L_;
+  static constexpr int R = kRegisters / 2 * kLanes<T> / L;
   using V = Vec<T, L>;
 
   // rows[n] += w[n] . u from k on, S products at a time and what is left in half as many. A row of K numbers known
@@ -68,7 +75,7 @@ struct Lanes : Coupling<T, kLanes<T>>, LanesPacking<T> {
     if (valid == nullptr) return;
     const V ok = load<L>(valid);
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) rows[n] = ok > V{} ? rows[n] : V{};
+    for (int n = 0; n < N; ++n) rows[n] = where(ok > V{}, rows[n], V{});
   }
 
   template <int N, bool Q>

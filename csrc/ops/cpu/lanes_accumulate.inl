@@ -6,12 +6,18 @@
 // A chunk's sums of one tile of output capsules join those of the pass before the next tile begins, while they are in
 // L1. Votes that are given (side_by_side) stand where poses else do, copied to lanes, less the center; or are read
 // where they lie, if they lie in lanes and there is no center.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "lanes.inl"
+#include "lanes_coefficients.inl"
 
 // Q: a quadratic pass.
-template <class T, int K_, bool Q>
+template <class T, int L_, int K_, bool Q>
 struct LanesAccumulate {
-  using B_ = Lanes<T, K_>;
-  using Coefficients = LanesCoefficients<T>;
+  using B_ = Lanes<T, L_, K_>;
+  using Coefficients = LanesCoefficients<T, L_>;
   using Tile = typename Coefficients::Tile;
   using V = typename B_::V;
   static constexpr int L = B_::L;
@@ -233,7 +239,8 @@ struct LanesAccumulate {
 
   static void plain_rows(const Tile& tile, const T* u, int64_t next, int64_t K_given, int64_t rows, T* sum) {
     const int64_t K = K_ > 0 ? K_ : K_given;
-    constexpr int R = B_::R;
+    // These sums go on over the whole chunk, so they are as many as registers hold: else each waits for the one before.
+    constexpr int R = L == kLanes<T> ? B_::R : B_::R * 3 / 2;
     int64_t row = 0;
     for (; row + R <= rows; row += R) plain_block<R>(tile, u, next, K, row, sum);
     if (row < rows && rows >= R) return plain_block<R>(tile, u, next, K, rows - R, sum);

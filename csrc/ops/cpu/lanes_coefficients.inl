@@ -1,15 +1,22 @@
 // What the passes of the lanes layout do with scores, whatever votes they come from: coupling coefficients, the
 // gradient of the logits, and sums that go on from chunk to chunk. None of it depends on K or on how votes are scored.
+#pragma once
 
-template <class T>
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "coupling.inl"
+#include "lanes_packing.inl"
+#include "lanes_tile.inl"
+
+template <class T, int L_>
 struct LanesCoefficients {
-  static constexpr int L = kLanes<T>;
+  static constexpr int L = L_;
   using V = Vec<T, L>;
   using Couplings = Coupling<T, L>;
-  using Packing = LanesPacking<T>;
+  using Packing = LanesPacking<T, L>;
 
   // The pointers are those of AccumulatePass at the tile.
-  struct Tile : LanesTile<T> {
+  struct Tile : LanesTile<T, L> {
     const T* center;
     Form<T> score, gradient;
     const T *valid_out, *in_max, *in_scale, *c_dc, *in_dlse;

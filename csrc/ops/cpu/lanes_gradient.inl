@@ -4,13 +4,21 @@
 // samples, so it writes du (or dvotes) and dlogits of a sample once. It also writes dW, unless several tasks have the
 // same input capsules (the batch is split) or the weight is shared: then tasks have partial sums that are added in a
 // fixed order.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "gather.inl"
+#include "lanes_products.inl"
+#include "lanes_tile.inl"
+#include "lanes_vote_gradients.inl"
 
 // Q: a quadratic pass of one iteration. Its votes, less the center, are kept from the score to dvotes.
-template <class T, int K_, bool Q>
+template <class T, int L_, int K_, bool Q>
 struct LanesGradient {
-  using B_ = LanesProducts<T, K_>;
-  using VoteGradients = LanesVoteGradients<T, Q>;
-  using Tile = LanesTile<T>;
+  using B_ = LanesProducts<T, L_, K_>;
+  using VoteGradients = LanesVoteGradients<T, L_, Q>;
+  using Tile = LanesTile<T, L_>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
   static constexpr int kTogether = 4;  // iterations that are scored each time the votes are made
@@ -65,15 +73,16 @@ struct LanesGradient {
     }
   }
 
-  // All gradients of input capsule i that come from output capsule j, if D is a multiple of L. dvotes stay in
-  // registers: first du is computed from them and then, after transposing them, dW.
+  // All gradients of input capsule i that come from output capsule j, if a vector is one register and D a multiple of
+  // L. dvotes stay in registers: first du is computed from them and then, after transposing them, dW.
   static void blocks(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at, int64_t i,
                      int64_t j, T* dw) {
     const int64_t D = pass.problem->D, K = K_ > 0 ? K_ : pass.problem->K;
     const T* u = at.u + i * K * L;
+    const typename VoteGradients::template Gradient<> gradient(pass, tile, at, i, j);
     for (int64_t d = 0; d < D; d += L) {
       V rows[L];
-      VoteGradients::template vote_gradient<L>(pass, tile, at, i, j, d, rows);
+      gradient.template rows<L>(d, rows);
       if (pass.du.data != nullptr) {
         const T* w = tile.weights + i * tile.pitch + (j * D + d) * K;
         T* du = at.du + i * K * L;
@@ -132,9 +141,11 @@ struct LanesGradient {
           products_of_poses(pass, tile, at, i, j0, j1, dw);
           continue;
         }
-        if (D % L == 0) {
-          for (int64_t j = j0; j < j1; ++j) blocks(pass, tile, at, i, j, want_w ? dw : nullptr);
-          continue;
+        if constexpr (L == kLanes<T>) {
+          if (D % L == 0) {
+            for (int64_t j = j0; j < j1; ++j) blocks(pass, tile, at, i, j, want_w ? dw : nullptr);
+            continue;
+          }
         }
         VoteGradients::vote_gradients(pass, tile, at, i, j0, j1, at.dx);
         if (want_u) B_::pose_gradient(tile.weights + i * tile.pitch + j0 * D * K, K, at.dx, rows, at.du + i * K * L);
@@ -147,7 +158,7 @@ struct LanesGradient {
     if (p.mask.data != nullptr) {
       for (int64_t n = 0; n < tile.count * pose; ++n) {
         const V ok = load<L>(at.valid + n / pose * L);
-        store<L>(at.du + n * L, ok > V{} ? load<L>(at.du + n * L) : V{});
+        store<L>(at.du + n * L, where(ok > V{}, load<L>(at.du + n * L), V{}));
       }
     }
     B_::unpack(at.du, tile.b0, tile.samples, tile.i0, tile.count, pose, at.buffer, pass.du);

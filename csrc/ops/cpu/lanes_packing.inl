@@ -1,21 +1,32 @@
 // Tensors to lanes and back: what the passes read and write besides weights, whatever K is.
+#pragma once
 
-template <class T>
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "gather.inl"
+
+// L_: of a register, or of a vector of several.
+template <class T, int L_ = kLanes<T>>
 struct LanesPacking {
-  static constexpr int L = kLanes<T>;
-  static constexpr int kSums = kRegisters >= 32 ? 8 : 4;  // that registers hold beside what is added to them
+  static constexpr int L = L_;
+  static constexpr int W = kLanes<T>;  // transposed at a time
+  // Sums that registers hold beside what is added to them, or where a vector has several, beside a factor.
+  static constexpr int kSums = L == W ? kRegisters / 4 : kRegisters / 2 * W / L;
   using V = Vec<T, L>;
+  using Register = Vec<T, W>;
 
   // Transposes from[l] [count] of each sample l < samples to `to` [count][L]. Lanes from `samples` on become 0.
   static CAPSFAST_ONCE void interleave(const T* const* from, int64_t samples, int64_t count, T* to) {
     int64_t n = 0;
-    for (; n + L <= count; n += L) {
-      V m[L];
+    for (; n + W <= count; n += W) {
+      for (int first = 0; first < L; first += W) {
+        Register m[W];
 #pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) m[l] = l < samples ? load<L>(from[l] + n) : V{};
-      transpose<T, L>(m);
+        for (int l = 0; l < W; ++l) m[l] = first + l < samples ? load<W>(from[first + l] + n) : Register{};
+        transpose<T, W>(m);
 #pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) store<L>(to + (n + l) * L, m[l]);
+        for (int l = 0; l < W; ++l) store<W>(to + (n + l) * L + first, m[l]);
+      }
     }
     for (; n < count; ++n) {
       for (int l = 0; l < L; ++l) to[n * L + l] = l < samples ? from[l][n] : T(0);
@@ -25,12 +36,14 @@ struct LanesPacking {
   // The opposite of interleave().
   static CAPSFAST_ONCE void deinterleave(const T* from, int64_t samples, int64_t count, T* const* to) {
     int64_t n = 0;
-    for (; n + L <= count; n += L) {
-      V m[L];
+    for (; n + W <= count; n += W) {
+      for (int64_t first = 0; first < samples; first += W) {
+        Register m[W];
 #pragma GCC unroll 16
-      for (int l = 0; l < L; ++l) m[l] = load<L>(from + (n + l) * L);
-      transpose<T, L>(m);
-      for (int64_t l = 0; l < samples; ++l) store<L>(to[l] + n, m[l]);
+        for (int l = 0; l < W; ++l) m[l] = load<W>(from + (n + l) * L + first);
+        transpose<T, W>(m);
+        for (int64_t l = 0; l < W && first + l < samples; ++l) store<W>(to[first + l] + n, m[l]);
+      }
     }
     for (; n < count; ++n) {
       for (int64_t l = 0; l < samples; ++l) to[l][n] = from[n * L + l];
@@ -168,7 +181,7 @@ struct LanesPacking {
       const V ok = load<L>(valid + i * L);
       for (int64_t k = 0; k < size; ++k) {
         T* uk = u + (i * size + k) * L;
-        store<L>(uk, ok > V{} ? load<L>(uk) : V{});
+        store<L>(uk, where(ok > V{}, load<L>(uk), V{}));
       }
     }
   }
@@ -200,7 +213,7 @@ struct LanesPacking {
     if (view.data == nullptr) return;
     pack(view, b0, samples, i0, count, 1, buffer, to);
     if (p.mask.data == nullptr) return;
-    for (int64_t n = 0; n < count * L; n += L) store<L>(to + n, load<L>(valid + n) > V{} ? load<L>(to + n) : V{});
+    for (int64_t n = 0; n < count * L; n += L) store<L>(to + n, where(load<L>(valid + n) > V{}, load<L>(to + n), V{}));
   }
 
   // Writes the number of each sample of input capsule i to `view` [B, I].
@@ -231,9 +244,9 @@ struct LanesPacking {
     // The rows r lie side by side, as in weights that are stored [.., K, D].
     for (int64_t j = 0; j < p.J; ++j) {
       const T* from = static_cast<const T*>(w.data) + i * w.stride[0] + j * s[0];
-      for (int64_t r = 0; r < p.R(); r += L) {
-        for (int64_t k = 0; k < p.K; k += L) {
-          transpose_block(from + r + k * s[2], s[2], min(p.R() - r, L), min(p.K - k, L), out + r * p.K + k, p.K);
+      for (int64_t r = 0; r < p.R(); r += W) {
+        for (int64_t k = 0; k < p.K; k += W) {
+          transpose_block(from + r + k * s[2], s[2], min(p.R() - r, W), min(p.K - k, W), out + r * p.K + k, p.K);
         }
       }
       out += p.R() * p.K;
@@ -242,24 +255,24 @@ struct LanesPacking {
 
   static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-  // to[d][k] = from[k][d] for `rows` d and `columns` k, at most L each; rows of `from` are `pitch` apart.
+  // to[d][k] = from[k][d] for `rows` d and `columns` k, at most W each; rows of `from` are `pitch` apart.
   static CAPSFAST_INLINE void transpose_block(const T* from, int64_t pitch, int64_t rows, int64_t columns, T* to,
                                               int64_t K) {
-    V m[L];
+    Register m[W];
 #pragma GCC unroll 16
-    for (int n = 0; n < L; ++n) {
+    for (int n = 0; n < W; ++n) {
       if (n >= columns) {
-        m[n] = V{};
+        m[n] = Register{};
       } else {
-        m[n] = rows == L ? load<L>(from + n * pitch) : load_part<L>(from + n * pitch, rows);
+        m[n] = rows == W ? load<W>(from + n * pitch) : load_part<W>(from + n * pitch, rows);
       }
     }
-    transpose<T, L>(m);
+    transpose<T, W>(m);
     for (int64_t d = 0; d < rows; ++d) {
-      if (columns == L) {
-        store<L>(to + d * K, m[d]);
+      if (columns == W) {
+        store<W>(to + d * K, m[d]);
       } else {
-        store_part<L>(to + d * K, m[d], columns);
+        store_part<W>(to + d * K, m[d], columns);
       }
     }
   }

@@ -4,12 +4,21 @@
 // rows then lie along the lanes, and the numbers of a sample's pose are broadcast. The sum over samples is a chain of
 // multiply-adds into accumulators [K][L], which are transposed back once per chunk. Long sums (du over all rows, dW
 // over all samples) are sums of the sums of blocks, so their error grows with the number of blocks only.
+#pragma once
 
-template <class T, int K_>
-struct LanesProducts : Lanes<T, K_> {
-  using V = typename Lanes<T, K_>::V;
-  static constexpr int L = kLanes<T>;
-  static constexpr int kPoses = LanesPacking<T>::kSums;
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "lanes.inl"
+#include "lanes_packing.inl"
+
+template <class T, int L_, int K_>
+struct LanesProducts : Lanes<T, L_, K_> {
+  using V = typename Lanes<T, L_, K_>::V;
+  using typename LanesPacking<T, L_>::Register;
+  static constexpr int L = L_;
+  static constexpr int W = kLanes<T>;
+  static constexpr int kPoses = LanesPacking<T, L>::kSums;
+  static constexpr int kProducts = L == W ? 8 : kRegisters * 3 / 4 * W / L;  // that rows of memory are added to
 
   // du[k] += sum over rows of w[row][k] dx[row], for the N components k of a pose.
   template <int N>
@@ -41,11 +50,26 @@ struct LanesProducts : Lanes<T, K_> {
     for (int k = 0; k < N; ++k) store<L>(du + k * L, load<L>(du + k * L) + a[k]);
   }
 
-  // All poses from k on, N at a time and what is left in half as many.
-  template <int N>
-  static CAPSFAST_INLINE void pose_gradient_blocks(const T* w, int64_t k, int64_t K, const T* dx, int64_t rows, T* du) {
-    for (; k + N <= K; k += N) pose_gradient_block<N>(w + k, K, dx, rows, du + k * L);
-    if constexpr (N > 1) pose_gradient_blocks<N / 2>(w, k, K, dx, rows, du);
+  // Calls f(count, k) for numbers [k, k + count) of all K, where count is a constant: for as few blocks of at most N as
+  // there can be, none much smaller than the others.
+  template <int N, int k = 0, class F>
+  static CAPSFAST_INLINE void in_blocks(int64_t K, const F& f) {
+    if constexpr (K_ > 0) {
+      constexpr int blocks = (K_ - k + N - 1) / N, count = (K_ - k + blocks - 1) / blocks;
+      f(std::integral_constant<int, count>{}, k);
+      if constexpr (k + count < K_) in_blocks<N, k + count>(K, f);
+    } else {
+      for (int64_t at = 0, blocks = (K + N - 1) / N; at < K; --blocks) {
+        const int64_t count = (K - at + blocks - 1) / blocks;
+        block_of<N>(count, at, f);
+        at += count;
+      }
+    }
+  }
+  template <int N, class F>
+  static CAPSFAST_INLINE void block_of(int64_t count, int64_t k, const F& f) {
+    if (count == N) return f(std::integral_constant<int, N>{}, k);
+    if constexpr (N > 1) block_of<N - 1>(count, k, f);
   }
 
   template <int N>
@@ -55,10 +79,12 @@ struct LanesProducts : Lanes<T, K_> {
   }
 
   static CAPSFAST_ONCE void pose_gradient(const T* w, int64_t K, const T* dx, int64_t rows, T* du) {
-    if constexpr (K_ > 0 && K_ <= 16) {
+    if constexpr (K_ > 0 && K_ <= 16 && L == W) {
       pose_gradient_block<K_>(w, K_, dx, rows, du);
     } else {
-      pose_gradient_blocks<8>(w, 0, K, dx, rows, du);
+      in_blocks<kProducts>(K_ > 0 ? K_ : K, [&](auto count, int64_t k) {
+        pose_gradient_block<decltype(count)::value>(w + k, K_ > 0 ? K_ : K, dx, rows, du + k * L);
+      });
     }
   }
 
@@ -84,7 +110,11 @@ struct LanesProducts : Lanes<T, K_> {
 
   // dw [K][L] += sum over samples l of m[l] u[k][l]. m: L rows of dvotes, transposed, in registers.
   static CAPSFAST_INLINE void weight_gradient_rows(const V* m, const T* u, int64_t K, T* dw) {
-    if constexpr (K_ > 0 && K_ % kPoses == 0) {
+    if constexpr (L > W) {
+      in_blocks<kProducts>(K_ > 0 ? K_ : K, [&](auto count, int64_t k) {
+        weight_gradient_block<decltype(count)::value>(m, u + k * L, dw + k * L);
+      });
+    } else if constexpr (K_ > 0 && K_ % kPoses == 0) {
 #pragma GCC unroll 4
       for (int k = 0; k < K_; k += kPoses) weight_gradient_block<kPoses>(m, u + k * L, dw + k * L);
     } else {
@@ -92,41 +122,54 @@ struct LanesProducts : Lanes<T, K_> {
     }
   }
 
+  // m[l] = lane l of rows dx [L][L], along the lanes.
+  static CAPSFAST_INLINE void transpose_rows(const T* dx, V* m) {
+    T* const to = reinterpret_cast<T*>(m);
+    for (int first = 0; first < L; first += W) {
+      for (int lane = 0; lane < L; lane += W) {
+        Register block[W];
+#pragma GCC unroll 16
+        for (int n = 0; n < W; ++n) block[n] = load<W>(dx + (first + n) * L + lane);
+        transpose<T, W>(block);
+#pragma GCC unroll 16
+        for (int n = 0; n < W; ++n) store<W>(to + (lane + n) * L + first, block[n]);
+      }
+    }
+  }
+
   // dw [rows / L][K][L] += sum over samples of dx [rows][L] times u [K][L]. `rows` is a multiple of L.
   static CAPSFAST_ONCE void weight_gradient(const T* u, int64_t K, const T* dx, int64_t rows, T* dw) {
     for (int64_t row = 0; row < rows; row += L) {
       V m[L];
-#pragma GCC unroll 16
-      for (int n = 0; n < L; ++n) m[n] = load<L>(dx + (row + n) * L);
-      transpose<T, L>(m);
+      transpose_rows(dx + row * L, m);
       weight_gradient_rows(m, u, K, dw + row * K);
     }
   }
 
   // Transposes dw [ceil(rows / L)][K][L] to out [rows][K].
   static CAPSFAST_ONCE void weight_rows(const T* dw, int64_t K, int64_t rows, T* out) {
-    for (int64_t row = 0; row < rows; row += L) {
-      const int64_t some = row + L < rows ? L : rows - row;
-      const T* block = dw + row * K;
-      if constexpr (K_ > 0 && K_ <= L) {
-        V m[L];
+    for (int64_t row = 0; row < rows; row += W) {
+      const int64_t some = row + W < rows ? W : rows - row;
+      const T* block = dw + row / L * L * K + row % L;
+      if constexpr (K_ > 0 && K_ <= W) {
+        Register m[W];
 #pragma GCC unroll 16
-        for (int n = 0; n < L; ++n) m[n] = n < K_ ? load<L>(block + n * L) : V{};
-        transpose<T, L>(m);
-        for (int64_t n = 0; n < L && n < some; ++n) __builtin_memcpy(out + (row + n) * K_, &m[n], K_ * sizeof(T));
+        for (int n = 0; n < W; ++n) m[n] = n < K_ ? load<W>(block + n * L) : Register{};
+        transpose<T, W>(m);
+        for (int64_t n = 0; n < W && n < some; ++n) __builtin_memcpy(out + (row + n) * K_, &m[n], K_ * sizeof(T));
         continue;
       }
-      for (int64_t k = 0; k < K; k += L) {
-        const int64_t width = k + L < K ? L : K - k;
-        V m[L];
+      for (int64_t k = 0; k < K; k += W) {
+        const int64_t width = k + W < K ? W : K - k;
+        Register m[W];
 #pragma GCC unroll 16
-        for (int n = 0; n < L; ++n) m[n] = n < width ? load<L>(block + (k + n) * L) : V{};
-        transpose<T, L>(m);
-        for (int64_t n = 0; n < L && n < some; ++n) {
-          if (width == L) {
-            store<L>(out + (row + n) * K + k, m[n]);
+        for (int n = 0; n < W; ++n) m[n] = n < width ? load<W>(block + (k + n) * L) : Register{};
+        transpose<T, W>(m);
+        for (int64_t n = 0; n < W && n < some; ++n) {
+          if (width == W) {
+            store<W>(out + (row + n) * K + k, m[n]);
           } else {
-            store_part<L>(out + (row + n) * K + k, m[n], width);
+            store_part<W>(out + (row + n) * K + k, m[n], width);
           }
         }
       }

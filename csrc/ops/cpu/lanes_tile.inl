@@ -1,12 +1,17 @@
 // What a pass of the lanes layout works on at a time.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "lanes_packing.inl"
 
 // A chunk of input capsules of one tile of samples: tile t, samples [b0, b0 + samples), input capsules [i0, i0 +
 // count). weights: [J D K] of each input capsule, `pitch` elements apart. votes [count][J D][L], if they are given.
 // valid [count][L], if there is a mask or the block is not full.
-template <class T>
+template <class T, int L_>
 struct LanesTile {
-  static constexpr int L = kLanes<T>;
-  using Packing = LanesPacking<T>;
+  static constexpr int L = L_;
+  using Packing = LanesPacking<T, L>;
 
   int64_t t, b0, samples, i0, count;
   const T* weights;

@@ -1,9 +1,14 @@
 // Between two passes in the lanes layout, a tile of samples at a time: forward s_t, v_t and V_t from the partial
 // sums; backward V_t from the saved s_t, and ds_t from dv_t. With few input capsules this is a good part of a call.
+#pragma once
 
-template <class T>
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "lanes_packing.inl"
+
+template <class T, int L_>
 struct LanesUpdate {
-  using B_ = LanesPacking<T>;
+  using B_ = LanesPacking<T, L_>;
   using V = typename B_::V;
   static constexpr int L = B_::L;
 
@@ -55,7 +60,7 @@ struct LanesUpdate {
       }
       const V f = squash_factor(p, last, n), ok = valid(at, tile, j);
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
-        const V x = ok > V{} ? f * (load<L>(s + row * L) + at.bias[row]) : V{};
+        const V x = where(ok > V{}, f * (load<L>(s + row * L) + at.bias[row]), V{});
         if (at.V != nullptr) store<L>(V_t + row * L, load<L>(V_t + row * L) + x);
         if (at.v.data != nullptr) store<L>(v + row * L, x);
       }
@@ -83,7 +88,7 @@ struct LanesUpdate {
       }
       const V f = squash_factor(p, false, n), ok = valid(at, tile, j);
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
-        const V x = ok > V{} ? f * (load<L>(after + row * L) + at.bias[row]) : V{};
+        const V x = where(ok > V{}, f * (load<L>(after + row * L) + at.bias[row]), V{});
         store<L>(after + row * L, load<L>(before + row * L) + x);
       }
     }
@@ -118,7 +123,7 @@ struct LanesUpdate {
       V total{};
       for (int64_t row = j * D; row < (j + 1) * D; ++row) {
         const V x = load<L>(s + row * L);
-        const V value = ok > V{} ? f * load<L>(ds + row * L) + slope * (x + at.bias[row]) : V{};
+        const V value = where(ok > V{}, f * load<L>(ds + row * L) + slope * (x + at.bias[row]), V{});
         store<L>(ds + row * L, value);
         total += value * x;
       }

@@ -1,13 +1,19 @@
 // What the gradient pass in the lanes layout makes of scores, whatever votes they come from: coupling coefficients, the
 // gradients of the logits and of the votes. None of it depends on K. lanes_gradient.inl has the formulas.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "lanes.inl"
+#include "lanes_tile.inl"
 
 // Q: a quadratic pass of one iteration.
-template <class T, bool Q>
+template <class T, int L_, bool Q>
 struct LanesVoteGradients {
-  using B_ = Lanes<T, 0>;
-  using V = Vec<T, kLanes<T>>;
-  using Tile = LanesTile<T>;
-  static constexpr int L = kLanes<T>;
+  using B_ = Lanes<T, L_, 0>;
+  using V = Vec<T, L_>;
+  using Tile = LanesTile<T, L_>;
+  static constexpr int L = L_;
 
   static bool needs_db(const GradientPass<T>& pass, int64_t t) {
     const bool wanted = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
@@ -94,69 +100,117 @@ struct LanesVoteGradients {
     B_::put(view, tile.b0, tile.samples, tile.i0 + i, lanes);
   }
 
-  // rows[n] = component d + n of dvotes of (i, j), for n < N.
-  template <int N, bool Same = false>
-  static CAPSFAST_INLINE void vote_gradient(const GradientPass<T>& pass, const Tile& tile,
-                                            const LanesGradientScratch<T>& at, int64_t i, int64_t j, int64_t d,
-                                            V* rows) {
-    const Problem& p = *pass.problem;
-    const int64_t pitch = pass.plan->gradient_chunk * p.J * L, row = (j * p.D + d) * (Same ? 1 : L);
-    int64_t from = (i * p.J + j) * L;
+  // Products that add up to a row of dvotes of (i, j): of numbers of the pair with rows of the output capsule, `next`
+  // apart from one iteration to the next.
+  struct Products {
+    const T *factors, *rows;
+    int64_t count, next_factor, next_rows;
+
+    CAPSFAST_INLINE Products(const GradientPass<T>& pass, const Tile& tile, const T* coefficients, const T* all,
+                             int64_t first, int64_t i, int64_t j) {
+      const Problem& p = *pass.problem;
+      count = p.iterations > first ? p.iterations - first : 0;
+      next_factor = pass.plan->gradient_chunk * p.J * L;
+      factors = coefficients + (i * p.J + j) * L + (first - pass.first) * next_factor;
+      rows = all == nullptr ? nullptr : parameters(all, pass, first, tile.t) + j * p.D * (p.capsule_lanes ? 1 : L);
+      next_rows = parameters(all, pass, 1, 0) - all;
+    }
+
+    template <int N, bool Same>
+    CAPSFAST_INLINE void add(int64_t d, V* sums) const {
+      const T *factor = factors, *row = rows + d * (Same ? 1 : L);
+      for (int64_t n = 0; n < count; ++n, factor += next_factor, row += next_rows) {
+        const V c = load<L>(factor);
 #pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) rows[n] = V{};
-    if constexpr (Q) {
-      const V c = load<L>(at.c + from), db = load<L>(at.db + from);
-      const T* x = at.held + ((i * p.J + j) * p.D + d) * L;
-      const Form<T> gradient = form(pass.gradient, pass, tile), score = form(pass.score, pass, tile);
-      const bool scored = pass.scored == 0;
+        for (int m = 0; m < N; ++m) sums[m] += c * B_::template parameter<Same>(row, m);
+      }
+    }
+  };
+
+  // dvotes of input capsule i for output capsule j.
+  template <bool Same>
+  struct VoteGradient {
+    Products ds, V_t;
+
+    CAPSFAST_INLINE VoteGradient(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
+                                 int64_t i, int64_t j)
+        : ds(pass, tile, at.c, pass.gradient.linear, pass.first, i, j),
+          V_t(pass, tile, at.db, pass.score.linear,
+              pass.problem->gradient_last ? pass.problem->iterations
+              : pass.scored > pass.first  ? pass.scored
+                                          : pass.first,
+              i, j) {}
+
+    // rows[n] = component d + n, for n < N.
+    template <int N>
+    CAPSFAST_INLINE void rows(int64_t d, V* rows) const {
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) rows[n] = V{};
+      ds.template add<N, Same>(d, rows);
+      V_t.template add<N, Same>(d, rows);
+    }
+  };
+
+  // The same of a quadratic pass, of one iteration.
+  template <bool Same>
+  struct QuadraticVoteGradient {
+    Form<T> gradient, score;
+    V c, db;
+    const T* x;
+    bool scored;
+
+    CAPSFAST_INLINE QuadraticVoteGradient(const GradientPass<T>& pass, const Tile& tile,
+                                          const LanesGradientScratch<T>& at, int64_t i, int64_t j)
+        : gradient(form(pass.gradient, pass, tile, j)), score(form(pass.score, pass, tile, j)) {
+      const int64_t pair = i * pass.problem->J + j;
+      c = load<L>(at.c + pair * L);
+      db = load<L>(at.db + pair * L);
+      x = at.held + pair * pass.problem->D * L;
+      scored = pass.scored == 0;
+    }
+
+    // The first iteration's form of a tile, from output capsule j on.
+    static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile, int64_t j) {
+      if (all.linear == nullptr) return {};
+      const int64_t row = j * pass.problem->D * (Same ? 1 : L);
+      return {parameters(all.linear, pass, 0, tile.t) + row, parameters(all.square, pass, 0, tile.t) + row};
+    }
+
+    template <int N>
+    CAPSFAST_INLINE void rows(int64_t d, V* rows) const {
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
-        const V twice = T(2) * load<L>(x + n * L);
-        rows[n] = c * (B_::template parameter<Same>(gradient.linear + row, n) +
-                       twice * B_::template parameter<Same>(gradient.square + row, n));
+        const V twice = T(2) * load<L>(x + (d + n) * L);
+        rows[n] = c * (B_::template parameter<Same>(gradient.linear, d + n) +
+                       twice * B_::template parameter<Same>(gradient.square, d + n));
         if (!scored) continue;
-        rows[n] += db * (B_::template parameter<Same>(score.linear + row, n) +
-                         twice * B_::template parameter<Same>(score.square + row, n));
+        rows[n] += db * (B_::template parameter<Same>(score.linear, d + n) +
+                         twice * B_::template parameter<Same>(score.square, d + n));
       }
-      return;
     }
-    for (int64_t t = pass.first; t < p.iterations; ++t, from += pitch) {
-      const V c = load<L>(at.c + from);
-      const T* ds = parameters(pass.gradient.linear, pass, t, tile.t) + row;
-#pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) rows[n] += c * B_::template parameter<Same>(ds, n);
-      if (p.gradient_last || t < pass.scored) continue;
-      const V db = load<L>(at.db + from);
-      const T* V_t = parameters(pass.score.linear, pass, t, tile.t) + row;
-#pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) rows[n] += db * B_::template parameter<Same>(V_t, n);
-    }
-  }
+  };
 
-  // The first iteration's form of a tile.
-  static CAPSFAST_INLINE Form<T> form(const Form<T>& all, const GradientPass<T>& pass, const Tile& tile) {
-    if (all.linear == nullptr) return {};
-    return {parameters(all.linear, pass, 0, tile.t), parameters(all.square, pass, 0, tile.t)};
-  }
+  // Same: what belongs to an output capsule is the same in all lanes.
+  template <bool Same = false>
+  using Gradient = std::conditional_t<Q, QuadraticVoteGradient<Same>, VoteGradient<Same>>;
 
   // Writes dvotes of input capsule i for output capsules [j0, j1) to dx [(j1 - j0) D][L].
   template <bool Same = false>
   static void vote_gradients(const GradientPass<T>& pass, const Tile& tile, const LanesGradientScratch<T>& at,
                              int64_t i, int64_t j0, int64_t j1, T* dx) {
     const int64_t D = pass.problem->D;
-    for (int64_t j = j0; j < j1; ++j) {
-      T* to = dx + (j - j0) * D * L;
+    for (int64_t j = j0; j < j1; ++j, dx += D * L) {
+      const Gradient<Same> gradient(pass, tile, at, i, j);
+      const auto stored = [&](auto count, int64_t d) {
+        constexpr int N = decltype(count)::value;
+        V rows[N];
+        gradient.template rows<N>(d, rows);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) store<L>(dx + (d + n) * L, rows[n]);
+      };
       int64_t d = 0;
-      for (; d + 4 <= D; d += 4) {
-        V rows[4];
-        vote_gradient<4, Same>(pass, tile, at, i, j, d, rows);
-        for (int n = 0; n < 4; ++n) store<L>(to + (d + n) * L, rows[n]);
-      }
-      for (; d < D; ++d) {
-        V rows[1];
-        vote_gradient<1, Same>(pass, tile, at, i, j, d, rows);
-        store<L>(to + d * L, rows[0]);
-      }
+      for (; d + 4 <= D; d += 4) stored(std::integral_constant<int, 4>{}, d);
+      for (; d < D; ++d) stored(std::integral_constant<int, 1>{}, d);
     }
   }
 

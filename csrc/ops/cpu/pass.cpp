@@ -70,7 +70,8 @@ Parts backward_parts(const Problem& p, const PassGradients& out) {
   Parts parts = parts_of<T>(p);
   if (parts.count == 1 || out.common.dweight.data == nullptr || p.shared_weight) return parts;
   const Problem first = driver::slice(p, 0, parts.begin(1));
-  const bool in_place = make_plan(first, kernels<T>(isa()).L, num_threads(), sizeof(T)).weight_in_place;
+  const bool in_place =
+      make_plan(first, kernels_for<T>(first, num_threads()).L, num_threads(), sizeof(T)).weight_in_place;
   if (!in_place && 2 * p.I * p.weight_size() > parts.saved) parts.count = 1;
   return parts;
 }

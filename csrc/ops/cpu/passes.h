@@ -11,7 +11,7 @@
 
 #include "../routing.h"
 #include "memory.h"
-#include "shared_routing.h"
+#include "factored.h"
 
 namespace capsfast {
 
@@ -150,7 +150,7 @@ struct SmallBatchGradients {
 // The kernels of one instruction set. `scratch` is aligned to 64 bytes; scratch.h says what is in it.
 template <class T>
 struct Kernels {
-  int64_t L;
+  int64_t L;  // of the vectors that lanes_* work on
   void (*lanes_accumulate)(const AccumulatePass<T>&, const Range&, T* scratch);
   void (*lanes_gradient)(const GradientPass<T>&, const Range&, T* scratch);
   void (*lanes_outputs)(const Update<T>&, int64_t tile);                    // s_t, v_t and V_t
@@ -169,11 +169,10 @@ struct Kernels {
   // For blocks [n0, n1) of L input capsules of a small batch; small_batch.inl has the shapes.
   void (*small_votes)(const Problem&, int64_t n0, int64_t n1, T* votes, T* scratch);
   void (*small_gradients)(const SmallBatchGradients<T>&, const Problem&, int64_t n0, int64_t n1, T* scratch);
-  // Samples [begin, end) of routing with one matrix; scratch as in shared_routing.h, index [samples][I + 1].
-  void (*shared_forward)(const SharedCall<T>&, int64_t begin, int64_t end, T* scratch, int64_t* index);
-  void (*shared_backward)(const SharedCall<T>&, int64_t begin, int64_t end, T* scratch, int64_t* index,
-                          const SharedSums<T>&);
-  T (*multiply_adds)(int64_t rounds);  // 12 L multiply-adds a round
+  // Samples [begin, end) of routing without votes; scratch as in factored.h.
+  void (*factored_forward)(const FactoredCall<T>&, int64_t begin, int64_t end, T* scratch);
+  void (*factored_backward)(const FactoredCall<T>&, int64_t begin, int64_t end, T* scratch, const FactoredSums<T>&);
+  T (*multiply_adds)(int64_t rounds);  // 12 multiply-adds of registers a round
 };
 
 }  // namespace capsfast

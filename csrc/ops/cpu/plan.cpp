@@ -132,7 +132,7 @@ void plan_capsules(const Problem& p, int64_t size, int64_t threads, Plan* plan) 
 
 void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
   plan->L = lanes;
-  while (plan->L > std::max<int64_t>(2, lanes / 4) && p.D < plan->L) plan->L /= 2;
+  while (!p.keys() && plan->L > std::max<int64_t>(2, lanes / 4) && p.D < plan->L) plan->L /= 2;
   plan->tiles = p.B;
   plan->chunk = 64;
   cut(p.B, divide_up(p.I, 16), threads, &plan->tile_groups, &plan->splits);
@@ -147,7 +147,7 @@ void plan_rows(const Problem& p, int64_t lanes, int64_t threads, Plan* plan) {
 
 Slices make_slices(const Problem& p, int64_t lanes, int64_t threads, int64_t size, bool shared_logits_gradient) {
   Slices slices;
-  const int64_t bytes = std::max<int64_t>(1, p.I * p.J * p.D * size);
+  const int64_t bytes = std::max<int64_t>(1, p.I * p.votes_size() * size);
   if (p.positions > 0) {
     // Whole tiles, but no more than give every thread a slice. Beside the votes of a few input capsules, what a slice
     // keeps of the output capsules counts: V and s of every iteration, and sums.

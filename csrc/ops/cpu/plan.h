@@ -5,8 +5,8 @@
 
 namespace capsfast {
 
-// lanes: how many numbers of the type that sums are formed in fill a register. bytes_per_number: size of that type.
-// threads: how many the call may use.
+// lanes: how many numbers of the type that sums are formed in fill a register or, if samples are tiled, a vector of a
+// tile. bytes_per_number: size of that type. threads: how many the call may use.
 Plan make_plan(const Problem& p, int64_t lanes, int64_t threads, int64_t bytes_per_number);
 
 // Votes in memory are read in every iteration. If a task takes few samples at a time, and runs all iterations of these

@@ -1,20 +1,9 @@
 // The CPU kernels for AVX-512 (F, BW, DQ, VL).
-// Standard headers come before the target region. Inside it their inline functions would be compiled for this
-// instruction set, and the linker could choose that copy for code that runs on older machines.
-#include <cstdint>
-#include <type_traits>
-#include <utility>
-
 #include "../../cpu/isa.h"
-#include "../../math/half.h"
-#include "../../math/softmax.h"
-#include "../../math/squash.h"
-#include "passes.h"
-#include "scratch.h"
+#include "../../cpu/kernel.h"
+#include "kernel.h"
 
 #if CAPSFAST_X86
-#include <immintrin.h>
-
 #if defined(__clang__)
 #pragma clang attribute push( \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
@@ -25,12 +14,14 @@
 
 namespace capsfast::avx512 {
 constexpr int kBytes = 64;      // of a register
+constexpr int kTileBytes = 64;  // of a vector of a tile of samples
 constexpr int kRegisters = 32;  // how many the set has
-#include "../../cpu/vec.inl"
 #include "routing_kernels.inl"
 
 template const Kernels<float>& table<float>();
 template const Kernels<double>& table<double>();
+template const Kernels<float>& tile_table<float>();
+template const Kernels<double>& tile_table<double>();
 }  // namespace capsfast::avx512
 
 #if defined(__clang__)

@@ -1,26 +1,27 @@
 // The CPU kernels for the compiler's default instructions (SSE2 on x86-64, NEON on AArch64).
-#include <cstdint>
-#include <type_traits>
-#include <utility>
+#if defined(__aarch64__) && !defined(__clang__)
+// GCC otherwise moves loads so far ahead of the multiply-adds that the sums of a block no longer fit the registers.
+#pragma GCC optimize("no-schedule-insns")
+#endif
 
 #include "../../cpu/isa.h"
-#include "../../math/half.h"
-#include "../../math/softmax.h"
-#include "../../math/squash.h"
-#include "passes.h"
-#include "scratch.h"
+#include "../../cpu/kernel.h"
+#include "kernel.h"
 
 namespace capsfast::portable {
 constexpr int kBytes = 16;  // of a register
-// How many registers the set has.
+// How many registers the set has, and the bytes of a vector of a tile of samples.
 #if defined(__aarch64__)
 constexpr int kRegisters = 32;
+constexpr int kTileBytes = 64;
 #else
 constexpr int kRegisters = 16;
+constexpr int kTileBytes = 16;
 #endif
-#include "../../cpu/vec.inl"
 #include "routing_kernels.inl"
 
 template const Kernels<float>& table<float>();
 template const Kernels<double>& table<double>();
+template const Kernels<float>& tile_table<float>();
+template const Kernels<double>& tile_table<double>();
 }  // namespace capsfast::portable

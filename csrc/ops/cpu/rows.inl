@@ -4,6 +4,12 @@
 // L input capsules make a block. The dot products of one output capsule are L vectors, one for each input capsule,
 // whose lanes are still to be added up. One call of sums() does that for all of them, and leaves the scores of the
 // block as [J][L] with the input capsules in the lanes.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "coupling.inl"
+#include "gather.inl"
 
 // What does not depend on the length of a vote.
 template <class T, int L_>
@@ -99,8 +105,6 @@ struct RowsBlock : Coupling<T, L_> {
     }
   }
 
-  static int64_t pitch(const Problem& p) { return p.shared_outputs ? 0 : p.D; }
-
   // If `out`, writes lanes [J][L] of input capsules [i0, i0 + count) to `view` [B, I, J]. Else adds `view` to them.
   template <bool out>
   static CAPSFAST_ONCE void transfer(const View& view, int64_t b, int64_t i0, int64_t count, int64_t J, T* lanes) {
@@ -116,22 +120,22 @@ struct RowsBlock : Coupling<T, L_> {
     }
   }
 
-  // Sets to[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them: in place if they are a
+  // Sets at[n] to the votes [J][D] of input capsule i0 + n, or [D] if all outputs share them: in place if they are a
   // run of T, else copied to `buffer` [L][J D or D]. Those of a masked capsule are zeros.
-  static CAPSFAST_ONCE void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** to) {
+  static CAPSFAST_ONCE void rows(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, const T** at) {
     const View& view = p.votes;
     const int64_t J = p.shared_outputs ? 1 : p.J;
     const int64_t size = p.votes_size(), n[3] = {1, J, p.D}, s[3] = {0, view.stride[2], view.stride[3]};
     const bool run = is_run<T>(view, n, s);
     for (int64_t c = 0; c < count; ++c, buffer += size) {
-      const int64_t at = b * view.stride[0] + (i0 + c) * view.stride[1];
-      to[c] = buffer;
+      const int64_t from = b * view.stride[0] + (i0 + c) * view.stride[1];
+      at[c] = buffer;
       if (p.mask.data != nullptr && !p.mask.at(b, i0 + c)) {
         __builtin_memset(buffer, 0, static_cast<size_t>(size) * sizeof(T));
       } else if (run) {
-        to[c] = static_cast<const T*>(view.data) + at;
+        at[c] = static_cast<const T*>(view.data) + from;
       } else {
-        gather<T>(view, at, n, s, buffer);
+        gather<T>(view, from, n, s, buffer);
       }
     }
   }
@@ -142,7 +146,19 @@ template <class T, int L_, int NV, bool Q>
 struct Rows : RowsBlock<T, L_> {
   static constexpr int L = L_;
   static constexpr int64_t kOutputs = 16;  // output capsules scored at a time: their partial sums stay in L1
+  static constexpr bool kMatrices = false;
   using V = Vec<T, L>;
+
+  // Votes [J][D] of a block of input capsules, `pitch` numbers from one output capsule to the next.
+  struct Votes {
+    const T* at[L];
+    int64_t pitch;
+  };
+
+  static void read(const Problem& p, int64_t b, int64_t i0, int64_t count, T* buffer, T*, Votes* to) {
+    to->pitch = p.shared_outputs ? 0 : p.D;
+    RowsBlock<T, L_>::rows(p, b, i0, count, buffer, to->at);
+  }
 
   // Where the vector of numbers [d, d + L) of a row begins. The last vector of a row of D >= L numbers ends with it: it
   // repeats lanes of the one before rather than being read and written in part, which is dear. Reading and writing them
@@ -175,16 +191,16 @@ struct Rows : RowsBlock<T, L_> {
   }
 
   // out[j][n] = what the form p gives votes[n][j] (without its constant), for `count` input capsules n and all j.
-  // votes[n] is [J][D], `pitch` elements from one output capsule to the next; p and center are [J][D], out is [J][L],
-  // part [kOutputs][L][L]. The votes of a capsule are read from end to end, which the prefetcher can follow.
-  static CAPSFAST_ONCE void dots(const T* const* votes, int64_t pitch, int64_t count, const Form<T>& p, const T* center,
-                                 int64_t J, int64_t D_given, T* part, T* out) {
+  // p and center are [J][D], out is [J][L], part [kOutputs][L][L]. The votes of a capsule are read from end to end,
+  // which the prefetcher can follow.
+  static CAPSFAST_ONCE void dots(const Votes& votes, int64_t count, const Form<T>& p, const T* center, int64_t J,
+                                 int64_t D_given, T* part, T* out) {
     const int64_t D = NV > 0 ? NV * L : D_given;
     for (int64_t j0 = 0; j0 < J; j0 += kOutputs) {
       const int64_t outputs = j0 + kOutputs < J ? kOutputs : J - j0;
       for (int64_t n = 0; n < count; ++n) {
-        const T* x = votes[n] + j0 * pitch;
-        for (int64_t j = 0; j < outputs; ++j, x += pitch) {
+        const T* x = votes.at[n] + j0 * votes.pitch;
+        for (int64_t j = 0; j < outputs; ++j, x += votes.pitch) {
           const int64_t row = (j0 + j) * D;
           const T* q = p.linear + row;
           V a = V{};
@@ -209,16 +225,17 @@ struct Rows : RowsBlock<T, L_> {
 
   // The length of a row of sums: whole vectors, whose repeated lanes mean nothing. They are written and read again at
   // once, so they must not overlap as those of the votes do.
+  static CAPSFAST_INLINE int64_t size_of(int64_t D) { return NV > 0 ? NV * L : D; }
   static CAPSFAST_INLINE int64_t sum_pitch(int64_t D) { return NV > 0 ? NV * L : (D + L - 1) / L * L; }
 
   // sum[j] += c[j][n] x and, unless it is null, second[j] += c[j][n] x^2 with x = votes[n][j], for `count` input
   // capsules n and all j. c is [J][L]; votes as above, sum and second are [J][sum_pitch].
-  static CAPSFAST_ONCE void add_scaled(const T* c, const T* const* votes, int64_t pitch, int64_t count, const T* center,
-                                       int64_t J, int64_t D_given, T* sum, T* second) {
+  static CAPSFAST_ONCE void add_scaled(const T* c, const Votes& votes, int64_t count, const T* center, int64_t J,
+                                       int64_t D_given, T* sum, T* second) {
     const int64_t D = NV > 0 ? NV * L : D_given, row = sum_pitch(D);
     for (int64_t n = 0; n < count; ++n) {
-      const T* x = votes[n];
-      for (int64_t j = 0; j < J; ++j, x += pitch) {
+      const T* x = votes.at[n];
+      for (int64_t j = 0; j < J; ++j, x += votes.pitch) {
         const V cj = broadcast<L>(c[j * L + n]);
 #pragma GCC unroll 2
         for (int64_t d = 0; d < D; d += L) {

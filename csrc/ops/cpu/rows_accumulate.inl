@@ -1,15 +1,20 @@
 // The accumulate pass in the rows layout: sums over the input capsules, weighted by the coupling or by its gradient.
+#pragma once
 
-template <class T, int L_, int NV, bool Q>
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "gather.inl"
+
+// B_: Rows or Keys, the building blocks.
+template <class T, class B_, bool>
 struct RowsAccumulate {
-  using B_ = Rows<T, L_, NV, Q>;
   using V = typename B_::V;
-  static constexpr int L = L_;
+  static constexpr int L = B_::L;
 
-  // At most L input capsules of sample b. votes[n] points to the votes [J][D] of capsule i0 + n.
+  // At most L input capsules of sample b, from i0 on.
   struct Block {
     int64_t b, i0, count;
-    const T* const* votes;
+    typename B_::Votes votes;
   };
 
   // Softmax over the input capsules: replaces scores [J][L] by exp(b - max), where max is the largest so far. If it
@@ -34,7 +39,7 @@ struct RowsAccumulate {
           at.mass[j] *= factor;
           multiply(pass.mass, scalar, 1, factor);
         }
-        if (Q && pass.second.high != nullptr) {
+        if (pass.second.high != nullptr) {
           multiply(at.second + j * pitch, pitch, factor);
           multiply(pass.second, scalar * p.D, p.D, factor);
         }
@@ -56,7 +61,7 @@ struct RowsAccumulate {
   static void unweighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
     for (int64_t n = 0; n < p.J * L; ++n) at.scores[n] = 1;
-    B_::add_scaled(at.scores, block.votes, B_::pitch(p), block.count, nullptr, p.J, p.D, at.sum, nullptr);
+    B_::add_scaled(at.scores, block.votes, block.count, nullptr, p.J, p.D, at.sum, nullptr);
   }
 
   // The sample's form; its linear part is null where there is none.
@@ -68,7 +73,7 @@ struct RowsAccumulate {
 
   static void weighted(const AccumulatePass<T>& pass, const RowsAccumulateScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, pitch = B_::pitch(p);
+    const int64_t J = p.J, D = p.D;
     const Form<T> score = form(pass.score, p, block.b), gradient = form(pass.gradient, p, block.b);
     const T* center = from(pass.center, block.b * J * D);
     const T* valid_out = from(pass.valid_out, block.b * J);
@@ -76,7 +81,7 @@ struct RowsAccumulate {
     if (score.linear == nullptr) {
       __builtin_memset(at.scores, 0, static_cast<size_t>(J * L) * sizeof(T));
     } else {
-      B_::dots(block.votes, pitch, block.count, score, center, J, D, at.part, at.scores);
+      B_::dots(block.votes, block.count, score, center, J, D, at.part, at.scores);
     }
     B_::add(score.constant, J, at.scores);
     B_::add_prior(p, block.b, block.i0, block.count, valid_out, at.scores);
@@ -99,7 +104,7 @@ struct RowsAccumulate {
       if (pass.coupling.data != nullptr)
         B_::template transfer<true>(pass.coupling, block.b, block.i0, block.count, J, at.scores);
     } else {
-      B_::dots(block.votes, pitch, block.count, gradient, center, J, D, at.part, at.dc);
+      B_::dots(block.votes, block.count, gradient, center, J, D, at.part, at.dc);
       B_::add(gradient.constant, J, at.dc);
       if (pass.dcoupling.data != nullptr)
         B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, at.dc);
@@ -119,7 +124,7 @@ struct RowsAccumulate {
     }
     if (pass.first.high == nullptr) return;
     T* second = pass.second.high == nullptr ? nullptr : at.second;
-    B_::add_scaled(coefficient, block.votes, pitch, block.count, center, J, D, at.sum, second);
+    B_::add_scaled(coefficient, block.votes, block.count, center, J, D, at.sum, second);
     if (pass.mass.high != nullptr) B_::add_mass(coefficient, J, at.mass);
   }
 
@@ -135,9 +140,8 @@ struct RowsAccumulate {
         if (pass.mass.high != nullptr) __builtin_memset(at.mass, 0, static_cast<size_t>(p.J) * sizeof(T));
         if (pass.second.high != nullptr) __builtin_memset(at.second, 0, static_cast<size_t>(sums) * sizeof(T));
         for (int64_t i0 = from; i0 < to; i0 += L) {
-          const T* votes[L];
-          const Block block{b, i0, i0 + L < to ? L : to - i0, votes};
-          B_::rows(p, b, i0, block.count, at.rows, votes);
+          Block block{b, i0, i0 + L < to ? L : to - i0, {}};
+          B_::read(p, b, i0, block.count, at.rows, at.part, &block.votes);
           pass.unweighted ? unweighted(pass, at, block) : weighted(pass, at, block);
         }
         if (pass.first.high == nullptr) continue;

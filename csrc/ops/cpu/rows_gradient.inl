@@ -1,19 +1,24 @@
 // The gradient pass in the rows layout, all iterations at once. lanes_gradient.inl has the formulas.
+#pragma once
 
-template <class T, int L_, int NV, bool Q>
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "gather.inl"
+
+// B_: Rows or Keys, the building blocks. Q: see Rows.
+template <class T, class B_, bool Q>
 struct RowsGradient {
-  using B_ = Rows<T, L_, NV, Q>;
   using V = typename B_::V;
-  static constexpr int L = L_;
+  static constexpr int L = B_::L;
 
   struct Block {
     int64_t b, i0, count;
-    const T* const* votes;
+    typename B_::Votes votes;
   };
 
   static void coefficients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = p.D, pitch = B_::pitch(p);
+    const int64_t J = p.J, D = p.D;
     const bool want_logits = pass.dlogits != nullptr || pass.dlogits_sample.data != nullptr;
     const bool want_db = want_logits || pass.dactivation.data != nullptr || pass.dlse_given.data != nullptr;
     const T* center = from(pass.center, block.b * J * D);
@@ -28,7 +33,7 @@ struct RowsGradient {
       if (t < pass.scored) {
         __builtin_memset(c, 0, static_cast<size_t>(J * L) * sizeof(T));
       } else {
-        B_::dots(block.votes, pitch, block.count, form(pass.score, scalars, D), center, J, D, at.part, c);
+        B_::dots(block.votes, block.count, form(pass.score, scalars, D), center, J, D, at.part, c);
       }
       B_::add(from(pass.score.constant, scalars), J, c);
       B_::add_prior(p, block.b, block.i0, block.count, valid_out, c);
@@ -41,7 +46,7 @@ struct RowsGradient {
         B_::weigh(activation, J, c);
         continue;
       }
-      B_::dots(block.votes, pitch, block.count, form(pass.gradient, scalars, D), center, J, D, at.part, dc);
+      B_::dots(block.votes, block.count, form(pass.gradient, scalars, D), center, J, D, at.part, dc);
       B_::add(from(pass.gradient.constant, scalars), J, dc);
       if (pass.dcoupling.data != nullptr && t + 1 == p.iterations) {
         B_::template transfer<false>(pass.dcoupling, block.b, block.i0, block.count, J, dc);
@@ -93,7 +98,7 @@ struct RowsGradient {
       const int64_t vector = ((t * p.B + block.b) * p.J + j) * D, coefficient = ((t - pass.first) * p.J + j) * L + n;
       const bool scored = !p.gradient_last && t >= pass.scored;
       if constexpr (Q) {
-        const V twice = T(2) * B_::read_vote(block.votes[n] + j * B_::pitch(p), pass.center + vector, d, D);
+        const V twice = T(2) * B_::read_vote(block.votes.at[n] + j * block.votes.pitch, pass.center + vector, d, D);
         g += at.c[coefficient] * derivative(pass.gradient, vector, twice, d, D);
         if (scored) g += at.db[coefficient] * derivative(pass.score, vector, twice, d, D);
       } else {
@@ -109,11 +114,26 @@ struct RowsGradient {
     return B_::read_vector(form.linear + vector, d, D) + twice * B_::read_vector(form.square + vector, d, D);
   }
 
+  // Computes dvotes [L][sum_pitch] of the block, where votes are matrices.
+  static void matrix_gradients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block) {
+    const Problem& p = *pass.problem;
+    const int64_t J = p.J, D = p.D;
+    __builtin_memset(at.gradients, 0, static_cast<size_t>(L * B_::sum_pitch(D)) * sizeof(T));
+    for (int64_t t = pass.first; t < p.iterations; ++t) {
+      const int64_t vectors = (t * p.B + block.b) * J * D, coefficients = (t - pass.first) * J * L;
+      B_::add_gradients(
+          at.c + coefficients, pass.gradient.linear + vectors, block.count, J, D, at.padded, at.gradients);
+      if (!p.gradient_last && t >= pass.scored)
+        B_::add_gradients(
+            at.db + coefficients, pass.score.linear + vectors, block.count, J, D, at.padded, at.gradients);
+    }
+  }
+
   // Computes dvotes [J][D] of input capsule n of the block, or [D] if all output capsules share its vote.
   static void gradients(const GradientPass<T>& pass, const RowsGradientScratch<T>& at, const Block& block, int64_t n,
                         T* dvotes) {
     const Problem& p = *pass.problem;
-    const int64_t J = p.J, D = NV > 0 ? NV * L : p.D;
+    const int64_t J = p.J, D = B_::size_of(p.D);
     if (p.shared_outputs) {
       for (int64_t d = 0; d < D; d += L) {
         V total = V{};
@@ -137,6 +157,8 @@ struct RowsGradient {
     T* dvotes = in_place ? static_cast<T*>(pass.dvotes.data) + to : at.row;
     if (p.mask.data != nullptr && !p.mask.at(block.b, i)) {
       __builtin_memset(dvotes, 0, static_cast<size_t>(size) * sizeof(T));
+    } else if constexpr (B_::kMatrices) {
+      __builtin_memcpy(dvotes, at.gradients + n * B_::sum_pitch(p.D), static_cast<size_t>(size) * sizeof(T));
     } else {
       gradients(pass, at, block, n, dvotes);
     }
@@ -148,10 +170,12 @@ struct RowsGradient {
     const RowsGradientScratch<T> at(p, *pass.plan, p.iterations - pass.first, scratch);
     for (int64_t b = range.tile0; b < range.tile1; ++b) {
       for (int64_t i0 = range.i0; i0 < range.i1; i0 += L) {
-        const T* votes[L];
-        const Block block{b, i0, i0 + L < range.i1 ? L : range.i1 - i0, votes};
-        B_::rows(p, b, i0, block.count, at.rows, votes);
+        Block block{b, i0, i0 + L < range.i1 ? L : range.i1 - i0, {}};
+        B_::read(p, b, i0, block.count, at.rows, at.part, &block.votes);
         coefficients(pass, at, block);
+        if constexpr (B_::kMatrices) {
+          if (pass.dvotes.data != nullptr) matrix_gradients(pass, at, block);
+        }
         for (int64_t n = 0; n < block.count && pass.dvotes.data != nullptr; ++n) write_votes(pass, at, block, n);
       }
     }

@@ -130,8 +130,16 @@ struct SmallBatchScratch {
   }
 };
 
+inline int64_t rows_size(const Problem& p, const Plan& plan) {
+  if (p.keys()) return plan.L * ((p.D + plan.L - 1) / plan.L * plan.L);
+  return plan.gather_rows ? plan.L * p.votes_size() : 0;
+}
+inline int64_t part_size(const Problem& p, const Plan& plan) {
+  return p.keys() ? rows_size(p, plan) : 16 * plan.L * plan.L;
+}
+
 // For blocks of L input capsules. rows [L][J D or D]: copies of votes, if gather_rows. part [16][L][L]: partial sums of
-// 16 output capsules. scores and dc [J][L]. sum [J][vectors of D][L] and norm [J]: the sums of a chunk. second and mass:
+// 16 output capsules. Of votes that are keys, rows are padded to whole vectors and part is [vectors of D][L]. scores and dc [J][L]. sum [J][vectors of D][L] and norm [J]: the sums of a chunk. second and mass:
 // as sum and norm. activation, lse and dlse [L].
 template <class T>
 struct RowsAccumulateScratch {
@@ -141,8 +149,7 @@ struct RowsAccumulateScratch {
   RowsAccumulateScratch(const Problem& p, const Plan& plan, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L, sums = p.J * ((p.D + L - 1) / L * L);
-    rows = carve.take(plan.gather_rows ? L * p.votes_size() : 0);
-    part = carve.take(16 * L * L);
+    rows = carve.take(rows_size(p, plan)), part = carve.take(part_size(p, plan));
     scores = carve.take(p.J * L);
     dc = carve.take(p.J * L);
     sum = carve.take(sums);
@@ -157,23 +164,77 @@ struct RowsAccumulateScratch {
 };
 
 // rows and part as above. c and db [iterations][J][L]. row [J D or D]: dvotes before they are converted to another
-// dtype. activation, lse and dlse [L].
+// dtype. Of keys, gradients [L][vectors of D] are those of a block, and padded [J][vectors of D] what they come from. activation, lse and dlse [L].
 template <class T>
 struct RowsGradientScratch {
-  T *rows, *part, *c, *db, *row, *activation, *lse, *dlse;
+  T *rows, *part, *c, *db, *row, *activation, *lse, *dlse, *gradients, *padded;
   int64_t size;
 
   RowsGradientScratch(const Problem& p, const Plan& plan, int64_t iterations, T* base) {
     Carver<T> carve(base);
     const int64_t L = plan.L;
-    rows = carve.take(plan.gather_rows ? L * p.votes_size() : 0);
-    part = carve.take(16 * L * L);
+    rows = carve.take(rows_size(p, plan)), part = carve.take(part_size(p, plan));
     c = carve.take(iterations * p.J * L);
     db = carve.take(iterations * p.J * L);
     row = carve.take(p.votes_size());
+    gradients = carve.take(p.keys() ? rows_size(p, plan) : 0);
+    padded = carve.take(p.keys() ? rows_size(p, plan) / L * p.J : 0);
     activation = carve.take(p.moments ? L : 0);
     lse = carve.take(p.moments ? L : 0);
     dlse = carve.take(p.moments ? L : 0);
+    size = carve.used();
+  }
+};
+
+// The arrays of a block of samples. size: their length in T, from `memory` on. Coefficients of a sample are
+// [blocks][J][L]. A forward has those of one iteration and none of a backward.
+template <class T>
+struct FactoredScratch {
+  T *U, *Ut;     // [samples][blocks L][Kp], unless they are read in place, and [samples][blocks][K][L]. 0 if masked
+  T* logits;     // [samples], or one for all
+  T* valid;      // [samples][blocks][L]: whether lanes have an input capsule, 1 or 0
+  T* valid_out;  // [samples][J][L]
+  T* c;          // [blocks][J][L]
+  T* start;      // couplings of iteration 0 where all samples have the same
+  T *mean, *inverse;  // [J][L]: of a softmax over the input capsules, sum_i c dc and 1 / sum_i exp(b - max)
+  T *part, *low;      // [J][Kp]: a part of a sum, and what adding parts up rounds off
+  // Forward.
+  T *Z, *q;  // [rows][Kp]: sums z, and what an iteration scores with
+  T* s;      // [rows][Dp]: W z, then the outputs
+  // Backward. What stands together is one factor of a product.
+  T *right, *left;  // [2 r - 1][rows][Kp] and [2 r - 1][rows][Dp], whose product is dW: z of all iterations and dq of
+                    // all but the last; ds of all iterations and the outputs of all but the last
+  T* sums;          // [r][rows][Dp]: W z and the bias
+  T* back;          // [2 r - 1][rows][Kp]: dz of all iterations, and q of all but the first
+  T *f, *slope;     // [r][rows]: of the squash
+  T* coefficients;  // [samples][2 r - 1]: of du, c of all iterations and then the gradients of the logits
+  T* vectors;       // [2 r - 1][J][Kp]: what they multiply
+  T* inverses;      // [samples][r][J][L]: `inverse` of every iteration
+  T* dlogits;       // [samples]
+  T* du;            // [L][Kp]
+  int64_t size = 0;
+
+  FactoredScratch(const FactoredCall<T>& call, T* memory, bool backward) {
+    const FactoredProblem& p = *call.problem;
+    const int64_t n = call.samples, M = call.rows(), r = p.iterations, J = p.J, L = call.L, sets = 2 * r - 1;
+    const int64_t Kp = call.Kp, Dp = call.Dp, Ip = call.blocks * L;
+    Carver<T> carve(memory);
+    const auto take = [&](bool wanted, int64_t count) { return carve.take(wanted ? count : 0); };
+    const bool same = call.same_start();
+    U = take(!call.in_place, n * Ip * Kp), Ut = take(true, n * Ip * Kp);
+    logits = take(p.logits.data != nullptr, (same ? 1 : n) * J * Ip);
+    valid = take(true, p.mask.data == nullptr ? L : n * Ip);
+    valid_out = take(p.out_mask.data != nullptr, n * J * L);
+    c = take(true, J * Ip), start = take(same, J * Ip);
+    mean = take(true, J * L), inverse = take(true, J * L);
+    part = take(true, J * Kp), low = take(true, J * Kp);
+    Z = take(!backward, M * Kp), q = take(!backward, M * Kp), s = take(!backward, M * Dp);
+    right = take(backward, sets * M * Kp), left = take(backward, sets * M * Dp);
+    sums = take(backward, r * M * Dp), back = take(backward, sets * M * Kp);
+    f = take(backward, r * M), slope = take(backward, r * M);
+    coefficients = take(backward, n * sets * J * Ip), vectors = take(backward, sets * J * Kp);
+    inverses = take(backward, n * r * J * L);
+    dlogits = take(backward && call.need_logits, n * J * Ip), du = take(backward && !call.in_place, L * Kp);
     size = carve.used();
   }
 };

@@ -12,12 +12,12 @@ namespace capsfast::driver {
 template <class T>
 Slices slices_of(const Problem& p, bool shared_logits_gradient) {
   if (!p.votes_given || p.capsule_lanes) return {};
-  return make_slices(p, kernels<T>(isa()).L, num_threads(), sizeof(T), shared_logits_gradient);
+  return make_slices(p, tile_kernels<T>(isa()).L, num_threads(), sizeof(T), shared_logits_gradient);
 }
 
 template <class T>
 Parts parts_of(const Problem& p) {
-  return make_parts(p, kernels<T>(isa()).L, num_threads(), sizeof(T));
+  return make_parts(p, tile_kernels<T>(isa()).L, num_threads(), sizeof(T));
 }
 
 // Calls part(n, count) for the slices of a task: samples [n, n + count).

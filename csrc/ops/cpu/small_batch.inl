@@ -1,6 +1,13 @@
 // The two steps of a small batch that need the weight: making its votes, and at the end of the backward du and dW from
 // dvotes. The lanes are input capsules, L of which are a block. Between the two the votes are routed by the passes of
 // the lanes layout. A vote takes K multiply-adds for a block, and nothing has to be added up across lanes.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "gather.inl"
+#include "lanes_packing.inl"
+#include "small_batch_transposed.inl"
 
 template <class T>
 struct SmallBatch : SmallBatchTransposed<T> {

@@ -1,6 +1,12 @@
 // The steps of a small batch where whole vectors hold what the weight has for an input capsule: rows (j, d) of K = 4, 8
 // or 16 numbers, or components d that lie side by side. L vectors, one of each input capsule of a block, are worked on
 // in registers.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "gather.inl"
+#include "lanes_packing.inl"
 
 template <class T>
 struct SmallBatchRows {

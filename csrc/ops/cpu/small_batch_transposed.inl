@@ -1,5 +1,12 @@
 // The steps of a small batch for any K and any weight, pose matrices too: the weights of a block and of a few output
 // capsules are transposed to lanes, in L1, and serve all samples.
+#pragma once
+
+#include "../../cpu/vec.inl"
+#include "kernel.h"
+#include "gather.inl"
+#include "lanes_packing.inl"
+#include "small_batch_rows.inl"
 
 template <class T>
 struct SmallBatchTransposed : SmallBatchRows<T> {

@@ -1,0 +1,313 @@
+"""Windows of an image, routed a block at a time."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn import functional as F
+
+from .. import checks
+from .._torch import forward_mode, gradients_in_batches
+from ..precision import wide_dtype
+from ._layer import Layer
+
+# What the routing of a block reads, unfolded poses or the votes of a convolution, takes about so many bytes.
+BLOCK_BYTES = 8 * 2**20
+# A call may take so many times its poses beyond inputs, outputs and gradients, but at least this. What blocks save for
+# the backward is kept as far as that goes, and the others are routed again there.
+GROWTH, LEAST_GROWTH = 3.0, 64 * 2**20
+# What is in memory for one block, in units of what its routing reads.
+AT_ONCE = 5
+
+Box = tuple[tuple[int, int], ...]  # the first and the last sample, and windows along each axis
+Made = Sequence[Any]  # tensors and None
+
+
+class WindowLayer(Layer):
+    """A layer that routes the windows of an image; a block of them at a time if no window depends on another.
+
+    Then neither all unfolded poses nor all votes are in memory. The backward makes those of a block again.
+    """
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def _seen(self, axis: int, first: int, last: int) -> tuple[int, int]:
+        """The positions that these windows see, which may lie outside of the image."""
+        start, stop = (n * self.stride[axis] - self.padding[axis] for n in (first, last - 1))
+        return start, stop + self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+
+    def _made(self, poses: Tensor, activation: Tensor | None, inside: Tensor | None, box: Box) -> Made:
+        """What the routing of a box reads, from the positions that the windows see, with a padding of zeros.
+
+        ``inside``, bool ``[1, 1, *spatial]``, is False in the padding; None without padding.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: a layer of windows overrides _made")
+
+    def _routed(self, box: Box, *made: Tensor | None) -> tuple[Tensor, ...]:
+        """The output capsules of a box, with the axes of positions last."""
+        raise NotImplementedError(f"{type(self).__name__}: a layer of windows overrides _routed")
+
+    def _whole(self, poses: Tensor, activation: Tensor | None, grid: Sequence[int]) -> tuple[Tensor, ...]:
+        """The output capsules of all windows at once."""
+        raise NotImplementedError(f"{type(self).__name__}: a layer of windows overrides _whole")
+
+    def _in_blocks(
+        self, routing: nn.Module, poses: Tensor, activation: Tensor | None, grid: Sequence[int], numbers: int
+    ) -> tuple[Tensor, ...]:
+        """The output capsules of all windows, where the routing reads so many numbers of each."""
+        named = dict(self.named_parameters())
+        if getattr(routing, "independent", False) and self._divides(poses, activation, *named.values()):
+            boxes = _boxes((poses.shape[0], *grid), BLOCK_BYTES // (numbers * poses.itemsize))
+            if len(boxes) > 1:
+                job = _Job(self, [*named], grid, boxes)
+                return _InBlocks.apply(job, poses, activation, *named.values())  # type: ignore[no-any-return]
+        return self._whole(poses, activation, grid)
+
+    def _divides(self, *tensors: Tensor | None) -> bool:
+        """False where a transform sees what the layer does, or a hook each call of a part."""
+        if not all(value is None or checks.is_eager(value) for value in tensors) or forward_mode():
+            return False
+        parts = (part for part in self.modules() if part is not self)
+        hooked = any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks for each in parts)
+        return not hooked and not getattr(self, "_is_replica", False)
+
+
+def _boxes(counts: Sequence[int], places: int) -> list[Box]:
+    """Boxes of at most so many windows, or of one, that cover all; the last axis is cut last."""
+    cuts = []
+    for count in reversed(counts):
+        parts = max(1, -(-count // max(1, min(count, places))))
+        bounds = [count * n // parts for n in range(parts + 1)]
+        cuts.append([*itertools.pairwise(bounds)])
+        places //= max(1, count)
+    return [*itertools.product(*reversed(cuts))]
+
+
+def _of(image: Tensor, box: Box) -> Tensor:
+    """The box of ``[B, ..., *spatial]``."""
+    samples, *spatial = (slice(*bounds) for bounds in box)
+    at: Any = (samples, ..., *spatial)
+    return image[at]
+
+
+class _Cut:
+    """The part of an image that the windows of a box see, and the padding that they see around it."""
+
+    def __init__(self, layer: WindowLayer, size: Sequence[int], box: Box) -> None:
+        part, self.padding = [box[0]], list[int]()
+        for axis, (n, windows) in enumerate(zip(size, box[1:], strict=True)):
+            start, stop = layer._seen(axis, *windows)
+            begin = min(max(start, 0), n)
+            end = min(max(stop, begin), n)
+            before = min(max(-start, 0), stop - start)
+            part.append((begin, end))
+            self.padding = [before, stop - start - before - (end - begin), *self.padding]
+        self.part = tuple(part)
+        self.layer, self.box = layer, box
+
+    def made(self, poses: Tensor, activation: Tensor | None) -> Made:
+        """What the routing of the box reads, from these parts of an image."""
+        if not any(self.padding):
+            return self.layer._made(poses, activation, None, self.box)
+        ones = poses.new_ones((1, 1, *poses.shape[3:]), dtype=torch.bool)
+        shown = None if activation is None else F.pad(activation, self.padding)
+        return self.layer._made(F.pad(poses, self.padding), shown, F.pad(ones, self.padding), self.box)
+
+
+class _InBlocks(torch.autograd.Function):
+    """The output capsules of all windows as a function of poses, activation and parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, job: "_Job", *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.job = job
+        ctx.save_for_backward(*tensors)
+        return job.forward(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        blocks = not torch.is_grad_enabled() and all(map(checks.is_eager, upstream))
+        blocks = blocks and not any(map(gradients_in_batches, upstream))
+        gradients = ctx.job.backward if blocks else ctx.job.backward_of_all
+        return None, *gradients(ctx.saved_tensors, upstream)
+
+
+class _Job:
+    """A call of a layer: what its passes forward and backward over the blocks share."""
+
+    def __init__(self, layer: WindowLayer, names: Sequence[str], grid: Sequence[int], boxes: Sequence[Box]) -> None:
+        self.layer, self.names, self.grid, self.boxes = layer, names, grid, boxes
+        self.differentiated = torch.is_grad_enabled()
+        self.graphs: dict[Box, _Graph] = {}
+
+    def forward(self, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+        poses, activation, *parameters = tensors
+        device = poses.device.type
+        self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        differentiated = self.differentiated and any(each is not None and each.requires_grad for each in tensors)
+        allowed = max(GROWTH * poses.nbytes, LEAST_GROWTH) - AT_ONCE * BLOCK_BYTES
+        whole: list[Tensor] = []
+        for box in self.boxes:
+            cut = _Cut(self.layer, poses.shape[3:], box)
+            parts = [None if each is None else _of(each, cut.part) for each in (poses, activation)]
+            with torch.set_grad_enabled(differentiated):
+                made = self.call(parameters, cut.made, *parts)
+                if differentiated:
+                    graph = _Graph(self, box, made, parameters)
+                    found, graph.found, graph.made = graph.found, (), ()
+                    allowed -= graph.nbytes
+                    differentiated = allowed >= 0
+                    if differentiated:
+                        self.graphs[box] = graph
+                    del graph
+                else:
+                    found = self.call(parameters, self.layer._routed, box, *made)
+            if not whole:
+                whole = [self._empty(poses.shape[0], each) for each in found]
+            for all_blocks, block in zip(whole, found, strict=True):
+                _of(all_blocks, box).copy_(block.detach())
+            del made, found
+        return tuple(whole)
+
+    def _empty(self, samples: int, found: Tensor) -> Tensor:
+        """For all blocks, with the axes in memory as they are in one of them."""
+        size = (samples, *found.shape[1 : found.dim() - len(self.grid)], *self.grid)
+        order = sorted(range(found.dim()), key=found.stride, reverse=True)
+        return torch.empty_permuted(size, order, dtype=found.dtype, device=found.device)
+
+    def call(self, parameters: Sequence[Tensor], function: Callable[..., Any], *args: Any) -> Any:
+        """With the parameters of the forward, which torch.func.functional_call may have taken away again.
+
+        The cache of autocast would hand on casts that were made without a gradient.
+        """
+        named = {f"layer.{name}": value for name, value in zip(self.names, parameters, strict=True)}
+        with torch.autocast(*self.autocast, cache_enabled=False):
+            return torch.func.functional_call(_Caller(self.layer), named, (function, *args))
+
+    def backward_of_all(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
+        """By the graph of the whole image, which can be differentiated again, and takes gradients in batches."""
+        poses, activation, *parameters = tensors
+        with torch.enable_grad():
+            found = self.call(parameters, self.layer._whole, poses, activation, self.grid)
+        return _gradients(found, tensors, upstream, create_graph=torch.is_grad_enabled())
+
+    def backward(self, tensors: Any, upstream: Sequence[Tensor]) -> list[Tensor | None]:
+        poses, activation, *parameters = tensors
+        images = (poses, activation)
+        sums = [torch.zeros_like(each) if _differentiated(each) else None for each in images]
+        of_parameters: list[Any] = [None] * len(parameters)
+        for box in self.boxes:
+            cut = _Cut(self.layer, poses.shape[3:], box)
+            parts = [
+                None if each is None else _of(each, cut.part).detach().requires_grad_(each.requires_grad)
+                for each in images
+            ]
+            with torch.enable_grad():
+                made = self.call(parameters, cut.made, *parts)
+                graph = self.graphs.pop(box, None) or _Graph(self, box, made, parameters)
+            graph.made = made
+            of_routing = graph.gradients([_of(each, box) for each in upstream], parameters)
+            del graph
+            of_made, more = of_routing[: len(made)], of_routing[len(made) :]
+            del of_routing
+            of_parts = _gradients(made, [*parts, *parameters], of_made)
+            del made, of_made
+            for image, part in zip(sums, of_parts, strict=False):
+                if image is not None and part is not None:
+                    _of(image, cut.part).add_(part)
+            for found in (more, of_parts[2:]):
+                for n, each in enumerate(found):
+                    if each is not None:
+                        each = each.to(wide_dtype(each.dtype))
+                        of_parameters[n] = each if of_parameters[n] is None else of_parameters[n].add_(each)
+        own = (None if one is None else one.to(each.dtype) for one, each in zip(of_parameters, parameters, strict=True))
+        return [*sums, *own]
+
+
+class _Caller(nn.Module):
+    """Calls a function while functional_call has put other parameters into the layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+def _differentiated(value: Tensor | None) -> bool:
+    return value is not None and value.requires_grad
+
+
+def _gradients(
+    outputs: Sequence[Any], inputs: Sequence[Any], upstream: Sequence[Tensor | None], **options: Any
+) -> list[Tensor | None]:
+    """Of these inputs; None for one that has no gradient."""
+    pairs = [
+        (found, one) for found, one in zip(outputs, upstream, strict=True) if found is not None and one is not None
+    ]
+    wanted = [each for each in inputs if _differentiated(each)]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    found, given = zip(*pairs, strict=True)
+    gradients = iter(torch.autograd.grad(found, wanted, given, allow_unused=True, **options))
+    return [next(gradients) if _differentiated(each) else None for each in inputs]
+
+
+class _Graph:
+    """The autograd graph of the routing of a block. What the routing read is not saved but made again."""
+
+    def __init__(self, job: _Job, box: Box, made: Made, parameters: Sequence[Tensor]) -> None:
+        self.made, self.nbytes = made, 0
+        own = {each.untyped_storage().data_ptr(): n for n, each in enumerate(made) if each is not None}
+        counted = {each.untyped_storage().data_ptr() for each in parameters}
+
+        def pack(value: Tensor) -> Any:
+            storage = value.untyped_storage()
+            if storage.data_ptr() in own:
+                return own[storage.data_ptr()], value.shape, value.stride(), value.storage_offset()
+            if storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                self.nbytes += storage.nbytes()
+            return value.detach()
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            n, *layout = packed
+            value: Tensor = self.made[n].detach().as_strided(*layout)
+            return value
+
+        # Leaves without memory of their own.
+        self.leaves = [
+            each.new_zeros(()).expand_as(each).requires_grad_() if _differentiated(each) else None for each in made
+        ]
+        with saved_tensors_hooks(pack, unpack):
+            read = [
+                each if leaf is None else _As.apply(leaf, each.detach())
+                for leaf, each in zip(self.leaves, made, strict=True)
+            ]
+            found = job.call(parameters, job.layer._routed, box, *read)
+        self.found: Sequence[Tensor] = [each.detach() for each in found]
+        self.edges = [get_gradient_edge(each) if each.requires_grad else None for each in found]
+
+    def gradients(self, upstream: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of what the routing read, then of the parameters."""
+        return _gradients(self.edges, [*self.leaves, *parameters], upstream)
+
+
+class _As(torch.autograd.Function):
+    """``value`` as a function of a leaf of its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None

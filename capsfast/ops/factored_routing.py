@@ -1,0 +1,83 @@
+"""The op of dynamic routing with weights that all input capsules share, which forms no votes. It runs on the CPU.
+
+A weighted sum of votes ``W_j u_i`` is ``s_j = W_j z_j`` with ``z_j = sum_i c_ij u_i``, and the agreement of a vote with
+``v_j = f(|s_j|^2) s_j`` is ``u_i . q_j``, where ``q_j = W_j^T v_j``. An iteration multiplies J vectors of a sample by a
+matrix and by its transpose; votes multiply I J.
+
+``capsfast::factored_routing`` returns ``(v [B, J, D], c [B, I, J], z [B, r, J, K])``: v and the last coupling c (empty
+without return_coupling) in the dtype of u, and z of every iteration for the backward, in the dtype that sums are formed
+in. The weight is ``[1, J or 1, D, K]``. accumulate: the logits of an iteration are the given ones and all agreements so
+far; else the last agreement alone. scale: a factor of the agreement, an inverse temperature.
+
+``capsfast::factored_routing_backward`` returns the gradients that are needed, and empty tensors for the others.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import native
+from .._torch import tracing_state
+from ..arguments import Call
+from ..backend import choose
+from ..precision import wide_dtype
+from .define import Op, check_fake
+
+LARGE_MATRIX, FEW_ROWS = 2**16, 16
+
+
+def serves(call: Call, backend: str | None) -> bool:
+    """Whether the op serves a call, and is quicker than the ops of votes.
+
+    A program that is exported or traced never has the op: it runs on the CPU alone, and the program may run elsewhere.
+    """
+    u, weight = call.u, call.weight
+    if weight is None or weight.shape[0] != 1 or call.P != 1 or weight.shape[3] != u.shape[2]:
+        return False
+    if torch.compiler.is_exporting() or tracing_state() is not None:
+        return False
+    if u.device.type not in ("cpu", "meta") or native.extension is None:
+        return False
+    if type(u) not in (Tensor, torch.nn.Parameter):
+        return False
+    return _pays(call) and choose(call, backend) == "cpp"
+
+
+def _pays(call: Call) -> bool:
+    assert call.weight is not None
+    (B, I, K), J, D, r = call.u.shape, call.J, call.D, call.options.num_iterations
+    # Multiply-adds of a sample: sums over the input capsules and products with a matrix, against votes.
+    sums = (2 * r - 1) * J
+    if call.weight.shape[1] != J:
+        # The votes are made once, and are [B, I, D].
+        if not 0 < sums * K * (D + I) <= I * D * (K + sums):
+            return False
+        # Every product reads the matrix again: one that is no longer in the cache wants more rows than a few.
+        return not D * K > LARGE_MATRIX or B * J >= FEW_ROWS  # type: ignore[no-any-return]
+    return 0 < sums * K * (D + I) <= r * I * J * D * (K + 2)  # type: ignore[no-any-return]
+
+
+def run(
+    call: Call, return_coupling: bool = False, accumulate: bool = True, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """v ``[B, J, D]`` and c ``[B, I, J]``, empty if it is not wanted. Only where :func:`serves` says so."""
+    kernel = OP.kernels["cpp"]
+    v, c, _ = kernel(
+        call.u, call.weight, *call.parameters, call.J, *call.options, False, accumulate, scale, return_coupling
+    )
+    return v, c
+
+
+def _fake(a: Any) -> tuple[Tensor, ...]:
+    torch._check(a.u.dim() == 3 and a.weight.dim() == 4, lambda: "u must be [B, I, K], weight [1, J or 1, D, K]")
+    (B, I, K), (_, columns, D, size) = a.u.shape, a.weight.shape
+    torch._check(size == K, lambda: "u and weight must agree in K")
+    J, new = columns if a.J is None else a.J, a.u.new_empty
+    given = {"logits": a.logits, "bias": a.bias, "mask": a.mask, "out_mask": a.out_mask}
+    check_fake(given, (B, I, J, D), ())
+    coupling = new((B, I, J) if a.return_coupling else (0,))
+    return new(B, J, D), coupling, new(B, a.num_iterations, J, K, dtype=wide_dtype(a.u.dtype))
+
+
+OP = Op("factored_routing", ("capsfast.dynamic_routing",), _fake, sharded=False, backends=("cpp",))

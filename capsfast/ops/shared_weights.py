@@ -1,0 +1,80 @@
+"""Calls whose weight output or input capsules share, as calls of the ops without it.
+
+Where output capsules share it, the votes are one product of matrices. Where input capsules do, there need be no votes:
+``(W_j u_i) . q_j = u_i . (W_j^T q_j)`` and ``sum_i c_ij W_j u_i = W_j sum_i c_ij u_i``, so that a pass goes over u.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import surely
+from ..arguments import Call
+from ..backend import choose
+from ..precision import in_wide_dtype
+
+# The fewest multiply-adds to save for which more steps pay, by backend; others do not serve votes that output capsules
+# share. That of Triton is a guess, not measured.
+WORTH_IT = {"cpp": 2**20, "triton": 2**30}
+
+
+def with_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *rest: Any) -> tuple[Tensor, ...]:
+    """``run(call, *rest)`` over the votes, which then are in memory: 1 / J of those with a weight of each."""
+
+    def routed(wide: Call) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = run(replace(wide, u=votes(wide), weight=None, P=1), *rest)
+        return found
+
+    return in_wide_dtype(routed, call, narrow)
+
+
+def votes(call: Call) -> Tensor:
+    """``u [B, I, P K]``, ``weight [I or 1, 1, R, K]``, ``mask [B, I]`` to the votes ``[B, I, 1, P R]``."""
+    u, weight, P, D, mask = call.u, call.weight, call.P, call.D, call.parameters.mask
+    assert weight is not None
+    if mask is not None:
+        # What a masked capsule holds must not reach the gradient of the weight.
+        u = u.masked_fill(~mask[:, :, None], 0.0)
+    # Nothing is inferred from a number of elements: of an empty batch that is 0.
+    if weight.shape[0] == 1:
+        x = torch.nn.functional.linear(u if P == 1 else u.unflatten(2, (P, weight.shape[3])), weight[0, 0])
+        return x.flatten(2).unsqueeze(2)
+    B, I, _ = u.shape
+    x = u.reshape(B, I, P, weight.shape[3]).transpose(0, 1).flatten(1, 2)  # [I, B P, K]
+    x = torch.bmm(x, weight[:, 0].transpose(1, 2))
+    return x.reshape(I, B, 1, D).transpose(0, 1)
+
+
+def saves_votes(call: Call, backend: str | None) -> str | None:
+    """The backend of a call whose passes :func:`without_votes` makes quicker; None where it does not."""
+    u, weight, given = call.u, call.weight, call.parameters
+    if weight is None or weight.shape[0] != 1 or call.P != 1:
+        return None
+    if type(u) not in (Tensor, torch.nn.Parameter) or getattr(call.options, "second", False):
+        return None
+    if getattr(given, "precision", None) is not None or getattr(given, "center", None) is not None:
+        return None
+    chosen = choose(call, backend)
+    if chosen not in WORTH_IT:
+        return None
+    (B, I, K), J, D = u.shape, call.J, call.D
+    votes = B * I * J * D * (K + 2) if weight.shape[1] == J else B * I * D * (K + 2 * J)
+    return chosen if surely(votes - 2 * B * J * K * (I + D) > WORTH_IT[chosen]) else None
+
+
+def without_votes(run: Callable[..., Any], narrow: Sequence[int], call: Call, *rest: Any) -> tuple[Tensor, ...]:
+    """The pass ``run(call, *rest)`` over the input capsules, which are votes that all output capsules share."""
+
+    def routed(wide: Call) -> tuple[Tensor, ...]:
+        u, weight, given = wide.u, wide.weight, wide.parameters
+        assert weight is not None
+        matrices = weight[0].expand(wide.J, -1, -1)
+        query = given.query if given.query is None else torch.einsum("bjd,jdk->bjk", given.query, matrices)
+        keys = replace(wide, u=u[:, :, None], weight=None, D=u.shape[2], parameters=given._replace(query=query))
+        mass, first, *others = run(keys, *rest)
+        return mass, torch.einsum("bjk,jdk->bjd", first, matrices), *others
+
+    return in_wide_dtype(routed, call, narrow)

@@ -1,0 +1,112 @@
+// The op factored_routing: tensors of the stable ABI in and out. It runs on the CPU alone.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "cpu/engine.h"
+#include "cpu/factored.h"
+#include "dynamic_routing.h"
+
+namespace capsfast {
+namespace bindings {
+
+class FactoredRouting : Arguments<CpuEngine> {
+ public:
+  static void forward(Stack& stack) {
+    Call call;
+    bool return_coupling;
+    call.take_tensors(stack);
+    call.take_options(stack);
+    stack >> return_coupling;
+    const FactoredProblem p = call.problem();
+    const ScalarType type = call.u.scalar_type(), wide = wide_type(call.u);
+    Tensor v = empty(call.u, {p.B, p.J, p.D}, type),
+           coupling = return_coupling ? empty(call.u, {p.B, p.I, p.J}, type) : empty(call.u, {0}, type),
+           z = empty(call.u, {p.B, p.iterations, p.J, p.K}, wide);
+    if (p.empty()) {
+      // Sums over nothing: what is left is the squashed bias.
+      torch::stable::zero_(z);
+      torch::stable::zero_(v);
+      torch::stable::zero_(coupling);
+    } else {
+      FactoredOutputs out;
+      out.v = view_of(v), out.z = z.data_ptr();
+      if (return_coupling) out.coupling = view_of(coupling);
+      with_team(
+          worth_sharing(p), [&] { with_type(wide, [&](auto zero) { factored_forward<decltype(zero)>(p, out); }); });
+    }
+    stack.give({v, coupling, z});
+  }
+
+  static void backward(Stack& stack) {
+    Call call;
+    OptionalTensor dv, dcoupling;  // [B, J, D] and [B, I, J]
+    Tensor z;                      // [B, r, J, K]
+    stack >> dv >> dcoupling;
+    call.take_tensors(stack);
+    stack >> z;
+    call.take_options(stack);
+    const std::vector<bool> needed = stack.needed(4);
+    const FactoredProblem p = call.problem();
+    if (!dv.has_value()) {
+      dv = empty(call.u, {p.B, p.J, p.D}, call.u.scalar_type());
+      torch::stable::zero_(*dv);
+    }
+    expect("dv", *dv, {p.B, p.J, p.D});
+    expect("z", z, {p.B, p.iterations, p.J, p.K});
+    STD_TORCH_CHECK(z.scalar_type() == wide_type(call.u), "capsfast: z must have the dtype sums are formed in");
+    z = torch::stable::contiguous(z);
+    FactoredInputs in;
+    in.dv = view_of(*dv), in.z = z.data_ptr();
+    if (dcoupling.has_value()) {
+      expect("dcoupling", *dcoupling, {p.B, p.I, p.J});
+      in.dcoupling = view_of(*dcoupling);
+    }
+    BackwardOutputs out;
+    out.per_sample_logits = call.logits.has_value() && call.logits->dim() > 2;
+    const auto gradients = gradients_of(call, p, needed, out);
+    Tensor dlogits = gradient_like(
+               call.logits.value_or(call.u), needed[2] && call.logits.has_value(), p.empty(), &out.dlogits),
+           dbias = gradient_like(call.bias.value_or(call.u), needed[3] && call.bias.has_value(), p.empty(), &out.dbias);
+    if (!p.empty()) {
+      with_team(worth_sharing(p), [&] {
+        with_type(wide_type(call.u), [&](auto zero) { factored_backward<decltype(zero)>(p, in, out); });
+      });
+    }
+    stack.give({gradients.u, gradients.weight, dlogits, dbias});
+  }
+
+ private:
+  struct Call : RoutingArguments {
+    bool accumulate = true;
+    double scale = 1;
+
+    void take_options(Stack& stack) {
+      RoutingArguments::take_options(stack);
+      stack >> accumulate >> scale;
+    }
+    FactoredProblem problem() const {
+      STD_TORCH_CHECK(weight.has_value() && weight->dim() == 4 && weight->size(0) == 1,
+                      "capsfast: weight must be [1, J or 1, D, K]");
+      FactoredProblem p{DynamicRouting<CpuEngine>::problem(*this), accumulate, scale};
+      STD_TORCH_CHECK(p.P == 1, "capsfast: factored_routing takes poses that are vectors");
+      return p;
+    }
+  };
+
+  static bool worth_sharing(const Problem& p) {
+    return double(p.B) * double(p.I) * double(p.J) * double(p.K) * double(p.iterations) >= CpuEngine::kShared;
+  }
+};
+
+}  // namespace bindings
+
+template <class Library>
+void register_factored_routing(Library& library) {
+  library.impl("factored_routing", &bindings::boxed<bindings::FactoredRouting::forward>);
+  library.impl("factored_routing_backward", &bindings::boxed<bindings::FactoredRouting::backward>);
+}
+
+}  // namespace capsfast

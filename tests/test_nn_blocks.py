@@ -1,0 +1,185 @@
+"""Layers of windows that route a block at a time, against the same layers that route all windows at once."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from capsfast.nn import (
+    Capsules,
+    ConvCaps2d,
+    Groups,
+    LowRank,
+    Routing,
+    SlimConvCaps2d,
+    SlimConvCaps3d,
+    SlimConvTransposeCaps2d,
+    SlimConvTransposeCaps3d,
+    _blocks,
+)
+
+f64 = torch.float64
+AXES = {"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (2, 3)}
+CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "conv": (ConvCaps2d, {}),
+    "conv axes": (ConvCaps2d, AXES),
+    "conv wide padding": (ConvCaps2d, {"padding": 6}),
+    "conv in": (ConvCaps2d, {"softmax": "in", "padding": 1}),
+    "conv matrices": (ConvCaps2d, {"pose_rows": 2, "padding": 1}),
+    "conv groups": (ConvCaps2d, {"weight": Groups(2), "padding": 1}),
+    "conv low rank": (ConvCaps2d, {"weight": LowRank(2)}),
+    "conv logits": (ConvCaps2d, {"learned_logits": True, "bias": True, "gradient": "last"}),
+    **{
+        f"conv {name}": (ConvCaps2d, {"routing": name, "padding": 1})
+        for name in ("attention", "cosine", "em", "inverted-attention", "k-means", "self", "self-attention")
+    },
+    "conv variational": (ConvCaps2d, {"routing": "variational", "batch_norm": False, "padding": 1}),
+    "slim": (SlimConvCaps2d, {"padding": 1}),
+    "slim axes": (SlimConvCaps2d, {**AXES, "conv_bias": True}),
+    "slim em": (SlimConvCaps2d, {"routing": "em", "padding": 1, "stride": 2}),
+    "slim own kernels": (SlimConvCaps2d, {"shared": False}),
+    "slim 3-D": (SlimConvCaps3d, {"padding": 1, "routing": "em"}),
+    "transposed": (SlimConvTransposeCaps2d, {"conv_bias": True}),
+    "transposed gaps": (SlimConvTransposeCaps2d, {"kernel_size": 2, "stride": 3, "padding": 0, "output_padding": 2}),
+    "transposed em": (SlimConvTransposeCaps2d, {"routing": "em", "kernel_size": 3, "dilation": 2, "padding": 2}),
+    "transposed 3-D": (SlimConvTransposeCaps3d, {}),
+}
+
+
+def blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int, growth: float = 100.0) -> None:
+    """``growth``: 0 for no graph that is kept; every block is routed again in the backward."""
+    monkeypatch.setattr(_blocks, "BLOCK_BYTES", nbytes)
+    monkeypatch.setattr(_blocks, "GROWTH", growth)
+    monkeypatch.setattr(_blocks, "LEAST_GROWTH", 0)
+
+
+def layer_and_images(name: str, dtype: torch.dtype = f64) -> tuple[Any, list[Tensor]]:
+    kind, options = CASES[name]
+    torch.manual_seed(0)
+    layer: Any = kind(2, 4, 4, 6, **{"kernel_size": 3, **options}, dtype=dtype)
+    size = (4, 3, 5) if "3d" in kind.__name__ else (7, 8)
+    images = [torch.randn(2, 2, 4, *size, dtype=dtype)]
+    if options.get("routing") == "em":
+        images.append(torch.rand(2, 2, *size, dtype=dtype))
+    return layer, [image.requires_grad_() for image in images]
+
+
+def outputs(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else [*found]
+
+
+def results(layer: nn.Module, images: list[Tensor], **options: Any) -> list[Tensor]:
+    """Output capsules and all gradients."""
+    found = outputs(layer(*images))
+    loss = sum((each * torch.linspace(-1, 1, each.numel(), dtype=each.dtype).view_as(each)).sum() for each in found)
+    leaves = [*images, *layer.parameters()]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, **options)
+    return [*found, *gradients]
+
+
+def assert_alike(one: list[Tensor], other: list[Tensor], error: float = 1e-11) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert (a - b).norm() <= error * max(1.0, float(b.detach().norm()))
+
+
+@pytest.mark.rows(12)
+@pytest.mark.parametrize("growth", [100.0, 0.0, 3.0])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_the_whole_image(name: str, growth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, images = layer_and_images(name)
+    wanted = results(layer, images)
+    for nbytes in (1, 2**14):  # a window, some rows
+        blocks(monkeypatch, nbytes, growth)
+        assert_alike(results(layer, images), wanted)
+
+
+def test_second_derivatives_are_those_of_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks(monkeypatch, 600)
+    layer = ConvCaps2d(1, 2, 2, 2, 2, routing="em", num_iterations=2, backend="reference", dtype=f64)
+    poses = torch.randn(1, 1, 2, 3, 3, dtype=f64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x).poses, poses)
+
+
+@pytest.mark.parametrize("name", ["conv em", "slim"])
+def test_gradients_in_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks(monkeypatch, 2**12)
+    layer, images = layer_and_images(name)
+    found = outputs(layer(*images))[0]
+    upstream = torch.randn(2, *found.shape, dtype=f64)
+    (batched,) = torch.autograd.grad(found, images[0], upstream, is_grads_batched=True, retain_graph=True)
+    for each, wanted in zip(upstream, batched, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(found, images[0], each, retain_graph=True)[0], wanted)
+
+
+def test_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.func.functional_call lends parameters, which are gone when the backward routes again."""
+    blocks(monkeypatch, 2**12, 0.0)
+    layer, images = layer_and_images("conv")
+    other = copy.deepcopy(layer)
+    nn.init.normal_(other.routing.W)
+    W = other.routing.W.detach().clone().requires_grad_()
+    found = torch.func.functional_call(layer, {"routing.W": W}, tuple(images))
+    assert_alike(list(torch.autograd.grad(found.sum(), [images[0], W])), results_of_sum(other, images))
+
+
+def results_of_sum(layer: Any, images: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(layer(*images).sum(), [images[0], layer.routing.W]))
+
+
+def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("conv", "slim", "conv em"):
+        layer, images = layer_and_images(name, torch.float32)
+        found = []
+        for nbytes in (2**23, 2**12):
+            blocks(monkeypatch, nbytes, 1.0)
+            with torch.autocast("cpu", torch.bfloat16):
+                out = outputs(layer(*images))[0]
+            found.append(
+                [
+                    out,
+                    *torch.autograd.grad(
+                        out.float().square().sum(),
+                        [*images[:1], *layer.parameters()],
+                        allow_unused=True,
+                        materialize_grads=True,
+                    ),
+                ]
+            )
+        assert_alike(found[1], found[0], 0.05)
+
+
+def test_transforms_see_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks(monkeypatch, 2**12)
+    layer, (poses,) = layer_and_images("conv")
+    each = torch.func.vmap(lambda image: layer(image.unsqueeze(0)).squeeze(0))(poses)
+    torch.testing.assert_close(each, layer(poses))
+    exported = torch.export.export(layer, (poses.detach(),)).module()
+    torch.testing.assert_close(exported(poses.detach()), layer(poses))
+
+
+def test_hooks_of_parts_are_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks(monkeypatch, 2**12)
+    layer, images = layer_and_images("conv")
+    calls: list[int] = []
+    layer.routing.register_forward_hook(lambda *given: calls.append(1))
+    layer(*images)
+    assert len(calls) == 1
+
+
+class OfTheBatch(Routing):
+    """A routing of one's own that says nothing about samples."""
+
+    def route(self, votes: Any, activation: Tensor | None) -> tuple[Tensor, Tensor]:
+        poses = votes.moments().first
+        return poses - poses.mean(0), poses.norm(dim=2)
+
+
+def test_a_routing_that_mixes_samples_sees_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ConvCaps2d(2, 3, 4, 5, routing=OfTheBatch, dtype=f64)
+    poses = torch.randn(2, 2, 4, 6, 6, dtype=f64)
+    wanted: Capsules = layer(poses)
+    blocks(monkeypatch, 2**12)
+    torch.testing.assert_close(layer(poses).poses, wanted.poses)
