@@ -1,18 +1,11 @@
-"""The CapsNet of Sabour, Frosst, Hinton (2017) written the popular way, before and after capsfast.accelerate.
+"""What capsfast.accelerate makes of layers in use, and of the CapsNet of Sabour, Frosst, Hinton (2017) around two.
 
-    python -m benchmarks.accelerate --out docs/records/accelerate-capsnet.json
-
-One model and an accelerated copy of it take turns, so that a drift of the machine meets both. Their outputs and
-gradients are compared first.
+A layer or network and an accelerated copy of it take turns, so that a drift of the machine meets both.
 """
 
-import argparse
 import copy
-import json
-import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,18 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import capsfast
-from capsfast.bench.checkout import why_not_this_one
-from capsfast.bench.record import environment
+from benchmarks.common import CPU, keep, options
 from capsfast.bench.timing import interleave
-from capsfast.files import write_text
+from tests.support.backends import Shape
+from tests.support.published import PUBLISHED, Published
 from tests.support.published_layers import CapsuleLayer, LayerRouting
 
-CPU = torch.device("cpu")
-# Of the routing weight: with these the coupling moves, so that iterations count in the differences. Over the 1152 input
-# capsules it is 1/1152 at first, and votes have to be longer for that.
-WEIGHT_STD = {"in": 10.0, "out": 1.0}
-LEAST_ROUNDS = 9
-KINDS = ("routing forward", "routing forward+backward", "network forward+backward")
+SIZES = Shape(B=32, I=1152, J=10, D=16, K=8)
+# Of the networks.
+BATCH = 128
 
 
 class CapsNet(nn.Module):
@@ -51,11 +41,8 @@ class CapsNet(nn.Module):
         )
         self.softmax = softmax
 
-    def capsules(self, images: Tensor) -> Tensor:
-        return self.primary_capsules(F.relu(self.conv1(images)))
-
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        v = self.digit_capsules(self.capsules(images))
+        v = self.digit_capsules(self.primary_capsules(F.relu(self.conv1(images))))
         if self.softmax == "in":  # [J, B, 1, 1, D]
             v = v.squeeze(3).squeeze(2).transpose(0, 1)
         lengths = v.norm(dim=-1)
@@ -63,113 +50,70 @@ class CapsNet(nn.Module):
         return lengths, self.decoder((v * chosen).flatten(1))
 
 
-def loss_of(model: CapsNet, images: Tensor, labels: Tensor) -> Tensor:
-    """Sabour et al. 2017, eq. 4, and the reconstruction."""
-    lengths, made = model(images)
-    present = F.one_hot(labels, 10)
-    margin = present * F.relu(0.9 - lengths) ** 2 + 0.5 * (1 - present) * F.relu(lengths - 0.1) ** 2
-    return margin.sum(1).mean() + 0.0005 * (made - images.flatten(1)).square().sum(1).mean()
+def timed(step: Callable[[nn.Module], None], own: nn.Module, fast: nn.Module, seconds: float) -> dict[str, float]:
+    timings = interleave({"own": lambda: step(own), "fused": lambda: step(fast)}, CPU, seconds)
+    found = {f"{name}_seconds": timing.median for name, timing in timings.items()}
+    return {**found, "ratio": found["own_seconds"] / found["fused_seconds"]}
 
 
-def differences(own: CapsNet, fast: CapsNet, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """The largest ones, absolute and over the largest number of the tensor: of the outputs and of all gradients."""
-    outputs, gradients = [], []
-    for model in (own, fast):
-        with torch.no_grad():
-            outputs.append(list(model(images)))
-        gradients.append(torch.autograd.grad(loss_of(model, images, labels), list(model.parameters())))
-    found = {}
-    for name, (one, other) in {"outputs": outputs, "gradients": gradients}.items():
-        off = [(a - b).abs().max().item() for a, b in zip(one, other, strict=True)]
-        sizes = [a.abs().max().item() for a in one]
-        found[f"{name}_absolute"] = max(off)
-        found[f"{name}_relative"] = max(each / size for each, size in zip(off, sizes, strict=True))
-    return found
-
-
-def moved(own: CapsNet, u: Tensor) -> float:
-    """How far the iterations after the first move the output, over its largest number."""
-    once = copy.deepcopy(own.digit_capsules)
-    once.num_iterations = 1
-    with torch.no_grad():
-        v = own.digit_capsules(u)
-        return ((v - once(u)).abs().max() / v.abs().max()).item()
-
-
-def measure(softmax: str, batch: int, std: float, seconds: float) -> dict[str, Any]:
+def of_layer(row: Published, seconds: float) -> dict[str, Any]:
+    """The layer at the sizes of the paper's last layer: what is found, and a step forward and backward."""
     torch.manual_seed(0)
-    own = CapsNet(softmax)
-    weight = next(own.digit_capsules.parameters())
-    with torch.no_grad():
-        weight.copy_(std * torch.randn_like(weight))
-    images, labels = torch.rand(batch, 1, 28, 28), torch.randint(10, (batch,))
+    own, (u, *others) = row.make(SIZES), row.example(SIZES)
+    if row.lazy:
+        own(u, *others)
     fast = copy.deepcopy(own)
-    report = capsfast.accelerate(fast, images, seconds=0)
-    if report.fused != ("digit_capsules",):
-        raise SystemExit(f"accelerate: {report}")
-    print(report, flush=True)
-    found: dict[str, Any] = {"softmax": softmax, "batch": batch, "weight_std": std}
-    found["differences"] = differences(own, fast, images, labels)
-    with torch.no_grad():
-        u = own.capsules(images)
-    found["moved_by_iterations"] = moved(own, u)
+    report = capsfast.accelerate(fast, (u, *others), only_faster=False, seconds=0)
+    (layer,) = report.layers
+    found: dict[str, Any] = {"layer": row.name, "fused": bool(report.fused), "reason": layer.reason}
+    if not report.fused:
+        return found
+    assert layer.identification is not None
+    found["float64"] = max(layer.identification.forward_difference, layer.identification.gradient_difference)
     u.requires_grad_()
 
-    def forward(model: CapsNet) -> None:
-        with torch.no_grad():
-            model.digit_capsules(u)
+    def step(each: nn.Module) -> None:
+        v = each(u, *others)
+        torch.autograd.grad(v, [u, *(p for p in each.parameters() if p.requires_grad)], torch.ones_like(v))
 
-    def both(model: CapsNet) -> None:
-        torch.autograd.grad(model.digit_capsules(u).sum(), [u, *model.digit_capsules.parameters()])
-
-    def step(model: CapsNet) -> None:
-        torch.autograd.grad(loss_of(model, images, labels), list(model.parameters()))
-
-    runs: tuple[Callable[[CapsNet], None], ...] = (forward, both, step)
-    for name, run in zip(KINDS, runs, strict=True):
-        steps = {"own": lambda _, run=run: run(own), "fused": lambda _, run=run: run(fast)}
-        timings = interleave(steps, CPU, seconds, LEAST_ROUNDS)
-        ratio = timings["own"].median / timings["fused"].median
-        found[name] = {**{which: asdict(timing) for which, timing in timings.items()}, "speed_up": ratio}
-        print(f"softmax {softmax}, {name}: {ratio:.1f}x", flush=True)
-    return found
+    return found | timed(step, own, fast, seconds)
 
 
-def rows(measured: list[dict[str, Any]]) -> list[str]:
-    """Those of the table in docs/adoption.md."""
-    return [
-        f"| `{found['softmax']}` | {name} | {1e3 * found[name]['own']['median']:.0f} | "
-        f"{1e3 * found[name]['fused']['median']:.0f} | {found[name]['speed_up']:.1f}x |"
-        for found in measured
-        for name in KINDS
-    ]
+def of_network(softmax: str, dtype: torch.dtype | None, seconds: float) -> dict[str, Any]:
+    """A training step of the network, under autocast if a dtype is given."""
+    torch.manual_seed(0)
+    own = CapsNet(softmax)
+    images, labels = torch.rand(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
+    present = F.one_hot(labels, 10)
+    fast = copy.deepcopy(own)
+    # The caller need not know under which autocast the network will run.
+    report = capsfast.accelerate(fast, images)
+
+    def step(model: nn.Module) -> None:
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+            lengths, made = model(images)
+        margin = present * F.relu(0.9 - lengths) ** 2 + 0.5 * (1 - present) * F.relu(lengths - 0.1) ** 2
+        loss = margin.sum(1).mean() + 0.0005 * (made.float() - images.flatten(1)).square().sum(1).mean()
+        torch.autograd.grad(loss, list(model.parameters()))
+
+    found = timed(step, own, fast, seconds)
+    calls = report.calls()["digit_capsules"]
+    assert calls.fused and not calls.own, calls
+    kind = "float32" if dtype is None else f"autocast {dtype}".replace("torch.", "")
+    return {"softmax": softmax, "batch": BATCH, "dtype": kind, **found}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the record goes")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each measurement")
-    parser.add_argument("--std", type=float, help=f"standard deviation of the routing weight, not {WEIGHT_STD}")
-    given = parser.parse_args()
-    hides = why_not_this_one("benchmarks.accelerate")
-    if hides:
-        parser.error(hides)
-    torch.set_num_threads(given.threads)
-    record = {
-        "command": f"python -m benchmarks.accelerate {' '.join(sys.argv[1:])}".strip(),
-        "environment": environment(CPU),
-        "measured": [
-            measure(softmax, given.batch, std if given.std is None else given.std, given.seconds)
-            for softmax, std in WEIGHT_STD.items()
-        ],
-    }
-    for found in record["measured"]:
-        print(f"softmax {found['softmax']}: iterations move the output by {found['moved_by_iterations']:.2f}")
-    print("\n".join(rows(record["measured"])))
-    if given.out is not None:
-        write_text(given.out, json.dumps(record, indent=1) + "\n")
+    given = options("accelerate", __doc__, 2.0)
+    found: dict[str, list[dict[str, Any]]] = {"layers": [], "networks": []}
+    for row in PUBLISHED:
+        found["layers"].append(of_layer(row, given.seconds))
+        print(found["layers"][-1], flush=True)
+    for softmax in ("in", "out"):
+        for dtype in (None, torch.bfloat16):
+            found["networks"].append(of_network(softmax, dtype, given.seconds))
+            print(found["networks"][-1], flush=True)
+    keep(given, "accelerate", **found)
 
 
 if __name__ == "__main__":

@@ -1,93 +1,161 @@
-"""Kinds of routing layers in use, by what their constructors and their checkpoints look like.
+"""Routing layers in use: how each is constructed, what its weight looks like, and which options compute the same.
 
 Axes are written as letters of ``IJDK``; ``1`` is an axis of length 1, letters in brackets are one axis that holds them
 all, the last one fastest. ``"IK(JD)"`` is ``[I, K, J*D]``.
 """
 
+import ast
+import inspect
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import checks
 
 TABLE = "docs/migration.md"
+# The smallest eps there is, for layers without one. Zero vectors then have a gradient, which they lack there.
+NO_EPS = checks.SMALLEST_EPS
+# Published routings form 1 to 10 weighted sums. A larger number that is given alone is rather a size: 16, or 128.
+MOST = 10
+# What arguments mean, by a letter.
+MEANINGS = {
+    "I": "number of input capsules, I",
+    "J": "number of output capsules, J",
+    "K": "size of an input capsule, K",
+    "D": "size of an output capsule, D",
+    "r": "weighted sums formed, at least 1",
+    "n": f"weighted sums formed, from 1 to {MOST}",
+    "+": "weighted sums after the first one, at least 0",
+    "s": "whether all input capsules share one matrix per output capsule",
+    "m": "a margin or a factor",
+    "?": "True or False",
+    ".": "what the class says",
+}
 
 
-class Kind(NamedTuple):
-    """name: of its class in :mod:`capsfast.compat`; other layers have the same name, so it is a hint.
+@dataclass(eq=False)
+class Form:
+    """One way in which a layer in use is constructed. Several layers may share a name.
 
-    arguments: of the constructor, in order. needed: how many of them have no default. parameters: their names in a
-    state dict and the orders their axes may have, the weight first.
+    name: the class in :mod:`capsfast.compat`. arguments: of the constructor, as ``"name letter=default"`` with the
+    letters of :data:`MEANINGS`. weight: name of the parameter and the orders of its axes, the constructor's first (the
+    second where the matrix is shared). takes: what the layer is called with. std: the weight starts as ``std *
+    torch.randn``, with None as the class says. options: what :func:`capsfast.dynamic_routing` needs to compute the
+    same. eps: its default, None where the class takes none. result: its axes, or "v, c". instead: what to use where
+    there is no class.
     """
 
     name: str
-    arguments: tuple[str, ...]
-    needed: int
-    parameters: Mapping[str, tuple[str, ...]]
+    arguments: str
+    weight: str = ""
+    takes: str = "u"
+    std: float | None = 0.01
+    options: Mapping[str, Any] = field(default_factory=dict)
+    eps: float | None = 1e-8
+    result: str = "[B, J, D]"
+    instead: str = ""
 
-    @property
-    def of_votes(self) -> bool:
-        """Whether it is called with votes."""
-        return not any("K" in order for orders in self.parameters.values() for order in orders)
+    def __post_init__(self) -> None:
+        self.letters: dict[str, str] = dict(re.findall(r"(\w+) (\S)", self.arguments))
+        # The arguments that are sizes or iterations, by their letters.
+        self.named = {letter: name for name, letter in self.letters.items()}
+        self.iterations = next((self.named[letter] for letter in "rn+" if letter in self.named), "")
+        self.of_votes = "n" in self.named or "+" in self.named
+        self.weight_name, *self.orders = self.weight.split() or [""]
+        self.inputs = self.takes.split()
+        by_name = self.arguments.startswith("*, ")
+        kind = inspect.Parameter.KEYWORD_ONLY if by_name else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        found = []
+        for name, default in re.findall(r"(\w+) \S(?:=(\S+?))?(?:,|$)", self.arguments):
+            value = ast.literal_eval(default) if default else inspect.Parameter.empty
+            found.append(inspect.Parameter(name, kind, default=value))
+        # The arguments of the layer in use. The class here takes eps in addition.
+        self.call = self.signature = inspect.Signature(found)
+        if self.eps is not None:
+            eps = inspect.Parameter("eps", inspect.Parameter.KEYWORD_ONLY, default=self.eps)
+            self.signature = inspect.Signature([*found, eps])
 
 
-FOUR_SIZES = ("in_capsules", "out_capsules", "in_dim", "out_dim", "num_iterations")
+IN, LAST = {"softmax": "in"}, {"gradient": "last"}
+LAST_OUTSIDE = {"gradient": "last", "squash": "eps_outside"}
+FOUR_SIZES = "in_capsules I, out_capsules J, in_dim K, out_dim D, num_iterations r=3"
+LINEAR = (
+    "out_capsules J, in_length K, out_length D, in_capsules .=None, share_weight s=True, routing_type .='dynamic', "
+    "num_iterations r=3, squash ?=False, bias ?=False, return_prob ?=False"
+)
 
-KINDS = (
-    Kind("DynamicRouting", FOUR_SIZES, 4, {"W": ("1IJDK", "IJDK")}),
-    Kind("DynamicRouting", ("num_iterations",), 0, {}),
-    Kind("DynamicRoutingLayer", (*FOUR_SIZES, "share_weights"), 4, {"W": ("IJDK", "1JDK")}),
-    Kind(
-        "DigitCaps", ("num_lower", "num_higher", "lower_dim", "higher_dim", "num_routing"), 4, {"W": ("IJDK", "1IJDK")}
+FORMS = (
+    Form("DynamicRouting", FOUR_SIZES, "W 1IJDK IJDK", "x", 1.0),
+    Form("DynamicRouting", "num_iterations n=3", takes="u_hat batch_size"),
+    Form(
+        "DynamicRouting",
+        "num_input_capsules I, num_output_capsules J, input_capsule_dim K, output_capsule_dim D, num_iterations r=3",
+        "weight IJKD",
+        std=0.1,
     ),
-    Kind(
+    Form("DynamicRouting", "n_in I, n_out J, in_dim K, out_dim D, n_iters r=3", "W IJDK 1IJDK", result="v, c"),
+    Form(
+        "DynamicRouting",
+        "j J, n D, bias_routing ?",
+        instead="capsfast.nn.RoutingByAgreement(iters)(u_hat.transpose(1, 2), bias=bias)",
+    ),
+    Form("DynamicRoutingLayer", f"{FOUR_SIZES}, share_weights s=False", "W IJDK 1JDK", std=0.1, options=LAST),
+    Form("DigitCaps", "num_lower I, num_higher J, lower_dim K, higher_dim D, num_routing r=3", "W IJDK 1IJDK"),
+    Form(
+        "DigitCaps",
+        "in_dim K, in_caps I, num_caps J, dim_caps D, num_routing r",
+        "W 1JIDK JIDK",
+        "x",
+        options=LAST_OUTSIDE,
+    ),
+    Form(
+        "DigitCaps",
+        "num_capsules J, num_routes I, in_channels K, out_channels D",
+        instead="capsfast.compat.averaged_routing(u, W[0], softmax='in')",
+    ),
+    Form(
         "DigitCapsules",
-        ("num_caps_in", "dim_caps_in", "num_caps_out", "dim_caps_out", "routing_iters"),
-        4,
-        {"W": ("1IJDK", "IJDK")},
+        "num_caps_in I, dim_caps_in K, num_caps_out J, dim_caps_out D, routing_iters r=3",
+        "W 1IJDK IJDK",
+        "x",
     ),
-    Kind("Router", ("in_caps", "out_caps", "in_d", "out_d", "iterations"), 5, {"weight": ("IJKD",)}),
-    Kind(
+    Form("Router", "in_caps I, out_caps J, in_d K, out_d D, iterations r", "weight IJKD", std=1.0, options=IN),
+    Form(
         "CapsuleLayer",
-        ("num_capsules", "num_route_nodes", "in_channels", "out_channels", "kernel_size", "stride", "num_iterations"),
-        4,
-        {"route_weights": ("JIKD",)},
+        "num_capsules J, num_route_nodes ., in_channels K, out_channels D, kernel_size .=None, stride .=None, "
+        "num_iterations r=3",
+        "route_weights JIKD",
+        "x",
+        1.0,
+        IN,
+        NO_EPS,
+        "[J, B, 1, 1, D]",
     ),
-    Kind(
+    Form(
         "DenseCapsule",
-        ("in_num_caps", "in_dim_caps", "out_num_caps", "out_dim_caps", "routings"),
-        4,
-        {"weight": ("JIDK",)},
+        "in_num_caps I, in_dim_caps K, out_num_caps J, out_dim_caps D, routings r=3",
+        "weight JIDK",
+        "x",
+        options=LAST_OUTSIDE,
     ),
-    Kind("AgreementRouting", ("input_caps", "output_caps", "n_iterations"), 3, {"b": ("IJ",)}),
-    Kind(
+    Form("AgreementRouting", "input_caps I, output_caps J, n_iterations +", "b IJ", "u_predict", 0.0, eps=NO_EPS),
+    Form(
         "CapsLayer",
-        ("input_caps", "input_dim", "output_caps", "output_dim", "routing_module"),
-        5,
-        {"weights": ("IK(JD)",), "routing_module.b": ("IJ",)},
+        "input_caps I, input_dim K, output_caps J, output_dim D, routing_module .",
+        "weights IK(JD)",
+        "caps_output",
+        None,
+        eps=None,
     ),
-    Kind(
-        "CapsuleLinear",
-        (
-            "out_capsules",
-            "in_length",
-            "out_length",
-            "in_capsules",
-            "share_weight",
-            "routing_type",
-            "num_iterations",
-            "squash",
-            "bias",
-            "return_prob",
-        ),
-        3,
-        {"weight": ("JDK", "JIDK"), "bias": ("JD",)},
-    ),
+    Form("CapsuleLinear", LINEAR, "weight JIDK JDK", "input", None, eps=NO_EPS),
 )
 
 LOSSES = (
-    Kind("MarginLoss", ("m_pos", "m_neg", "lambda_"), 3, {}),
-    Kind("MarginLoss", ("n_labels", "m_positive", "m_negative", "lambda_"), 3, {}),
-    Kind("MarginLoss", ("m_plus", "m_minus", "lambda_"), 0, {}),
+    Form("MarginLoss", "m_pos m, m_neg m, lambda_ m", takes="lengths targets size_average", eps=None),
+    Form("MarginLoss", "n_labels J, m_positive m, m_negative m, lambda_ m=0.5", takes="v labels", eps=None),
+    Form("MarginLoss", "*, m_plus m=0.9, m_minus m=0.1, lambda_ m=0.5", takes="y_pred y_true", eps=None),
 )
 
 # From a weight w of these axes to [I, J, D, K].
@@ -116,33 +184,58 @@ def spelled(order: str) -> str:
     return "[" + ", ".join("*".join(axis) for axis in axes(order)) + "]"
 
 
+def shape_of(order: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    lengths = {**sizes, "1": 1}
+    return tuple(math.prod(lengths[letter] for letter in axis) for axis in axes(order))
+
+
 def orders_of(shape: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
     """The orders of :data:`CONVERSIONS` in which a weight of this shape may have its axes."""
-    lengths = {**sizes, "1": 1}
-    return [
-        order
-        for order in CONVERSIONS
-        if [math.prod(lengths[letter] for letter in axis) for axis in axes(order)] == list(shape)
-    ]
+    return [order for order in CONVERSIONS if shape_of(order, sizes) == tuple(shape)]
 
 
-def called_with(kinds: Sequence[Kind], positional: int, keywords: Collection[str]) -> list[Kind]:
-    """Those of the kinds whose constructor takes such a call."""
-    return [
-        kind
-        for kind in kinds
-        if set(keywords) <= set(kind.arguments[positional:])
-        and kind.needed <= len({*kind.arguments[:positional], *keywords})
-        and positional <= len(kind.arguments)
-    ]
+def with_weight(name: str, orders: Collection[str]) -> list[Form]:
+    """The forms whose weight has this name and one of these orders."""
+    return [form for form in FORMS if name == form.weight_name and set(form.orders) & set(orders)]
 
 
-def with_weight(name: str, orders: Collection[str]) -> list[Kind]:
-    """The kinds whose weight has this name and one of these orders."""
-    return [kind for kind in KINDS if set(kind.parameters.get(name, ())) & set(orders)]
+def given(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by name, None where the form does not take the call."""
+    try:
+        return form.signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
 
 
-def listed(kinds: Sequence[Kind]) -> str:
+def fits(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may mean this form: its arguments are there, with values of the right type."""
+    found = given(form, args, kwargs)
+    return found is not None and all(_may_be(form.letters.get(name, "."), value) for name, value in found.items())
+
+
+def _may_be(letter: str, value: object) -> bool:
+    if letter in "?s":
+        return isinstance(value, bool)
+    if letter == "m":
+        return isinstance(value, (int, float)) and not (isinstance(value, int) and value > 1)
+    if letter == "n" and isinstance(value, int) and value > MOST:
+        return False
+    return letter == "." or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def listed(forms: Sequence[Form]) -> str:
     """Their classes as text, each once."""
-    names = list(dict.fromkeys(f"capsfast.compat.{kind.name}" for kind in kinds))
+    names = list(dict.fromkeys(f"capsfast.compat.{form.name}" for form in forms))
     return " or ".join(([", ".join(names[:-1])] if names[:-1] else []) + names[-1:])
+
+
+def lead(op: str, forms: Sequence[Form], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The end of a message: what a call that ``op`` does not take may mean."""
+    meant = [form for form in forms if fits(form, args, kwargs)]
+    text = "".join(f"; for {form.name}{form.call} use {form.instead}" for form in meant if form.instead)
+    classes = [form for form in meant if not form.instead and f"capsfast.compat.{form.name}" != op]
+    if classes:
+        text += f"; {listed(classes)} can be called so"
+        if any(form.of_votes for form in classes) and op != "capsfast.nn.RoutingByAgreement":
+            text += ", and for votes capsfast.nn.RoutingByAgreement"
+    return f"{text}; see {TABLE}"

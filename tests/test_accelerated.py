@@ -1,7 +1,9 @@
 """Models that capsfast.accelerate changed: what else is done with models goes on as before."""
 
 import copy
+import importlib
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+import capsfast
 from capsfast.adopt import undo
-from capsfast.adopt.verification import relative
+from capsfast.adopt.beside import TOLERANCE, relative
 
 from .support import published_layers as layers
-from .support.adopted import IMAGES, Choosy, Net, accelerate, assert_same, calls_own_forward, undone_copy
+from .support.adopted import IMAGES, Net, Plain, accelerate, assert_same, example, undone_copy, variant
 
 
 @pytest.fixture
@@ -34,63 +37,69 @@ def both() -> tuple[Net, Net]:
     return fast, plain
 
 
-def test_calls_that_were_not_verified_run_the_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, u = Choosy(7, 4, 6, 5, 3), torch.randn(4, 7, 6)
-    plain = copy.deepcopy(layer)
-    assert accelerate(layer, u).fused == ("",)
-    own = calls_own_forward(layer, monkeypatch)
-    torch.testing.assert_close(layer(u[:2]), plain(u[:2]))
-    assert own() == 1  # of the plain one
-    mask = torch.ones(4, 7)
-    mask[:, 3:] = 0
-    for call in (lambda each: each(u, mask), lambda each: each(u, iterations=1), lambda each: each(u, None, 2)):
-        before = own()
-        torch.testing.assert_close(call(layer), call(plain), rtol=0, atol=0)
-        assert own() == before + 2
+def choosy(self: Plain, u: Tensor, mask: Tensor | None = None, iterations: int = 3) -> Any:
+    """A forward with further arguments."""
+    return Plain.forward(self, u if mask is None else u * mask[:, :, None], iterations)
+
+
+def test_calls_that_were_not_compared_run_the_own_forward_and_it_warns_once() -> None:
+    layer, u = variant(forward=choosy), example()
+    plain, report = copy.deepcopy(layer), accelerate(layer, u)
+    mask = (torch.arange(7) < 4) * torch.ones(5, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # The same call in other words: by name, with a default written out, on other samples.
+        for v in (
+            layer(u),
+            layer(u=u),
+            layer(u, None),
+            layer(u, mask=None, iterations=3),
+            layer(torch.cat([u, u]))[:5],
+        ):
+            torch.testing.assert_close(v, plain(u), rtol=1e-4, atol=1e-5)
+    assert vars(report.calls()[""]) == {"fused": 5, "own": 0, "why": ""}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for n, call in enumerate((lambda each: each(u, mask), lambda each: each(u, iterations=1)), 1):
+            torch.testing.assert_close(call(layer), call(plain), rtol=0, atol=0)
+            assert report.calls()[""].own == n
+    (one,) = said
+    assert "runs its own forward, because it was called with other arguments" in str(one.message)
+    layer.kept = 1
+    torch.testing.assert_close(layer(u), plain(u), rtol=0, atol=0)
+    assert vars(report.calls()[""]) == {"fused": 5, "own": 3, "why": "its `kept` is not what it was"}
     with pytest.raises(RuntimeError):
         layer(torch.randn(4, 8, 6))
 
 
-def test_a_setting_that_changes_is_followed(images: Tensor) -> None:
-    layer, u = layers.DigitCaps(7, 4, 6, 5), torch.randn(4, 7, 6)
-    accelerate(layer, u)
-    plain = undone_copy(layer)
-    for each in (layer, plain):
-        each.num_routing = 1
-    torch.testing.assert_close(layer(u), plain(u), rtol=0, atol=0)
-    nested = Net()
-    accelerate(nested, images)
-    inner = undone_copy(nested)
-    for each in (nested, inner):
-        each.eval().second.routing_module.n_iterations = 0
-    assert_same(nested, inner, images)
+def test_one_sample_of_a_layer_that_squeezes() -> None:
+    layer, u = variant(forward=lambda self, u: Plain.forward(self, u).squeeze()), example()
+    plain, report = copy.deepcopy(layer), accelerate(layer, u)
+    with pytest.warns(UserWarning, match="with one sample, for which it gives another shape"):
+        v = layer(u[:1])
+    torch.testing.assert_close(v, plain(u[:1]), rtol=0, atol=0)
+    assert v.shape == (4, 5) and layer(u[:2]).shape == (2, 4, 5)
+    assert (report.calls()[""].fused, report.calls()[""].own) == (1, 1)
 
 
-def test_an_argument_that_is_the_batch_size_and_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_that_is_the_batch_size_and_one_that_is_not() -> None:
     routing, votes = layers.DynamicRouting(3), torch.randn(3, 7, 4, 5)
-    accelerate(routing, (votes, 3))
-    own = calls_own_forward(routing, monkeypatch)
-    v = routing(votes[:2], 2)
-    assert own() == 0
-    torch.testing.assert_close(v, layers.DynamicRouting(3)(votes[:2], 2))
-
-    layer, u = Choosy(7, 4, 6, 5, 3), torch.randn(2, 7, 6)
-    accelerate(layer, (u, None, 2))
-    plain = undone_copy(layer)
-    torch.testing.assert_close(layer(u, None, 2), plain(u, None, 2))
-    three = torch.randn(3, 7, 6)
-    torch.testing.assert_close(layer(three, None, 3), plain(three, None, 3))
-    torch.testing.assert_close(layer(three, None, 2), plain(three, None, 2))
+    plain, report = copy.deepcopy(routing), accelerate(routing, (votes, 3))
+    torch.testing.assert_close(routing(votes[:2], 2), plain(votes[:2], 2))
+    assert report.calls()[""].own == 0
+    layer, u = variant(forward=choosy), example()
+    plain, _ = copy.deepcopy(layer), accelerate(layer, (u[:2], None, 2))
+    for B, n in ((2, 2), (3, 3), (3, 2)):
+        torch.testing.assert_close(layer(u[:B], None, n), plain(u[:B], None, n), rtol=1e-4, atol=1e-5)
 
 
-def test_hooks_in_a_layer_that_come_later_run() -> None:
-    layer, u = layers.CapsLayer(7, 6, 4, 5, layers.AgreementRouting(7, 4, 1)), torch.randn(3, 7, 6)
-    accelerate(layer, u)
-    seen = []
-    layer.routing_module.register_forward_hook(lambda module, args, v: seen.append(v))
-    plain = undone_copy(layer)(u)
-    del seen[:]
-    torch.testing.assert_close(layer(u), plain, rtol=0, atol=0)
+def test_a_setting_or_a_hook_that_comes_later_is_followed(both: tuple[Net, Net], images: Tensor) -> None:
+    fast = copy.deepcopy(both[0])
+    fast.second.routing_module.n_iterations = 0
+    assert_same(fast, undone_copy(fast), images)
+    fast, seen = copy.deepcopy(both[0]), []
+    fast.second.routing_module.register_forward_hook(lambda module, args, v: seen.append(v))
+    torch.testing.assert_close(fast(images), both[1](images))
     assert len(seen) == 1
 
 
@@ -167,6 +176,22 @@ def test_it_compiles_in_one_graph(both: tuple[Net, Net], images: Tensor) -> None
     assert len([node for node in graphs[0].graph.nodes if "capsfast" in str(node.target)]) == 2
 
 
+def test_a_fused_layer_that_is_compiled_itself_stays_fused(both: tuple[Net, Net]) -> None:
+    # Lightning puts a torch.compile of its own in place of torch's, which writes an attribute into the layer.
+    importlib.import_module("lightning.fabric")
+    layer, u = copy.deepcopy(both[0].first), torch.randn(3, 16, 6)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(u), both[0].first(u), rtol=0, atol=0)
+    assert not layer._capsfast_fused.state.changed(layer)
+
+
+def test_a_second_call_says_and_counts_nothing(both: tuple[Net, Net], images: Tensor) -> None:
+    fast = copy.deepcopy(both[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerate(fast, images)
+
+
 def test_it_exports(both: tuple[Net, Net], images: Tensor) -> None:
     program = torch.export.export(both[0], (images,))
     assert len([node for node in program.graph.nodes if "capsfast" in str(node.target)]) == 2
@@ -202,9 +227,8 @@ def test_torch_fx_and_torchscript(both: tuple[Net, Net], images: Tensor) -> None
         torch.jit.script(both[0])
 
 
-def test_a_compiled_model_is_accelerated_inside(images: Tensor) -> None:
-    model = nn.Sequential(layers.Router(16, 4, 6, 5, 2)).eval()
-    u = images.new_ones(3, 16, 6)
+def test_a_compiled_model_is_accelerated_inside() -> None:
+    model, u = nn.Sequential(Plain()), example()
     compiled = torch.compile(model, backend="eager")
     v = compiled(u)
     assert accelerate(compiled, u).fused == ("_orig_mod.0",)
@@ -214,30 +238,81 @@ def test_a_compiled_model_is_accelerated_inside(images: Tensor) -> None:
     torch.testing.assert_close(compiled(u), v, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
-    layer = layers.CapsuleLinear(4, 6, 5, 7, share_weight=False, squash=True).to(dtype)
-    u = torch.randn(3, 7, 6, dtype=dtype)
-    plain = copy.deepcopy(layer)
-    assert accelerate(layer, u).fused == ("",)
-    assert layer(u).dtype == dtype and relative(layer(u), plain(u)) < {torch.float64: 1e-12}.get(dtype, 5e-2)
+LOW = (torch.bfloat16, torch.float16)
 
 
-def test_a_model_under_autocast() -> None:
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.caps = layers.DenseCapsule(7, 6, 4, 5)
-
-        def forward(self, u: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return self.caps(u).float()
-
-    model, u = Cast(), torch.randn(3, 7, 6)
+@pytest.mark.parametrize(
+    ("inside", "dtype"),
+    [(True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float16)],
+)
+def test_mixed_precision_of_a_whole_network(inside: bool, dtype: torch.dtype, images: Tensor) -> None:
+    """Convolutions in front give bfloat16, the weights are float32: the usual CapsNet in training."""
+    model = Net().eval()
+    with torch.no_grad():
+        model.first.W *= 100  # float16 has no numbers for the capsules of untrained layers
     plain = copy.deepcopy(model)
-    report = accelerate(model, u)
-    assert report.fused == ("caps",), report
-    assert relative(model(u), plain(u)) < 2e-2
+    with torch.autocast("cpu", dtype, enabled=inside):
+        report = accelerate(model, images)
+    assert report.fused == ("first", "second"), report
+    with torch.autocast("cpu", dtype):
+        v, own = model(images), plain(images)
+        assert v.dtype == own.dtype and relative(v, own) < TOLERANCE[dtype]
+        assert_close_gradients(model, plain, images)
+    torch.testing.assert_close(model(images), plain(images), rtol=1e-4, atol=1e-5)
+    assert {name: (each.fused, each.own) for name, each in report.calls().items()} == {
+        "first": (3, 0), "second": (3, 0)
+    }  # fmt: skip
+
+
+def assert_close_gradients(model: nn.Module, plain: nn.Module, images: Tensor) -> None:
+    """As a whole: of single numbers bfloat16 leaves little."""
+    grads = [torch.autograd.grad(each(images).float().sum(), list(each.parameters())) for each in (model, plain)]
+    one, other = (torch.cat([grad.flatten().float() for grad in each]) for each in grads)
+    assert (one - other).norm() < 0.05 * other.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW], ids=str)
+def test_a_model_that_is_cast_later(dtype: torch.dtype) -> None:
+    layer = layers.CapsuleLinear(4, 6, 5, 7, share_weight=False, squash=True)
+    u = torch.randn(3, 7, 6)
+    report = accelerate(layer, u)
+    plain = undone_copy(layer).to(dtype)
+    v = layer.to(dtype)(u.to(dtype))
+    assert v.dtype == dtype and relative(v, plain(u.to(dtype))) < TOLERANCE[dtype]
+    assert vars(report.calls()[""]) == {"fused": 1, "own": 0, "why": ""}
+
+
+def test_dtypes_that_the_own_forward_does_not_take_stay_its_matter() -> None:
+    """Its torch.zeros is float32; einsum takes no two dtypes. A result in float32, by name, stays float32."""
+
+    def forward(self: Any, u: Tensor) -> Any:
+        votes = self.votes(u)
+        b = torch.zeros(votes.shape[:3])
+        for _ in range(2):
+            v = layers.squash(torch.einsum("bij,bijd->bjd", b.softmax(2), votes), 1e-8)
+            b = b + torch.einsum("bijd,bjd->bij", votes, v)
+        return v.float()
+
+    layer, u = variant(forward=forward), example()
+    report = accelerate(layer, u)
+    assert report.fused == ("",)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(u).dtype == torch.float32
+    with (
+        pytest.warns(UserWarning, match="does not run on bfloat16"),
+        pytest.raises(RuntimeError, match="expected scalar"),
+    ):
+        layer.bfloat16()(u.bfloat16())
+    assert (report.calls()[""].fused, report.calls()[""].own) == (1, 1)
+
+
+def test_a_model_that_was_low_before() -> None:
+    layer = layers.CapsuleLinear(4, 6, 5, 7, share_weight=False, squash=True).bfloat16()
+    u = example().bfloat16()
+    plain, report = copy.deepcopy(layer), accelerate(layer, u)
+    assert report.fused == ("",), report
+    assert layer(u).dtype == plain(u).dtype and relative(layer(u), plain(u)) < TOLERANCE[torch.bfloat16]
+    assert capsfast.identify(layer, u) == report[""].identification
 
 
 class Digits(nn.Module):

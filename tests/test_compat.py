@@ -22,6 +22,9 @@ B, I, J, D, K = SIZES
 # What capsfast.compat has beyond the rows of the table that are routing layers of one result.
 MORE = [
     Published(
+        "coupling", lambda k, s: k.DynamicRouting(n_in=s.I, n_out=s.J, in_dim=s.K, out_dim=s.D, n_iters=2), "IJDK"
+    ),
+    Published(
         "primary capsules",
         lambda k, s: k.CapsuleLayer(8, -1, 3, 4, kernel_size=3, stride=2),
         None,
@@ -59,27 +62,26 @@ def tensors_of(found: Any) -> tuple[Tensor, ...]:
 
 
 @by_row
-def test_state_dicts_are_the_same_and_load_both_ways(row: Published) -> None:
+def test_parameters_start_alike_load_both_ways_and_are_copied(row: Published) -> None:
     theirs, ours = both(row)
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
     for into, source in ((ours, theirs), (theirs, ours)):
         for parameter in source.parameters():
             nn.init.normal_(parameter)
         into.load_state_dict(source.state_dict(), strict=True)
-        assert {name: value.shape for name, value in into.state_dict().items()} == {
-            name: value.shape for name, value in source.state_dict().items()
-        }
         assert all(torch.equal(value, source.state_dict()[name]) for name, value in into.state_dict().items())
+    given = row.example()
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(copied) is type(ours) and repr(copied) == repr(ours)
+        assert all(
+            torch.equal(*pair) for pair in zip(tensors_of(copied(*given)), tensors_of(ours(*given)), strict=True)
+        )
 
 
 @by_row
-def test_a_seed_starts_both_with_the_same_parameters(row: Published) -> None:
-    theirs, ours = both(row)
-    assert list(theirs.state_dict()) == list(ours.state_dict())
-    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
-
-
-@by_row
-def test_results_and_gradients_are_the_same(row: Published) -> None:
+def test_results_and_gradients_are_the_same_and_finite_for_zeros(row: Published) -> None:
+    """Layers without eps have NaN for zeros."""
     with float64():
         theirs, ours = both(row)
         for parameter in theirs.parameters():
@@ -87,12 +89,13 @@ def test_results_and_gradients_are_the_same(row: Published) -> None:
         ours.load_state_dict(theirs.state_dict())
         given = row.example()
         results = []
-        for layer in (theirs, ours):
-            leaf = given[0].clone().requires_grad_()
+        for layer, factor in ((theirs, 1), (ours, 1), (ours, 0)):
+            leaf = (factor * given[0]).requires_grad_()
             found = tensors_of(layer(leaf, *given[1:]))
             seeds = [torch.linspace(-1, 1, each.numel()).view(each.shape) for each in found]
             results.append((found, torch.autograd.grad(found, [leaf, *layer.parameters()], seeds)))
     plain.assert_same(results[1], results[0], 1e-10)
+    assert all(each.isfinite().all() for part in results[2] for each in part)
 
 
 @pytest.mark.rows(4)
@@ -112,48 +115,44 @@ def test_is_one_node_for_torch_fx() -> None:
     torch.testing.assert_close(traced(u), layer(u))
 
 
-@pytest.mark.parametrize("kind", kinds.KINDS, ids=lambda kind: f"{kind.name} of {len(kind.arguments)}")
-def test_signatures_are_those_of_the_published_layers(kind: kinds.Kind) -> None:
-    """Names, order and defaults; keywords of our own come after them."""
-    values = {"routing_module": nn.Identity(), "share_weights": False, "kernel_size": 1, "stride": 1}
-    values |= {"in_capsules": None} if kind.name == "CapsuleLinear" else {}
-    given = {name: values.get(name, 2) for name in kind.arguments[: max(kind.needed, 1)]}
-    parameters = []
-    for namespace in (published_layers, compat):
-        layer = getattr(namespace, kind.name)(**given)
-        signature = inspect.signature(type(layer).__init__).parameters
-        parameters.append([(p.name, p.default, p.kind) for p in signature.values() if p.kind is not p.KEYWORD_ONLY])
-    assert parameters[0] == parameters[1]
-    assert [name for name, *_ in parameters[0][1:]] == list(kind.arguments)
-    assert sum(default is inspect.Parameter.empty for _, default, _ in parameters[0][1:]) == kind.needed
+CLASSES = [form for form in kinds.FORMS if not form.instead]
 
 
-def test_kinds_are_the_published_ones() -> None:
-    """Every row of the table is of one kind, with this weight, and every kind has a row."""
-    found = []
-    for row in PUBLISHED:
-        if row.compat:
-            weight = row.weight or row.logits
-            of_row = [
-                kind
-                for kind in kinds.KINDS
-                if row.name.startswith(kind.name)
-                and (not kind.parameters if weight is None else (row.order or "IJ") in kind.parameters.get(weight, ()))
-            ]
-            found += [kind for kind in of_row if kind.name == re.split(r" of|,", row.name)[0]]
-    assert all(kind in found for kind in kinds.KINDS)
-    assert {kind.name for kind in kinds.KINDS} < set(compat.__all__)
+@pytest.mark.parametrize("form", CLASSES, ids=lambda form: f"{form.name}{form.call}")
+def test_forms_are_called_as_the_published_layers(form: kinds.Form) -> None:
+    """Names, order and defaults; eps of our own comes after them."""
+    own = {"routing_module": nn.Identity(), "num_route_nodes": 2}
+    given = {name: own.get(name, 2) for name, each in form.call.parameters.items() if each.default is each.empty}
+    theirs = getattr(published_layers, form.name)(**given or {"num_iterations": 2})
+    parameters = inspect.signature(type(theirs)).parameters.values()
+    assert [(each.name, each.default, each.kind) for each in parameters] == [
+        (each.name, each.default, each.kind) for each in form.call.parameters.values()
+    ]
+    ours = getattr(compat, form.name)
+    if ours is not compat.CapsuleLinear:  # which shares its weight by default, and knows no I
+        assert (form.std is None) or all(
+            name in inspect.getdoc(ours) for name in form.letters if name != "num_route_nodes"
+        )
+    if sum(each.name == form.name for each in CLASSES) == 1:
+        assert inspect.signature(ours) == form.signature
 
 
-@pytest.mark.parametrize("make", [lambda: compat.DynamicRouting(I, J, K, D), lambda: compat.DigitCaps(I, J, K, D)])
-def test_an_axis_of_length_1_in_front_of_the_weight(make: Callable[[], Any]) -> None:
-    """A checkpoint has it or not, and is saved as it came. The parameter and its optimizer stay as they are."""
-    layer, u = make(), torch.randn(B, I, K)
+def test_every_form_has_a_published_layer_and_a_class() -> None:
+    rows = [re.split(r" of|,", row.name)[0] for row in PUBLISHED if row.compat]
+    assert {form.name for form in CLASSES} == {*rows} < {*compat.__all__}
+    orders = {(row.weight or row.logits, row.order or "IJ") for row in PUBLISHED if row.compat}
+    assert {tuple(form.weight.split()[:2]) for form in CLASSES if form.weight} <= orders
+
+
+@pytest.mark.parametrize("make", [compat.DynamicRouting, compat.DigitCaps])
+def test_an_axis_of_length_1_in_front_of_the_weight(make: Callable[..., Any]) -> None:
+    """A checkpoint has the axis or not, and is saved as it came. The parameter and its optimizer stay as they are."""
+    layer, u = make(I, J, K, D), torch.randn(B, I, K)
     parameter, own = layer.W, layer.W.shape
     optimizer = torch.optim.Adam(layer.parameters())
     for shape in ((I, J, D, K), (1, I, J, D, K), (I, J, D, K)):
-        state = {"W": torch.randn(shape)}
-        W = state["W"]
+        W = torch.randn(shape)
+        state = {"W": W}
         layer.load_state_dict(state)
         saved = layer.state_dict()["W"]
         assert torch.equal(saved, W) and state["W"] is W and saved.data_ptr() == parameter.data_ptr()
@@ -167,6 +166,24 @@ def test_an_axis_of_length_1_in_front_of_the_weight(make: Callable[[], Any]) -> 
     assert layer.W.shape == own and layer.state_dict()["W"].shape == (1, I, J, D, K) and not layer(u).any()
     with pytest.raises(RuntimeError, match="size mismatch for W"):
         layer.load_state_dict({"W": torch.randn(J, I, D, K)})
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "shape", "said"),
+    [
+        (compat.DigitCaps(K, I, J, D, 3), "W", (I, J, D, K), "(num_lower=7, num_higher=4, lower_dim=6, higher_dim=5)"),
+        (compat.DigitCaps(K, I, J, D, 3), "W", (1, J, I, D, K), "(in_dim=6, in_caps=7, num_caps=4, dim_caps=5)"),
+        (compat.DigitCaps(I, J, K, D, 3), "W", (J, I, D, K), "(in_dim=6, in_caps=7, num_caps=4, dim_caps=5)"),
+        (compat.DynamicRouting(I, J, K, D), "weight", (I, J, K, D), "(num_input_capsules=7, num_output_capsules=4, "),
+        (compat.DynamicRouting(I, K, J, D), "W", (I, J, D, K), "(n_in=7, n_out=4, "),
+    ],
+)
+def test_a_weight_of_sizes_in_another_order_says_how_its_layer_is_called(
+    layer: nn.Module, name: str, shape: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(RuntimeError) as found:
+        nn.Sequential(layer).load_state_dict({f"0.{name}": torch.zeros(shape)})
+    assert f"{type(layer).__name__}{said}" in str(found.value) and "see docs/migration.md" in str(found.value)
 
 
 def test_the_checkpoint_of_an_optimizer_has_the_shape_of_the_parameter() -> None:
@@ -183,7 +200,7 @@ def test_the_checkpoint_of_an_optimizer_has_the_shape_of_the_parameter() -> None
 
 
 class Derived(compat.DynamicRouting):
-    """Of either form, as it is called."""
+    """Its arguments say which form it is."""
 
 
 class DerivedOfCapsules(compat.DynamicRouting):
@@ -202,30 +219,15 @@ class DerivedOfVotes(compat.DynamicRouting):
 
 def test_classes_derived_from_dynamic_routing() -> None:
     u, votes = torch.randn(B, I, K), torch.randn(B, I, J, D)
-    layer = Derived(I, J, K, D)
+    layer, other, wanted = Derived(I, J, K, D), DerivedOfCapsules(D), capsfast.route_votes(votes, 2)
     assert torch.equal(layer(x=u), capsfast.dynamic_routing(u, layer.W[0]))
-    assert torch.equal(Derived(2)(votes, B), capsfast.route_votes(votes, 2))
-    assert torch.equal(Derived(num_iterations=2)(u_hat=votes, batch_size=B), capsfast.route_votes(votes, 2))
-    assert torch.equal(DerivedOfVotes()(votes), capsfast.route_votes(votes, 2))
-    other = DerivedOfCapsules(D)
+    assert torch.equal(Derived(2)(votes, B), wanted) and torch.equal(DerivedOfVotes()(votes), wanted)
+    assert torch.equal(Derived(num_iterations=2)(u_hat=votes, batch_size=B), wanted)
     assert other(u).shape == (B, J, 2) and other.eps == 1e-6 and repr(other).startswith("DerivedOfCapsules(")
+    assert list(inspect.signature(DerivedOfCapsules).parameters) == ["size"]
     for made in (layer, other):
         for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
             assert type(copied) is type(made) and torch.equal(copied(u), made(u))
-    with pytest.raises(TypeError, match=r"DynamicRouting: takes .* missing a required argument: 'in_dim'"):
-        Derived(I, J)
-    with pytest.raises(ValueError, match=r"x must be \[B, in_capsules=7"):
-        layer(votes[..., 0])
-
-
-@pytest.mark.parametrize("make", [lambda: compat.DynamicRouting(2), lambda: compat.DynamicRouting(I, J, K, D, 2)])
-def test_both_forms_of_dynamic_routing_copy_and_pickle(make: Callable[[], Any]) -> None:
-    layer = make()
-    given = torch.randn(B, I, K) if list(layer.parameters()) else torch.randn(B, I, J, D)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(other) is type(layer) and isinstance(other, compat.DynamicRouting)
-        assert torch.equal(other(given), layer(given)) and repr(other) == repr(layer)
-    assert repr(layer).startswith("DynamicRouting(") and "num_iterations=2" in repr(layer)
 
 
 def test_a_routing_module_with_hooks_or_of_another_class_gets_the_votes() -> None:
@@ -248,61 +250,55 @@ def test_a_routing_module_with_hooks_or_of_another_class_gets_the_votes() -> Non
     assert torch.equal(layer(u), torch.einsum("bik,ikn->bin", u, layer.weights).view(B, I, J, D).sum(1))
 
 
-@by_row
-def test_zeros_have_finite_gradients(row: Published) -> None:
-    """Layers without eps have NaN there."""
-    _, ours = both(row)
-    given = row.example()
-    leaf = torch.zeros_like(given[0]).requires_grad_()
-    found = tensors_of(ours(leaf, *given[1:]))
-    gradients = torch.autograd.grad(found, [leaf, *ours.parameters()], [torch.ones_like(each) for each in found])
-    assert all(each.isfinite().all() for each in (*found, *gradients))
+OTHER_CAPSULES = compat.AgreementRouting(4, 7, 3)
+POPULAR = {"num_capsules": 4, "num_routes": 7, "in_channels": 6, "out_channels": 5}
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: compat.DenseCapsule(0, 6, 4, 5), ValueError, "DenseCapsule: in_num_caps must be at least 1, got 0"),
-        (lambda: compat.Router(7, 4, 6, 5, 3.0), TypeError, "Router: iterations must be an int, got 3.0"),
-        (lambda: compat.Router(7, 4, 6, 5), TypeError, r"Router: takes \(in_caps, out_caps, in_d, out_d, iterations\)"),
-        (
-            lambda: compat.DigitCaps(in_num_caps=7, in_dim_caps=6, out_num_caps=4, out_dim_caps=5),
-            TypeError,
-            "DigitCaps: takes .* capsfast.compat.DenseCapsule can be called so",
-        ),
-        (
-            lambda: compat.DynamicRouting(7, 4),
-            TypeError,
-            "DynamicRouting: takes .* missing a required argument: 'in_dim'",
-        ),
-        (lambda: compat.CapsuleLayer(8, -1, 3, 4), ValueError, "needs kernel_size and stride, got None and None"),
-        (lambda: compat.DynamicRoutingLayer(7, 4, 6, 5, 3, 1), TypeError, "share_weights must be True or False, got 1"),
-        (lambda: compat.CapsuleLayer(4, 0, 6, 5), ValueError, "num_route_nodes must be at least 1, got 0"),
-        (lambda: compat.AgreementRouting(7, 4, -1), ValueError, "n_iterations must be at least 0, got -1"),
-        (lambda: compat.CapsLayer(7, 6, 4, 5, 3), TypeError, "routing_module must be a module, got int"),
-        (
-            lambda: compat.CapsLayer(7, 6, 4, 5, compat.AgreementRouting(4, 7, 3)),
-            ValueError,
-            "routing_module must be for input_caps=7 and output_caps=4, got one for 4 and 7",
-        ),
-        (lambda: compat.CapsuleLinear(4, 6, 5, 7), ValueError, "share_weight=True is for any number .* in_capsules=7"),
-        (lambda: compat.CapsuleLinear(4, 6, 5, share_weight=False), TypeError, "in_capsules must be an int, got None"),
-        (
-            lambda: compat.CapsuleLinear(4, 6, 5, routing_type="em"),
-            ValueError,
-            "routing_type must be one of .* got 'em'",
-        ),
-        (lambda: compat.DigitCaps(7, 4, 6, 5, eps=0.0), ValueError, "eps must be positive"),
-        (
-            lambda: compat.DigitCapsules(7, 6, 4, 5)(torch.randn(2, 6, 7)),
-            ValueError,
-            r"DigitCapsules: x must be \[B, num_caps_in=7, dim_caps_in=6\], got \[2, 6, 7\]",
-        ),
-        (lambda: compat.DenseCapsule(7, 6, 4, 5)(torch.randn(7, 6)), ValueError, r"x must have shape \[B, I, K\]"),
-        (lambda: compat.CapsuleLayer(4, 7, 6, 5)("x"), TypeError, r"x must be a torch.Tensor \[B, I, K\], got str"),
-        (lambda: compat.DynamicRouting(3)(torch.randn(2, 7, 4, 5), 3), ValueError, "batch_size must be B=2, got 3"),
-    ],
-)
-def test_what_does_not_fit_is_said(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^capsfast.compat..*{message}"):
+TYPES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: compat.Router(7, 4, 6, 5, 3.0), "Router: iterations must be an int, got 3.0"),
+    (lambda: compat.Router(7, 4, 6, 5), r"Router: takes \(in_caps, out_caps, in_d, out_d, iterations\), got \(7, 4"),
+    (
+        lambda: compat.DigitCaps(in_num_caps=7, in_dim_caps=6, out_num_caps=4, out_dim_caps=5),
+        "DigitCaps: takes .* capsfast.compat.DenseCapsule can be called so",
+    ),
+    (lambda: compat.DigitCaps(**POPULAR), "for DigitCaps.* use capsfast.compat.averaged_routing"),
+    (lambda: compat.DynamicRouting(7, 4), r"takes \(in_capsules, .* or \(num_iterations=3\) or .*, got \(7, 4\); see"),
+    (lambda: Derived(7, 4), r"DynamicRouting: takes .*, got \(7, 4\)"),
+    (
+        lambda: compat.DynamicRouting(10, 16, True),
+        r"got \(10, 16, True\); for DynamicRouting\(j, n, bias_routing\) use capsfast.nn.RoutingByAgreement\(iters\)",
+    ),
+    (lambda: Derived(2)(torch.randn(2, 7, 4, 5), size=2), r"is called with \(u_hat, batch_size\), got 1 \['size'\]"),
+    (lambda: compat.DynamicRoutingLayer(7, 4, 6, 5, 3, 1), "share_weights must be True or False, got 1"),
+    (lambda: compat.CapsLayer(7, 6, 4, 5, 3), "routing_module must be a module, got int"),
+    (lambda: compat.CapsuleLinear(4, 6, 5, share_weight=False), "in_capsules must be an int, got None"),
+    (lambda: compat.CapsuleLayer(4, 7, 6, 5)("x"), r"x must be a torch.Tensor \[B, I, K\], got str"),
+]
+VALUES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: compat.DenseCapsule(0, 6, 4, 5), "DenseCapsule: in_num_caps must be at least 1, got 0"),
+    (lambda: compat.DynamicRouting(128), r"must be at most 10, got 128; if that is a size, give all of \(in_capsules"),
+    (lambda: compat.CapsuleLayer(8, -1, 3, 4), "needs kernel_size and stride, got None and None"),
+    (lambda: compat.CapsuleLayer(4, 0, 6, 5), "num_route_nodes must be at least 1, got 0"),
+    (lambda: compat.AgreementRouting(7, 4, -1), "n_iterations must be at least 0, got -1"),
+    (lambda: compat.CapsLayer(7, 6, 4, 5, OTHER_CAPSULES), "for input_caps=7 and output_caps=4, got one for 4 and 7"),
+    (lambda: compat.CapsuleLinear(4, 6, 5, 7), "share_weight=True is for any number .* in_capsules=7"),
+    (lambda: compat.CapsuleLinear(4, 6, 5, routing_type="em"), "routing_type must be one of .* got 'em'"),
+    (lambda: compat.DigitCaps(7, 4, 6, 5, eps=0.0), "eps must be positive"),
+    (
+        lambda: compat.DigitCapsules(7, 6, 4, 5)(torch.randn(2, 6, 7)),
+        r"DigitCapsules: x must be \[B, num_caps_in=7, dim_caps_in=6\], got \[2, 6, 7\]",
+    ),
+    (
+        lambda: compat.DigitCaps(6, 7, 4, 5, 3)(torch.randn(2, 7, 6)),
+        r"u must be \[B, num_lower=6, lower_dim=4\], got \[2, 7, 6\]; .* by name, num_lower=7 and lower_dim=6$",
+    ),
+    (lambda: compat.DenseCapsule(7, 6, 4, 5)(torch.randn(7, 6)), r"x must have shape \[B, I, K\]"),
+    (lambda: compat.DynamicRouting(3)(torch.randn(2, 7, 4, 5), 3), "batch_size must be B=2, got 3"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), TYPES + VALUES)
+def test_what_does_not_fit_is_said(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(TypeError if (call, said) in TYPES else ValueError, match=f"^capsfast.compat..*{said}") as found:
         call()
+    assert " _" not in str(found.value)

@@ -33,25 +33,29 @@ def deviations(row: Published) -> dict[str, Any]:
     return {name: getattr(row, name) for name in OPTIONS if getattr(row, name) != default[name]}
 
 
+FORMS = [form for form in kinds.FORMS if not form.instead]
+
+
 def test_every_class_is_in_the_table_with_its_arguments() -> None:
-    listed = [(code(name)[0], tuple(code(arguments)[0].split(", "))) for arguments, _, name, _ in CLASSES]
-    assert listed == [(kind.name, kind.arguments) for kind in kinds.KINDS]
+    listed = [(code(name)[0], code(arguments)[0].split(", ")) for arguments, _, name, _ in CLASSES]
+    assert listed == [(form.name, list(form.letters)) for form in FORMS]
 
 
-@pytest.mark.parametrize(("row", "kind"), [*zip(CLASSES, kinds.KINDS, strict=True)], ids=[each[2] for each in CLASSES])
-def test_its_parameters_and_options_are_those_of_the_published_layer(row: list[str], kind: kinds.Kind) -> None:
+@pytest.mark.parametrize(("row", "form"), [*zip(CLASSES, FORMS, strict=True)], ids=[each[2] for each in CLASSES])
+def test_its_parameters_and_options_are_those_of_the_published_layer(row: list[str], form: kinds.Form) -> None:
     _, parameters, _, options = row
-    orders = [order for each in kind.parameters.values() for order in each]
-    assert sorted(re.findall(r"\[.*?\]", parameters)) == sorted(map(kinds.spelled, orders))
-    assert set(re.findall(r"`([\w.]+) \[", parameters)) == set(kind.parameters)
+    weight, *orders = form.weight.split() or [None]
+    assert {*map(kinds.spelled, orders)} <= {*re.findall(r"\[.*?\]", parameters)}
+    assert weight is None or f"`{weight} [" in parameters
     published = next(
         each
         for each in PUBLISHED
-        if each.compat and each.name.partition(",")[0].removesuffix(" of votes") == kind.name
-        if (each.weight or each.logits) in (*kind.parameters, *[None] * (not kind.parameters))
+        if each.compat and re.split(r" of votes|,", each.name)[0] == form.name
+        if (each.weight or each.logits) == weight and (each.order is None or each.order in orders)
     )
     assert options_of(options) == deviations(published)
     assert ("`logits`" in options) == (published.logits is not None)
+    assert form.options.items() <= deviations(published).items()
 
 
 def test_what_else_layers_do_is_what_the_published_ones_do() -> None:
@@ -78,11 +82,12 @@ def test_weights_are_those_that_errors_speak_of() -> None:
 def test_losses_are_in_the_table() -> None:
     rows = [code(name)[0] for name, *_ in table_rows(PAGE, "| `capsfast.compat` | called with")]
     listed = [(name.partition("(")[0], tuple(re.findall(r"(\w+)(?=[=,)])", name.partition("(")[2]))) for name in rows]
-    wanted = [(kind.name, kind.arguments) for kind in kinds.LOSSES]
+    wanted = [(form.name, tuple(form.letters)) for form in kinds.LOSSES]
     assert [(name, tuple(each for each in given if not each.isdigit())) for name, given in listed] == [
         *wanted,
         ("CapsuleLoss", ()),
     ]
-    assert {name for name, _ in listed} | {kind.name for kind in kinds.KINDS} == {*compat.__all__} - {
-        "averaged_routing"
+    assert {name for name, _ in listed} | {form.name for form in FORMS} == {*compat.__all__} - {
+        "averaged_routing",
+        "masked_after_routing",
     }

@@ -14,7 +14,6 @@ import capsfast.compat
 from capsfast import kinds
 
 from .support import plain
-from .test_docs import ROOT
 
 I, J, K, D = 7, 4, 6, 5
 SIZES = {"I": I, "J": J, "D": D, "K": K}
@@ -23,29 +22,32 @@ TAKES = (
 )
 
 
+FOUR, VOTES = (I, J, K, D), torch.randn(2, I, J, D)
+Routing = capsfast.DynamicRouting
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        (lambda: Routing(3), f"{TAKES}, missing .* 'out_caps'; capsfast.compat.Dyn.* capsfast.nn.RoutingByAgreement"),
+        (lambda: Routing(128), f"{TAKES}, missing .* 'out_caps'; (?!caps)"),
         (
-            lambda: capsfast.DynamicRouting(3),
-            f"{TAKES}, missing .* 'out_caps'; capsfast.compat.DynamicRouting can .* capsfast.nn.RoutingByAgreement",
-        ),
-        (
-            lambda: capsfast.DynamicRouting(in_capsules=I, out_capsules=J, in_dim=K, out_dim=D),
+            lambda: Routing(in_capsules=I, out_capsules=J, in_dim=K, out_dim=D),
             f"{TAKES}, .*capsfast.compat.DynamicRouting or capsfast.compat.DynamicRoutingLayer can be called so",
         ),
         (
-            lambda: capsfast.DynamicRouting(I, J, K, D, 3, share_weights=True),
+            lambda: Routing(*FOUR, 3, share_weights=True),
             f"{TAKES}, .*'share_weights' .did you mean shared_weight.*; capsfast.compat.DynamicRoutingLayer can",
         ),
         (
-            lambda: capsfast.DynamicRouting(num_capsules=J, num_route_nodes=I, in_channels=K, out_channels=D),
+            lambda: Routing(num_capsules=J, num_route_nodes=I, in_channels=K, out_channels=D),
             f"{TAKES}, .*; capsfast.compat.CapsuleLayer can",
         ),
-        (lambda: capsfast.DynamicRouting(I, K, J, D, routings=3), f"{TAKES}, .*; capsfast.compat.DenseCapsule can"),
+        (lambda: Routing(I, K, J, D, routings=3), f"{TAKES}, .*; capsfast.compat.DenseCapsule can"),
+        (lambda: Routing(n_in=I, n_out=J, in_dim=K, out_dim=D), f"{TAKES}, .*; capsfast.compat.DynamicRouting can"),
         (
-            lambda: capsfast.DynamicRouting(I, J, K, D, sofmax="in"),
-            f"{TAKES}, got an unexpected keyword argument 'sofmax' .did you mean softmax..; (?!caps)",
+            lambda: Routing(*FOUR, sofmax="in"),
+            f"{TAKES}, got an unexpected .*'sofmax' .did you mean softmax..; (?!caps)",
         ),
         (
             lambda: capsfast.nn.DigitCaps(num_lower=I, num_higher=J, lower_dim=K, higher_dim=D),
@@ -56,13 +58,10 @@ TAKES = (
             r"capsfast.nn.RoutingByAgreement: takes \(num_iterations=3\).*; .*AgreementRouting",
         ),
         (
-            lambda: capsfast.DynamicRouting(I, J, K, D)(torch.randn(2, I, J, D), 2),
-            r"capsfast.DynamicRouting: takes u .*got \[2, 7, 4, 5\] and 1 more; for votes .*RoutingByAgreement",
+            lambda: Routing(*FOUR)(VOTES, 2),
+            r"capsfast.DynamicRouting: takes u .*\[2, 7, 4, 5\] and 1 more; for votes .*Rout",
         ),
-        (
-            lambda: capsfast.DynamicRouting(I, J, K, D)(torch.randn(2, I, J, D)),
-            r"capsfast.DynamicRouting: takes u .*got \[2, 7, 4, 5\]; for votes",
-        ),
+        (lambda: Routing(*FOUR)(VOTES), r"capsfast.DynamicRouting: takes u .*got \[2, 7, 4, 5\]; for votes"),
     ],
 )
 def test_the_error_names_what_was_called_and_what_fits(call: Callable[[], Any], said: str) -> None:
@@ -70,16 +69,9 @@ def test_the_error_names_what_was_called_and_what_fits(call: Callable[[], Any], 
         call()
 
 
-def test_signatures_stay_visible() -> None:
-    parameters = list(inspect.signature(capsfast.DynamicRouting).parameters)
-    assert parameters[:5] == ["in_caps", "out_caps", "in_dim", "out_dim", "num_iterations"]
-
-    class Mine(capsfast.DynamicRouting):
-        def __init__(self, size: int) -> None:
-            super().__init__(I, J, K, size)
-
-    assert Mine(D)(torch.randn(2, I, K)).shape == (2, J, D)
-    assert list(inspect.signature(Mine).parameters) == ["size"]
+class Mine(capsfast.DynamicRouting):
+    def __init__(self, size: int) -> None:
+        super().__init__(I, J, K, size)
 
 
 def configured(init: Callable[..., None]) -> Callable[..., None]:
@@ -94,16 +86,16 @@ class Configured(capsfast.DynamicRouting):
     __init__ = configured(capsfast.DynamicRouting.__init__)
 
 
-def test_what_the_constructor_of_a_subclass_takes_is_its_own() -> None:
-    given = {"in": I, "out": J, "in_dim": K, "out_dim": D}
-    assert Configured(given)(torch.randn(2, I, K)).shape == (2, J, D)
-    assert list(inspect.signature(Configured).parameters) == ["config"]
-    with pytest.raises(TypeError):
-        Configured()
-
-
-def test_a_layer_has_not_the_signature_of_its_class() -> None:
-    assert "in_caps" not in inspect.signature(capsfast.DynamicRouting(I, J, K, D)).parameters
+def test_signatures_are_real_and_the_constructor_of_a_subclass_is_its_own() -> None:
+    for layer in (capsfast.DynamicRouting, capsfast.nn.DigitCaps):
+        parameters = list(inspect.signature(layer).parameters)
+        assert parameters[:5] == ["in_caps", "out_caps", "in_dim", "out_dim", "num_iterations"]
+    assert list(inspect.signature(Mine).parameters) == ["size"]
+    u = torch.randn(2, I, K)
+    assert Mine(D)(u).shape == Configured({"in": I, "out": J, "in_dim": K, "out_dim": D})(u).shape == (2, J, D)
+    for wrong in (Mine, Configured):
+        with pytest.raises(TypeError, match=r"missing 1 required positional argument: '(size|config)'"):
+            wrong()
 
 
 @pytest.mark.parametrize(
@@ -125,18 +117,7 @@ def test_a_weight_with_one_more_axis_of_length_1_loads() -> None:
         assert torch.equal(layer[0].W, W[0, :rows])
 
 
-SHAPES = {
-    "IJDK": (I, J, D, K),
-    "IJKD": (I, J, K, D),
-    "JIDK": (J, I, D, K),
-    "JIKD": (J, I, K, D),
-    "1IJKD": (1, I, J, K, D),
-    "1JIDK": (1, J, I, D, K),
-    "1JIKD": (1, J, I, K, D),
-    "I(JD)K": (I, J * D, K),
-    "1I(JD)K1": (1, I, J * D, K, 1),
-    "IK(JD)": (I, K, J * D),
-}
+SHAPES = {order: kinds.shape_of(order, SIZES) for order in kinds.CONVERSIONS if order != "1IJDK"}
 
 
 @pytest.mark.parametrize("order", SHAPES)
@@ -158,27 +139,19 @@ def test_a_weight_of_other_axes_is_an_error_whose_remedy_loads_it(order: str) ->
     torch.testing.assert_close(plain.votes(u, layer.W), wanted)
 
 
-def other_orders(kind: kinds.Kind) -> list[str]:
-    """Of its weight, those that do not load as they are."""
-    return [order for order in next(iter(kind.parameters.values()), ()) if order in SHAPES and order != "IJDK"]
+# Weights that do not load as they are.
+OTHERS = [
+    (form, form.weight.split()[0], order)
+    for form in kinds.FORMS
+    for order in form.weight.split()[1:]
+    if order in SHAPES and order != "IJDK"
+]
 
 
-WITH_OTHER_ORDERS = [kind for kind in kinds.KINDS if other_orders(kind)]
-
-
-def test_kinds_whose_weight_does_not_load_as_it_is() -> None:
-    assert {kind.name for kind in WITH_OTHER_ORDERS} == {
-        *("Router", "CapsuleLayer", "DenseCapsule", "CapsLayer", "CapsuleLinear"),
-    }
-
-
-@pytest.mark.parametrize("kind", WITH_OTHER_ORDERS, ids=lambda kind: kind.name)
-def test_the_weight_of_each_kind_is_recognised(kind: kinds.Kind) -> None:
-    name = next(iter(kind.parameters))
-    layer = capsfast.DynamicRouting(I, J, K, D)
-    for order in other_orders(kind):
-        with pytest.raises(RuntimeError, match=rf"capsfast.compat.{kind.name}\b"):
-            layer.load_state_dict({name: torch.randn(SHAPES[order])})
+@pytest.mark.parametrize(("form", "name", "order"), OTHERS, ids=lambda each: getattr(each, "name", each))
+def test_the_weight_of_each_form_is_recognised(form: kinds.Form, name: str, order: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"capsfast.compat.{form.name}\b"):
+        capsfast.DynamicRouting(I, J, K, D).load_state_dict({name: torch.randn(SHAPES[order])})
 
 
 def message(layer: nn.Module, state: dict[str, Tensor]) -> str:
@@ -207,7 +180,3 @@ def test_entries_that_are_no_weight_or_beside_one_are_as_in_any_module() -> None
 def test_the_function_names_the_table_too(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"capsfast.dynamic_routing: weight must .*; docs/migration.md turns weights"):
         capsfast.dynamic_routing(torch.randn(3, I, K), torch.randn(shape))
-
-
-def test_the_table_is_there() -> None:
-    assert (ROOT / kinds.TABLE).is_file()

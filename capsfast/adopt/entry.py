@@ -1,6 +1,7 @@
 """capsfast.identify, public: check the arguments, then search."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from .. import checks
 from .identification import Identification, unwrapped
 from .inputs import Inputs
-from .search import Float64Error, Search
-from .trial import OP
+from .probe import Run
+from .search import Search
+from .trial import OP, Float64Error
 
 
 def identify(
@@ -59,13 +61,34 @@ def identify(
     checks.floating(OP, "u", u)
     if u.dim() < 2 or u.numel() == 0:
         raise ValueError(f"{OP}: u must be input capsules [B, I, K] or votes [B, I, J, D], got {checks.shape_of(u)}")
-    layer = unwrapped(layer)
-    with torch.inference_mode(False), torch.enable_grad():
-        inputs = Inputs(u.detach(), others)
+    found, _ = searched(unwrapped(layer), u, others, call, output)
+    return found
+
+
+def searched(
+    layer: nn.Module, u: Tensor, others: tuple[Any, ...], call: Run | None = None, output: Run | None = None
+) -> tuple[Identification, Search]:
+    """What the layer computes, and the search that found it.
+
+    Raises:
+        NotReproduced: capsfast has no such call.
+    """
+    inputs = Inputs(u.detach(), others)
+    devices = [u.device.index] if u.device.type == "cuda" else []
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(u.device.type, enabled=False)
+        if torch.amp.is_autocast_available(u.device.type)
+        else nullcontext(),
+        torch.random.fork_rng(devices),
+    ):
         if not isinstance(layer, torch.jit.ScriptModule):
             try:
-                return Search(layer, inputs, call, output, torch.float64).result()
+                search = Search(layer, inputs, call, output, torch.float64)
+                return search.result(), search
             except Float64Error:
                 # Its tensors have a dtype of their own: the comparison is coarser then.
                 pass
-        return Search(layer, inputs, call, output, torch.float32).result()
+        search = Search(layer, inputs, call, output, torch.float32)
+        return search.result(), search

@@ -1,6 +1,8 @@
 """A layer whose forward is one call of capsfast, in place: the same object, parameters, names and hooks."""
 
+import functools
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,42 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import tracing_state
 from ..nn._layer import Layer
+from .calls import Signature
 from .identification import Identification
-from .signature import Signature
-from .snapshot import RECORD, Snapshot
+from .state import COUNT, RECORD, State
 
-
-@dataclass(frozen=True)
-class Verified:
-    """A kind of call for which layer and capsfast were compared.
-
-    Attributes:
-        signature: its arguments.
-        autocast: the dtype of autocast around it, None where it was off.
-        given: the dtype of the capsules or votes.
-        result: the dtype of what the layer's own forward gives.
-    """
-
-    signature: Signature
-    autocast: torch.dtype | None
-    given: torch.dtype
-    result: torch.dtype
-
-    def match(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Tensor, ...] | None:
-        """The tensors of a call of this kind, the capsules or votes first; None for any other call."""
-        found = self.signature.match(args, kwargs)
-        if found is None or found[0].dtype != self.given or autocast_of(found[0]) != self.autocast:
-            return None
-        return found
+# What a call computes in: dtype of the capsules, of what is read (None for nothing), of autocast (None if off).
+Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 
 
 def autocast_of(u: Tensor) -> torch.dtype | None:
     """The dtype of autocast for the device of the tensor, None where it is off."""
     kind = u.device.type
-    # Of a device that has none, such as meta, torch does not say whether it is on.
+    # Torch does not say whether autocast is on for a device that has none, such as meta.
     on = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if on and torch.is_autocast_enabled(kind) else None
+
+
+@dataclass
+class Calls:
+    """How often a fused layer ran fused, and how often its own forward, and why it did the last time.
+
+    Calls inside of a compiled graph are not counted.
+    """
+
+    fused: int = 0
+    own: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,36 +46,61 @@ class Fused:
 
     Attributes:
         identification: the call of capsfast.
-        calls: for which it was verified.
-        snapshot: of the layer at that time.
-        tensors: shape and dtype of each tensor that the call reads.
+        calls: that were compared.
+        results: for each set of dtypes in which the two were compared, the dtypes of what the layer gives.
+        state: of the layer at that time.
+        shapes: of the tensors that the call reads.
         contiguous: whether the layer's own output is; a ``view`` of it may follow.
+        single: whether a call with one sample may be fused. A layer that squeezes gives another shape there.
+        entries: how many the layer's tuple has; 0 where it gives a tensor.
     """
 
     identification: Identification
-    calls: tuple[Verified, ...]
-    snapshot: Snapshot
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    calls: tuple[Signature, ...]
+    results: Mapping[Dtypes, tuple[torch.dtype, ...]]
+    state: State
+    shapes: tuple[tuple[int, ...], ...]
     contiguous: bool
+    single: bool
+    entries: int
 
-    def output(self, layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor | None:
-        """Of a call that was verified, of a layer as it was then; None of any other."""
+    def output(self, layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        """What the layer gives, or the text that says why its own forward has to."""
+        given = None
         for call in self.calls:
             given = call.match(args, kwargs)
             if given is not None:
                 break
-        else:
-            return None
-        if not self.snapshot.holds(layer):
-            return None
+        if given is None:
+            return "it was called with other arguments or sizes than those of the example"
+        u = given[0]
+        if u.shape[0] == 1 and not self.single:
+            return "it was called with one sample, for which it gives another shape"
+        changed = self.state.changed(layer)
+        if changed is not None:
+            return f"its `{changed}` is not what it was"
         tensors = self.identification.tensors(layer)
-        for (shape, dtype), tensor in zip(self.tensors, tensors.values(), strict=True):
-            if tensor.shape != shape or tensor.dtype != dtype:
-                return None
-        v = self.identification(tensors, *given)
-        if v.dtype != call.result:
-            v = v.to(call.result)
-        return v.contiguous() if self.contiguous else v
+        found = list(tensors.values())
+        for shape, tensor in zip(self.shapes, found, strict=True):
+            if tensor.shape != shape or tensor.dtype != found[0].dtype:
+                return "a parameter has another shape or dtype than it had"
+        dtypes = self.results.get((u.dtype, found[0].dtype if found else None, autocast_of(u)))
+        if dtypes is None:
+            return f"its own forward does not run on {u.dtype}, or capsfast differs from it there".replace("torch.", "")
+        return self.compute(tensors, given, dtypes)
+
+    def compute(self, tensors: Mapping[str, Tensor], given: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Any:
+        """The call of capsfast, its results in these dtypes."""
+        if self.identification.coupling is None:
+            found: tuple[Tensor, ...] = (self.identification(tensors, *given),)
+        else:
+            found = self.identification.with_coupling(tensors, *given)
+        cast = [each if each.dtype == dtype else each.to(dtype) for each, dtype in zip(found, dtypes, strict=True)]
+        v = cast[0].contiguous() if self.contiguous else cast[0]
+        if not self.entries:
+            return v
+        places = {self.identification.part: v, self.identification.coupling: cast[-1]}
+        return tuple(places.get(n) for n in range(self.entries))
 
 
 class FusedLayer(Layer):
@@ -96,8 +115,20 @@ class FusedLayer(Layer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         fused = self._capsfast_fused
-        v = None if fused is None else fused.output(self, args, kwargs)
-        return super().forward(*args, **kwargs) if v is None else v
+        compiling = torch.compiler.is_compiling()
+        followed = compiling or tracing_state() is not None
+        if fused is None or (followed and torch.onnx.is_in_onnx_export()):  # ONNX knows torch's operations alone
+            return super().forward(*args, **kwargs)
+        found = fused.output(self, args, kwargs)
+        if not compiling:
+            _count(self, found)
+        return super().forward(*args, **kwargs) if isinstance(found, str) else found
+
+    def as_capsfast(self, u: Tensor) -> tuple[nn.Module, Tensor]:
+        """For :func:`capsfast.diagnose`: see :meth:`capsfast.adopt.Identification.layer`."""
+        fused = self._capsfast_fused
+        assert fused is not None
+        return fused.identification.layer(self, u)
 
     def __prepare_scriptable__(self) -> nn.Module:
         raise TypeError(
@@ -116,6 +147,20 @@ class FusedLayer(Layer):
             return reduced
         own = original_class(made)
         return (_restored, (own, *(own if each is made else each for each in (function, *arguments))), *state)
+
+
+def _count(layer: nn.Module, found: Any) -> None:
+    count: Calls = vars(layer).setdefault(COUNT, Calls())
+    if not isinstance(found, str):
+        count.fused += 1
+        return
+    if not count.own:
+        warnings.warn(
+            f"capsfast.accelerate: {original_class(type(layer)).__name__} runs its own forward, because {found}; "
+            f"report.calls() counts such calls, and this warning comes once for the layer",
+            stacklevel=5,
+        )
+    count.own, count.why = count.own + 1, found
 
 
 def _restored(own: type[nn.Module], function: Any, *arguments: Any) -> nn.Module:
@@ -142,7 +187,12 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 def fused_class(own: type[nn.Module]) -> type[nn.Module]:
     """The class of fused layers of the class ``own``, one for all of them."""
     if own not in _classes:
-        body = {"__module__": own.__module__, "__doc__": own.__doc__}
+
+        @functools.wraps(own.forward)  # with the signature that export and others look at
+        def forward(self: FusedLayer, *args: Any, **kwargs: Any) -> Any:
+            return FusedLayer.forward(self, *args, **kwargs)
+
+        body = {"__module__": own.__module__, "__doc__": own.__doc__, "forward": forward}
         _classes[own] = types.new_class(f"Fused{own.__name__}", (FusedLayer, own), {}, lambda new: new.update(body))
     return _classes[own]
 
@@ -153,8 +203,8 @@ def is_fused(layer: object) -> bool:
 
 
 def original_class(made: type) -> type[nn.Module]:
-    own: type[nn.Module] = made.__bases__[1]
-    return own
+    """The class that the layer had, or has."""
+    return next((each.__bases__[1] for each in made.__mro__ if each.__bases__[:1] == (FusedLayer,)), made)
 
 
 def fuse(layer: nn.Module, fused: Fused) -> None:
@@ -174,4 +224,5 @@ def restore(layer: nn.Module) -> None:
             f"{type(layer).__name__}, made of it since; take that off first, such as a parametrization"
         )
     _set_class(layer, original_class(type(layer)))
-    vars(layer).pop(RECORD, None)
+    for name in (RECORD, COUNT):
+        vars(layer).pop(name, None)

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..arguments import GIVEN
-from ..compat import averaged_routing
+from ..compat import averaged_routing, masked_after_routing
 from ..functional import dynamic_routing
-from ..kinds import spelled
+from ..kinds import NO_EPS, spelled
+from ..nn import DynamicRouting, RoutingByAgreement
+from ..options import Options
 from .orders import Steps, as_code, check, follow, letters, steps_from, steps_to
 
 # Roles of the arguments of a forward besides u, which the call does not read.
@@ -45,8 +47,10 @@ class Identification:
         averaged: the call is that of :func:`capsfast.compat.averaged_routing`: logits are averaged over the batch.
         logits, logits_order, bias, bias_order: names and axes of these, if the layer has them.
         arguments, argument_orders: what the layer's further arguments are, ``"mask"``, ``"out_mask"``, ``"logits"``,
-            ``"unused"`` or ``"constant"`` (no tensor: the call holds for the value that it had), and their axes.
+            ``"mask_after"`` (a factor of the coupling, of :func:`capsfast.compat.masked_after_routing`), ``"unused"``
+            or ``"constant"`` (no tensor: the call holds for the value that it had), and their axes.
         part: which entry of a tuple the output is; None where the layer gives a tensor.
+        coupling, coupling_order: which entry of that tuple is the last coupling, if one is, and its axes.
         forward_difference, gradient_difference: the largest relative differences between layer and call.
         notes: what else was seen, in words.
     """
@@ -71,6 +75,8 @@ class Identification:
     arguments: tuple[str, ...] = ()
     argument_orders: tuple[str, ...] = ()
     part: int | None = None
+    coupling: int | None = None
+    coupling_order: str = ""
     forward_difference: float = field(default=0.0, compare=False)
     gradient_difference: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -83,7 +89,7 @@ class Identification:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parameters and buffers that the call reads."""
+        """Names of the parameters and buffers that the call reads."""
         return tuple(name for name in (self.weight, self.logits, self.bias) if name is not None)
 
     def tensors(self, layer: nn.Module) -> dict[str, Tensor]:
@@ -109,13 +115,25 @@ class Identification:
             KeyError: a parameter is missing.
             ValueError, TypeError: a tensor has other axes; what :func:`capsfast.dynamic_routing` raises.
         """
+        found: Tensor = self._routed(parameters, u, *others, backend=backend)
+        return follow(found, steps_to(self.output_order, "BJD"))
+
+    def with_coupling(
+        self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, backend: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The output of the layer and the last coupling, in the orders of axes in which the layer gives them."""
+        v, c = self._routed(parameters, u, *others, backend=backend, return_coupling=True)
+        return follow(v, steps_to(self.output_order, "BJD")), follow(c, steps_to(self.coupling_order or "BIJ", "BIJ"))
+
+    def _routed(self, parameters: Mapping[str, Tensor], u: Tensor, *others: Tensor | None, **more: Any) -> Any:
         (x, *weights), keywords = self.arguments_of_call(parameters, u, *others)
         weight = weights[0] if weights else GIVEN
         if self.averaged:
-            v = averaged_routing(x, weights[0] if weights else None, **keywords)
-        else:
-            v = dynamic_routing(x, weight, **keywords, backend=backend)
-        return follow(v, steps_to(self.output_order, "BJD"))
+            del more["backend"]
+            return averaged_routing(x, weights[0] if weights else None, **keywords, **more)
+        if "mask_after" in self.arguments:
+            return masked_after_routing(x, weights[0] if weights else None, **keywords, **more)
+        return dynamic_routing(x, weight, **keywords, **more)
 
     def arguments_of_call(
         self, parameters: Mapping[str, Tensor], u: Tensor, *others: Any
@@ -129,13 +147,34 @@ class Identification:
         for role, order, value in zip(self.arguments, self.argument_orders, others, strict=False):
             if role not in UNREAD and value is not None:
                 value = follow(check(op, role, value, order), self._steps(role, order))
-                given[role] = value != 0 if role.endswith("mask") else value
+                # A factor counts as it is; of a mask only where it is 0.
+                given[role.removesuffix("_after")] = value != 0 if role.endswith("mask") else value
         u = follow(check(op, "u", u, self.input_order), self._steps("input", self.input_order))
         if self.weight is None:
             return (u,), given
         weight = check(op, self.weight, parameters[self.weight], self.weight_order)
         weight = follow(weight, self._weight_steps(any(name in given for name in ("logits", "bias", "out_mask"))))
         return (u, weight), given
+
+    def layer(self, own: nn.Module, u: Tensor) -> tuple[nn.Module, Tensor]:
+        """A layer of capsfast that routes as ``own`` does, with copies of its parameters, and u as that layer takes it.
+
+        Raises:
+            ValueError: no layer averages the logits over the batch, or masks behind the softmax.
+        """
+        if self.averaged or "mask_after" in self.arguments:
+            raise ValueError("capsfast.adopt.Identification: no layer averages the logits or masks the coupling")
+        (u, *weights), keywords = self.arguments_of_call(self.tensors(own), u)
+        options = {**DEFAULTS, **self.options}
+        if not weights:
+            return RoutingByAgreement(**options), u
+        I, J, D, K = self.sizes
+        weight = weights[0].expand(-1, J, -1, -1)
+        learned: dict[str, Any] = {"learned_logits": self.logits is not None, "bias": self.bias is not None}
+        made = DynamicRouting(I, J, K, D, **options, **learned, shared_weight=weight.shape[0] == 1).to(u)
+        state = {"W": weight} | {f"routing.{name}": keywords[name] for name in ("logits", "bias") if name in keywords}
+        made.load_state_dict({name: value.detach() for name, value in state.items()})
+        return made, u
 
     def _weight_steps(self, outputs_known: bool) -> Steps:
         """A weight that all output capsules share does not say how many there are, if nothing else does."""
@@ -152,6 +191,7 @@ class Identification:
             "logits": "BIJ" if "B" in letters(order) else "IJ",
             "bias": "JD",
             "mask": "BI",
+            "mask_after": "BI",
             "out_mask": "BJ",
         }[role]
         steps = steps_from(order, wanted, sizes)
@@ -189,11 +229,12 @@ class Identification:
         for role, order in zip(self.arguments, self.argument_orders, strict=True):
             if role not in UNREAD:
                 truth = " != 0" if role.endswith("mask") else ""
-                given.append(f"{role}={role}{as_code(self._steps(role, order))}{truth}")
+                name = role.removesuffix("_after")
+                given.append(f"{name}={name}{as_code(self._steps(role, order))}{truth}")
         given += [f"{name}={value!r}" for name, value in self.options.items() if name != "num_iterations"]
         function = "route_votes" if self.weight is None else "dynamic_routing"
-        if self.averaged:
-            function = "compat.averaged_routing"
+        if self.averaged or "mask_after" in self.arguments:
+            function = f"compat.{'averaged' if self.averaged else 'masked_after'}_routing"
             given = given if self.weight is not None else ["None", *given]
         source = u + as_code(self._steps("input", self.input_order))
         call = f"capsfast.{function}({', '.join([source, *given])})"
@@ -236,24 +277,16 @@ class Identification:
             found.append(f"`{self.bias}` {spelled(self.bias_order)} is added to the weighted sum")
         for n, (role, order) in enumerate(zip(self.arguments, self.argument_orders, strict=True), 2):
             words = {"unused": "has no effect", "constant": "counts as a constant"}
+            words["mask_after"] = f"{spelled(order)} multiplies the coupling behind the softmax"
             found.append(f"argument {n} {words.get(role, f'is the {role} {spelled(order)}')}")
         if self.part is not None:
             found.append(f"the output is entry {self.part} of a tuple")
+        if self.coupling is not None:
+            found.append(f"entry {self.coupling} of the tuple is the coupling {spelled(self.coupling_order)}")
         return found
 
 
-# What eps of a layer without one is called: the least that capsfast takes.
-NO_EPS = 1e-20
-
-DEFAULTS: dict[str, Any] = {
-    "num_iterations": 3,
-    "softmax": "out",
-    "gradient": "full",
-    "leaky": False,
-    "squash": "paper",
-    "eps": 1e-8,
-    "squash_last": True,
-}
+DEFAULTS: dict[str, Any] = Options()._asdict()
 
 
 def unwrapped(layer: nn.Module) -> nn.Module:

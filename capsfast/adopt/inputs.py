@@ -109,15 +109,21 @@ class Inputs:
         factors = 2.0 ** -torch.arange(B, dtype=self.u.dtype, device=self.u.device)
         return replace(self, u=self.u * factors.view(B, *[1] * (self.u.dim() - 1)))
 
-    def roles(self, n: int, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
-        """What one of the others can be, and its order of axes."""
+    def sizes(self, size: Any) -> list[Any]:
+        """The others for so many samples, tensors as they are."""
+        return [size if self._is_size(each) else each for each in self.others]
+
+    def roles(self, n: int, sizes: dict[str, int], read: bool) -> Iterator[tuple[str, str]]:
+        """What one of the others can be, and its order of axes. read: whether the output depends on it."""
         value = self.others[n]
-        yield "unused" if isinstance(value, Tensor) or self._is_size(value) else "constant", ""
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not read:
+            yield "unused" if isinstance(value, Tensor) or self._is_size(value) else "constant", ""
             return
         shape, known = tuple(value.shape), {**sizes, "B": self.u.shape[0]}
         if binary(value):
-            for role, wanted in (("mask", "BI"), ("out_mask", "BJ")):
+            roles = [("mask", "BI"), ("out_mask", "BJ"), ("mask_after", "BI")]
+            # A mask of floats may be any factor. A bool is one for the softmax to heed, where that makes no difference.
+            for role, wanted in reversed(roles) if value.is_floating_point() else roles:
                 for order, _ in orders(shape, wanted, known, merged=0):
                     yield role, order
         elif value.is_floating_point():

@@ -1,17 +1,21 @@
 """Why a layer is none of those that capsfast computes, as far as votes near 0 tell."""
 
+from itertools import product
 from typing import NamedTuple
 
 from torch import Tensor
 
+from ..functional import squash
 from .candidates import MOST_ITERATIONS
 from .identification import Identification
 from .squashes import fits
 
-# Of what is left of the direction of an output when that of the sum of votes is taken out.
+# Largest share of an output that may point elsewhere than the sum of votes.
 SAME_DIRECTION = 1e-2
 
 OVER_OUTPUTS = "its squash takes lengths over the output capsules, along J, not over the numbers of a capsule"
+# Squashes with which that is tried: as copied code has them.
+TRIED = (("paper", 1e-20), ("paper", 1e-8), ("paper", 1e-9), ("paper", 1e-7), ("eps_outside", 1e-8), ("half", 1e-20))
 ELEMENT_WISE = "its squash is element-wise: each number of a capsule is squashed alone"
 OVER_BATCH = "its coupling is a softmax over the batch"
 OTHER_DIRECTION = (
@@ -47,11 +51,8 @@ def off_direction(v: Tensor, total: Tensor) -> float:
 
 def other_direction(v: Tensor, total: Tensor, off: float) -> tuple[float, str]:
     """Rank and reason for outputs that do not point along the sums of votes."""
-    if bool(v.isfinite().all()) and bool(v.any()):
-        if v.shape[1] > 1 and off_direction(v.transpose(1, 2), total.transpose(1, 2)) < SAME_DIRECTION:
-            return 2, OVER_OUTPUTS
-        if v.shape[2] > 1 and _each_alone(v, total):
-            return 2, ELEMENT_WISE
+    if bool(v.isfinite().all()) and bool(v.any()) and v.shape[2] > 1 and _each_alone(v, total):
+        return 2, ELEMENT_WISE
     return 1 - min(off, 2) / 4, OTHER_DIRECTION
 
 
@@ -67,9 +68,20 @@ def no_options(sums: list[Tensor], results: list[Tensor], fitting: bool) -> tupl
         return 4, OTHER_AGREEMENT
     if any(off_direction(v, total) > SAME_DIRECTION for v, total in zip(results, sums, strict=True)):
         return 2.5, OTHER_DIRECTION
-    B, J, D = sums[0].shape
-    # Where softmax and squash go over one axis, D and J can change places.
-    for size, reason in ((D, OVER_OUTPUTS), (B, OVER_BATCH)):
-        if any(not fit.leaky for fit in fits(sums, results, size, size)):
-            return 3, reason
+    B, J, _ = sums[0].shape
+    if any(not fit.leaky for fit in fits(sums, results, B, B)):
+        return 3, OVER_BATCH
     return 3, OTHER_SQUASH.format(float(results[0][0, 0].norm()), float(sums[0][0, 0].norm()) / J)
+
+
+def squashes_over_outputs(votes: Tensor, v: Tensor) -> bool:
+    """Whether ``v [B, J, D]`` is routing of ``votes [B, I, J, D]`` whose squash takes lengths along J."""
+    for (kind, eps), axis in product(TRIED, (1, 2)):
+        logits = votes.new_zeros(votes.shape[:3])
+        for _ in range(4):
+            s = (logits.softmax(axis)[..., None] * votes).sum(1)
+            found = squash(s, dim=1, kind=kind, eps=eps)
+            if float((found - v).norm()) < 1e-6 * float(v.norm()):
+                return True
+            logits = logits + (votes * found[:, None]).sum(-1)
+    return False

@@ -1,11 +1,8 @@
-"""A layer that can be run on any numbers, while the one it is a copy of stays as it is."""
+"""A copy of a layer that can be run on any numbers, while the layer itself stays as it is."""
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import is_dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,16 +11,15 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from .identification import tensor_of
+from .inputs import Inputs, binary
+from .trace import Trace, trace
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 # What every module has.
 OF_TORCH = frozenset(vars(nn.Module()))
-# How deep in containers tensors are looked for, and dtypes of arrays that torch can read.
-DEEPEST = 4
-ARRAYS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
-Call = Callable[..., Any]
+Run = Callable[..., Any]
 
 
 class InFloat64(TorchFunctionMode):
@@ -52,46 +48,52 @@ def _holds_tensor(values: tuple[Any, ...]) -> bool:
 
 
 class Probe:
-    """A copy of a layer with all numbers in one dtype, which it was run once before in its own.
+    """A copy of a layer, all its numbers in one dtype, that was run once.
 
     Attributes:
-        draws: whether its forward draws random numbers.
         part: which entry of a tuple the output is, None where the layer gives a tensor.
-        hooked: whether the layer has hooks, which the copy has not.
+        hooked: whether modules in the layer have hooks, which the copy has not.
         built: names of the parameters that the first forward makes.
-        names: of the floating-point tensors: parameters, buffers, plain attributes. settable: those that are no
-            parametrization's.
-        others: all other tensors that it holds, by name.
+        written: names of buffers and attributes that a forward writes.
+        places: for each tensor that the layer holds by name, the mapping and the key under which it is.
+        names: of the floating-point tensors. settable: those that no parametrization computes. integers: the others.
+        true: their numbers.
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        call: Call | None,
-        output: Call | None,
-        u: Tensor,
-        others: tuple[Any, ...],
-        dtype: torch.dtype,
+        self, layer: nn.Module, run: Run | None, output: Run | None, inputs: Inputs, dtype: torch.dtype
     ) -> None:
-        self._call, self._output = call or (lambda layer, *inputs: layer(*inputs)), output
-        self.draws = False
-        self.dtype = dtype
+        self._run, self._output, self.dtype = run or (lambda layer, *given: layer.forward(*given)), output, dtype
         self.part: int | None = None
         self.layer = private_copy(layer)
         _untie(self.layer)
-        self.hooked = _take_hooks_off(self.layer)
+        self.hooked = take_hooks_off(self.layer)
+        self._widen()
         before = {name for name, _ in self.layer.named_parameters()}
-        with torch.no_grad():
-            self._run(self.layer, u, others)
-        self.draws = False
+        inputs = inputs.to(dtype)
+        with torch.no_grad(), self._mode():
+            if run is None and any(map(nn.parameter.is_lazy, self.layer.parameters())):
+                self.layer(inputs.u, *inputs.others)  # torch makes lazy parameters in a hook
+            own = {name: place[key] for name, (place, key) in held(self.layer).items()}
+            values = {name: value.clone() for name, value in own.items() if not nn.parameter.is_lazy(value)}
+            self._part_of(self._run(self.layer, inputs.u, *inputs.others))
         self.built = tuple(name for name, _ in self.layer.named_parameters() if name not in before)
         self._widen()
-        self.names = tuple(dict.fromkeys((*_held(self.layer), *_parametrized(self.layer))))
+        self.places = held(self.layer)
+        self.written = tuple(
+            name
+            for name, (place, key) in self.places.items()
+            if name not in self.built and not (name in values and same(place[key], values[name]))
+        )
+        # What a parametrized weight is made of counts as that weight.
+        own = {name: place[key] for name, (place, key) in self.places.items() if "parametrizations." not in name}
+        self.settable = tuple(name for name, each in own.items() if each.is_floating_point())
+        self.integers = tuple(name for name in own if name not in self.settable)
+        self.names = tuple(dict.fromkeys((*self.settable, *_parametrized(self.layer))))
         self.true = {name: self.tensor(name).detach().clone() for name in self.names}
-        # A parametrized weight is what its own parameters make of it. It keeps its numbers.
-        self.settable = tuple(_held(self.layer))
-        self.others = other_tensors(self.layer)
-        self.other_true = {name: value.detach().clone() for name, value in self.others.items()}
+
+    def _mode(self) -> Any:
+        return InFloat64() if self.dtype == torch.float64 else nullcontext()
 
     def _widen(self) -> None:
         """All numbers to one dtype; parameters get gradients, frozen or not."""
@@ -118,22 +120,20 @@ class Probe:
                 self.tensor(name).data = value.clone()
 
     def leaves(self, names: tuple[str, ...]) -> list[Tensor]:
-        """Parameters, and of ``names`` what a hook of torch computes of some, as torch.nn.utils.weight_norm does."""
-        computed = [self.tensor(name).requires_grad_() for name in names if _is_computed(self.layer, name)]
-        return [each for each in (*self.layer.parameters(), *computed) if each.requires_grad]
+        """Parameters, and of ``names`` those that torch computes of some, as torch.nn.utils.weight_norm does."""
+        computed = [each for each in map(self.tensor, names) if each.is_leaf and not each.requires_grad]
+        return [*self.layer.parameters(), *(each.requires_grad_() for each in computed if each.is_floating_point())]
 
-    def __call__(self, u: Tensor, *others: Any, gradient: bool = True) -> Tensor:
-        with torch.set_grad_enabled(gradient), InFloat64() if self.dtype == torch.float64 else nullcontext():
-            return self._run(self.layer, u, others)
+    def __call__(self, inputs: Inputs, gradient: bool = True) -> Tensor:
+        with torch.set_grad_enabled(gradient), self._mode():
+            return self._part_of(self._run(self.layer, inputs.u, *inputs.others))
 
-    def _run(self, layer: nn.Module, u: Tensor, others: tuple[Any, ...]) -> Tensor:
-        before = random_states(u.device)
-        try:
-            found = self._call(layer, u, *others)
-        finally:
-            if not all(torch.equal(*states) for states in zip(before, random_states(u.device), strict=True)):
-                self.draws = True
-                _restore(before, u.device)
+    def outputs(self, inputs: Inputs) -> Any:
+        """All that the layer gives."""
+        with torch.enable_grad(), self._mode():
+            return self._run(self.layer, inputs.u, *inputs.others)
+
+    def _part_of(self, found: Any) -> Tensor:
         if self._output is not None:
             found = self._output(found)
         elif isinstance(found, (tuple, list)):
@@ -144,29 +144,46 @@ class Probe:
             raise TypeError(f"the output is a {type(found).__name__}, not a tensor; output= says which part is meant")
         return found
 
+    def trace(self, inputs: Inputs, *parts: int, symbolic: bool = False) -> Trace:
+        """Traces the layer in the mode in which it is. Arguments are called ``argument 2`` and so on.
 
-def random_states(device: torch.device) -> list[Tensor]:
-    """Of the generators that a forward may draw from."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+        parts: entries of a tuple that count as results beside the output.
+        """
+        given = {"u": inputs.u.detach().requires_grad_()}
+        given |= {f"argument {n}": each for n, each in enumerate(inputs.others, 2) if isinstance(each, Tensor)}
+        kept = {name: place[key] for name, (place, key) in self.places.items()}
+        # An argument of 0 and 1 may be a mask, which chooses. All else is computed with.
+        numbers = ["u", *kept, *(name for name, each in given.items() if not binary(each))]
 
+        def run(tensors: dict[str, Tensor]) -> list[Tensor]:
+            for name, (place, key) in self.places.items():
+                place[key] = tensors[name]
+            u = tensors["u"]
+            others = [tensors.get(f"argument {n}", each) for n, each in enumerate(inputs.sizes(u.shape[0]), 2)]
+            found = self._run(self.layer, u, *others)
+            return [self._part_of(found), *(found[part] for part in parts)]
 
-def _restore(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
+        with preserved(self.layer), self._mode():
+            return trace(run, given | kept, numbers, "u", symbolic)
 
 
 @contextmanager
-def other_random_numbers(device: torch.device) -> Iterator[None]:
-    """Torch's generators in another state, and back again."""
-    before = random_states(device)
-    torch.rand(1)
-    torch.rand(1, device=device)
+def preserved(layer: nn.Module) -> Iterator[None]:
+    """Puts back what a forward writes to the modules: modes, attributes, and which tensors parameters and buffers are.
+
+    Parameters that the forward makes stay.
+    """
+    modules = [module for module in layer.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    kept = [(module, dict(vars(module)), dict(module._parameters), dict(module._buffers)) for module in modules]
     try:
         yield
     finally:
-        _restore(before, device)
+        for module, attributes, parameters, buffers in kept:
+            made = module._parameters.keys() - parameters.keys()
+            vars(module).clear()
+            vars(module).update((name, value) for name, value in attributes.items() if name not in made)
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
 @contextmanager
@@ -194,7 +211,24 @@ def private_copy(layer: nn.Module) -> nn.Module:
         return copy.deepcopy(layer, memo)
 
 
-def _take_hooks_off(layer: nn.Module) -> bool:
+def held(layer: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where each tensor is that the layer holds by name: parameters, buffers and plain attributes."""
+    found = {}
+    for prefix, module in layer.named_modules():
+        attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+        for place in (module._parameters, module._buffers, attributes):
+            for name, value in place.items():
+                if isinstance(value, Tensor):
+                    where = vars(module) if place is attributes else place
+                    found[f"{prefix}.{name}" if prefix else name] = (where, name)
+    return found
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def take_hooks_off(layer: nn.Module) -> bool:
     """Other people's hooks, which may write somewhere; those of torch are part of what a layer computes."""
     found = False
     for module in layer.modules():
@@ -207,78 +241,15 @@ def _take_hooks_off(layer: nn.Module) -> bool:
     return found
 
 
-def _held(layer: nn.Module) -> Iterator[str]:
-    """Names of all floating-point tensors that a layer holds: parameters, buffers and plain attributes."""
-    for prefix, module in layer.named_modules():
-        if isinstance(module, parametrize.ParametrizationList) or "parametrizations" in prefix.split("."):
-            continue
-        held = {**module._parameters, **module._buffers, **vars(module)}
-        for name, value in held.items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                yield f"{prefix}.{name}" if prefix else name
-
-
-def _is_computed(layer: nn.Module, name: str) -> bool:
-    path, _, attribute = name.rpartition(".")
-    hooks = layer.get_submodule(path)._forward_pre_hooks.values()
-    return any(getattr(hook, "name", None) == attribute for hook in hooks)
-
-
 def _untie(layer: nn.Module) -> None:
     """A tensor under several names becomes several, so that the name that the forward reads is found."""
     seen: set[int] = set()
-
-    def once(held: dict[str, Any]) -> None:
-        for name, value in held.items():
-            if isinstance(value, Tensor) and id(value) in seen:
-                copied = value.detach().clone()
-                if isinstance(value, nn.Parameter):
-                    copied = nn.Parameter(copied, requires_grad=value.requires_grad)
-                held[name] = copied
-            if isinstance(value, Tensor):
-                seen.add(id(held[name]))
-
-    for module in layer.modules():
-        once(module._parameters)
-        once(module._buffers)
-        once(vars(module))
-
-
-def other_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Those that are not floating-point, and those in lists, mappings, data classes and arrays of the layer.
-
-    A tensor of an array shares its memory.
-    """
-    floats = {id(tensor_of(layer, name)) for name in _held(layer)}
-    found: dict[str, Tensor] = {}
-
-    def look(name: str, value: Any, depth: int) -> None:
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.name in ARRAYS:
-            value = torch.from_numpy(value)
-        if isinstance(value, Tensor):
-            if id(value) not in floats and value.numel():
-                found[name] = value
-        elif depth == DEEPEST:
-            return
-        elif isinstance(value, (tuple, list)):
-            for n, each in enumerate(value):
-                look(f"{name}[{n}]", each, depth + 1)
-        elif isinstance(value, Mapping):
-            for key, each in value.items():
-                look(f"{name}[{key!r}]", each, depth + 1)
-        elif isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
-            for key, each in vars(value).items():
-                look(f"{name}.{key}", each, depth + 1)
-
-    for prefix, module in layer.named_modules():
-        plain = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
-        for name, value in {**module._buffers, **plain}.items():
-            look(f"{prefix}.{name}" if prefix else name, value, 0)
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_floating_point():
-                look(f"{prefix}.{name}" if prefix else name, parameter, 0)
-    return found
+    for place, key in held(layer).values():
+        value = place[key]
+        if id(value) in seen:
+            copied = value.detach().clone()
+            place[key] = nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied
+        seen.add(id(place[key]))
 
 
 def _parametrized(layer: nn.Module) -> Iterator[str]:

@@ -1,6 +1,10 @@
-"""The answer for layers that capsfast does not compute."""
+"""The answers for layers that capsfast does not compute, or does not take the place of."""
 
 from .identification import Identification
+
+
+class LeftAloneError(Exception):
+    """Why a layer is not fused. Its text is the reason in the report."""
 
 
 class NotReproduced(ValueError):  # noqa: N818

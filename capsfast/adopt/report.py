@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .fused import FusedLayer, is_fused, restore
+from .fused import Calls, FusedLayer, is_fused, restore
 from .identification import Identification
-from .verification import Speed
+from .state import COUNT
+from .timing import Speed
 
 FUSED, TO_BE_FUSED, ALREADY, LEFT_ALONE = "fused", "to be fused", "already fused", "left alone"
 HEADER = ("layer", "class", "", "forward", "forward+backward", "difference")
@@ -45,7 +46,7 @@ class LayerReport:
         return "\n".join([*lines, *([self.reason] if self.reason else [])])
 
     def cells(self) -> tuple[str, ...]:
-        speeds = (f"{speed.ratio:.1f}x" if speed else "" for speed in (self.forward, self.both))
+        speeds = (str(speed or "") for speed in (self.forward, self.both))
         found = "" if self.difference is None else f"{self.difference:.0e}"
         return (self.name or "(the model)", self.kind, self.status, *speeds, found)
 
@@ -92,6 +93,11 @@ class Acceleration:
             if each.words:
                 lines += ["", f"{each.cells()[0]}:", *(f"  {line}" for line in each.words.splitlines())]
         return "\n".join(lines)
+
+    def calls(self) -> dict[str, Calls]:
+        """How often each layer that this call fused ran fused, how often its own forward, and why the last time."""
+        names = [each.name for each in self.layers if each.status == FUSED]
+        return {name: vars(layer).get(COUNT, Calls()) for name, layer in zip(names, self._fused, strict=True)}
 
     def undo(self) -> None:
         """Gives the layers that this call fused their own forward back, but for those undone since.

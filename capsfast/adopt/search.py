@@ -1,7 +1,8 @@
 """The options under which capsfast computes what a layer computes, found by trying."""
 
-from contextlib import nullcontext
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,39 +10,56 @@ from torch import Tensor
 from .. import checks
 from . import candidates, structures
 from .identification import Identification
-from .idle import same
 from .inputs import Inputs
-from .misses import SAME_DIRECTION, Miss, no_options, off_direction, other_direction
-from .probe import modes_swapped, other_random_numbers
+from .misses import (
+    OVER_OUTPUTS,
+    SAME_DIRECTION,
+    Miss,
+    no_options,
+    off_direction,
+    other_direction,
+    squashes_over_outputs,
+)
+from .orders import follow, steps_to
+from .probe import modes_swapped, same
 from .proof import Proof
 from .squashes import Fit, fits
+from .structures import orders
+from .trace import BranchError, UntraceableError
 from .trial import capsules, relative
 
-# Of u, so that all coupling is equal; and lengths of weighted sums, one that shows eps and one that shows the coupling.
+# A factor of u that makes all coupling equal; lengths of weighted sums, one that shows eps and one that shows coupling.
 NEAR_0 = 1e-5
 LENGTHS = (3e-5, 1e-2)
 
 
-class Float64Error(Exception):
-    """The forward makes tensors of another dtype."""
-
-
 class Search(Proof):
-    miss: Miss | None = None
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.miss: Miss | None = None
+        # Orders of axes in which a squash over the output capsules is possible.
+        self.over_outputs: list[Identification] = []
+        # Operations that only special numbers show. Numbers tell better why a layer is none that capsfast computes.
+        self.thresholds: dict[str, None] = {}
 
     def result(self) -> Identification:
-        self._steady()
+        first = self._run(replace(self.inputs, u=self.inputs.u.clone().requires_grad_()))
+        if first.dim() < 2 or not first.is_floating_point():
+            raise self._refused(f"its output {checks.shape_of(first)} holds no capsules [B, J, D]")
+        if not first.requires_grad:
+            raise self._refused("its output has no gradient, as under torch.no_grad")
+        reads = self._traced()
+        self._steady(first.detach())
         if self.probe.dtype != torch.float64:
             self.notes.append("compared in float32, in which it computes whatever it is given; eps may be another one")
         if self.probe.hooked:
-            self.notes.append("the layer has forward or backward hooks, which the call leaves out")
+            self.notes.append("modules in it have hooks, which the call leaves out")
         if self.probe.built:
             self.notes.append(f"the first forward makes {', '.join(self.probe.built)}")
+        if self.probe.written:
+            self.notes.append(f"its forward changes {', '.join(self.probe.written)}, the call does not")
         self._random()
-        output = self._run(replace(self.inputs, u=self.inputs.u.clone().requires_grad_()))
-        if not output.requires_grad:
-            raise self._refused("its output has no gradient, as under torch.no_grad")
-        mattering = [name for name in self.probe.names if self._matters(name)]
+        mattering = [name for name in self.probe.names if name in reads or name not in self.probe.settable]
         routed = None
         for weight in [*sorted(mattering, key=lambda name: -self.probe.true[name].numel()), None]:
             routed = self._routed(weight, [name for name in mattering if name != weight])
@@ -49,57 +67,88 @@ class Search(Proof):
                 break
         if routed is None:
             raise self._refused(self._why_none(mattering))
-        found = self._with_arguments(self._with_parameters(routed, mattering))
-        found = self._with_gradient(found)
-        self._check_idle(found)
+        found = self._with_arguments(self._with_parameters(routed, mattering), reads)
+        self._check_reads(found, reads)
+        found, reads = self._with_coupling(self._with_gradient(found), reads)
+        self._check_reads(found, reads)
         return self._verified(found)
 
-    def _steady(self) -> None:
-        """Whether a result depends on the parameters and the input alone."""
+    def _check_reads(self, found: Identification, reads: frozenset[str]) -> None:
+        known = (*self.probe.integers, *self.probe.settable)
+        unread = [name for name in known if name in reads and name not in found.names]
+        if unread:
+            raise self._refused(f"its output depends on `{unread[0]}`, which the call does not read")
+        if self.thresholds:
+            raise self._refused(
+                f"its forward or its gradient applies {', '.join(self.thresholds)}, which only some numbers show, and "
+                f"capsfast does not"
+            )
+
+    def _traced(self, *parts: int) -> frozenset[str]:
+        """Names of the tensors that its output depends on, the same in both modes.
+
+        Raises:
+            NotReproduced: it does what no probe would show: random numbers, branches, thresholds.
+        """
         try:
-            first = self.probe(self.inputs.u, *self.inputs.others)
-            with other_random_numbers(self.inputs.u.device) if self.probe.draws else nullcontext():
-                again = self.probe(self.inputs.u, *self.inputs.others)
-        except Exception as error:
-            if self.probe.dtype == torch.float64:
-                raise Float64Error from error
-            raise self._refused(f"its forward fails, with {type(error).__name__}: {error}") from error
-        if first.dim() < 2 or not first.is_floating_point():
-            raise self._refused(f"its output {checks.shape_of(first)} holds no capsules [B, J, D]")
-        if not same(first, again):
-            if self.probe.draws:
-                raise self._refused(
-                    "it draws random numbers (logits that start at random, or dropout): two calls on one input differ"
-                )
-            raise self._refused("two calls on one input differ: it keeps a state")
-        with modes_swapped(self.probe.layer):
-            try:
-                other = self.probe(self.inputs.u, *self.inputs.others)
-            except Exception as error:
-                mode = "training" if not self.probe.layer.training else "evaluation"
-                raise self._refused(f"it fails in {mode} mode, with {type(error).__name__}: {error}") from error
-        without = self.probe(self.inputs.u, *self.inputs.others, gradient=False)
-        if not relative(without.nan_to_num(), first.detach().nan_to_num()) < self.same:
-            raise self._refused("it computes something else under torch.no_grad")
-        if not same(first, other):
+            own = self.probe.trace(self.inputs, *parts)
+            with modes_swapped(self.probe.layer):
+                other = self.probe.trace(self.inputs, *parts)
+            conditions = () if self.fixed else self._conditions()
+        except BranchError as error:
+            raise self._refused(
+                "its forward branches on numbers in a tensor (by if, .item() or the like), so others may go another way"
+            ) from error
+        except UntraceableError as error:
+            self.doubts.append(f"torch cannot trace it, so what it does with special numbers was not seen ({error})")
+            return frozenset(name for name in self.probe.names if self._matters(name)) | {
+                f"argument {n}" for n in range(2, 2 + len(self.inputs.others))
+            }
+        if own.random or other.random:
+            raise self._refused("it draws random numbers (logits that start at random, or dropout)")
+        if own.steps != other.steps:
             raise self._refused("it computes something else in training mode than in evaluation mode, as dropout does")
-        changed = [name for name, value in self.probe.true.items() if not same(self.probe.tensor(name), value)]
-        changed += [name for name, value in self.probe.others.items() if not same(value, self.probe.other_true[name])]
-        if changed:
-            self.probe.set(self.probe.true)
-            self.notes.append(f"its forward changes {', '.join(changed)}, the call does not")
+        if conditions:
+            raise self._refused(f"its forward goes by the number B of samples: {' and '.join(conditions)}")
+        if own.outside:
+            raise self._refused(
+                "its output depends on a tensor in a list, a mapping, an array or outside of it; make that a buffer"
+            )
+        self.thresholds |= dict.fromkeys(own.thresholds)
+        return own.reads
+
+    def _conditions(self) -> tuple[str, ...]:
+        """What the forward asks of the number of samples, if that makes a difference."""
+        lengths = {size for name in self.probe.places for size in self.probe.tensor(name).shape}
+        for each in (self.inputs.u, *self.inputs.others):
+            lengths |= set(each.shape[1:]) if isinstance(each, Tensor) else set()
+        apart = self.inputs.batch(next(size for size in itertools.count(5) if size not in lengths))
+        found = self.probe.trace(apart, symbolic=True).conditions
+        # Code that repeats a list for each sample, say, is traced for one number of them, and is the same for others.
+        several = (self.inputs, self.given.to(self.probe.dtype), *map(self.inputs.batch, (2, 17, 64, 300)))
+        return found if found and len({_runs(self.probe.trace(each).steps) for each in several}) > 1 else ()
 
     def _matters(self, name: str) -> bool:
-        if name not in self.probe.settable:
-            # A parametrized one: what its own parameters are differs by kind, so it is taken to matter.
-            return True
+        """Whether other numbers of a tensor change the output, where no trace says so."""
         value = self.probe.tensor(name).detach().clone()
-        # A forward may keep its output, and this may be the tensor that is set.
         before = self._run(self.inputs).detach().clone()
         self.probe.set({name: self.draw(value, 0.3)})
         after = self._run(self.inputs)
         self.probe.set({name: value})
         return not same(before, after)
+
+    def _steady(self, first: Tensor) -> None:
+        """Whether the same numbers give the same result each time, in both modes and without gradients."""
+        if not same(first, self._run(self.inputs)):
+            raise self._refused("two calls on one input differ: it keeps a state")
+        before = {name: place[key].clone() for name, (place, key) in self.probe.places.items()}
+        with modes_swapped(self.probe.layer):
+            if not same(first, self._run(self.inputs)):
+                raise self._refused("it computes something else in training mode than in evaluation mode")
+        changed = [name for name, value in before.items() if not same(self.probe.tensor(name), value)]
+        self.probe.written = tuple(dict.fromkeys((*self.probe.written, *changed)))
+        if not relative(self.probe(self.inputs, gradient=False).nan_to_num(), first.nan_to_num()) < self.same:
+            raise self._refused("it computes something else under torch.no_grad")
 
     def _routed(self, weight: str | None, rest: list[str]) -> Identification | None:
         """The options without logits and bias, if this is the weight."""
@@ -117,6 +166,8 @@ class Search(Proof):
             possible = structures.with_weight(weight, tuple(self.probe.true[weight].shape), *shapes)
         for candidate in possible:
             total, v = self._sums(candidate, neutral.u), capsules(candidate, output)
+            if v.shape[1] > 1 and off_direction(v.transpose(1, 2), total.transpose(1, 2)) < SAME_DIRECTION:
+                self.over_outputs.append(candidate)
             off = off_direction(v, total)
             if off < SAME_DIRECTION:
                 found = self._with_options(candidate, neutral, total)
@@ -167,15 +218,23 @@ class Search(Proof):
                 "[B, I, K] and a weight of I, J, D, K, or votes [B, I, J, D], to [B, J, D]"
             )
         candidate = self.miss.candidate
+        inputs = self._moderate(candidate)
+        output = self._run(inputs)
         if self.nearest is None:
-            inputs = self._moderate(candidate)
-            output = self._run(inputs)
             for options in candidates.options(
                 [Fit(softmax, False, "paper", 1e-8) for softmax in ("out", "in")], most=4
             ):
                 self._difference(replace(candidate, **options), inputs, output)
+        if any(self._squashes_over_outputs(each, inputs, output) for each in self.over_outputs):
+            return OVER_OUTPUTS
         more = f" (its output depends on {depends})" if len(mattering) > 1 else ""
         return self.miss.reason + more
+
+    def _squashes_over_outputs(self, candidate: Identification, inputs: Inputs, output: Tensor) -> bool:
+        u, weight = self._product(candidate, inputs.u)
+        votes = u if weight is None else torch.einsum("ijdk,bik->bijd", weight.expand(u.shape[1], -1, -1, -1), u)
+        votes = votes.expand(-1, -1, candidate.sizes.J, -1)
+        return squashes_over_outputs(votes, capsules(candidate, output.detach()))
 
     def _with_parameters(self, found: Identification, mattering: list[str]) -> Identification:
         """With the roles of the tensors besides the weight, one after the other."""
@@ -197,19 +256,21 @@ class Search(Proof):
                 )
         return found
 
-    def _with_arguments(self, found: Identification) -> Identification:
+    def _with_arguments(self, found: Identification, reads: frozenset[str]) -> Identification:
         """With the roles of the further arguments of the forward."""
         for n in range(len(self.inputs.others)):
             inputs = self._moderate(found).neutral(but=(*range(n + 1),))
             output = self._run(inputs)
             self._start_anew(found, inputs, output)
-            for role, order in self.inputs.roles(n, found.sizes._asdict()):
-                if found.averaged and (role == "out_mask" or (role == "mask" and found.softmax == "in")):
+            for role, order in self.inputs.roles(n, found.sizes._asdict(), f"argument {n + 2}" in reads):
+                if found.averaged and (role != "mask" or found.softmax == "in") and role.startswith(("mask", "out")):
                     continue  # the samples, whose logits are averaged, would have softmaxes of their own
+                if role == "mask_after" and "out_mask" in found.arguments:
+                    continue  # no function has both
                 tried = replace(
                     found, arguments=(*found.arguments, role), argument_orders=(*found.argument_orders, order)
                 )
-                if self._difference(tried, inputs, output) < self.same:
+                if self._difference(tried, inputs, output) < self.same and self._is_factor(tried, n, inputs):
                     found = tried
                     break
             else:
@@ -219,7 +280,35 @@ class Search(Proof):
                 )
         return found
 
+    def _is_factor(self, tried: Identification, n: int, inputs: Inputs) -> bool:
+        """Whether a mask of floats counts with its value, where that is what was tried."""
+        mask = inputs.others[n]
+        if tried.arguments[n] != "mask_after" or not mask.is_floating_point():
+            return True
+        changed = inputs.with_other(n, 0.7 * mask)
+        return self._difference(tried, changed, self._run(changed)) < self.same
+
     def _start_anew(self, candidate: Identification, inputs: Inputs, output: Tensor) -> None:
         """Differences on other numbers are not to be compared with those so far."""
         self.nearest = None
         self._difference(candidate, inputs, output)
+
+    def _with_coupling(self, found: Identification, reads: frozenset[str]) -> tuple[Identification, frozenset[str]]:
+        """With the entry of a tuple that is the last coupling, if one is, and with what that depends on."""
+        outputs = self.probe.outputs(inputs := self._moderate(found))
+        if not isinstance(outputs, tuple) or self.probe.part is None:
+            return found, reads
+        _, c = found.with_coupling(self.probe.tensors(), inputs.u, *inputs.others, backend=self._backend(inputs))
+        known = {**found.sizes._asdict(), "B": self.B}
+        for part, value in enumerate(outputs):
+            if part == self.probe.part or not isinstance(value, Tensor):
+                continue
+            for order, _ in orders(tuple(value.shape), "BIJ", known):
+                if relative(follow(c, steps_to(order, "BIJ")), value.detach()) < self.same:
+                    return replace(found, coupling=part, coupling_order=order), reads | self._traced(part)
+        return found, reads
+
+
+def _runs(steps: tuple[str, ...]) -> tuple[str, ...]:
+    """Without repetitions: what is done to each sample alone counts once."""
+    return tuple(step for step, _ in itertools.groupby(steps))

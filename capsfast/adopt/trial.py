@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .identification import Identification
 from .inputs import Draw, Inputs
 from .orders import follow, steps_from
-from .probe import Call, Probe
+from .probe import Probe, Run
 from .refusal import NotReproduced
 
 OP = "capsfast.identify"
@@ -17,34 +17,46 @@ SAME = {torch.float64: (1e-10, 1e-8), torch.float32: (1e-5, 1e-3)}
 VOTE_LENGTH = 1.5
 
 
-class Trial:
-    """The probe of a layer, what it is run on, and the call that came nearest so far."""
+class Float64Error(Exception):
+    """The layer does not run in float64."""
 
-    def __init__(
-        self, layer: nn.Module, real: Inputs, call: Call | None, output: Call | None, dtype: torch.dtype
-    ) -> None:
+
+class Trial:
+    """The probe of a layer, what it is run on, and the call that came nearest so far.
+
+    Attributes:
+        fixed: whether the layer takes no other number of samples than that of u.
+        notes: what was seen, in words. doubts: those in which layer and call differ.
+        single: whether the call gives what the layer gives for one sample.
+    """
+
+    def __init__(self, layer: nn.Module, real: Inputs, run: Run | None, output: Run | None, dtype: torch.dtype) -> None:
         self.name = type(layer).__name__
         self.nearest: tuple[float, Identification] | None = None
         self.notes: list[str] = []
+        self.doubts: list[str] = []
+        self.single = True
         self.draw = Draw(real.u.device)
         self.same, self.same_on_real = SAME[dtype]
-        self.real, self.probe = self._copied(layer, real, call, output, dtype)
+        self.real, self.probe = self._copied(layer, real, run, output, dtype)
+        self.fixed = self.real.u.shape[0] == real.u.shape[0]
         self.given = replace(real, sized=self.real.sized)
         self.inputs = self.real.to(dtype)
         self.B = self.inputs.u.shape[0]
 
     def _copied(
-        self, layer: nn.Module, real: Inputs, call: Call | None, output: Call | None, dtype: torch.dtype
+        self, layer: nn.Module, real: Inputs, run: Run | None, output: Run | None, dtype: torch.dtype
     ) -> tuple[Inputs, Probe]:
         """A few samples are enough, unless the layer takes no other number than that of u."""
         failed: Exception | None = None
         for inputs in (real.few(), replace(real, sized=True).few(), real):
             try:
-                return inputs, Probe(layer, call, output, inputs.u, inputs.others, dtype)
+                return inputs, Probe(layer, run, output, inputs, dtype)
             except Exception as error:  # noqa: PERF203
                 failed = error
-        reason = f"a copy of it fails on u, with {type(failed).__name__}: {failed}"
-        raise self._refused(reason) from failed
+        if dtype == torch.float64:
+            raise Float64Error from failed
+        raise self._refused(f"a copy of it fails on u, with {type(failed).__name__}: {failed}") from failed
 
     def _refused(self, reason: str) -> NotReproduced:
         difference, nearest = self.nearest or (None, None)
@@ -52,7 +64,7 @@ class Trial:
 
     def _run(self, inputs: Inputs) -> Tensor:
         try:
-            return self.probe(inputs.u, *inputs.others)
+            return self.probe(inputs)
         except Exception as error:
             raise self._refused(f"it fails on random numbers, with {type(error).__name__}: {error}") from error
 
@@ -82,8 +94,10 @@ class Trial:
         return self.inputs.scaled(VOTE_LENGTH / self._vote_length(candidate, self.inputs.u))
 
     def _evaluate(self, candidate: Identification, inputs: Inputs) -> Tensor:
-        backend = None if inputs.u.device.type == "cpu" else "reference"
-        return candidate(self.probe.tensors(), inputs.u, *inputs.others, backend=backend)
+        return candidate(self.probe.tensors(), inputs.u, *inputs.others, backend=self._backend(inputs))
+
+    def _backend(self, inputs: Inputs) -> str | None:
+        return None if inputs.u.device.type == "cpu" else "reference"
 
     def _difference(self, candidate: Identification, inputs: Inputs, output: Tensor) -> float:
         difference = relative(self._evaluate(candidate, inputs).detach(), output.detach())
@@ -109,6 +123,7 @@ def capsules(candidate: Identification, output: Tensor) -> Tensor:
 def relative(found: Tensor, right: Tensor) -> float:
     if found.shape != right.shape:
         return float("inf")
+    found, right = found.detach(), right.detach()
     difference = float((found - right).norm())
     return difference / max(float(right.norm()), 1e-300) if difference else 0.0
 

@@ -4,13 +4,21 @@ A network keeps its code and its checkpoints, and changes the line that imports 
 layer is which, and what it does other than the paper.
 """
 
-from .agreement import AgreementRouting, CapsLayer
 from .averaged import averaged_routing
-from .capsule_layer import CapsuleLayer
-from .capsule_linear import CapsuleLinear
-from .digit_caps import DenseCapsule, DigitCaps, DigitCapsules, Router
-from .dynamic_routing import DynamicRouting, DynamicRoutingLayer
+from .forms import (
+    AgreementRouting,
+    CapsLayer,
+    CapsuleLayer,
+    CapsuleLinear,
+    DenseCapsule,
+    DigitCaps,
+    DigitCapsules,
+    DynamicRouting,
+    DynamicRoutingLayer,
+    Router,
+)
 from .losses import CapsuleLoss, MarginLoss
+from .masked import masked_after_routing
 
 __all__ = [
     "AgreementRouting",
@@ -26,4 +34,5 @@ __all__ = [
     "MarginLoss",
     "Router",
     "averaged_routing",
+    "masked_after_routing",
 ]

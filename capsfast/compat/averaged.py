@@ -1,5 +1,6 @@
 """Dynamic routing with logits averaged over the batch, a slip of older models."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..functional import squash as _squash
 from ..options import Options
 from ..precision import in_wide_dtype
 from ..reference.coupling import coupling_coefficients
+
+Linear = Callable[[Tensor], Tensor]
 
 
 @_keywords.closed
@@ -83,7 +86,7 @@ def _route(call: Call) -> tuple[Tensor, Tensor]:
         u = u.masked_fill(~mask.reshape(B, I, *(1,) * (u.dim() - 2)), 0.0)
         if weight is not None and weight.shape[0] == I:
             weight = weight.masked_fill(~mask.any(0)[:, None, None, None], 0.0)
-    votes = _Given(u, call.J) if weight is None else _Made(u, weight.expand(I, call.J, -1, -1))
+    weighted_sums, agreement_with = _sums(u, weight, call.J)
     prior = u.new_zeros(I, call.J) if logits is None else logits
     if prior.dim() == 3:
         prior = _mean(prior.sum(0), B)
@@ -93,12 +96,12 @@ def _route(call: Call) -> tuple[Tensor, Tensor]:
         last = t + 1 == o.num_iterations
         with torch.no_grad() if o.gradient == "last" and not last else nullcontext():
             c = coupling_coefficients((prior + agreement)[None], None, o.softmax, o.leaky)[0]
-            s = votes.weighted_sums(c)
+            s = weighted_sums(c)
             if bias is not None:
                 s = s + bias
             v = _squash(s, kind=o.squash, eps=o.eps) if o.squash_last or not last else s
             if not last:
-                agreement = agreement + _mean(votes.agreement(v), B)
+                agreement = agreement + _mean(agreement_with(v), B)
                 if o.gradient == "last":
                     agreement = agreement.detach()
     coupling = c.expand(B, I, call.J)
@@ -109,33 +112,16 @@ def _mean(total: Tensor, B: int) -> Tensor:
     return total / max(B, 1)  # nothing is the mean of no samples
 
 
-class _Given:
-    """Votes ``[B, I, J or 1, D]``."""
-
-    def __init__(self, votes: Tensor, J: int) -> None:
-        self.votes = votes.expand(-1, -1, J, -1)
-
-    def weighted_sums(self, c: Tensor) -> Tensor:
-        return torch.einsum("ij,bijd->bjd", c, self.votes)
-
-    def agreement(self, v: Tensor) -> Tensor:
-        """The sum over the batch, ``[I, J]``."""
-        return torch.einsum("bijd,bjd->ij", self.votes, v)
-
-
-class _Made:
-    """Votes of ``u [B, I, K]`` and ``weight [I, J, D, K]``, none of which is formed."""
-
-    def __init__(self, u: Tensor, weight: Tensor) -> None:
-        self.u = u.flatten(1)  # [B, I K]
-        self.weight = weight.permute(0, 3, 1, 2).contiguous()  # [I, K, J, D]
-
-    def weighted_sums(self, c: Tensor) -> Tensor:
-        _, _, J, D = self.weight.shape
-        scaled = (c[:, None, :, None] * self.weight).flatten(0, 1).flatten(1)
-        return (self.u @ scaled).view(self.u.shape[0], J, D)
-
-    def agreement(self, v: Tensor) -> Tensor:
-        I, K, J, D = self.weight.shape
-        summed = (self.u.T @ v.flatten(1)).reshape(I, K, J, D)
-        return torch.einsum("ikjd,ikjd->ij", summed, self.weight)
+def _sums(u: Tensor, weight: Tensor | None, J: int) -> tuple[Linear, Linear]:
+    """What makes weighted sums from a coupling, and the agreement, summed over the batch, from outputs."""
+    if weight is None:
+        votes = u.expand(-1, -1, J, -1)
+        return lambda c: torch.einsum("ij,bijd->bjd", c, votes), lambda v: torch.einsum("bijd,bjd->ij", votes, v)
+    B, I, K = u.shape
+    u = u.flatten(1)
+    weight = weight.expand(I, J, -1, -1).permute(0, 3, 1, 2).contiguous()  # [I, K, J, D]
+    # Neither forms votes.
+    return (
+        lambda c: (u @ (c[:, None, :, None] * weight).flatten(0, 1).flatten(1)).view(B, J, -1),
+        lambda v: torch.einsum("ikjd,ikjd->ij", (u.T @ v.flatten(1)).view(weight.shape), weight),
+    )

@@ -11,280 +11,178 @@ from torch import Tensor, nn
 
 import capsfast
 from capsfast.adopt import NotReproduced
+from capsfast.compat.masked import masked_after_routing
 
-from ..test_identify import I, Plain, example, squash
-
-
-class Held(Plain):
-    """Its votes times a mask of the input capsules, made of what the layer holds."""
-
-    def __init__(self, hold: Callable[[nn.Module], Any], mask: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        hold(self)
-        self.mask_of = mask
-
-    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
-        return super().forward(u * self.mask_of(self).view(-1, 1), num_iterations)
-
-
-def buffer(value: Tensor) -> Callable[[nn.Module], Any]:
-    return lambda layer: layer.register_buffer("kept", value)
-
-
-def attribute(value: Any) -> Callable[[nn.Module], Any]:
-    return lambda layer: setattr(layer, "kept", value)
-
-
-ONES = torch.ones(I, dtype=torch.long)
-HELD: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Tensor], str]] = {
-    "int buffer": (buffer(ONES), lambda layer: layer.kept != 0, "kept"),
-    "int attribute": (attribute(ONES), lambda layer: layer.kept > 0, "kept"),
-    "bool buffer": (buffer(ONES.bool()), lambda layer: layer.kept, "kept"),
-    "step of ints": (buffer(torch.tensor(0)), lambda layer: (layer.kept < 100) * torch.ones(1), "kept"),
-    "step of floats": (buffer(torch.tensor(0.0)), lambda layer: (layer.kept < 100) * torch.ones(1), "kept"),
-    "threshold": (buffer(torch.ones(I)), lambda layer: layer.kept > -50, "kept"),
-    "indices": (buffer(torch.arange(I)), lambda layer: 1.0 * (layer.kept == torch.arange(I)), "kept"),
-    "expanded": (buffer(torch.tensor([1]).expand(I)), lambda layer: layer.kept > 0, "kept"),
-    "in a list": (attribute([torch.ones(I)]), lambda layer: layer.kept[0], "kept[0]"),
-    "in a mapping": (attribute({"m": torch.ones(I)}), lambda layer: layer.kept["m"], "kept['m']"),
-    "in a namespace": (attribute(types.SimpleNamespace(m=ONES)), lambda layer: layer.kept.m > 0, "kept.m"),
-    "an array": (attribute(np.ones(I, dtype=np.float32)), lambda layer: torch.from_numpy(layer.kept), "kept"),
-}
-
-
-@pytest.mark.parametrize("name", HELD)
-def test_a_tensor_that_would_matter_with_other_numbers(name: str) -> None:
-    hold, mask, said = HELD[name]
-    layer = Held(hold, mask)
-    with pytest.raises(NotReproduced) as caught:
-        capsfast.identify(layer, example())
-    assert f"with other numbers in `{said}`" in caught.value.reason
-    assert caught.value.nearest is not None
-
-
-class Counting(Plain):
-    """Numbers that have no effect: a counter, an index that nobody reads, a list of what was seen."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.tensor(0))
-        self.register_buffer("index", torch.arange(3))
-        self.seen = [torch.ones(2), torch.ones(2, dtype=torch.bool)]
-
-    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
-        self.calls += 1
-        return super().forward(u, num_iterations)
-
-
-def test_tensors_that_have_no_effect() -> None:
-    layer = Counting()
-    found = capsfast.identify(layer, example())
-    assert not found.options and found.notes == ("its forward changes calls, the call does not",)
-    assert int(layer.calls) == 0 and torch.equal(layer.seen[0], torch.ones(2))
-
-
-class Given(Plain):
-    """Takes an argument that is read in some way."""
-
-    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.read = read
-
-    def forward(self, u: Tensor, other: Any = None, last: Any = None) -> Any:
-        return super().forward(u * self.read(other)[..., None])
-
+from ..support.adopted import D, I, J, K, Plain, accelerate, example, masked_after, squash, variant
 
 B = 5
-GIVEN: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
-    "ids": (lambda ids: ids != -1, torch.randint(0, 9, (B, I))),
-    "ids of zeros": (lambda ids: ids != -1, torch.zeros(B, I, dtype=torch.long)),
-    "lengths": (lambda lengths: torch.arange(I) < lengths[:, None], torch.full((B,), I + 5)),
-    "large": (lambda ids: ids < 10**5, torch.randint(0, 9, (B, I))),
-    "additive mask": (lambda mask: mask > -50, torch.zeros(B, I)),
-    "minus infinity": (lambda mask: mask.isfinite(), torch.zeros(B, I)),
-    "order": (lambda ids: ids == torch.arange(I), torch.arange(I).repeat(B, 1)),
-}
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_an_argument_that_would_matter_with_other_numbers(name: str) -> None:
-    read, value = GIVEN[name]
-    with pytest.raises(NotReproduced, match="argument 2 of the forward"):
-        capsfast.identify(Given(read), example(), value)
+def held(mask: Callable[[Any], Tensor], *kept: Any) -> nn.Module:
+    """Its votes times a mask of the input capsules, made of what the layer holds."""
+    return variant(*kept, votes=lambda self, u: Plain.votes(self, u * mask(self.kept).view(-1, 1)))
 
 
-def test_arguments_that_have_no_effect() -> None:
-    layer = Given(lambda _: torch.ones(1))
-    for value in (torch.zeros(B, I), torch.ones(B, dtype=torch.long), torch.zeros(B, I).bool(), torch.randn(3), None):
-        found = capsfast.identify(layer, example(), value, torch.ones(B))
-        assert found.arguments == ("constant" if value is None else "unused", "unused") and not found.notes
-
-
-@pytest.mark.parametrize(
-    ("read", "noted"),
-    [
-        (lambda mask: mask, True),
-        (lambda mask: mask > 0.5, True),
-        (lambda mask: mask > 0, True),
-        (lambda mask: mask != 0, False),
-    ],
-)
-def test_a_mask_of_numbers_says_what_it_takes(read: Callable[[Tensor], Tensor], noted: bool) -> None:
-    found = capsfast.identify(Given(read), example(), torch.ones(B, I))
-    assert found.arguments == ("mask",)
-    assert [note.startswith("argument 2 is a mask of 0 and 1 alone") for note in found.notes] == [True] * noted
-
-
-class Filled(Plain):
-    def __init__(self, fill: float) -> None:
-        super().__init__()
-        self.fill = fill
-
-    def forward(self, u: Tensor, mask: Any = None) -> Any:
-        votes = self.votes(u)
-        b = torch.zeros(votes.shape[:3])
-        for _ in range(3):
-            c = b.masked_fill(~mask[..., None], self.fill).softmax(1)
-            v = squash((c[..., None] * votes).sum(1))
-            b = b + (votes * v[:, None]).sum(-1)
-        return v
-
-
-@pytest.mark.parametrize("fill", [-1e9, float("-inf")])
-def test_a_sample_without_any_input(fill: float) -> None:
-    """A large number in the place of minus infinity makes the coupling equal there; with minus infinity it is NaN."""
-    layer, u, mask = Filled(fill), example(), torch.rand(B, I) < 0.5
-    mask[0] = False
-    found = capsfast.identify(layer, u, mask | (torch.arange(I) == 0))
-    assert [note.startswith("for a sample whose mask, argument 2, is 0 ever") for note in found.notes] == [True] * (
-        fill == -1e9
-    )
-    ours, theirs = found(found.tensors(layer), u, mask), layer(u, mask)
-    assert not torch.allclose(ours[0], theirs[0])
-
-
-class OtherGradient(Plain):
-    """A part of its gradient alone in one of the modes; values do not tell."""
-
-    part = 0.5
-
-    def votes(self, u: Tensor) -> Tensor:
-        votes = super().votes(u)
-        return votes + 0 if not self.training else self.part * votes + (1 - self.part) * votes.detach()
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("part", [0.5, 0.0])
-def test_a_gradient_that_depends_on_the_mode(training: bool, part: float) -> None:
-    layer = OtherGradient().train(training)
-    layer.part = part
-    with pytest.raises(
-        NotReproduced,
-        match=r"its gradient (in training mode is another one than|goes neither)|its output has no gradient",
-    ):
-        capsfast.identify(layer, example())
-
-
-class LooksAt(Plain):
-    def __init__(self, read: Callable[[Tensor], Tensor], softmax: int = 2) -> None:
-        super().__init__()
-        self.read, self.softmax = read, softmax
-
-    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
-        votes = self.votes(self.read(u))
-        b = torch.zeros(votes.shape[:3])
-        if self.softmax == 1:
-            b = b.masked_fill((u.abs().sum(-1) == 0)[..., None], float("-inf"))
-        for _ in range(num_iterations):
-            v = squash((b.softmax(self.softmax)[..., None] * votes).sum(1))
-            b = b + (votes * v[:, None]).sum(-1)
-        return v
+ONES, OUTSIDE = torch.ones(I), "depends on a tensor in a list, a mapping, an array or outside of it"
 
 
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
-        (LooksAt(lambda u: u, softmax=1), "with some input capsules 0"),
-        (LooksAt(lambda u: u.clamp(-99, 99)), "with inputs 30 times as long"),
-        (LooksAt(lambda u: -u if 1.5 < u.norm() < 5 else u), "with inputs 0.01 times as long"),
+        (held(lambda kept: kept != 0, ONES.long()), "its output depends on `kept`, which the call does not read"),
+        (held(lambda kept: (kept < 100) * torch.ones(1), torch.tensor(0.0)), "applies lt"),
+        (held(lambda kept: kept > 0, None, ONES.bool()), "its output depends on `kept`, which the call does not read"),
+        (held(lambda kept: kept["m"][0], None, {"m": [ONES]}), OUTSIDE),
+        (held(lambda kept: kept.m > 0, None, types.SimpleNamespace(m=ONES.long())), OUTSIDE),
+        (held(torch.from_numpy, None, np.ones(I, dtype=np.float32)), OUTSIDE),
     ],
 )
-def test_a_forward_that_looks_at_its_input(layer: nn.Module, said: str) -> None:
-    with pytest.raises(NotReproduced, match=said):
-        capsfast.identify(layer, 20 * example())
+def test_a_tensor_that_would_matter_with_other_numbers(layer: nn.Module, said: str) -> None:
+    with pytest.raises(NotReproduced) as caught:
+        capsfast.identify(layer, example())
+    assert said in caught.value.reason
+    assert said in accelerate(layer, example()).left_alone[""]
 
 
-class LooksAtGradient(Plain):
-    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
-        return super().forward(u, num_iterations if torch.is_grad_enabled() else 1)
+def test_tensors_that_have_no_effect() -> None:
+    """A counter, an index that nobody reads, a list of what was seen."""
+
+    def forward(self: Any, u: Tensor) -> Any:
+        self.kept += 1
+        return Plain.forward(self, u)
+
+    layer = variant(torch.tensor(0), forward=forward)
+    layer.register_buffer("index", torch.arange(3))
+    layer.seen = [torch.ones(2), torch.ones(2, dtype=torch.bool)]
+    found = capsfast.identify(layer, example())
+    assert not found.options and found.notes == ("its forward changes kept, the call does not",)
+    assert int(layer.kept) == 0 and torch.equal(layer.seen[0], torch.ones(2))
 
 
-class Clamped(Plain):
-    def votes(self, u: Tensor) -> Tensor:
-        return torch.einsum("ijdk,bik->bijd", self.W.clamp(-2, 2), u)
+def given(read: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Takes an argument that is read in some way."""
+
+    def forward(self: Plain, u: Tensor, other: Any = None, last: Any = None) -> Any:
+        return Plain.forward(self, u * read(other)[..., None])
+
+    return variant(forward=forward)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(LooksAtGradient, "under torch.no_grad"), (Clamped, "with weights 30 times as large")]
+    ("read", "value"),
+    [
+        (lambda ids: ids != -1, torch.zeros(B, I, dtype=torch.long)),
+        (lambda lengths: torch.arange(I) < lengths[:, None], torch.full((B,), I + 5)),
+        (lambda mask: mask > -50, torch.zeros(B, I)),
+        (lambda ids: ids == torch.arange(I), torch.arange(I).repeat(B, 1)),
+    ],
+    ids=["ids", "lengths", "additive mask", "order"],
 )
-def test_a_forward_that_looks_at_something_else(make: Callable[[], nn.Module], said: str) -> None:
+def test_an_argument_that_would_matter_with_other_numbers(read: Callable[[Tensor], Tensor], value: Tensor) -> None:
+    with pytest.raises(NotReproduced, match="argument 2 of the forward"):
+        capsfast.identify(given(read), example(), value)
+
+
+def test_arguments_that_have_no_effect() -> None:
+    layer = given(lambda _: torch.ones(1))
+    for value in (torch.zeros(B, I), torch.ones(B, dtype=torch.long), None):
+        found = capsfast.identify(layer, example(), value, torch.ones(B))
+        assert found.arguments == ("constant" if value is None else "unused", "unused") and not found.notes
+
+
+@pytest.mark.parametrize(
+    ("read", "dtype", "noted"),
+    [
+        (lambda mask: mask, torch.float32, True),
+        (lambda mask: mask > 0.5, torch.float32, True),
+        (lambda mask: mask != 0, torch.float32, False),
+        (lambda mask: mask, torch.bool, False),
+    ],
+)
+def test_a_mask_of_ones_is_one_and_says_what_it_takes(read: Any, dtype: torch.dtype, noted: bool) -> None:
+    layer, ones = given(read), torch.ones(B, I, dtype=dtype)
+    found = capsfast.identify(layer, example(), ones)
+    assert (found.arguments, found.argument_orders) == (("mask",), ("BI",))
+    assert "argument 2 is the mask [B, I]" in found.describe()
+    assert [note.startswith("argument 2 is a mask of 0 and 1 alone") for note in found.notes] == [True] * noted
+    # A fused layer would compute something else for other numbers: a note is not enough.
+    assert accelerate(layer, (example(), ones)).fused == (() if noted else ("",))
+
+
+@pytest.mark.parametrize("fill", [-1e9, float("-inf")])
+def test_a_sample_without_any_input(fill: float) -> None:
+    """A large number in the place of minus infinity makes the coupling equal there; with minus infinity it is NaN."""
+
+    def forward(self: Plain, u: Tensor, mask: Tensor) -> Any:
+        votes = self.votes(u)
+        b = torch.zeros(votes.shape[:3])
+        for _ in range(3):
+            v = squash((b.masked_fill(~mask[..., None], fill).softmax(1)[..., None] * votes).sum(1))
+            b = b + (votes * v[:, None]).sum(-1)
+        return v
+
+    layer, u, mask = variant(forward=forward), example(), torch.rand(B, I) < 0.5
+    mask[0] = False
+    found = capsfast.identify(layer, u, mask | (torch.arange(I) == 0))
+    said = [note.startswith("for a sample whose mask, argument 2, is 0 everywhere") for note in found.notes]
+    assert said == [True] * (fill == -1e9)
+    assert not torch.allclose(found(found.tensors(layer), u, mask)[0], layer(u, mask)[0])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("part", [0.5, 0.0])
+def test_a_gradient_that_depends_on_the_mode(training: bool, part: float) -> None:
+    """Values do not tell."""
+
+    def votes(self: Plain, u: Tensor) -> Tensor:
+        found = Plain.votes(self, u)
+        return found + 0 if not self.training else part * found + (1 - part) * found.detach()
+
+    with pytest.raises(NotReproduced, match=r"something else in training mode|its output has no gradient"):
+        capsfast.identify(variant(votes=votes).train(training), example())
+
+
+LOOKS: dict[str, tuple[Any, str]] = {
+    "zeros": (
+        {"couple": lambda self, b: b.masked_fill(b == 9, float("-inf")).softmax(1)},
+        "applies eq",
+    ),
+    "weight": (
+        {"votes": lambda self, u: torch.einsum("ijdk,bik->bijd", self.W.clamp(-2, 2), u)},
+        "applies clamp",
+    ),
+    "no_grad": (
+        {"forward": lambda self, u: Plain.forward(self, u, 3 if torch.is_grad_enabled() else 1)},
+        "under torch.no_grad",
+    ),
+    "twelve": ({"forward": lambda self, u: Plain.forward(self, u, 12)}, "or there are more than 10 iterations"),
+    "len": ({"forward": lambda self, u: Plain.forward(self, u, 1 if len(u) > 16 else 3)}, "the number B of samples"),
+    "int": (
+        {"forward": lambda self, u: Plain.forward(self, u, 1 if int(u.shape[0]) > 16 else 3)},
+        "the number B of samples",
+    ),
+    "range": (
+        {"forward": lambda self, u: Plain.forward(self, u, len(range(min(3, 20 - min(19, u.shape[0])))))},
+        "the number B of samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_forward_that_looks_at_something_else(name: str) -> None:
+    methods, said = LOOKS[name]
     with pytest.raises(NotReproduced, match=said):
-        capsfast.identify(make(), example())
-
-
-class TwoNames(Plain):
-    """Its weight has two names, of which the forward reads one."""
-
-    def __init__(self, reads: str) -> None:
-        super().__init__()
-        self.V = self.W
-        self.reads = reads
-
-    def votes(self, u: Tensor) -> Tensor:
-        return torch.einsum("ijdk,bik->bijd", getattr(self, self.reads), u)
+        capsfast.identify(variant(**methods), example())
 
 
 @pytest.mark.parametrize("name", ["V", "W"])
 def test_of_two_names_of_a_weight_the_one_that_is_read(name: str) -> None:
-    layer, u = TwoNames(name), example()
-    found = capsfast.identify(layer, u)
-    assert (found.weight, found.options) == (name, {})
-    report = capsfast.accelerate(layer, u, only_faster=False, seconds=0)
+    layer, u = variant(votes=lambda self, u: torch.einsum("ijdk,bik->bijd", getattr(self, name), u)), example()
+    layer.V = layer.W
+    report = accelerate(layer, u)
     assert report.fused == ("",) and layer.V is layer.W
-    assert report[""].identification == found
-
-
-class TwelveIterations(Plain):
-    def forward(self, u: Tensor, num_iterations: int = 12) -> Any:
-        return super().forward(u, num_iterations)
-
-
-def test_more_iterations_than_are_tried() -> None:
-    with pytest.raises(NotReproduced, match="or there are more than 10 iterations"):
-        capsfast.identify(TwelveIterations(), example())
-
-
-class OfArguments(Plain):
-    def forward(self, u: Tensor, mask: Any = None) -> Any:
-        return super().forward(u * (mask > 0.5)[..., None])
-
-
-def test_accelerate_leaves_alone_what_it_cannot_be_sure_of() -> None:
-    u = example()
-
-    def reason(layer: nn.Module, *others: Any) -> str:
-        report = capsfast.accelerate(layer, (u, *others), only_faster=False, seconds=0)
-        assert not report.fused
-        return "; ".join(report.left_alone.values())
-
-    for name in ("int buffer", "step of ints"):
-        hold, mask, said = HELD[name]
-        assert f"with other numbers in `{said}`" in reason(Held(hold, mask))
-    assert "argument 2 of the forward" in reason(Given(GIVEN["ids"][0]), torch.zeros(B, I, dtype=torch.long))
-    assert "a factor, or compared with a number" in reason(OfArguments(), torch.ones(B, I))
-    assert "gradient" in reason(OtherGradient().eval())
+    found = report[""].identification
+    assert found is not None and (found.weight, found.options) == (name, {})
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
@@ -292,9 +190,28 @@ def test_a_weight_that_a_hook_of_torch_computes() -> None:
     layer, u = Plain(), example()
     torch.nn.utils.weight_norm(layer, "W")
     wanted = layer(u)
-    report = capsfast.accelerate(layer, u, only_faster=False, seconds=0)
-    assert report.fused == ("",) and report[""].identification.weight == "W"
+    report = accelerate(layer, u)
+    assert report.fused == ("",) and report[""].identification.weight == "W"  # type: ignore[union-attr]
     torch.testing.assert_close(layer(u), wanted)
     with torch.no_grad():
         layer.W_g.mul_(2)  # type: ignore[operator, union-attr]
     assert not torch.allclose(layer(u), wanted)
+
+
+def test_code_with_a_mask_behind_the_softmax() -> None:
+    layer, u, mask = variant(forward=masked_after), example(), torch.rand(B, I)
+    found = capsfast.identify(layer, u, torch.ones(B, I))
+    names = {"layer": layer, "u": u, "mask": mask, "capsfast": capsfast}
+    exec(found.code(), names)
+    torch.testing.assert_close(names["v"], layer(u, mask))
+
+
+def test_masked_after_routing_checks_its_arguments() -> None:
+    u, weight, mask = example(), torch.randn(I, J, D, K), torch.rand(B, I)
+    v, c = masked_after_routing(u, weight, mask=mask, softmax="in", return_coupling=True)
+    torch.testing.assert_close(v, masked_after_routing(u, weight, mask=mask, softmax="in"))
+    assert c.shape == (B, I, J) and bool((c.sum(1) < 1).all())
+    with pytest.raises(TypeError, match=r"masked_after_routing: mask must be a torch\.Tensor \[B, I\], got None"):
+        masked_after_routing(u, weight, mask=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="with more axes"):
+        masked_after_routing(torch.randn(B, I, J, D, 2, 2), None, mask=mask)

@@ -1,21 +1,75 @@
-"""A model with layers that accelerate fuses, and what it computes before and after."""
+"""Routing layers and models for identify and accelerate, and what they compute before and after."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import capsfast
 from capsfast.adopt import Acceleration, undo
-from capsfast.adopt.fused import is_fused, original_class
-from capsfast.adopt.verification import relative
+from capsfast.adopt.beside import relative
 
 from . import published_layers as layers
 
+I, J, D, K = 7, 4, 5, 6
 IMAGES = (4, 1, 6, 6)
+
+
+def squash(s: Tensor) -> Tensor:
+    n = s.square().sum(-1, keepdim=True)
+    return n / (1 + n) * s / torch.sqrt(n + 1e-8)
+
+
+class Plain(nn.Module):
+    """Paper routing with a bare torch.zeros; what else a layer does is in its variants."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.W = nn.Parameter(0.3 * torch.randn(*(sizes or (I, J, D, K))))
+
+    def votes(self, u: Tensor) -> Tensor:
+        return torch.einsum("ijdk,bik->bijd", self.W, u)
+
+    def start(self, votes: Tensor) -> Tensor:
+        return torch.zeros(votes.shape[:3])
+
+    def couple(self, b: Tensor) -> Tensor:
+        return b.softmax(2)
+
+    def forward(self, u: Tensor, num_iterations: int = 3) -> Any:
+        votes = self.votes(u)
+        b = self.start(votes)
+        for _ in range(num_iterations):
+            v = squash((self.couple(b)[..., None] * votes).sum(1))
+            b = b + (votes * v[:, None]).sum(-1)
+        return v
+
+
+def variant(buffer: Tensor | None = None, attribute: Any = None, sizes: tuple[int, ...] = (), **methods: Any) -> Any:
+    """A Plain with other methods, which may read ``self.kept``: a buffer or an attribute."""
+    layer = type("Variant", (Plain,), methods)(*sizes)
+    if buffer is not None:
+        layer.register_buffer("kept", buffer)
+    if attribute is not None:
+        layer.kept = attribute
+    return layer
+
+
+def masked_after(self: Plain, u: Tensor, mask: Tensor) -> Tensor:
+    """A forward whose coupling, a softmax over the inputs, is masked behind the softmax, as ComiRec's code does it."""
+    votes = self.votes(u)
+    b = torch.zeros(votes.shape[:3])
+    for _ in range(3):
+        c = b.softmax(1)
+        c = torch.where(mask[..., None], c, 0 * c) if mask.dtype == torch.bool else c * mask[..., None]
+        v = squash((c[..., None] * votes).sum(1))
+        b = b + (votes * v[:, None]).sum(-1)
+    return v
+
+
+def example(B: int = 5) -> Tensor:
+    return torch.randn(B, I, K)
 
 
 def accelerate(model: nn.Module, example: Any, **options: Any) -> Acceleration:
@@ -37,18 +91,6 @@ class Net(nn.Module):
         return self.second(self.first(u))  # type: ignore[no-any-return]
 
 
-class Choosy(layers.Router):
-    """A layer with further arguments."""
-
-    def forward(self, u: Tensor, mask: Tensor | None = None, iterations: int = 3) -> Tensor:
-        self_iterations, self.iterations = self.iterations, iterations
-        try:
-            v = super().forward(u if mask is None else u * mask[:, :, None])
-        finally:
-            self.iterations = self_iterations
-        return v
-
-
 def outcome(model: nn.Module, example: Any) -> list[Tensor]:
     """Output and gradients, that of the input first."""
     first, *others = example if isinstance(example, tuple) else (example,)
@@ -61,20 +103,6 @@ def outcome(model: nn.Module, example: Any) -> list[Tensor]:
 def assert_same(one: nn.Module, other: nn.Module, example: Any) -> None:
     pairs = list(zip(outcome(one, example), outcome(other, example), strict=True))
     assert max(relative(a, b) for a, b in pairs) < 1e-4
-
-
-def calls_own_forward(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Gives the number of calls of the forward that the layer's author wrote."""
-    count = [0]
-    author = original_class(type(layer)) if is_fused(layer) else type(layer)
-    own = author.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return own(self, *args, **kwargs)
-
-    monkeypatch.setattr(author, "forward", forward)
-    return lambda: count[0]
 
 
 def undone_copy(model: nn.Module) -> Any:

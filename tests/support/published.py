@@ -119,6 +119,15 @@ PUBLISHED = [
         compat=True,
     ),
     Published(
+        "DynamicRouting, num_input_capsules",
+        lambda k, s: k.DynamicRouting(
+            num_input_capsules=s.I, num_output_capsules=s.J, input_capsule_dim=s.K, output_capsule_dim=s.D
+        ),
+        "IJKD",
+        weight="weight",
+        compat=True,
+    ),
+    Published(
         "DynamicRoutingLayer",
         lambda k, s: k.DynamicRoutingLayer(s.I, s.J, s.K, s.D),
         "IJDK",
@@ -134,6 +143,14 @@ PUBLISHED = [
         compat=True,
     ),
     Published("DigitCaps", lambda k, s: k.DigitCaps(s.I, s.J, s.K, s.D, 4), "IJDK", num_iterations=4, compat=True),
+    Published(
+        "DigitCaps, in_dim",
+        lambda k, s: k.DigitCaps(in_dim=s.K, in_caps=s.I, num_caps=s.J, dim_caps=s.D, num_routing=3),
+        "1JIDK",
+        gradient="last",
+        squash="eps_outside",
+        compat=True,
+    ),
     Published("DigitCapsules", lambda k, s: k.DigitCapsules(s.I, s.K, s.J, s.D), "1IJDK", compat=True),
     Published(
         "Router", lambda k, s: k.Router(s.I, s.J, s.K, s.D, 3), "IJKD", weight="weight", softmax="in", compat=True

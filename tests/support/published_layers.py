@@ -62,8 +62,57 @@ class LayerRouting(nn.Module):
         return v
 
 
+class InputCapsulesRouting(nn.Module):
+    """``DynamicRouting(num_input_capsules, num_output_capsules, input_capsule_dim, output_capsule_dim,
+    num_iterations)`` with ``weight [I, J, K, D]``.
+    """
+
+    def __init__(
+        self,
+        num_input_capsules: int,
+        num_output_capsules: int,
+        input_capsule_dim: int,
+        output_capsule_dim: int,
+        num_iterations: int = 3,
+    ) -> None:
+        super().__init__()
+        self.num_iterations = num_iterations
+        sizes = (num_input_capsules, num_output_capsules, input_capsule_dim, output_capsule_dim)
+        self.weight = nn.Parameter(0.1 * torch.randn(*sizes))
+
+    def forward(self, u: Tensor) -> Tensor:
+        votes = (u[:, :, None, None, :] @ self.weight).squeeze(3)
+        b = torch.zeros(votes.shape[:3])
+        for _ in range(self.num_iterations):
+            v = squash((F.softmax(b, dim=-1).unsqueeze(-1) * votes).sum(1), 1e-8)
+            b = b + (votes @ v.permute(0, 2, 1).unsqueeze(1)).diagonal(dim1=2, dim2=3)
+        return v
+
+
+class CouplingRouting(nn.Module):
+    """``DynamicRouting(n_in, n_out, in_dim, out_dim, n_iters)`` with ``W [I, J, D, K]``, which returns ``(v, c)``."""
+
+    def __init__(self, n_in: int, n_out: int, in_dim: int, out_dim: int, n_iters: int = 3) -> None:
+        super().__init__()
+        self.n_iters = n_iters
+        self.W = nn.Parameter(0.01 * torch.randn(n_in, n_out, out_dim, in_dim))
+
+    def forward(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        votes = (self.W @ u[:, :, None, :, None]).squeeze(-1)
+        b = torch.zeros(votes.shape[:3])
+        for _ in range(self.n_iters - 1):
+            v = squash((b.softmax(2).unsqueeze(-1) * votes).sum(1), 1e-8)
+            b = b + (votes * v.unsqueeze(1)).sum(-1)
+        c = b.softmax(2)
+        return squash((c.unsqueeze(-1) * votes).sum(1), 1e-8), c
+
+
 def DynamicRouting(*args: Any, **kwargs: Any) -> nn.Module:
-    """Two published classes have this name; four sizes make the one with a weight."""
+    """Four published classes have this name. Four sizes by position make LayerRouting."""
+    if "num_input_capsules" in kwargs:
+        return InputCapsulesRouting(**kwargs)
+    if "n_in" in kwargs:
+        return CouplingRouting(**kwargs)
     return LayerRouting(*args, **kwargs) if len(args) + len(kwargs) > 1 else VotesRouting(*args, **kwargs)
 
 
@@ -95,7 +144,7 @@ class DynamicRoutingLayer(nn.Module):
         return squash((b.softmax(dim=2).unsqueeze(-1) * u_hat).sum(dim=1), 1e-8)
 
 
-class DigitCaps(nn.Module):
+class LowerHigherCaps(nn.Module):
     """``DigitCaps(num_lower, num_higher, lower_dim, higher_dim, num_routing)`` with ``W [I, J, D, K]``."""
 
     def __init__(self, num_lower: int, num_higher: int, lower_dim: int, higher_dim: int, num_routing: int = 3) -> None:
@@ -111,6 +160,31 @@ class DigitCaps(nn.Module):
             if r != self.num_routing - 1:
                 b_ij = b_ij + (u_hat * v[:, None]).sum(-1, keepdim=True)
         return v
+
+
+class DetachedDigitCaps(nn.Module):
+    """``DigitCaps(in_dim, in_caps, num_caps, dim_caps, num_routing)`` with ``W [1, J, I, D, K]``: all iterations but
+    the last on detached votes, eps added to the norm.
+    """
+
+    def __init__(self, in_dim: int, in_caps: int, num_caps: int, dim_caps: int, num_routing: int) -> None:
+        super().__init__()
+        self.num_routing = num_routing
+        self.W = nn.Parameter(0.01 * torch.randn(1, num_caps, in_caps, dim_caps, in_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u_hat = (self.W @ x[:, None, :, :, None]).squeeze(-1)
+        constant = u_hat.detach()
+        b = torch.zeros(*u_hat.shape[:3], 1)
+        for _ in range(self.num_routing - 1):
+            v = squash_of_norm((b.softmax(1) * constant).sum(2))
+            b = b + constant @ v.unsqueeze(-1)
+        return squash_of_norm((b.softmax(1) * u_hat).sum(2))
+
+
+def DigitCaps(*args: Any, **kwargs: Any) -> nn.Module:
+    """Two published classes have this name; by position the sizes are those of the first."""
+    return DetachedDigitCaps(**kwargs) if "in_dim" in kwargs else LowerHigherCaps(*args, **kwargs)
 
 
 class DigitCapsules(nn.Module):

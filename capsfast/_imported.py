@@ -1,0 +1,42 @@
+"""Paths such as "my_module.MyRouting": how command lines and checkpoints name a user's classes and functions."""
+
+import inspect
+import os
+import pydoc
+import sys
+from typing import Any
+
+
+def by_path(op: str, path: str) -> Any:
+    """The class or function at a path such as ``my_module.MyClass``; the working directory's modules are found too.
+
+    Raises:
+        ValueError: there is none, or its module can't be imported.
+    """
+    # For good: the module may import its neighbours later.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = pydoc.locate(path)
+    except pydoc.ErrorDuringImport as error:
+        raise ValueError(f"{op}: {path} can't be imported: {error.value}") from error.value
+    if not callable(found):
+        raise ValueError(f"{op}: no class or function {path}; start in the folder of its module, or set PYTHONPATH")
+    return found
+
+
+def path_of(op: str, what: str, value: Any) -> str:
+    """The dotted path under which another process finds a class or a function.
+
+    Raises:
+        ValueError: it has none, as a class that was made inside of a function or typed into an interpreter.
+    """
+    path = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    module = sys.modules.get(getattr(value, "__module__", ""))
+    if module is None or module.__name__ == "__main__" or getattr(module, path.rpartition(".")[2], None) is not value:
+        kind = "class" if inspect.isclass(value) else type(value).__name__
+        raise ValueError(
+            f"{op}: {what} must be at the top of a module that another process can import, so that a checkpoint can be "
+            f"opened again, got the {kind} {path}; move it into a file of its own"
+        )
+    return path

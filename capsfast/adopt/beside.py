@@ -1,0 +1,159 @@
+"""A layer's own forward and capsfast's side by side, in the dtypes in which the layer is used."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .calls import Signature
+from .fused import Dtypes
+from .identification import Identification
+from .probe import private_copy, take_hooks_off
+from .refusal import LeftAloneError
+from .trace import first_line
+
+# The largest relative difference of a tensor that is taken for rounding, in a model of this dtype.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TINY = 1e-30
+# Enough for a comparison, unless the layer takes one number of samples only.
+SAMPLES = 4
+LOW = (torch.bfloat16, torch.float16)
+
+# The tensors of a call, the capsules or votes first.
+Given = tuple[Tensor, ...]
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    """The largest difference over the largest number of ``other``; infinite where one of them is not finite."""
+    if one.shape != other.shape:
+        return float("inf")
+    if one.numel() == 0:
+        return 0.0
+    one, other = one.detach().double(), other.detach().double()
+    found = float((one - other).abs().max() / other.abs().max().clamp_min(TINY))
+    return found if found == found else float("inf")
+
+
+class Beside:
+    """A copy of a layer, whose hooks don't run, and the call of capsfast, on the same numbers.
+
+    Attributes:
+        entries: how many the layer's tuple has; 0 where it gives a tensor. contiguous: whether its output is.
+    """
+
+    def __init__(self, layer: nn.Module, identification: Identification, signature: Signature) -> None:
+        self.layer, self.identification, self.signature = private_copy(layer), identification, signature
+        take_hooks_off(self.layer)
+        self.entries, self.contiguous = 0, True
+
+    def own(self, given: Given, autocast: torch.dtype | None, signature: Signature | None = None) -> Given:
+        """What the layer's own forward gives: its output, and its coupling if that is one of its results.
+
+        Raises:
+            LeftAloneError: the layer fails, or gives more than that.
+        """
+        args, kwargs = (signature or self.signature).fill(*given)
+        try:
+            with torch.autocast(
+                given[0].device.type, enabled=autocast is not None, dtype=autocast, cache_enabled=False
+            ):
+                found = self.layer.forward(*args, **kwargs)
+        except Exception as error:  # code of anybody: what it raises is the reason
+            raise LeftAloneError(f"its forward failed on {list(given[0].shape)}: {first_line(error)}") from error
+        if isinstance(found, Tensor):
+            self.contiguous = found.is_contiguous()
+            return (found,)
+        known = {self.identification.part, self.identification.coupling}
+        more = [n for n, each in enumerate(found) if n not in known and each is not None]
+        if type(found) is not tuple or more:
+            kind = type(found).__name__
+            what = f", of which entry {more[0]} is neither the output nor its last coupling" if more else ""
+            raise LeftAloneError(f"it gives a {kind} of {len(found)}{what}")
+        self.entries = len(found)
+        parts = [part for part in (self.identification.part, self.identification.coupling) if part is not None]
+        self.contiguous = found[parts[0]].is_contiguous()
+        return tuple(found[part] for part in parts)
+
+    def fused(self, given: Given, autocast: torch.dtype | None) -> Given:
+        """The same by the call of capsfast."""
+        call = self.identification
+        with _under(autocast, given):
+            if call.coupling is None:
+                return (call(call.tensors(self.layer), *given),)
+            return call.with_coupling(call.tensors(self.layer), *given)
+
+    def difference(self, given: Given, autocast: torch.dtype | None, signature: Signature | None = None) -> float:
+        """The largest relative difference of results and gradients: of capsules or votes, logits, all parameters.
+
+        Raises:
+            LeftAloneError: they give other shapes.
+        """
+        roles = self.identification.arguments
+        wanted = [0, *(n for n, role in enumerate(roles, 1) if role == "logits")]
+        results: list[list[Tensor]] = []
+        for fused in (False, True):
+            copies = tuple(each.detach().clone().requires_grad_(n in wanted) for n, each in enumerate(given))
+            found = self.fused(copies, autocast) if fused else self.own(copies, autocast, signature)
+            for one, other in zip(found, results[0] if results else (), strict=False):
+                if one.shape != other.shape:
+                    raise LeftAloneError(f"it gives {list(other.shape)}, the fused call {list(one.shape)}")
+            generator = torch.Generator().manual_seed(given[0].numel())
+            directions = [torch.randn(each.shape, generator=generator).to(each) for each in found]
+            tensors = (*copies, *self._parameters())
+            inputs = [each for each in tensors if each.requires_grad]
+            ends = [(each, way) for each, way in zip(found, directions, strict=True) if each.requires_grad]
+            outputs, ways = zip(*ends, strict=True)
+            gradients = torch.autograd.grad(outputs, inputs, ways, allow_unused=True, materialize_grads=True)
+            results.append([*(each.detach() for each in found), *gradients])
+        return max(relative(one, other) for one, other in zip(results[1], results[0], strict=True))
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for parameter in self.layer.parameters():
+            if parameter.is_floating_point():
+                yield parameter.requires_grad_()
+
+    def few(self, given: Given, samples: int = SAMPLES) -> Given:
+        """The first samples; all of them if the layer takes no other number."""
+        return given if self.signature.batch is not None else tuple(each[:samples] for each in given)
+
+    def results(self, given: Given, autocast: torch.dtype | None) -> dict[Dtypes, tuple[torch.dtype, ...]]:
+        """For all dtypes in which the layer runs and the call agrees with it: the dtypes of its results.
+
+        The dtypes of the example are among them, which :meth:`difference` compared.
+        """
+        found: dict[Dtypes, tuple[torch.dtype, ...]] = {}
+        own = self._weight()
+        with torch.no_grad():
+            found[given[0].dtype, own, autocast] = tuple(each.dtype for each in self.own(given, autocast))
+            for cast in LOW:
+                self._try(found, given, cast)
+                self._try(found, _to(given, cast), cast)
+            for dtype in TOLERANCE:
+                self.layer.to(dtype)
+                self._try(found, _to(given, dtype), None)
+        return found
+
+    def _weight(self) -> torch.dtype | None:
+        """The dtype of the tensors that the call reads."""
+        return next((each.dtype for each in self.identification.tensors(self.layer).values()), None)
+
+    def _try(self, found: dict[Dtypes, tuple[torch.dtype, ...]], given: Given, autocast: torch.dtype | None) -> None:
+        key = given[0].dtype, self._weight(), autocast
+        if key in found:
+            return
+        try:
+            own, fused = self.own(given, autocast), self.fused(given, autocast)
+        except Exception:  # the layer or capsfast takes no such dtypes: its own forward says so
+            return
+        limit = TOLERANCE[autocast or given[0].dtype]
+        if all(relative(one, other) <= limit for one, other in zip(fused, own, strict=True)):
+            found[key] = tuple(each.dtype for each in own)
+
+
+def _to(given: Given, dtype: torch.dtype) -> Given:
+    return tuple(each.to(dtype) if each.is_floating_point() else each for each in given)
+
+
+def _under(autocast: torch.dtype | None, given: Given) -> torch.autocast:
+    # Without its cache, which would give float16 what it made for bfloat16.
+    return torch.autocast(given[0].device.type, enabled=autocast is not None, dtype=autocast, cache_enabled=False)

@@ -1,0 +1,154 @@
+"""How a layer was called, so that another call can be told from it."""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .refusal import LeftAloneError
+from .state import UnclearError, frozen
+
+
+class Slot(NamedTuple):
+    """An argument.
+
+    kind: ``"u"`` the capsules or votes, ``"other"`` another tensor, ``"batch"`` the number of samples, ``"value"`` any
+    other. value: of another tensor the shape without the batch, and the dtype; of a value what :func:`frozen` makes of
+    it, and a copy.
+    """
+
+    kind: Literal["u", "other", "batch", "value"]
+    value: Any = None
+
+    def holds(self, given: object, u: Tensor) -> bool:
+        if self.kind == "batch":
+            # torch.export gives a number that may differ between calls as one of its own.
+            return type(given) in (int, torch.SymInt) and given == u.shape[0]
+        if self.kind == "other":
+            shape, dtype = self.value
+            if not isinstance(given, Tensor) or tuple(given.shape) != (u.shape[0], *shape):
+                return False
+            return given.dtype == dtype or (dtype.is_floating_point and given.dtype == u.dtype)
+        try:
+            return bool(frozen(given) == self.value[0])
+        except UnclearError:
+            return False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A call of a layer: capsules or votes with the batch in front, maybe further tensors with a batch, simple values.
+
+    Attributes:
+        order: names of the arguments that can be given by position.
+        slots: all arguments by name; those not given have their defaults.
+        defaults: of the forward, as far as they can be compared.
+        shape: of the capsules or votes, without the batch.
+        batch: the only number of samples that the layer takes; None if it takes others.
+    """
+
+    order: tuple[str, ...]
+    slots: tuple[tuple[str, Slot], ...]
+    defaults: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
+    batch: int | None = None
+
+    @staticmethod
+    def of(
+        layer: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> "tuple[Signature, tuple[Tensor, ...]]":
+        """Reads a call that was made: its signature, and its tensors, the capsules or votes first.
+
+        Raises:
+            LeftAloneError: the reason.
+        """
+        parameters = inspect.signature(layer.forward).parameters.values()
+        by_place = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        # What *args takes has no name.
+        order = (*by_place, *(f"*{n}" for n in range(len(by_place), len(args))))
+        given = dict(zip(order, args, strict=False)) | dict(kwargs)
+        tensors = tuple(each for each in given.values() if isinstance(each, Tensor))
+        if not tensors or not tensors[0].is_floating_point() or tensors[0].dim() < 3 or not tensors[0].numel():
+            raise LeftAloneError("it is called with no tensor that holds capsules in front")
+        if len({id(each) for each in tensors}) < len(tensors):
+            raise LeftAloneError("it is called with one tensor twice")
+        u, *others = tensors
+        for other in others:
+            if other.shape[:1] != u.shape[:1]:
+                raise LeftAloneError(
+                    f"it is called with a second tensor {list(other.shape)} without the batch in front"
+                )
+        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+        slots: dict[str, Slot] = {}
+        for name, value in (defaults | given).items():
+            if isinstance(value, Tensor):
+                if not any(value is each for each in tensors):
+                    raise LeftAloneError("its forward has a tensor as a default")
+                kept = (tuple(value.shape[1:]), value.dtype)
+                slots[name] = Slot("u") if value is u else Slot("other", kept)
+                continue
+            try:
+                kept_value = (frozen(value), copy.deepcopy(value))
+            except UnclearError as error:
+                raise LeftAloneError(f"it is called with {error}, which cannot be compared between calls") from error
+            slots[name] = Slot("value", kept_value)
+        # In the order of the call, which is that of the tensors.
+        ordered = tuple((name, slots[name]) for name in (*given, *(name for name in defaults if name not in given)))
+        return Signature(order, ordered, tuple(defaults.items()), tuple(u.shape[1:])), tensors
+
+    def readings(self, batch: int, given: int) -> "tuple[Signature, ...]":
+        """What the call may have meant: an int that is the number of samples may be given as such, or by chance.
+
+        given: how many arguments were not left to their defaults.
+        """
+
+        def read(n: int, slot: Slot) -> Slot:
+            sized = slot.kind == "value" and type(slot.value[1]) is int and slot.value[1] == batch
+            return Slot("batch") if n < given and sized else slot
+
+        as_batch = replace(self, slots=tuple((name, read(n, slot)) for n, (name, slot) in enumerate(self.slots)))
+        return (self,) if as_batch == self else (as_batch, self)
+
+    def fill(self, u: Tensor, *others: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of this call for other tensors."""
+        rest = iter(others)
+        values = {}
+        for name, slot in self.slots:
+            if slot.kind == "value":
+                values[name] = slot.value[1]
+            else:
+                values[name] = next(rest) if slot.kind == "other" else u if slot.kind == "u" else u.shape[0]
+        args = tuple(values.pop(name) for name in self.order if name in values)
+        return args, values
+
+    def match(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Tensor, ...] | None:
+        """The tensors of a call that differs from this one in nothing but the batch; None for any other call."""
+        if len(args) > len(self.order):
+            return None
+        given = dict(self.defaults)
+        given.update(zip(self.order, args, strict=False))
+        given.update(kwargs)
+        if len(given) != len(self.slots):
+            return None
+        u: Any = None
+        for name, slot in self.slots:
+            if name not in given:
+                return None
+            if slot.kind == "u":
+                u = given[name]
+        if not isinstance(u, Tensor) or tuple(u.shape[1:]) != self.shape:
+            return None
+        if self.batch is not None and u.shape[0] != self.batch:
+            return None
+        others: list[Any] = []
+        for name, slot in self.slots:
+            each = given[name]
+            if slot.kind != "u" and not slot.holds(each, u):
+                return None
+            if slot.kind == "other":
+                others.append(each)
+        return (u, *others)

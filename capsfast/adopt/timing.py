@@ -1,0 +1,90 @@
+"""How long a layer's own forward takes, and capsfast's in its place."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..bench.timing import interleave
+from .beside import Beside, Given
+from .watch import axes_of
+
+LEAST_ROUNDS = 3
+# Samples that are timed first.
+SAMPLES = 8
+# A ratio so far from 1 with a few samples needs no larger batch.
+CLEAR = 1.5
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a call with so many samples, medians: of the layer's own forward and of capsfast's."""
+
+    own: float
+    fused: float
+    samples: int
+
+    @property
+    def ratio(self) -> float:
+        return self.own / self.fused
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.1f}x ({1e3 * self.own:.3g} to {1e3 * self.fused:.3g} ms, B={self.samples})"
+
+
+def speeds(beside: Beside, given: Given, autocast: torch.dtype | None, seconds: float) -> tuple[Speed, Speed]:
+    """Times forward, and forward and backward, in turns; on the whole batch where a few samples leave it unclear."""
+    found = _speeds(beside, beside.few(given, SAMPLES), autocast, seconds)
+    if 1 / CLEAR < found[1].ratio < CLEAR and found[1].samples < given[0].shape[0]:
+        found = _speeds(beside, given, autocast, seconds)
+    return found
+
+
+def _speeds(beside: Beside, given: Given, autocast: torch.dtype | None, seconds: float) -> tuple[Speed, Speed]:
+    copies = (given[0].detach().clone().requires_grad_(), *given[1:])
+    inputs = [each for each in (*copies, *beside.layer.parameters()) if each.requires_grad]
+    ways = {"own": beside.own, "fused": beside.fused}
+
+    def forward(way: str) -> None:
+        with torch.no_grad():
+            ways[way](copies, autocast)
+
+    def both(way: str) -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(ways[way](copies, autocast)[0].sum(), inputs, allow_unused=True)
+
+    found = []
+    for run in (forward, both):
+        steps = {way: lambda way=way, run=run: run(way) for way in ways}
+        timings = interleave(steps, given[0].device, seconds, LEAST_ROUNDS)
+        found.append(Speed(timings["own"].median, timings["fused"].median, len(given[0])))
+    return found[0], found[1]
+
+
+def maker(model: nn.Module, layer: nn.Module, sizes: tuple[int, int, int]) -> tuple[str, int] | None:
+    """Name of the parameter outside of the layer that has the sizes of a weight which makes such votes, and its K."""
+    I, J, D = sizes
+    own = set(layer.parameters())
+    for name, p in model.named_parameters():
+        K, rest = divmod(p.numel(), I * J * D)
+        if p in own or rest or not K:
+            continue
+        for parts in ([I, J, D], [I, J * D]):
+            if sorted(axes_of(p.shape)) == sorted(axes_of((*parts, K))):
+                return name, K
+    return None
+
+
+def gain(model: nn.Module, layer: nn.Module, beside: Beside) -> str:
+    """What would gain more: one layer that makes the votes, where this one is given them and their weight is seen."""
+    if beside.identification.weight is not None:
+        return ""
+    I, J, D = beside.identification.sizes[:3]
+    found = maker(model, layer, (I, J, D))
+    if found is None:
+        return ""
+    name, K = found
+    return (
+        f"its votes are in memory, where `{name}` has the size of the weight that makes them: one "
+        f"capsfast.DynamicRouting({I}, {J}, {K}, {D}) in the place of both never forms them"
+    )

@@ -1,0 +1,216 @@
+"""What a forward does with its tensors: a trace of forward and backward shows every operation.
+
+Numbers alone can't tell a layer that clamps at 1000 from one that doesn't: no probe is that large. The trace names the
+operation. It also raises where Python branches on numbers in a tensor, records every branch on the number of samples,
+and says which tensors of the layer reach the output.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Operations without a threshold: random numbers show whatever they do. What chooses (where) has one only if the
+# comparison has that made its condition. A trailing underscore (in place) is cut off.
+SMOOTH = _words(
+    """
+    abs add addmm alias amax as_strided baddbmm bmm cat clone copy cumsum detach diagonal diagonal_backward div dot
+    einsum empty empty_like exp expand fill flip full full_like gather index index_add index_put index_select
+    lift_fresh_copy linalg_vector_norm log logsumexp masked_fill matmul max mean mm mul mv neg new_empty
+    new_empty_strided new_full new_ones new_zeros norm ones ones_like permute pow prod reciprocal repeat reshape rsqrt
+    rsub scalar_tensor select select_backward select_scatter sin slice slice_backward slice_scatter softmax _softmax
+    _softmax_backward_data _log_softmax _log_softmax_backward_data split split_with_sizes sqrt square squeeze stack std
+    sub sum sym_numel sym_size sym_stride t tanh to transpose unbind unsafe_chunk unsafe_split unsqueeze _unsafe_view
+    var view _reshape_alias where zero zeros zeros_like
+    """
+)
+# torch's own backwards need these: a norm of 0 has the gradient 0, and a maximum hands its gradient to one entry.
+IN_BACKWARD = _words("eq sgn sign value_selecting_reduction_backward scatter")
+# With a bound that is no larger these are the eps of a length that may be 0, as in torch.nn.functional.normalize.
+WITH_BOUND = _words("clamp clamp_min ge gt le lt maximum")
+TINY = 1e-6
+RANDOM = _words(
+    """
+    bernoulli dropout exponential multinomial native_dropout normal normal_functional rand rand_like randint
+    randint_like randn randn_like randperm uniform
+    """
+)
+# Numbers of samples for which a condition on the batch has to hold.
+BATCHES = (2, 3, 4, 5, 7, 8, 16, 17, 31, 32, 64, 100, 127, 128, 129, 256, 1000, 4096)
+
+
+class BranchError(Exception):
+    """Python code of the forward looks at numbers in a tensor."""
+
+
+class UntraceableError(Exception):
+    """torch can't trace the forward. The text says why."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one trace shows.
+
+    Attributes:
+        reads: names of the tensors that the outputs or their gradients depend on.
+        random: whether the outputs depend on random numbers.
+        outside: whether they depend on a tensor that is neither given nor held under a name.
+        thresholds: operations on the layer's numbers that only special values show, such as ``clamp``.
+        conditions: on the number of samples, in words; empty if every number is treated alike.
+        steps: all operations in order; two traces of one computation have the same.
+    """
+
+    reads: frozenset[str]
+    random: bool
+    outside: bool
+    thresholds: tuple[str, ...]
+    conditions: tuple[str, ...]
+    steps: tuple[str, ...]
+
+
+def trace(
+    run: Callable[[dict[str, Tensor]], list[Tensor]],
+    given: dict[str, Tensor],
+    numbers: Iterable[str],
+    batch: str,
+    symbolic: bool = False,
+) -> Trace:
+    """Traces a forward and the backward of its first output.
+
+    Args:
+        run: from tensors by name to the outputs.
+        given: tensors by name: inputs, and what the layer holds. Gradients go to those that require them.
+        numbers: names of those whose values the layer computes with; the others are masks and indices.
+        batch: name of the one whose first axis is the batch.
+        symbolic: with symbols for all sizes, which finds ``conditions``, and of the forward alone, as that takes long.
+            No other axis may have the length of the batch then: torch takes equal lengths for one.
+
+    Raises:
+        BranchError: the forward branches on numbers in a tensor.
+        UntraceableError: torch can't trace the forward.
+    """
+    names = list(given)
+    # A number of its own, so that the trace sees what is done to the gradient that comes in.
+    upstream = torch.ones((), dtype=given[batch].dtype, device=given[batch].device)
+
+    def both(upstream: Tensor, *tensors: Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = {
+                name: each.detach().requires_grad_(given[name].requires_grad)
+                for name, each in zip(names, tensors, strict=True)
+            }
+            outputs = run(leaves)
+            if symbolic:
+                return outputs, ()
+            wanted = [each for each in leaves.values() if each.requires_grad]
+            direction = upstream.expand(outputs[0].shape)
+            return outputs, torch.autograd.grad(outputs[0], wanted, direction, allow_unused=True)
+
+    mode: Literal["symbolic", "fake"] = "symbolic" if symbolic else "fake"
+    try:
+        made = make_fx(both, tracing_mode=mode, _allow_non_fake_inputs=True)(
+            upstream, *(each.detach() for each in given.values())
+        )
+    except GuardOnDataDependentSymNode as error:
+        raise BranchError from error
+    except RuntimeError as error:
+        if "item()" in str(error) or "data-dependent" in str(error).lower():
+            raise BranchError from error
+        raise UntraceableError(first_line(error)) from error
+    except Exception as error:  # code of anybody on tensors without numbers; TorchScript
+        raise UntraceableError(first_line(error)) from error
+    graph = made.graph
+    first, *rest = graph.find_nodes(op="placeholder")
+    places = dict(zip(rest, names, strict=True))
+    ends: Any = graph.output_node().args[0]
+    values, gradients = ends
+    forward = _behind(values)
+    needed = forward | _behind(gradients)
+    data = {first, *(node for node, name in places.items() if name in set(numbers))}
+    for node in graph.nodes:
+        if any(each in data for each in node.all_input_nodes):
+            data.add(node)
+    ours = [node for node in graph.nodes if node in needed and isinstance(node.target, OpOverload)]
+    thresholds = [_name(node) for node in ours if _has_threshold(node, data, node not in forward)]
+    (symbol,) = (node for node, name in places.items() if name == batch)
+    return Trace(
+        frozenset(name for node, name in places.items() if node in needed),
+        any(_name(node) in RANDOM for node in ours),
+        any(node in needed and not _is_literal(made, node) for node in graph.find_nodes(op="get_attr")),
+        tuple(dict.fromkeys(thresholds)),
+        tuple(_conditions(symbol.meta["val"])) if symbolic else (),
+        tuple(_name(node) for node in ours),
+    )
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _behind(ends: Any) -> set[fx.Node]:
+    """All nodes that these need."""
+    left = [each for each in ends if isinstance(each, fx.Node)]
+    found: set[fx.Node] = set()
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    """``clamp`` for ``aten::clamp_``; an op of another library keeps its own in front."""
+    assert isinstance(node.target, OpOverload)
+    library, _, name = node.target._schema.name.partition("::")
+    return name.removesuffix("_") if library == "aten" else f"{library}::{name}"
+
+
+def _has_threshold(node: fx.Node, data: set[fx.Node], backward: bool) -> bool:
+    name = _name(node)
+    if not any(each in data for each in node.all_input_nodes) or name.startswith("capsfast::"):
+        return False
+    if name == "_to_copy":
+        dtype: Any = node.kwargs.get("dtype", torch.float32)
+        return not dtype.is_floating_point
+    if name == "div" and node.kwargs.get("rounding_mode") is not None:
+        return True
+    if name in WITH_BOUND:
+        bounds = [each for each in node.args[1:] if each is not None]
+        return not all(isinstance(each, (int, float)) and 0 < each <= TINY for each in bounds)
+    return not (name in SMOOTH or name in RANDOM or (backward and name in IN_BACKWARD))
+
+
+def _is_literal(made: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether it is a number that the forward writes down, as ``torch.tensor(0.5)``; several may be an array's."""
+    copied = all(isinstance(user.target, OpOverload) and _name(user) == "lift_fresh_copy" for user in node.users)
+    return copied and getattr(made, str(node.target)).numel() == 1
+
+
+def _conditions(u: Tensor) -> Iterator[str]:
+    """What the forward asked of the number of samples, and not every number answers alike."""
+    size = u.shape[0]
+    if not isinstance(size, torch.SymInt) or not size.node.expr.free_symbols:
+        yield f"B == {size}"  # Python code took it for a plain number
+        return
+    symbol, shapes = size.node.expr, size.node.shape_env
+    hints = getattr(shapes, "backed_var_to_val", None) or shapes.var_to_val
+    for guard in shapes.guards:
+        if symbol not in guard.expr.free_symbols:
+            continue
+        others = {each: hints[each] for each in guard.expr.free_symbols - {symbol}}
+        asked = guard.expr.subs(others)
+        if any(not operator.truth(asked.subs({symbol: number})) for number in BATCHES):
+            yield str(asked).replace(str(symbol), "B")

@@ -1,0 +1,217 @@
+"""Which modules of a model may be routing layers: by what goes in and comes out, and by the sizes of what they own."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from . import structures
+from .calls import Signature
+from .fused import FusedLayer, autocast_of
+from .probe import preserved
+from .refusal import LeftAloneError
+
+# Kinds of calls that are kept for one module: more than a layer is given in practice.
+MOST_CALLS = 4
+# From this size on two equal axes at the end are rather those of capsules than of a window.
+LARGE_KERNEL = 12
+# A module that holds one of these does more than route, and one of its modules may be the layer.
+NO_ROUTING = (
+    *(nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding, nn.EmbeddingBag, nn.RNNBase),
+    *(nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.modules.pooling._MaxPoolNd),
+)
+
+
+@dataclass
+class Call:
+    """One kind of call of a module, as the model made it.
+
+    Attributes:
+        signature: how. given: copies of the tensors that went in, capsules or votes first; arguments: how many were
+            not left to their defaults.
+        ends: addresses of what went in and what came out, by which two calls are told to be one.
+        shape: of what came out.
+        autocast: the dtype of autocast around the call, None where it was off.
+    """
+
+    signature: Signature
+    given: tuple[Tensor, ...]
+    arguments: int
+    ends: tuple[int, int]
+    shape: tuple[int, ...]
+    autocast: torch.dtype | None
+
+
+@dataclass
+class Candidate:
+    """A module that may be a routing layer. why_not: where its calls already say that it can't be fused."""
+
+    name: str
+    layer: nn.Module
+    calls: list[Call] = field(default_factory=list)
+    why_not: str = ""
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Puts back modes, attributes, buffers and the state of the random generators.
+
+    What a lazy module made for its parameters stays, and so does what a forward put into a list or mapping.
+    """
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    held = [each for module in modules for each in module._buffers.values() if each is not None]
+    buffers = [(buffer, buffer.clone()) for buffer in held if not nn.parameter.is_lazy(buffer)]
+    devices = {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
+    try:
+        with torch.random.fork_rng(sorted(devices)), preserved(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                if not torch.equal(buffer, kept):
+                    buffer.copy_(kept)
+
+
+def candidates(model: nn.Module, example: object) -> list[Candidate]:
+    """Modules whose calls look like routing, the outer ones before those in them. Runs the model in evaluation mode."""
+    found: dict[nn.Module, Candidate] = {}
+    called: set[nn.Module] = set()
+
+    def see(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        called.add(layer)
+        u = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        results = [each for each in (output if isinstance(output, tuple) else (output,)) if isinstance(each, Tensor)]
+        first = next((each for each in results if u is not None and looks_like_routing(u, each)), None)
+        if u is None or first is None:
+            return
+        candidate = found.setdefault(layer, Candidate("", layer))
+        if len(candidate.calls) == MOST_CALLS:
+            return
+        try:
+            signature, given = Signature.of(layer, args, kwargs)
+        except LeftAloneError as error:
+            candidate.why_not = str(error)
+            return
+        made = len(args) + len(kwargs)
+        ends = (u.data_ptr(), first.data_ptr())
+        call = Call(signature, given, made, ends, tuple(first.shape), autocast_of(u))
+        if all((call.signature, call.autocast) != (other.signature, other.autocast) for other in candidate.calls):
+            call.given = tuple(each.detach().clone() for each in given)
+            candidate.calls.append(call)
+
+    handles = []
+    try:
+        # A hook in a fused layer would make it run its own forward.
+        inside = {each for fused in model.modules() if isinstance(fused, FusedLayer) for each in fused.children()}
+        inside = {module for each in inside for module in each.modules()}
+        watched = [
+            each for each in model.modules() if not isinstance(each, torch.jit.ScriptModule) and each not in inside
+        ]
+        handles += [module.register_forward_hook(see, with_kwargs=True) for module in watched]
+        # Compiled parts run as they are written: a hook inside of one would compile it anew.
+        with undisturbed(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model.eval()
+            if isinstance(example, Mapping):
+                model(**example)
+            else:
+                model(*example) if isinstance(example, tuple) else model(example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    ordered = []
+    for name, module in model.named_modules():
+        if _written_by(module).__module__.startswith("torch.") and not isinstance(module, torch.jit.ScriptModule):
+            continue
+        candidate = found.get(module)
+        if candidate is None or not _owns_what_routing_needs(candidate):
+            candidate = Candidate("", module, why_not=_holds_a_weight(module, module in called))
+        candidate.name = name
+        if candidate.calls or candidate.why_not:
+            ordered.append(candidate)
+    return [each for each in ordered if not _passes_through(each, ordered) and not _is_around(each, ordered)]
+
+
+def _written_by(module: nn.Module) -> type:
+    """Its class, without the one that a parametrization puts in front."""
+    kind = type(module)
+    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+
+
+def axes_of(shape: Sequence[int]) -> list[int]:
+    """Lengths of the axes that are more than one long."""
+    return [size for size in shape if size != 1]
+
+
+def looks_like_routing(u: Tensor, v: Tensor) -> bool:
+    """``[B, I, K]`` to ``[B, J, D]``, or votes ``[B, I, J, D]`` to ``[B, J, D]``, axes of length 1 and orders aside."""
+    if not (u.is_floating_point() and v.is_floating_point()) or u.dim() < 3 or u.numel() == 0:
+        return False
+    B = u.shape[0]
+    given, made = axes_of(u.shape[1:]), axes_of(v.shape)
+    if B != 1:
+        if B not in made:
+            return False
+        made.remove(B)
+    return len(made) in (1, 2) and len(given) in (1, 2, 3)
+
+
+def _owns_what_routing_needs(candidate: Candidate) -> bool:
+    """Whether a tensor of the layer can be the weight, by its shape, or what goes in can be votes."""
+    layer = candidate.layer
+    if isinstance(layer, FusedLayer):
+        return True
+    if any(isinstance(module, NO_ROUTING) for module in layer.modules()):
+        return False
+    tensors = [each for each in (*layer.parameters(), *layer.buffers()) if each.numel() > 1]
+    if candidate.why_not:
+        return any(len(axes_of(each.shape)) >= 3 for each in tensors)
+    shapes = {tuple(each.shape) for each in tensors if len(axes_of(each.shape)) > 1}
+    return any(_fits(shapes, tuple(call.given[0].shape), call.shape) for call in candidate.calls)
+
+
+def _fits(shapes: set[tuple[int, ...]], given: tuple[int, ...], made: tuple[int, ...]) -> bool:
+    for shape in shapes:
+        for found in structures.with_weight("", shape, given, made):
+            # What keeps the number of its capsules, as a linear layer or attention, shares its weight in another sense.
+            if set("IJ") & set(found.weight_order) or found.sizes.I != found.sizes.J:
+                return True
+    votes = () if any(len(axes_of(shape)) > 2 for shape in shapes) else structures.of_votes(given, made)
+    return any(found.sizes.I > 1 for found in votes)
+
+
+def _passes_through(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
+    """Whether it hands its input to a module in it, and the output of that back: then that one is the layer."""
+    inside = set(candidate.layer.modules()) - {candidate.layer}
+    ends = [call.ends for call in candidate.calls]
+    return bool(ends) and any(
+        other.layer in inside and ends == [call.ends for call in other.calls] for other in all_of_them
+    )
+
+
+def _holds_a_weight(module: nn.Module, called: bool) -> str:
+    """What to say of a module that holds what may be a weight of capsules, and does not route as far as was seen."""
+    if type(module).__module__.startswith("capsfast."):
+        return ""
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    for name, p in module.named_parameters(recurse=False):
+        lengths = axes_of(p.shape)
+        convolution = p.dim() == 4 and p.shape[2] == p.shape[3] and p.shape[3] < LARGE_KERNEL
+        if len(lengths) < 4 or convolution:
+            continue
+        weight = f"it holds `{name}` {list(p.shape)}, which may be a weight of capsules"
+        if scripted:
+            return f"{weight}, and it was scripted; accelerate the module that this was made of"
+        if not called:
+            return f"{weight}, and the example did not call it, or called its forward past it"
+        return f"{weight}, and its forward does something else than route; give the routing a module of its own"
+    return ""
+
+
+def _is_around(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
+    """Whether all that is known of it is a weight, and a module in it may route."""
+    inside = set(candidate.layer.modules()) - {candidate.layer}
+    return not candidate.calls and any(other.calls and other.layer in inside for other in all_of_them)

@@ -1,0 +1,342 @@
+"""Layers in use, made from the table in capsfast/kinds.py."""
+
+import inspect
+import math
+from itertools import permutations
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import checks, kinds
+from ..functional import dynamic_routing, route_votes, squash
+from ..nn import _arguments
+from ..nn._layer import Layer, hooked
+from ..passes import routing_pass
+
+
+def _described(text: str, forms: tuple[kinds.Form, ...]) -> str:
+    """The docstring of a class: what its forms are called with, hold, take and return."""
+    arguments: dict[str, str] = {}
+    lines = [text, "\nThe arguments tell which layer is meant:\n" if len(forms) > 1 else ""]
+    for form in forms:
+        u, *more = form.inputs
+        said = [f"has ``{form.weight_name} {' or '.join(map(kinds.spelled, form.orders))}``"] if form.weight else []
+        said += [f"starts the weight as ``{form.std} * torch.randn``"] if form.std else []
+        said += [f"takes ``{u} {'[B, I, J, D]' if form.of_votes else '[B, I, K]'}``"]
+        said += [f"may take ``{name}``" for name in more]
+        said += ["returns ``(v [B, J, D], c [B, I, J])``" if form.result == "v, c" else f"returns ``{form.result}``"]
+        said += [f"routes with ``{name}={value!r}``" for name, value in form.options.items()]
+        lines.append(f"* ``{form.name}{form.call}`` {', '.join(said[:-1])}, and {said[-1]}.")
+        arguments |= {name: kinds.MEANINGS[each] for name, each in form.letters.items() if each not in "?."}
+    lines += ["\nArgs:", *(f"    {name}: {meaning}." for name, meaning in arguments.items())]
+    lines += ["    eps: eps of the squash, by keyword."] if any(form.eps is not None for form in forms) else []
+    lines += ["\nRaises:", "    ValueError, TypeError: sizes below 1, arguments of no form, inputs that do not fit."]
+    return "\n".join(lines) + "\n"
+
+
+class FormLayer(Layer):
+    """A layer whose class has the name of rows of the table: the arguments tell which row is meant.
+
+    Arguments are attributes, and the weight is a parameter, under the names of the row.
+    """
+
+    _op: ClassVar[str]
+    _forms: ClassVar[tuple[kinds.Form, ...]]
+    _others: tuple[kinds.Form, ...] = kinds.FORMS
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The arguments of the row."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if not cls.__module__.startswith("capsfast."):
+            return
+        cls._op = f"capsfast.compat.{cls.__name__}"
+        cls._forms = tuple(form for form in cls._others if form.name == cls.__name__ and not form.instead)
+        if cls._others is kinds.FORMS:
+            cls.__doc__ = _described(inspect.cleandoc(cls.__doc__ or ""), cls._forms)
+        if len(cls._forms) == 1:
+
+            def init(self: FormLayer, *args: Any, **kwargs: Any) -> None:
+                FormLayer.__init__(self, *args, **kwargs)
+
+            own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            parameters = [own, *cls._forms[0].signature.parameters.values()]
+            cls.__init__ = init  # type: ignore[method-assign]
+            init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        form = self._form_of(args, kwargs)
+        bound = form.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        self._form, self._named = form, {**form.named}
+        # The shape of the weight in the checkpoint that was loaded, where the parameter has another.
+        self._saved_as: tuple[int, ...] | None = None
+        self._check(form, given)
+        for name, value in given.items():
+            if name != "bias":  # a parameter, if it is anything
+                setattr(self, name, value)
+        self._start(given)
+
+    def _form_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> kinds.Form:
+        taken = [form for form in self._forms if kinds.given(form, args, kwargs) is not None]
+        # Where no value fits, the first form that has the arguments says what is wrong with them.
+        for form in [form for form in taken if kinds.fits(form, args, kwargs)] + taken:
+            return form
+        takes = " or ".join(str(form.call) for form in self._forms)
+        got = ", ".join([*map(checks.shown, args), *(f"{name}={checks.shown(kwargs[name])}" for name in kwargs)])
+        raise TypeError(f"{self._op}: takes {takes}, got ({got}){kinds.lead(self._op, self._others, args, kwargs)}")
+
+    def _check(self, form: kinds.Form, given: dict[str, Any]) -> None:
+        for name, letter in form.letters.items():
+            if letter in "IJKDrn+":
+                _arguments.integer(self._op, name, given[name], least=0 if letter == "+" else 1)
+            if letter in "?s":
+                checks.boolean(self._op, name, given[name])
+            if letter == "n" and given[name] > kinds.MOST:
+                raise ValueError(
+                    f"{self._op}: {name} must be at most {kinds.MOST}, got {given[name]}; if that is a size, give all "
+                    f"of {self._forms[0].call}; more iterations: capsfast.nn.RoutingByAgreement({name}={given[name]})"
+                )
+        if "eps" in given:
+            checks.positive_eps(self._op, given["eps"])
+
+    def _start(self, given: dict[str, Any]) -> None:
+        """Makes the parameters."""
+        form = self._form
+        if form.weight:
+            shape = kinds.shape_of(form.orders[1 if given.get(form.named.get("s", "")) else 0], self._sizes())
+            start = form.std * torch.randn(shape) if form.std else torch.zeros(shape)
+            self.register_parameter(form.weight_name, nn.Parameter(start))
+
+    def _sizes(self) -> dict[str, int]:
+        return {letter: getattr(self, self._named[letter]) for letter in "IJKD" if letter in self._named}
+
+    def _check_capsules(self, name: str, value: Tensor) -> None:
+        _arguments.floats(self._op, name, value, "[B, I, K]")
+        sizes, (caps, dim), got = self._sizes(), (self._named["I"], self._named["K"]), list(value.shape[1:])
+        wanted = [sizes["I"], sizes["K"]]
+        if got == wanted:
+            return
+        if len(sizes) == 4 and got != wanted[::-1] and got in map(list, permutations(sizes.values(), 2)):
+            raise ValueError(
+                f"{self._op}: {name} must be [B, {caps}={wanted[0]}, {dim}={wanted[1]}], got {checks.shape_of(value)}; "
+                f"the sizes seem to be in another order: give them by name, {caps}={got[0]} and {dim}={got[1]}"
+            )
+        checks.refuse_capsules(self._op, name, value, **{caps: wanted[0], dim: wanted[1]})
+
+    def _sums(self) -> int:
+        """How many weighted sums to form."""
+        return getattr(self, self._form.iterations) + ("+" in self._named)  # type: ignore[no-any-return]
+
+    def _inputs(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """What forward was called with, in the order of the row."""
+        takes = self._form.inputs
+        given = (*given, *[named[name] for name in takes[len(given) :] if name in named])
+        if not 0 < len(given) <= len(takes) or any(name not in takes for name in named):
+            raise TypeError(f"{self._op}: is called with ({', '.join(takes)}), got {len(given)} {[*named]}")
+        return given
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        form = self._form
+        u, *more = self._inputs(given, named)
+        if form.of_votes:
+            _arguments.floats(self._op, form.inputs[0], u, "[B, I, J, D]")
+            _arguments.batch_size(self._op, more[0] if more else None, u)
+            return route_votes(u, self._sums(), logits=self.b if form.weight else None, eps=self.eps)
+        self._check_capsules(form.inputs[0], u)
+        own = form.orders[0].removeprefix("1")
+        weight = getattr(self, form.weight_name).flatten(0, -4).permute([own.index(letter) for letter in "IJDK"])
+        pair = form.result == "v, c"
+        return dynamic_routing(u, weight, self._sums(), eps=self.eps, return_coupling=pair, **form.options)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        own, key = self._parameters.get(self._form.weight_name), f"{prefix}{self._form.weight_name}"
+        if own is not None:
+            given, here = state_dict.get(key), tuple(own.shape)
+            there = tuple(given.shape) if isinstance(given, Tensor) else ()
+            if there in ((1, *here), here[1:] if here[0] == 1 else None):
+                # An optimizer and copies of the parameter go by its shape, which therefore stays.
+                state_dict[key] = state_dict[key].view(here)
+                self._saved_as = there
+            elif there == here:
+                self._saved_as = None
+            else:
+                lists[-1].extend(self._foreign(state_dict, prefix))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+    def _foreign(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """What to call instead of this layer for weights that have its sizes in another order, a message for each."""
+        found, sizes = [], self._sizes()
+        for key, value in state_dict.items():
+            calls = []
+            for form in self._forms:
+                own = key == f"{prefix}{form.weight_name}" and isinstance(value, Tensor)
+                for order in form.orders if own else []:
+                    read = dict(zip(order, value.shape, strict=False))
+                    fits = len(order) == value.dim() and read.pop("1", 1) == 1
+                    if fits and sorted(read.values()) == sorted(sizes.values()):
+                        given = [f"{each}={read[letter]}" for each, letter in form.letters.items() if letter in read]
+                        calls.append((read != sizes, f"{form.name}({', '.join(given)})"))
+            # Sizes as they were given here are likelier than others.
+            likely = [call for other, call in calls if not other] or [call for _, call in calls]
+            if likely:
+                got = f"{key.removeprefix(prefix)} {checks.shape_of(value)}"
+                found.append(f"{self._op}: got {got}, which is the weight of {' or '.join(likely)}; see {kinds.TABLE}")
+        return found
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        key = f"{prefix}{self._form.weight_name}"
+        if self._saved_as and not keep_vars and key in destination:
+            destination[key] = destination[key].view(self._saved_as)
+
+    def extra_repr(self) -> str:
+        given = [(name, getattr(self, name)) for name in self._form.letters]
+        return ", ".join(f"{name}={value!r}" for name, value in given if isinstance(value, (int, str)))
+
+
+class DynamicRouting(FormLayer):
+    """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1)."""
+
+
+class DynamicRoutingLayer(FormLayer):
+    """Dynamic routing whose gradient goes through the last iteration alone."""
+
+
+class DigitCaps(FormLayer):
+    """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1); five sizes by position mean the first form."""
+
+
+class DigitCapsules(FormLayer):
+    """Dynamic routing (Sabour, Frosst, Hinton 2017, procedure 1)."""
+
+
+class Router(FormLayer):
+    """Dynamic routing with a softmax over the input capsules."""
+
+
+class DenseCapsule(FormLayer):
+    """Dynamic routing whose gradient goes through the last iteration alone, with eps added to the norm."""
+
+
+class AgreementRouting(FormLayer):
+    """Dynamic routing of votes with learned logits b."""
+
+
+class CapsLayer(FormLayer):
+    """Makes votes, which ``routing_module`` routes. The weights start uniform between plus and minus ``1 / sqrt(I)``.
+
+    Where the module is an :class:`AgreementRouting` of this package, without hooks and with its own forward, the votes
+    are not in memory.
+    """
+
+    def _start(self, given: dict[str, Any]) -> None:
+        routing, sizes = given["routing_module"], self._sizes()
+        if not isinstance(routing, nn.Module):
+            raise TypeError(f"{self._op}: routing_module must be a module, got {type(routing).__name__}")
+        if isinstance(routing, AgreementRouting):
+            theirs = (routing.input_caps, routing.output_caps)
+            if theirs != (self.input_caps, self.output_caps):
+                raise ValueError(
+                    f"{self._op}: routing_module must be for input_caps={self.input_caps} and "
+                    f"output_caps={self.output_caps}, got one for {theirs[0]} and {theirs[1]}"
+                )
+        self.weights = nn.Parameter(torch.empty(kinds.shape_of("IK(JD)", sizes)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        bound = 1 / math.sqrt(self.input_caps)
+        nn.init.uniform_(self.weights, -bound, bound)
+
+    def forward(self, caps_output: Tensor) -> Any:
+        self._check_capsules("caps_output", caps_output)
+        weight = self.weights.unflatten(2, (self.output_caps, self.output_dim)).permute(0, 2, 3, 1)
+        routing = self.routing_module
+        if type(routing) is AgreementRouting and "forward" not in vars(routing) and not hooked(routing):
+            return dynamic_routing(caps_output, weight, routing._sums(), logits=routing.b, eps=routing.eps)
+        return routing(torch.einsum("ijdk,bik->bijd", weight, caps_output))
+
+
+class CapsuleLayer(FormLayer):
+    """Dynamic routing with a softmax over the input capsules; with ``num_route_nodes=-1`` primary capsules.
+
+    Primary capsules are K = ``num_capsules`` convolutions with ``kernel_size`` and ``stride``, one for each number of a
+    capsule: images ``[B, in_channels, H, W]`` to ``[B, out_channels·H'·W', K]``. Else ``num_route_nodes`` is I.
+    """
+
+    def _start(self, given: dict[str, Any]) -> None:
+        if not isinstance(self.num_route_nodes, int) or self.num_route_nodes != -1:
+            _arguments.integer(self._op, "num_route_nodes", self.num_route_nodes)
+            self._named["I"] = "num_route_nodes"
+            super()._start(given)
+            return
+        if self.kernel_size is None or self.stride is None:
+            raise ValueError(
+                f"{self._op}: num_route_nodes=-1 makes convolutions and needs kernel_size and stride, got "
+                f"{checks.shown(self.kernel_size)} and {checks.shown(self.stride)}"
+            )
+        convolution = (self.in_channels, self.out_channels, self.kernel_size, self.stride)
+        self.capsules = nn.ModuleList(nn.Conv2d(*convolution) for _ in range(self.num_capsules))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.num_route_nodes == -1:
+            return squash(torch.stack([conv(x).flatten(1) for conv in self.capsules], dim=-1), eps=self.eps)
+        return super().forward(x).transpose(0, 1)[:, :, None, None]
+
+
+class CapsuleLinear(FormLayer):
+    """Dynamic routing or k-means (Ren, Lu 2018).
+
+    ``in_capsules`` is I, and None with ``share_weight``. ``routing_type="k_means"`` routes by dot products, and its
+    iterations follow a plain mean. ``squash=True`` squashes the result; iterations before the last always squash.
+    ``bias=True`` adds ``bias [J, D]`` to the weighted sums. ``return_prob=True`` returns ``c [B, J, I]`` too.
+    Weight and bias start as ``xavier_uniform_``.
+    """
+
+    def _start(self, given: dict[str, Any]) -> None:
+        checks.choice(self._op, "routing_type", self.routing_type, ("dynamic", "k_means"))
+        sizes = self._sizes()
+        if not self.share_weight:
+            _arguments.integer(self._op, "in_capsules", self.in_capsules)
+            self._named["I"], sizes["I"] = "in_capsules", self.in_capsules
+        elif self.in_capsules is not None:
+            got = checks.shown(self.in_capsules)
+            raise ValueError(
+                f"{self._op}: share_weight=True is for any number of input capsules, got in_capsules={got}"
+            )
+        shape = kinds.shape_of("JDK" if self.share_weight else "JIDK", sizes)
+        self.weight = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape)))
+        bias = torch.empty(kinds.shape_of("JD", sizes)) if given["bias"] else None
+        self.bias = None if bias is None else nn.Parameter(nn.init.xavier_uniform_(bias))
+
+    def forward(self, input: Tensor) -> Any:
+        if self.share_weight:
+            _arguments.floats(self._op, "input", input, "[B, I, K]")
+            weight = self.weight[None]
+        else:
+            self._check_capsules("input", input)
+            weight = self.weight.transpose(0, 1)
+        if self.routing_type == "k_means":
+            found, coupling = self._k_means(input, weight)
+        else:
+            options: dict[str, Any] = {"bias": self.bias, "squash_last": self.squash, "eps": self.eps}
+            routed = dynamic_routing(input, weight, self._sums(), return_coupling=self.return_prob, **options)
+            found, coupling = routed if self.return_prob else (routed, None)
+        return (found, coupling.transpose(1, 2)) if self.return_prob else found
+
+    def _k_means(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        center = routing_pass(u, weight).first
+        for _ in range(self._sums()):
+            moments = routing_pass(u, weight, query=F.normalize(center, dim=-1), return_weights=True)
+            center = moments.first if self.bias is None else moments.first + self.bias
+        return (squash(center, eps=self.eps) if self.squash else center).to(u.dtype), moments.weights
