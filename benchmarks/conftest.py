@@ -1,8 +1,7 @@
-"""Options and the shared body of the benchmarks; see README.md beside this file."""
+"""``pytest benchmarks``: options, cases and the body of the benchmark; see README.md beside this file."""
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,93 +11,119 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import capsfast
-from capsfast.bench.cases import ROUTING, SWEEPS, Case, sweep
+from capsfast.bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
 from capsfast.bench.checkout import why_not_this_one
-from capsfast.bench.contenders import OURS, contender, contenders, missing
+from capsfast.bench.contenders import OURS, Contender, contenders, missing
 from capsfast.bench.gate import Gate
 from capsfast.bench.inputs import InputSet, input_sets, step
 from capsfast.bench.measure import free_bytes
 from capsfast.nn import ROUTINGS
 
-# pytest-benchmark's clock is the host's; CUDA is measured by python -m capsfast bench, with events.
-CPU = torch.device("cpu")
-SECONDS = 1.0
-LEAST_ROUNDS, MOST_ROUNDS = 3, 500
+SECONDS = 0.4
+LEAST_ROUNDS, MOST_ROUNDS = 3, 200
+# A GPU is not full with the 16 samples that a CPU is given.
+GPU_BATCH = 128
+SHORT = {"forward": "fwd", "forward+backward": "both", "torch.compile einsum": "compiled", "eager einsum": "eager"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("capsfast")
-    group.addoption("--sweep", choices=SWEEPS, default="smoke", help="which cases to run")
-    group.addoption("--threads", type=int, default=None, help="torch threads, default torch's own choice")
+    group.addoption("--sweep", choices=SWEEPS, default="capsules", help="which cases to run (default capsules)")
+    group.addoption("--op", choices=(*OPS, *ROUTINGS), default=OPS[0], help="an op or a routing of capsfast.nn")
+    group.addoption(
+        "--device", choices=("cpu", "cuda"), action="append", help="default: cpu, and cuda where it is there"
+    )
+    group.addoption("--threads", type=int, help="torch threads, default torch's own choice")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     hides = why_not_this_one("pytest benchmarks")
     if hides:
         raise pytest.UsageError(hides)
-    # So that `pytest benchmarks` finds the files.
+    if "cuda" in devices(config) and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no CUDA device")
+    # So that `pytest benchmarks` finds the file.
     config.addinivalue_line("python_files", "benchmark_*.py")
-    threads = config.getoption("threads", default=None)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if config.getoption("threads") is not None:
+        torch.set_num_threads(config.getoption("threads"))
+    # What a comparison needs: the table fits into a terminal.
+    if not any(word.startswith("--benchmark-columns") for word in config.invocation_params.args):
+        config.option.benchmark_columns = ["median", "min", "rounds"]
 
 
-def pytest_report_header() -> list[str]:
-    absent = [f"not measured, {OURS}{name}: {reason}" for name, reason in missing(CPU).items()]
-    return [f"capsfast: {capsfast.__version__} from {Path(capsfast.__file__).parent}", *absent]
+def devices(config: pytest.Config) -> list[str]:
+    return config.getoption("device") or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    names = [each + (f" ({torch.cuda.get_device_name()})" if each == "cuda" else "") for each in devices(config)]
+    return [f"capsfast: {capsfast.__version__} from {Path(capsfast.__file__).parent}; measured: {', '.join(names)}"]
+
+
+def label(case: Case, device: str) -> str:
+    """Short, and without "=" and blanks, which -k does not take, such as ``B16-I64-J10-fwd``."""
+    sizes = [f"{size}{getattr(case, size)}" for size in "BIJ"]
+    sizes += [f"{size}{getattr(case, size)}" for size in "DKr" if getattr(case, size) not in (0, getattr(Case, size))]
+    dtype = [] if case.dtype == "float32" else [case.dtype]
+    return "-".join([*(["cuda"] if device == "cuda" else []), *sizes, *dtype, SHORT[case.direction]])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        op = metafunc.module.OP
-        name = metafunc.config.getoption("sweep", default="smoke")
-        routings = ROUTINGS if op == ROUTING else ("",)
-        cases = [case for routing in routings for case in sweep(name, op, routing=routing)]
-        # Without "=" and blanks, which -k does not take.
-        ids = [case.name.removeprefix(f"{op} ").replace("=", "").replace(" ", "-") for case in cases]
-        metafunc.parametrize("case", cases, ids=ids, scope="module")
-        absent = [pytest.param(OURS + name, marks=pytest.mark.skip(reason)) for name, reason in missing(CPU).items()]
-        metafunc.parametrize("name", [*absent, *(each.name for each in contenders(op))])
+    config = metafunc.config
+    op, name = config.getoption("op"), config.getoption("sweep")
+    cases = sweep(name, ROUTING, routing=op) if op in ROUTINGS else sweep(name, op)
+    params = []
+    for device in devices(config):
+        where = torch.device(device)
+        for case in cases:
+            if device == "cuda" and name == "capsules":
+                case = dataclasses.replace(case, B=GPU_BATCH)
+            group = label(case, device)
+            for absent, reason in missing(where).items():
+                skip = pytest.mark.skip(reason=f"{absent}: {reason}")
+                params.append(pytest.param((case, where, None), marks=skip, id=f"{group}-{absent}"))
+            for each in contenders():
+                if each.serves(where):
+                    ident = SHORT.get(each.name, each.name.removeprefix(OURS))
+                    params.append(pytest.param((case, where, each), id=f"{group}-{ident}"))
+    metafunc.parametrize("compare", params, indirect=True)
 
 
-@pytest.fixture(scope="module")
-def prepared(case: Case) -> Callable[[], tuple[list[InputSet], Gate]]:
-    """Input sets and gate of a case, made once for all contenders and only if one of them runs."""
-
-    @functools.cache
-    def prepare() -> tuple[list[InputSet], Gate]:
-        sets = input_sets(case, CPU)
-        return sets, Gate(case, sets[0])
-
-    return prepare
+@functools.lru_cache(maxsize=1)
+def prepared(case: Case, device: torch.device) -> tuple[list[InputSet], Gate]:
+    """Inputs and gate of a case, made once for all its contenders, which follow each other."""
+    sets = input_sets(case, device)
+    return sets, Gate(case, sets[0])
 
 
 @pytest.fixture
-def compare(
-    benchmark: BenchmarkFixture,
-    prepared: Callable[[], tuple[list[InputSet], Gate]],
-) -> Callable[[Case, str], None]:
+def compare(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Callable[[], None]:
     """Checks a contender on a case, then times it."""
+    case, device, chosen = request.param
+    assert isinstance(chosen, Contender)
 
-    def run(case: Case, name: str) -> None:
-        chosen = contender(name)
-        reason = chosen.why_not(case, CPU, free_bytes(CPU))
+    def run() -> None:
+        reason = chosen.why_not(case, device, free_bytes(device))
         if reason:
-            pytest.skip(f"{name}: {reason}")
-        sets, gate = prepared()
+            pytest.skip(f"{chosen.name}: {reason}")
+        sets, gate = prepared(case, device)
         torch.compiler.reset()
         forward = chosen.make(case)
         verdict = gate.check(forward)
-        assert not verdict.reason, f"{name} on {case.name}: {verdict.reason}"
+        assert not verdict.reason, f"{chosen.name} on {case.name}: {verdict.reason}"
 
-        call = step(forward, case, sets)
+        one = step(forward, case, sets)
+
+        def call() -> None:
+            one()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
         begin = time.perf_counter()
-        call(0)
-        estimate = time.perf_counter() - begin
-        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(SECONDS / max(estimate, 1e-7))))
-        numbers = itertools.count()
-        benchmark.group = case.name
-        benchmark.extra_info |= {**dataclasses.asdict(case), "contender": name, "errors": verdict.errors}
-        benchmark.pedantic(lambda: call(next(numbers)), rounds=rounds, warmup_rounds=1)
+        call()
+        rounds = int(SECONDS / max(time.perf_counter() - begin, 1e-7))
+        benchmark.group = label(case, device.type)
+        benchmark.extra_info |= {**dataclasses.asdict(case), "contender": chosen.name, "errors": verdict.errors}
+        benchmark.pedantic(call, rounds=max(LEAST_ROUNDS, min(MOST_ROUNDS, rounds)), warmup_rounds=1)
 
     return run

@@ -1,11 +1,14 @@
 """What is measured: a case is one call of one op, a sweep is a list of cases."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..nn.routing import Routing
 from . import routings
 
 OPS = ("dynamic_routing", "route_votes")
@@ -25,7 +28,10 @@ class Case:
     """One call: sizes, iterations r, dtype by name, direction and op.
 
     K is 0 for route_votes, whose votes ``[B, I, J, D]`` have no input dimension. ``routing``, a name of
-    :data:`capsfast.nn.ROUTINGS`, belongs to the op "routing"; r is 0 for one that takes no number of iterations.
+    :data:`capsfast.nn.ROUTINGS`, belongs to the op "routing"; r is 0 for a routing that takes no number of iterations.
+
+    Raises:
+        ValueError: an unknown op, direction or dtype, or a K or routing that the op does not have.
     """
 
     B: int = 128
@@ -50,19 +56,12 @@ class Case:
         if (self.K == 0) != (self.op == "route_votes"):
             raise ValueError(f"Case: K must be 0 for route_votes and positive otherwise, got K={self.K} for {self.op}")
         if bool(self.routing) != (self.op == ROUTING):
-            raise ValueError(
-                f"Case: routing must be a name for the op {ROUTING} and '' for others, got {self.routing!r}"
-            )
+            raise ValueError(f"Case: routing must be a name for the op {ROUTING} alone, got {self.routing!r}")
 
     @property
     def name(self) -> str:
-        sizes = f"B={self.B} I={self.I} J={self.J} D={self.D}"
-        if self.K:
-            sizes += f" K={self.K}"
-        if self.r:
-            sizes += f" r={self.r}"
-        op = f"{self.op} {self.routing}" if self.routing else self.op
-        return f"{op} {self.direction} {sizes} {self.dtype}"
+        sizes = [f"{size}={getattr(self, size)}" for size in "BIJDKr" if getattr(self, size)]
+        return " ".join([self.op, *([self.routing] if self.routing else []), self.direction, *sizes, self.dtype])
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -71,6 +70,11 @@ class Case:
     @property
     def backward(self) -> bool:
         return self.direction == "forward+backward"
+
+    @functools.cached_property
+    def made(self) -> Routing:
+        """The routing of the op "routing", without memory for its parameters."""
+        return routings.make(self.routing, self.I, self.J, self.K, self.D, self.r, device="meta")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -83,13 +87,13 @@ class Case:
         }
         if not self.routing:
             return products
-        own = routings.parameter_shapes(self.routing, self.I, self.J, self.K, self.D, self.r)
-        activation = {"activation": (self.B, self.I)} if routings.uses_activation(self.routing) else {}
+        activation = {"activation": (self.B, self.I)} if self.made.uses_activation else {}
+        own = {f"routing.{name}": tuple(value.shape) for name, value in self.made.named_parameters()}
         return {**products, **activation, **own}
 
     @property
     def batched(self) -> tuple[str, ...]:
-        """Those of the inputs that have an axis of samples."""
+        """The inputs that have an axis of samples."""
         return tuple(name for name in self.shapes if name in ("u", "votes", "activation"))
 
     @property
@@ -104,10 +108,6 @@ class Case:
         return self.B * self.I * self.J * self.D * self.torch_dtype.itemsize
 
     @property
-    def output_bytes(self) -> int:
-        return sum(math.prod(shape) for shape in self.outputs.values()) * self.torch_dtype.itemsize
-
-    @property
     def input_bytes(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values()) * self.torch_dtype.itemsize
 
@@ -115,17 +115,13 @@ class Case:
     def gradient_bytes(self) -> int:
         return self.input_bytes if self.backward else 0
 
-    @property
-    def forward_flops(self) -> int:
-        """The least a forward of dynamic routing needs: votes once, r weighted sums, r - 1 agreements."""
-        pairs = self.B * self.I * self.J * self.D
-        return 2 * pairs * self.K + 2 * pairs * (2 * self.r - 1)
-
 
 CANONICAL = Case()
 
+Changes = list[dict[str, Any]]
+
 # Each axis takes these values while everything else stays canonical.
-AXES: dict[str, list[dict[str, int | str]]] = {
+AXES: dict[str, Changes] = {
     "I": [{"I": n} for n in (64, 256, 576, 1152, 2304, 4608, 9216, 18432)],
     "J": [{"J": n} for n in (2, 5, 10, 32, 100, 320, 1000)],
     "batch": [{"B": n} for n in (1, 16, 128, 512)],
@@ -135,34 +131,29 @@ AXES: dict[str, list[dict[str, int | str]]] = {
     # At B=128 the widest layers leave the einsum contenders without memory; here they can compete.
     "corners": [{"B": 1, "I": 18432}, {"B": 1, "J": 1000}, {"B": 16, "J": 1000, "I": 256}],
 }
-
 # What bounds the CPU kernels: the canonical layer by iterations and batch, a wide layer, a long one.
-ROOFLINE: list[dict[str, int | str]] = [
-    {"r": 1},
-    {"r": 2},
-    {"r": 3},
-    {"B": 16},
-    {"B": 1},
+ROOFLINE: Changes = [
+    *({"r": n} for n in (1, 2, 3)),
+    *({"B": n} for n in (16, 1)),
     {"B": 64, "I": 256, "J": 320},
     {"B": 32, "I": 18432},
 ]
-
-# Up to a weight of 5 GB. Too much for the einsum contenders on most machines.
-LONG: list[dict[str, int | str]] = [{"B": 4, "I": n} for n in (62_500, 250_000, 1_000_000)]
-
-# Sizes at which every contender takes milliseconds: for tests and for checking an installation.
-SMOKE: list[dict[str, int | str]] = [{"B": 4, "I": 64}, {"B": 3, "I": 33, "J": 5, "D": 7, "K": 3, "r": 2}]
-
-# About a minute on two cores, most of it spent compiling and on the slow contenders.
-QUICK: list[dict[str, int | str]] = [{"B": 1}, {"B": 16}, {"B": 128}]
-
-
-# What the routings are compared on with each other.
-ROUTED: list[dict[str, int | str]] = [{"B": n} for n in (1, 16, 64, 128)]
-
-# Sweeps that are not an axis; "quick" has its own directions.
-_OTHERS = {"roofline": ROOFLINE, "long": LONG, "routings": ROUTED, "smoke": SMOKE}
-SWEEPS = (*AXES, *_OTHERS, "quick", "all")
+OTHERS: dict[str, Changes] = {
+    # The default of `pytest benchmarks`. B=16: the votes of 320 output capsules take 377 MB, einsum several times that.
+    "capsules": [
+        {"B": 16, **each} for each in ({}, *({"I": n} for n in (64, 256, 4608)), *({"J": n} for n in (2, 32, 320)))
+    ],
+    "roofline": ROOFLINE,
+    # Up to a weight of 5 GB: too much for einsum on most machines.
+    "long": [{"B": 4, "I": n} for n in (62_500, 250_000, 1_000_000)],
+    "routings": [{"B": n} for n in (1, 16, 64, 128)],
+    # Every contender takes milliseconds: for tests, and to check an installation.
+    "smoke": [{"B": 4, "I": 64}, {"B": 3, "I": 33, "J": 5, "D": 7, "K": 3, "r": 2}],
+    # About a minute on two cores, most of it for torch.compile: one batch size alone has a backward.
+    "quick": [{"B": n} for n in (1, 16, 128)],
+    "all": [changes for each in (*AXES.values(), ROOFLINE) for changes in each],
+}
+SWEEPS = (*AXES, *OTHERS)
 
 
 def sweep(
@@ -175,27 +166,16 @@ def sweep(
     """
     if name not in SWEEPS:
         raise ValueError(f"sweep must be one of {', '.join(SWEEPS)}, got {name!r}")
+    own: dict[str, Any] = {"op": op}
     if op == ROUTING:
-        routings.check(routing)
+        own |= {"routing": routing} | ({} if routings.takes_iterations(routing) else {"r": 0})
     elif op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    elif op == "route_votes":
+        own["K"] = 0
+    variations = {**AXES, **OTHERS}[name]
+    pairs = [(changes, direction) for changes in variations for direction in directions]
     if name == "quick":
-        # Backward at one batch size: its compilation is what takes long.
-        cases = [dataclasses.replace(CANONICAL, **changes) for changes in QUICK]  # type: ignore[arg-type]
-        cases.append(dataclasses.replace(CANONICAL, direction="forward+backward"))
-    else:
-        if name == "all":
-            variations = [changes for each in (*AXES.values(), ROOFLINE) for changes in each]
-        else:
-            variations = {**AXES, **_OTHERS}[name]
-        cases = [
-            dataclasses.replace(CANONICAL, direction=direction, **changes)  # type: ignore[arg-type]
-            for changes in variations
-            for direction in directions
-        ]
-    if op == "route_votes":
-        cases = [dataclasses.replace(case, op=op, K=0) for case in cases]
-    elif op == ROUTING:
-        counted = routings.takes_iterations(routing)
-        cases = [dataclasses.replace(case, op=op, routing=routing, r=case.r if counted else 0) for case in cases]
+        pairs = [*((changes, "forward") for changes in variations), ({}, "forward+backward")]
+    cases = [dataclasses.replace(CANONICAL, direction=direction, **{**changes, **own}) for changes, direction in pairs]
     return list(dict.fromkeys(cases))

@@ -1,6 +1,5 @@
 """One case, all contenders: gate, then interleaved timing, then memory; one row for each."""
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -9,27 +8,28 @@ from typing import Any
 
 import torch
 
+from .. import native
 from . import memory
 from .cases import Case
-from .contenders import Contender
-from .deadline import deadline
-from .executed import executed_flops
+from .contenders import OURS, Contender
 from .gate import Gate
-from .graphs import Replay
 from .inputs import Step, input_sets, step
-from .timing import Turn, interleave, take_turns, turn_of
+from .timing import interleave
+
+CPP = OURS + "cpp"
 
 
 @dataclass(frozen=True)
 class Row:
     """One contender on one case.
 
-    status: "ok", "skipped" (it was not run: reason), "wrong" (the gate found an error: reason) or
-    "failed" (it raised: reason). seconds: median, p10, p90, least, calls. errors: relative L2 errors.
-    memory_bytes: growth of peak memory beyond inputs and gradients, None where not measured.
-    clock: what seconds were taken by: "host", "graph" (replays of a CUDA graph) or "events" (between the
-    calls). event_seconds: beside those of a graph, what events saw of calls that the host launched.
-    flops: that a call on the CPU executes, None where nobody says.
+    Args:
+        status: "ok", "skipped" (it was not run), "wrong" (the gate found an error) or "failed" (it raised).
+        reason: why the status is not "ok", or why memory is None.
+        seconds: the fields of :class:`capsfast.bench.timing.Timing`.
+        errors: relative L2 errors by name of the output or gradient.
+        memory_bytes: growth of peak memory beyond inputs and gradients, None where it was not measured.
+        flops: that a call of the backend cpp executes, None for others.
     """
 
     case: Case
@@ -39,16 +39,13 @@ class Row:
     seconds: dict[str, float] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     memory_bytes: int | None = None
-    clock: str = "host"
-    event_seconds: dict[str, float] = field(default_factory=dict)
     flops: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> "Row":
-        return Row(**{**fields, "case": Case(**fields["case"])})
+        """Of a record; fields that older records have and newer ones lack are left out."""
+        known = {each.name for each in dataclasses.fields(Row)}
+        return Row(**{**{key: fields[key] for key in fields.keys() & known}, "case": Case(**fields["case"])})
 
 
 def without_paths(text: str) -> str:
@@ -56,7 +53,7 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     text = str(error).strip()
     return without_paths(f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}")
 
@@ -74,9 +71,25 @@ def free_bytes(device: torch.device) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """One stream for all that a case does, and not the default one, which no graph can capture."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+def multiply_adds(samples: int = 9) -> dict[str, float]:
+    """FLOP per second of float32 multiply-adds on registers, all threads: the median; nothing without the extension."""
+    if native.extension is None:
+        return {}
+    return {
+        "multiply_add_flops_per_second": sorted(native.extension.peak_flops() for _ in range(samples))[samples // 2]
+    }
+
+
+def executed_flops(case: Case, name: str) -> float | None:
+    """FLOPs of one call by the backend cpp with this process's threads, votes that it makes again included."""
+    if name != CPP or native.extension is None or case.routing:
+        return None
+    plan = native.extension.launch_plan(
+        *(case.B, case.I, case.J, case.D, max(case.K, 1), case.r),
+        votes_given=case.op == "route_votes",
+        itemsize=case.torch_dtype.itemsize,
+    )
+    return float(plan["forward_flops"]) + (float(plan["backward_flops"]) if case.backward else 0.0)
 
 
 def measure(
@@ -87,104 +100,41 @@ def measure(
     seconds: float = 2.0,
     least_rounds: int = 5,
     with_memory: bool = True,
-    first_call_seconds: float | None = None,
     on_step: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """A row for every contender, in order; ``on_step`` is told what goes on.
-
-    first_call_seconds: a contender whose first call, which compiles, takes longer has failed.
-    """
-    rows: dict[str, Row] = {}
+    """A row for every contender, in order; ``on_step`` is told what goes on."""
     free = free_bytes(device)
-    able = []
-    for each in contenders:
-        reason = each.why_not(case, device, free)
-        if reason:
-            rows[each.name] = Row(case, each.name, "skipped", reason)
-        else:
-            able.append(each)
+    rows = {each.name: Row(case, each.name, "skipped", each.why_not(case, device, free)) for each in contenders}
+    able = [each for each in contenders if not rows[each.name].reason]
+    steps: dict[str, Step] = {}
     if able:
-        with _stream(device):
-            rows |= _gate_and_time(case, able, device, seconds, least_rounds, with_memory, first_call_seconds, on_step)
-    if with_memory and device.type == "cpu":
-        for each in able:
-            if rows[each.name].status == "ok":
-                on_step(f"memory of {each.name}")
-                growth, reason = memory.peak_growth(case, each, device)
-                rows[each.name] = dataclasses.replace(rows[each.name], memory_bytes=growth, reason=reason)
-    return [rows[each.name] for each in contenders]
-
-
-def _gate_and_time(
-    case: Case,
-    able: list[Contender],
-    device: torch.device,
-    seconds: float,
-    least_rounds: int,
-    with_memory: bool,
-    first_call_seconds: float | None,
-    on_step: Callable[[str], None],
-) -> dict[str, Row]:
-    on_step("reference in float64")
-    sets = input_sets(case, device)
-    gate = Gate(case, sets[0])
-    rows: dict[str, Row] = {}
-    steps = {}
+        on_step("reference in float64")
+        sets = input_sets(case, device)
+        gate = Gate(case, sets[0])
     for each in able:
         on_step(f"checking {each.name}")
         forward = each.make(case)
         try:
             # The first call: compiles what is compiled.
-            with deadline(first_call_seconds, "the first call"):
-                verdict = gate.check(forward)
-                if gate.case != case and not verdict.reason:
-                    step(forward, case, sets)(0)  # of this size, too
+            verdict = gate.check(forward)
+            if not verdict.reason:
+                steps[each.name] = step(forward, case, sets)
+                steps[each.name]()
         except Exception as error:  # a contender may fail in any way; the others go on
-            rows[each.name] = Row(case, each.name, "failed", _first_line(error))
-            continue
-        rows[each.name] = Row(case, each.name, "wrong" if verdict.reason else "ok", verdict.reason, {}, verdict.errors)
-        if not verdict.reason:
-            steps[each.name] = step(forward, case, sets)
+            steps.pop(each.name, None)
+            rows[each.name] = Row(case, each.name, "failed", first_line(error))
+        else:
+            status = "wrong" if verdict.reason else "ok"
+            rows[each.name] = Row(case, each.name, status, verdict.reason, {}, verdict.errors)
     on_step("timing")
-    if steps and device.type == "cuda":
-        rows |= _time_on_gpu(case, {name: rows[name] for name in steps}, steps, len(sets), device, seconds, with_memory)
-    elif steps:
-        for name, timing in interleave(steps, device, seconds, least_rounds).items():
-            flops = executed_flops(case, name)
-            rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing), flops=flops)
+    for name, timing in interleave(steps, device, seconds, least_rounds).items() if steps else ():
+        flops = executed_flops(case, name) if device.type == "cpu" else None
+        rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing), flops=flops)
+    for each in able if with_memory else ():
+        if each.name in steps:
+            on_step(f"memory of {each.name}")
+            growth, reason = memory.peak_growth(case, each, device)
+            rows[each.name] = dataclasses.replace(rows[each.name], memory_bytes=growth, reason=reason)
     # The next shape is compiled afresh instead of counting as a recompilation of this one.
     torch.compiler.reset()
-    return rows
-
-
-def _time_on_gpu(
-    case: Case,
-    rows: dict[str, Row],
-    steps: dict[str, Step],
-    sets: int,
-    device: torch.device,
-    seconds: float,
-    with_memory: bool,
-) -> dict[str, Row]:
-    """Peak memory of each, then replays of graphs in turns, then the same calls launched by the host."""
-    turns: dict[str, Turn] = {}
-    for name, call in steps.items():
-        try:
-            if with_memory:
-                rows[name] = dataclasses.replace(rows[name], memory_bytes=memory.cuda_growth(case, call, device))
-        except RuntimeError as error:
-            rows[name] = dataclasses.replace(rows[name], status="failed", reason=_first_line(error))
-            continue
-        try:
-            turns[name] = Replay(call, sets, device)
-            rows[name] = dataclasses.replace(rows[name], clock="graph")
-        except RuntimeError as error:  # out of memory, or an op that no graph can hold
-            rows[name] = dataclasses.replace(rows[name], clock="events", reason=f"no graph: {_first_line(error)}")
-            turns[name] = turn_of(call, device)
-    for name, timing in take_turns(turns, seconds / 2).items():
-        rows[name] = dataclasses.replace(rows[name], seconds=dataclasses.asdict(timing))
-    turns.clear()  # the graphs' memory
-    by_events = {name: call for name, call in steps.items() if rows[name].clock == "graph"}
-    for name, timing in interleave(by_events, device, seconds / 2).items():
-        rows[name] = dataclasses.replace(rows[name], event_seconds=dataclasses.asdict(timing))
-    return rows
+    return [rows[each.name] for each in contenders]

@@ -10,22 +10,21 @@ the inputs. On CUDA torch's own allocator counts, in the process that times.
 import ctypes
 import dataclasses
 import gc
-import json
+import multiprocessing
 import os
 import re
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from .cases import Case
 from .contenders import COMPILED, Contender, contender
-from .inputs import Step, input_set, step
+from .inputs import input_set, step
 
-CHILD_SECONDS = 600
-PR_SET_PDEATHSIG = 1  # prctl(2)
+T = TypeVar("T")
 
 
 def _resident() -> dict[str, int]:
@@ -41,39 +40,39 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _measure_here(case: Case, name: str) -> int:
+def _measure_here(case: Case, name: str, threads: int) -> int:
     """For a fresh process: bytes by which the resident set grows in the call, less the gradients."""
+    torch.set_num_threads(threads)
     cpu = torch.device("cpu")
     chosen = contender(name)
-    inputs = input_set(case, cpu)
-    call = step(chosen.make(case), case, [inputs])
+    call = step(chosen.make(case), case, [input_set(case, cpu)])
     # Starts the threads.
     torch.empty(2**22).normal_().exp_()
     if chosen.name == COMPILED:
         # Compilation depends on the shape and takes far more memory than the call.
-        call(0)
+        call()
     else:
         # Loads the code; a small call, so that buffers a contender keeps between calls still count.
         small = dataclasses.replace(case, B=min(case.B, 2), I=min(case.I, 32))
-        step(chosen.make(small), small, [input_set(small, cpu)])(0)
+        step(chosen.make(small), small, [input_set(small, cpu)])()
     _reset_peak()
     before = _resident()["VmRSS"]
-    result = call(0)
+    result = call()
     growth = _resident()["VmHWM"] - before
     del result
     return max(0, growth - case.gradient_bytes)
 
 
-def cuda_growth(case: Case, call: Step, device: torch.device) -> int:
-    """Bytes that torch's allocator hands out at the peak of a call, less the gradients. One call went before."""
+def _cuda_growth(case: Case, chosen: Contender, device: torch.device) -> int:
+    """Bytes that torch's allocator hands out at the peak of a call, less the gradients."""
+    call = step(chosen.make(case), case, [input_set(case, device)])
+    call()  # compiles
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    result = call(0)
+    call()
     torch.cuda.synchronize(device)
-    growth = torch.cuda.max_memory_allocated(device) - before
-    del result
-    return max(0, growth - case.gradient_bytes)
+    return max(0, torch.cuda.max_memory_allocated(device) - before - case.gradient_bytes)
 
 
 def why_not() -> str:
@@ -83,64 +82,28 @@ def why_not() -> str:
     return ""
 
 
+def in_a_process(function: Callable[..., T], *arguments: Any) -> T:
+    """What the function returns in a fresh process, which says nothing on the error stream.
+
+    Raises:
+        BrokenProcessPool: the process was killed, such as for memory.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _silence) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _silence() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def peak_growth(case: Case, chosen: Contender, device: torch.device) -> tuple[int | None, str]:
     """Bytes one call takes at its peak beyond inputs and gradients, or None and the reason."""
     if device.type == "cuda":
-        call = step(chosen.make(case), case, [input_set(case, device)])
-        call(0)
-        return cuda_growth(case, call, device), ""
+        return _cuda_growth(case, chosen, device), ""
     reason = why_not()
     if reason:
         return None, reason
-    package_parent = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
-    request = json.dumps([dataclasses.asdict(case), chosen.name, torch.get_num_threads(), os.getpid()])
-    command = [sys.executable, "-m", "capsfast.bench.memory", request]
     try:
-        # From there, since -m puts the current folder first, which may hold another capsfast.
-        status, output = _output_of(command, package_parent, {**os.environ, "PYTHONPATH": path}, CHILD_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None, f"the measuring process took more than {CHILD_SECONDS} s"
-    if status != 0:
-        return None, f"the measuring process ended with status {status}"
-    return int(output.split()[-1]), ""
-
-
-def _output_of(command: list[str], folder: str, environment: dict[str, str], seconds: float) -> tuple[int, str]:
-    """Status and output of a process that does not outlive this function, nor do compilers that it has started."""
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-        # Ctrl-C reaches the parent alone, and the group can be ended as one.
-        start_new_session=True,
-    ) as child:
-        try:
-            output, _ = child.communicate(timeout=seconds)
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            raise
-    return child.returncode, output
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process as soon as ``parent`` has ended, however that was."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it ended before
-        sys.exit(1)
-
-
-def main() -> None:
-    fields, name, threads, parent = json.loads(sys.argv[1])
-    _end_with(parent)
-    torch.set_num_threads(threads)
-    print(_measure_here(Case(**fields), name))
-
-
-if __name__ == "__main__":
-    main()
+        return in_a_process(_measure_here, case, chosen.name, torch.get_num_threads()), ""
+    except Exception as error:  # the contender's own, or of a process that was killed
+        return None, f"the measuring process failed: {type(error).__name__}"

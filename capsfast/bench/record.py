@@ -1,5 +1,6 @@
 """What a measurement is worth nothing without: machine, versions, commit; and the file it is kept in."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -15,7 +16,6 @@ from .. import native
 from .._version import __version__
 from ..files import write_text
 from .measure import Row, without_paths
-from .microarchitecture import of_cpuinfo
 
 FORMAT = 1
 
@@ -26,6 +26,41 @@ def _read(path: str, pattern: str) -> str:
     except OSError:
         return ""
     return found[1].strip() if found else ""
+
+
+# Generations of CPUs, which the model name of a virtual machine often hides ("AMD EPYC"): name, vendor, family,
+# inclusive ranges of models, least and most stepping. The first row that holds a CPU names it. Numbers as in Linux
+# (arch/x86/kernel/cpu/amd.c, arch/x86/include/asm/intel-family.h) and the vendors' specification updates.
+AMD, INTEL = "AuthenticAMD", "GenuineIntel"
+GENERATIONS: tuple[tuple[str, str, int, tuple[tuple[int, int], ...], tuple[int, int]], ...] = (
+    ("Zen+", AMD, 0x17, ((0x08, 0x08), (0x18, 0x18)), (0, 255)),
+    ("Zen", AMD, 0x17, ((0x00, 0x2F), (0x50, 0x5F)), (0, 255)),
+    ("Zen 2", AMD, 0x17, ((0x30, 0x4F), (0x60, 0x7F), (0x90, 0x91), (0xA0, 0xAF)), (0, 255)),
+    ("Zen 3", AMD, 0x19, ((0x00, 0x0F), (0x20, 0x5F)), (0, 255)),
+    ("Zen 4", AMD, 0x19, ((0x10, 0x1F), (0x60, 0xAF)), (0, 255)),
+    ("Zen 5", AMD, 0x1A, ((0x00, 0x2F), (0x40, 0x4F), (0x60, 0x7F)), (0, 255)),
+    ("Skylake-SP", INTEL, 6, ((0x55, 0x55),), (0, 4)),
+    ("Cascade Lake", INTEL, 6, ((0x55, 0x55),), (5, 7)),
+    ("Cooper Lake", INTEL, 6, ((0x55, 0x55),), (10, 11)),
+    ("Ice Lake-SP", INTEL, 6, ((0x6A, 0x6A), (0x6C, 0x6C)), (0, 255)),
+    ("Sapphire Rapids", INTEL, 6, ((0x8F, 0x8F),), (0, 255)),
+    ("Emerald Rapids", INTEL, 6, ((0xCF, 0xCF),), (0, 255)),
+    ("Granite Rapids", INTEL, 6, ((0xAD, 0xAE),), (0, 255)),
+)
+
+
+def microarchitecture(cpuinfo: str) -> str | None:
+    """The generation of the first processor in the text of ``/proc/cpuinfo``, None if the table lacks it."""
+    found = dict(re.findall(r"^(vendor_id|cpu family|model|stepping)\s*:\s*(\S+)", cpuinfo.partition("\n\n")[0], re.M))
+    numbers = [found.get(key, "") for key in ("cpu family", "model", "stepping")]
+    if not all(number.isdigit() for number in numbers):
+        return None
+    family, model, stepping = map(int, numbers)
+    for name, *kind, models, (least, most) in GENERATIONS:
+        known = kind == [found.get("vendor_id"), family] and least <= stepping <= most
+        if known and any(first <= model <= last for first, last in models):
+            return name
+    return None
 
 
 def cores() -> int:
@@ -40,7 +75,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     kib = _read("/proc/meminfo", r"MemTotal:\s+(\d+) kB")
     found: dict[str, Any] = {
         "cpu": _read("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine(),
-        "microarchitecture": of_cpuinfo(_read("/proc/cpuinfo", r"(?s)(.*)")),
+        "microarchitecture": microarchitecture(_read("/proc/cpuinfo", r"(?s)(.*)")),
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(int(kib) / 2**20, 1) if kib else None,
@@ -63,7 +98,7 @@ def machine_name(found: dict[str, Any]) -> str:
 
 
 def name(found: dict[str, Any], op: str, sweep: str = "", routing: str = "") -> str:
-    """Of a record: that of its machine. One of route_votes alone, of routings or of the sweep long is beside it."""
+    """The file stem of a record: the machine, then what was measured beside the usual sweep of dynamic routing."""
     words = [machine_name(found)]
     if routing:
         words.append("routings" if routing == "all" else f"routing-{routing}")
@@ -113,21 +148,11 @@ def commit() -> dict[str, Any] | None:
         return None
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, (bool, int, float)) or value is None:
-        return value
-    return without_paths(str(value))
-
-
 def build_info() -> dict[str, Any] | None:
     """What the extension says of its own build, None without extension."""
     ask = getattr(native.extension, "build_info", None)
     found = ask() if callable(ask) else ask
-    return _plain(found) if isinstance(found, dict) else None
+    return json.loads(without_paths(json.dumps(found, default=str))) if isinstance(found, dict) else None
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -142,7 +167,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def save(path: Path, surroundings: dict[str, Any], rows: Sequence[Row]) -> None:
     """Writes the record whole or not at all: an interruption leaves the one before."""
     # One row a line: a new measurement is a readable change in git.
-    lines = ",\n".join("  " + json.dumps(row.as_dict()) for row in rows)
+    lines = ",\n".join("  " + json.dumps(dataclasses.asdict(row)) for row in rows)
     text = f'{{"format": {FORMAT},\n "environment": {json.dumps(surroundings)},\n "rows": [\n{lines}\n]}}\n'
     write_text(path, text)
 
@@ -156,8 +181,8 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """
     try:
         content = json.loads(path.read_text())
-    except ValueError:  # neither JSON nor text
-        content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path.name} is not a capsfast measurement of format {FORMAT}")
-    return content["environment"], [Row.from_dict(fields) for fields in content["rows"]]
+        if content["format"] == FORMAT:
+            return content["environment"], [Row.from_dict(fields) for fields in content["rows"]]
+    except (ValueError, TypeError, KeyError):  # not text, not JSON, or of another shape, such as a script's own rows
+        pass
+    raise ValueError(f"{path.name} is not a capsfast measurement of format {FORMAT}")

@@ -1,35 +1,42 @@
-"""Rows by case and contender, and what follows from two of them: speed-ups and shares of the limits."""
+"""Rows by case and contender, what follows from two of them, and how numbers are shown."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from .cases import AXES, CANONICAL, DIRECTIONS, OPS, Case, sweep
+from .cases import CANONICAL, Case
 from .contenders import OURS
 from .measure import Row
 
+RATE = "multiply_add_flops_per_second"
 
-@dataclass(frozen=True)
-class Axis:
-    """The measured cases of one sweep, op and direction, in the order of the sweep."""
 
-    name: str
-    op: str
-    direction: str
-    cases: list[Case]
+def milliseconds(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
 
-    def label(self, case: Case) -> str:
-        """What distinguishes the case on this axis, such as ``I=64``."""
-        keys = dict.fromkeys(key for changes in AXES[self.name] for key in changes)
-        words = [f"{key}={getattr(case, key)}" for key in keys if key != "dtype" and getattr(case, key)]
-        return " ".join(words) if words else case.dtype
+
+def mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.1f}"
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1f}x"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def differing(case: Case) -> str:
     """The batch, and what else is not that of the canonical layer, such as ``B=64 J=32``."""
     words = [f"{key}={getattr(case, key)}" for key in "BIJDKr" if key == "B" or getattr(case, key)]
     kept = {f"{key}={getattr(CANONICAL, key)}" for key in "IJDKr"}
-    dtype = [] if case.dtype == CANONICAL.dtype else [case.dtype]
-    return " ".join([word for word in words if word not in kept] + dtype)
+    return " ".join([*(word for word in words if word not in kept), *([case.dtype] if case.dtype != "float32" else [])])
 
 
 class Results:
@@ -40,15 +47,12 @@ class Results:
         self.cases = list(dict.fromkeys(case for case, _ in self.rows))
         self.contenders = list(dict.fromkeys(name for _, name in self.rows))
 
-    def row(self, case: Case, name: str) -> Row | None:
-        return self.rows.get((case, name))
-
     def seconds(self, case: Case, name: str) -> float | None:
-        row = self.row(case, name)
+        row = self.rows.get((case, name))
         return row.seconds["median"] if row is not None and row.status == "ok" else None
 
     def memory(self, case: Case, name: str) -> int | None:
-        row = self.row(case, name)
+        row = self.rows.get((case, name))
         return row.memory_bytes if row is not None else None
 
     def ours(self, case: Case) -> str | None:
@@ -64,38 +68,20 @@ class Results:
         mine = self.seconds(case, ours) if ours is not None else None
         return theirs / mine if theirs is not None and mine is not None else None
 
-    def axes(self) -> list[Axis]:
-        """Every sweep of which at least two cases were measured."""
-        found = []
-        for op in [op for op in dict.fromkeys(case.op for case in self.cases) if op in OPS]:
-            for name in AXES:
-                for direction in DIRECTIONS:
-                    cases = [case for case in sweep(name, op, (direction,)) if case in self.cases]
-                    if len(cases) > 1:
-                        found.append(Axis(name, op, direction, cases))
-        return found
+    def share(self, case: Case, limits: dict[str, float]) -> float | None:
+        """Executed FLOPs over the rate of float32 multiply-adds on registers: of the first row that has FLOPs.
 
-    def routings(self) -> dict[tuple[str, str], list[Case]]:
-        """The cases of each routing of capsfast.nn, by name and direction."""
-        found: dict[tuple[str, str], list[Case]] = {}
-        for case in self.cases:
-            if case.routing:
-                found.setdefault((case.routing, case.direction), []).append(case)
-        return found
+        None where the record lacks the rate or the FLOPs, and for float64, whose rate is another.
+        """
+        rows = [row for row in self.rows.values() if row.case == case and row.flops and row.status == "ok"]
+        if not rows or RATE not in limits or case.dtype == "float64":
+            return None
+        return (rows[0].flops or 0.0) / rows[0].seconds["median"] / limits[RATE]
 
-    def others(self, axes: Sequence[Axis]) -> list[Case]:
-        """Measured cases of an op that are in none of ``axes``."""
-        shown = {case for axis in axes for case in axis.cases}
-        return [case for case in self.cases if case.op in OPS and case not in shown]
-
-
-def shares(case: Case, seconds: float, limits: dict[str, float]) -> tuple[float, float] | None:
-    """Of the measured matmul and copy rates, what a float32 forward of dynamic routing reaches.
-
-    Counted are the least FLOPs and bytes the result needs, not those a contender chose to spend.
-    """
-    if case.routing or case.backward or case.dtype != "float32" or not limits or "tf32_flops_per_second" in limits:
-        return None  # on a GPU floors.py says more
-    flops = case.forward_flops / seconds / limits["matmul_flops_per_second"]
-    moved = (case.input_bytes + case.output_bytes) / seconds / limits["copy_bytes_per_second"]
-    return flops, moved
+    def along(self, size: str, op: str, direction: str) -> list[Case]:
+        """The measured cases of an op that differ from the canonical layer in one size alone, in its order."""
+        canonical = dataclasses.replace(
+            CANONICAL, op=op, direction=direction, K=0 if op == "route_votes" else CANONICAL.K
+        )
+        found = [case for case in self.cases if case == dataclasses.replace(canonical, **{size: getattr(case, size)})]
+        return sorted(found, key=lambda case: getattr(case, size))

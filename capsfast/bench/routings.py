@@ -1,9 +1,7 @@
 """A routing of capsfast.nn as a function of tensors: over votes made in kernels, and over votes in memory."""
 
-import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.func import functional_call
 
@@ -16,26 +14,15 @@ from ..reference.dynamic_routing import dynamic_routing
 from ..reference.routing_pass import routing_pass
 from ..reference.votes import product
 
-# Before the names of parameters, as in the layer.
-OWN = "routing."
 
+def takes_iterations(name: str) -> bool:
+    """Whether the routing has a number of iterations.
 
-def check(name: str) -> None:
-    """
     Raises:
         ValueError: no routing of that name.
     """
     if name not in ROUTINGS:
         raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}")
-
-
-def uses_activation(name: str) -> bool:
-    check(name)
-    return ROUTINGS[name].uses_activation
-
-
-def takes_iterations(name: str) -> bool:
-    check(name)
     return "num_iterations" in options_of(ROUTINGS[name])
 
 
@@ -43,27 +30,6 @@ def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Rout
     """The routing for these sizes; r is the number of iterations, 0 for one that takes none."""
     options = {"num_iterations": r} if r else {}
     return make_routing("capsfast bench", name, I, J, K, D, **options, **made)
-
-
-def weight_std(name: str, I: int, J: int, K: int, D: int) -> float:
-    """The deviation that the weight of a layer of these sizes starts with."""
-    return make(name, I, J, K, D, 0, device="meta").weight_std(K)
-
-
-@functools.cache
-def parameter_shapes(name: str, I: int, J: int, K: int, D: int, r: int) -> dict[str, tuple[int, ...]]:
-    """Those of the routing, by name."""
-    check(name)
-    module = make(name, I, J, K, D, r, device="meta")
-    return {OWN + each: tuple(value.shape) for each, value in module.named_parameters()}
-
-
-def parameters(name: str, I: int, J: int, K: int, D: int, r: int, seed: int) -> dict[str, Tensor]:
-    """What these start with."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = make(name, I, J, K, D, r)
-    return {OWN + each: value.detach() for each, value in module.named_parameters()}
 
 
 class EinsumVotes(Votes):

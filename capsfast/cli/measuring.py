@@ -1,29 +1,30 @@
 """The commands for :mod:`capsfast.bench`: arguments here, work there."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from .._install import in_the_checkout
-from ..bench import record, roofline
+from ..bench import record
 from ..bench.cases import OPS, ROUTING, SWEEPS, Case, sweep
 from ..bench.checkout import checkout, why_not_this_one
 from ..bench.contenders import OURS, contenders, missing
-from ..bench.limits import limits
-from ..bench.measure import Row, measure
-from ..bench.report import describe, write
-from ..bench.results import Results
+from ..bench.measure import Row, measure, multiply_adds
+from ..bench.report import describe, page, write
+from ..bench.results import Results, mebibytes, milliseconds, percent, times
 from ..files import check_replaceable
 from ..nn import ROUTINGS
 from .endings import one_line, stop
 from .progress import plain, progress
-from .tables import case_line, case_table, reasons, roofline_table
 
-# Sweeps for which the report plots or tabulates memory: it takes a process for every contender.
+# Sweeps for which the report shows memory: it takes a process for every contender.
 REMEMBERED = ("smoke", "I", "J", "batch", "long", "routings")
 # More cases than that get a line each instead of a table.
 MOST_TABLES = 8
@@ -67,7 +68,7 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with that record after an interruption.")] = False,
     png: Annotated[Path | None, typer.Option(help="Write a plot there.")] = None,
 ) -> None:
-    """Compares the backends with einsum, compiled and eager, and with the broadcast form.
+    """Compares the backends with einsum, compiled and eager.
 
     With --record or --json all results so far are written after every case; a record already there is replaced.
     """
@@ -87,9 +88,14 @@ def bench(
         torch.set_num_threads(threads)
     surroundings = record.environment(where)
     path = _results() / f"{record.name(surroundings['machine'], op or '', name, routing or '')}.json" if keep else json
+    absent = missing(where)
+    able = [each for each in contenders() if each.serves(where) and (baselines or each.ours)]
+    if not baselines and not able:
+        raise stop("capsfast bench: --no-baselines leaves nothing to measure, as no fused backend is there", 2)
+    if keep and not any(each.ours for each in able):
+        raise stop(f"capsfast bench: --record needs a fused backend for {where.type}: {'; '.join(absent.values())}", 2)
 
     rows: list[Row] = []
-    total = len(cases)
 
     def kept() -> str:
         if path is None:
@@ -97,27 +103,25 @@ def bench(
         done = len({row.case for row in rows} & set(cases))
         if not done:
             return f"no case was finished, {path} is as it was"
-        return f"{path} holds {done} of {total} cases; the same command with --resume goes on"
+        return f"{path} holds {done} of {len(cases)} cases; the same command with --resume goes on"
 
     with one_line("bench", kept):
-        for target in (path, png):
-            if target is not None:
-                _check_target(target)
+        for target in filter(None, (path, png)):
+            _check_target(target)
         if resume and path is not None and path.exists():
             rows += _resumed(path, surroundings)
-        remembered = _remembered(name, cases) if memory else set()
+        elif where.type == "cpu":
+            surroundings["limits"] = multiply_adds()
+        limits = surroundings.get("limits") or {}
+        remembered = _remembered(name, cases, op, routing) if memory else set()
         console = Console()
-        _say_what(console, where, surroundings, keep, cases[0].op)
-        able = [each for each in contenders(cases[0].op) if baselines or each.ours]
-        if not able:
-            raise stop("capsfast bench: --no-baselines leaves nothing to measure, as no fused backend is there", 2)
+        for backend, reason in absent.items():
+            console.print(plain(f"{OURS}{backend} is not measured: {reason}"), soft_wrap=True)
+        console.print(plain(describe(surroundings)), soft_wrap=True)
+        console.file.flush()
         left = [case for case in cases if case not in {row.case for row in rows}]
         with progress(len(left), console) as shown:
             for case in left:
-
-                def step(text: str, case: Case = case) -> None:
-                    shown.step(f"{text}: {case.name}")
-
                 fresh = measure(
                     case,
                     able,
@@ -125,21 +129,23 @@ def bench(
                     seconds=seconds if seconds is not None else 2.0 if keep else 1.0,
                     least_rounds=rounds if rounds is not None else 5 if keep else 3,
                     with_memory=case in remembered,
-                    on_step=step,
+                    on_step=lambda text, case=case: shown.step(f"{text}: {case.name}"),  # type: ignore[misc]
                 )
-                rows += fresh
                 if path is not None:
-                    _save(path, surroundings, rows)
-                rates = surroundings["limits"]
+                    _save(path, surroundings, [*rows, *fresh])
+                rows += fresh
                 shown.advance()
-                shown.print(case_table(fresh, rates) if total <= MOST_TABLES else case_line(fresh, rates))
-        _conclude(console, [row for row in rows if row.case in set(cases)], surroundings, name)
+                shown.print(case_table(fresh, limits) if len(cases) <= MOST_TABLES else case_line(fresh, limits))
+        for row in rows:
+            if row.reason:
+                reason = f"{row.contender}, {row.case.name}, {row.status}: {row.reason}"
+                console.print(plain(reason), soft_wrap=True)
         if png is not None:
             from ..bench.plots import bars
 
             bars(Results(rows), png)
         if path is not None:
-            console.print(plain(f"wrote {path}{'; python -m capsfast report makes the page of it' if keep else ''}"))
+            console.print(plain(f"wrote {path}; python -m capsfast report makes a page of records"), soft_wrap=True)
     if any(row.status in ("wrong", "failed") for row in rows):
         raise typer.Exit(1)
 
@@ -149,21 +155,23 @@ def report(
         list[Path] | None, typer.Argument(help="Default: those of this checkout.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder; default docs of this checkout, or out/report for named records.")
+        Path | None, typer.Option(help="Write benchmarks.md and images/ into this folder; default standard output.")
     ] = None,
 ) -> None:
-    """Tables and plots of records: benchmarks.md and images/ in a folder."""
-    _need_matplotlib("report")
+    """Tables of records in Markdown, and plots with --out."""
+    if out is not None:
+        _need_matplotlib("--out")
     with one_line("report"):
         chosen = records or sorted(_results().glob("*.json"))
         if not chosen:
             raise stop("capsfast report: no record in benchmarks/results; python -m capsfast bench --record makes one")
-        folder = out or (Path("out/report") if records else _results().parents[1] / "docs")
         try:
-            page = write(chosen, folder)
+            if out is None:
+                typer.echo(page(chosen), nl=False)
+            else:
+                typer.echo(f"wrote {write(chosen, out)}")
         except (ValueError, FileNotFoundError) as error:
             raise stop(f"capsfast report: {error}") from None
-        Console().print(plain(f"wrote {page}"), soft_wrap=True)
 
 
 def _cases(name: str, op: str | None, routing: str | None) -> list[Case]:
@@ -225,7 +233,7 @@ def _resumed(path: Path, surroundings: dict[str, Any]) -> list[Row]:
         before, rows = record.load(path)
     except ValueError as error:
         raise stop(f"capsfast bench: --resume: {error}") from None
-    rates = before.pop("limits", None)
+    limits = before.pop("limits", None)
     changed = [
         f"{part} {key} was {was.get(key)}, is {now.get(key)}"
         for part in surroundings
@@ -234,45 +242,51 @@ def _resumed(path: Path, surroundings: dict[str, Any]) -> list[Row]:
         if was.get(key) != now.get(key)
     ]
     if changed:
-        raise stop(
-            f"capsfast bench: --resume: {path} was measured elsewhere ({'; '.join(changed)}); "
-            "without --resume it is replaced",
-            2,
-        )
-    surroundings["limits"] = rates
+        reason = f"{path} was measured elsewhere ({'; '.join(changed)}); without --resume it is replaced"
+        raise stop(f"capsfast bench: --resume: {reason}", 2)
+    surroundings["limits"] = limits
     return rows
 
 
-def _remembered(name: str, cases: list[Case]) -> set[Case]:
+def _remembered(name: str, cases: list[Case], op: str | None, routing: str | None) -> set[Case]:
     """The cases whose peak memory is measured."""
     if name == "quick":
         # The last one of an op or routing needs most.
         return set({(case.op, case.routing): case for case in cases}.values())
-    routed = [(ROUTING, each) for each in {case.routing for case in cases if case.routing}]
-    kinds = [*((op, "") for op in OPS), *routed]
-    return {case for each in REMEMBERED for op, routing in kinds for case in sweep(each, op, routing=routing)} & set(
-        cases
-    )
+    return {case for each in REMEMBERED for case in _cases(each, op, routing)} & set(cases)
 
 
-def _say_what(console: Console, where: torch.device, surroundings: dict[str, Any], keep: bool, op: str) -> None:
-    """Measures the limits where the record has none, and says what is compared with what."""
-    absent = missing(where)
-    for name, reason in absent.items():
-        console.print(plain(f"{OURS}{name} is not measured: {reason}"), soft_wrap=True)
-    if keep and not any(each.ours and where.type in each.devices for each in contenders(op)):
-        raise stop(f"capsfast bench: --record needs a fused backend for {where.type}: {'; '.join(absent.values())}", 2)
-    if not surroundings.get("limits"):
-        surroundings["limits"] = limits(where)
-    console.print(plain(describe(surroundings)), soft_wrap=True)
-    console.file.flush()
+def case_table(rows: Sequence[Row], limits: dict[str, float]) -> Table:
+    """One case: milliseconds, quantiles, how much slower than capsfast, share of the multiply-adds, error, memory."""
+    results, case = Results(rows), rows[0].case
+    # Narrow gaps and short headers: a terminal has 80 columns.
+    table = Table(title=case.name, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("contender", no_wrap=True)
+    columns = {
+        "median ms": lambda row: milliseconds(row.seconds["median"]),
+        "10-90 %": lambda row: f"{milliseconds(row.seconds['p10'])}-{milliseconds(row.seconds['p90'])}",
+        "over capsfast": lambda row: times(results.speedup(case, row.contender)),
+        # Of the multiply-adds on registers.
+        "of peak": lambda row: percent(Results([row]).share(case, limits)),
+        "error": lambda row: f"{max(row.errors.values()):.0e}",
+        "peak MiB": lambda row: mebibytes(row.memory_bytes),
+    }
+    found = {title: [show(row) if row.status == "ok" else "" for row in rows] for title, show in columns.items()}
+    # A column that says nothing of anybody is left out.
+    found = {title: cells for title, cells in found.items() if set(cells) - {"-", ""}}
+    for title in found:
+        table.add_column(title, justify="right", no_wrap=title == "10-90 %")
+    for n, row in enumerate(rows):
+        cells = [column[n] for column in found.values()]
+        table.add_row(row.contender, *(cells if row.status == "ok" else [row.status]))
+    return table
 
 
-def _conclude(console: Console, rows: list[Row], surroundings: dict[str, Any], name: str) -> None:
-    if name == "roofline":
-        for op in OPS:
-            lines = roofline.table(Results(rows), op, surroundings["limits"])
-            if lines:
-                console.print(roofline_table(lines, op))
-    for line in reasons(rows):
-        console.print(plain(line), soft_wrap=True)
+def case_line(rows: Sequence[Row], limits: dict[str, float]) -> str:
+    """One case in one line, for long sweeps and log files."""
+    shown = []
+    for row in rows:
+        result = f"{milliseconds(row.seconds['median'])} ms" if row.status == "ok" else row.status
+        share = Results([row]).share(row.case, limits)
+        shown.append(f"{row.contender} {result}" + (f" ({percent(share)} of the multiply-adds)" if share else ""))
+    return f"{rows[0].case.name}: {', '.join(shown)}"

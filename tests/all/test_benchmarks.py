@@ -1,5 +1,6 @@
-"""benchmarks/*.py under pytest: no contender is left out without a word."""
+"""pytest benchmarks: one group for a case, no contender left out without a word, no wrong result timed."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -35,14 +36,27 @@ def run(checkout: Path, *words: str, installed: Path) -> subprocess.CompletedPro
     )
 
 
-def test_backends_that_are_missing_are_skipped_with_the_reason(checkout: Path, tmp_path: Path) -> None:
-    words = ["pytest", "benchmarks/benchmark_route_votes.py", "-k", "cpp or (eager and forward-B4)", "-rs"]
-    answer = run(checkout, *words, "-p", "no:cacheprovider", installed=tmp_path)
+def test_contenders_of_a_case_are_one_group_and_missing_backends_are_named(checkout: Path, tmp_path: Path) -> None:
+    words = ["pytest", "benchmarks", "--sweep", "smoke", "-k", "B4-I64-J10-fwd and not compiled", "-rs"]
+    answer = run(checkout, *words, "--benchmark-json", "found.json", "-p", "no:cacheprovider", installed=tmp_path)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert f"from {checkout / 'capsfast'}" in answer.stdout
-    assert "not measured, capsfast cpp: there is no extension" in answer.stdout
-    assert "SKIPPED [4] benchmarks/benchmark_route_votes.py" in answer.stdout.replace("[1]", "[4]")
-    assert "1 passed, 4 skipped" in answer.stdout
+    assert "cpp: there is no extension" in answer.stdout and "1 passed, 1 skipped" in answer.stdout
+    (found,) = json.loads((checkout / "found.json").read_text())["benchmarks"]
+    assert (found["group"], found["name"]) == ("B4-I64-J10-fwd", "test_routing[B4-I64-J10-fwd-eager]")
+    assert found["extra_info"]["I"] == 64 and found["extra_info"]["errors"]["v"] < 1e-5
+
+
+def test_a_wrong_result_is_not_timed(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "sitecustomize.py").write_text(
+        "from capsfast.bench import contenders\n"
+        "right = contenders.einsum\n"
+        "wrong = lambda case: lambda *inputs: 1.01 * right(case)(*inputs)\n"
+        "one = [contenders.Contender('eager einsum', wrong, lambda case: 0)]\n"
+        "contenders.contenders = lambda: one\n"
+    )
+    answer = run(checkout, "pytest", "benchmarks", "--sweep", "smoke", "-k", "B4-I64-J10-fwd", installed=checkout)
+    assert answer.returncode == 1 and "v has relative error" in answer.stdout, answer.stdout
 
 
 @pytest.mark.parametrize("words", [["pytest", "benchmarks"], ["capsfast", "bench"]], ids=" ".join)

@@ -1,0 +1,80 @@
+"""What the scripts of this folder share: options, a comparison of functions, the record."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capsfast.bench.checkout import why_not_this_one
+from capsfast.bench.record import environment
+from capsfast.bench.timing import interleave
+from capsfast.files import write_text
+
+CPU = torch.device("cpu")
+# The largest relative L2 error against float64.
+BOUND = 1e-4
+
+
+def options(name: str, doc: str | None, seconds: float) -> argparse.Namespace:
+    """The command line of a script: --out, --threads, and --seconds of each measurement."""
+    parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=doc)
+    parser.add_argument("--out", type=Path, help="where the record goes; its rows are printed in any case")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=seconds, help="for each measurement")
+    given = parser.parse_args()
+    hides = why_not_this_one(f"benchmarks.{name}")
+    if hides:
+        parser.error(hides)
+    torch.set_num_threads(given.threads)
+    return given
+
+
+def keep(given: argparse.Namespace, name: str, **found: Any) -> None:
+    """Writes the record: command, environment and what was found."""
+    if given.out is not None:
+        command = f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip()
+        record = {"format": 1, "command": command, "environment": environment(CPU), **found}
+        write_text(given.out, json.dumps(record, indent=1) + "\n")
+
+
+def compare(
+    functions: Mapping[str, Callable[..., Tensor]],
+    plain: Callable[..., Tensor],
+    leaves: Sequence[Tensor],
+    dout: Tensor,
+    seconds: float,
+) -> dict[str, Any]:
+    """Errors of the functions against ``plain`` in float64, then their times in turns, forward and with backward.
+
+    Raises:
+        SystemExit: a result or a gradient is wrong.
+    """
+
+    def forward(function: Callable[..., Tensor]) -> Tensor:
+        with torch.no_grad():
+            return function(*leaves)
+
+    def both(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+        out = function(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
+
+    right = both(plain, *(leaf.detach().double().requires_grad_() for leaf in leaves))
+    found: dict[str, Any] = {"errors": {}}
+    for name, function in functions.items():
+        pairs = zip(both(function, *leaves), right, strict=True)
+        found["errors"][name] = max(float((got - wanted).norm() / wanted.norm()) for got, wanted in pairs)
+        if not found["errors"][name] <= BOUND:
+            raise SystemExit(f"{name} is wrong by {found['errors'][name]:.1e}")
+        forward(function)
+    ways = {"forward": forward, "both": lambda function: both(function, *leaves)}
+    for kind, way in ways.items():
+        steps = {name: lambda way=way, each=each: way(each) for name, each in functions.items()}  # type: ignore[misc]
+        found[kind] = {name: asdict(timing) for name, timing in interleave(steps, CPU, seconds).items()}
+        print(kind, {name: f"{1e3 * each['median']:.2f} ms" for name, each in found[kind].items()}, flush=True)
+    return found
