@@ -64,9 +64,9 @@ wheel: | ready-torch ## build a wheel in dist/ for all GPUs, check it, say where
 
 bench: ready-examples $(EXTENSION) ## all benchmarks: the record of this machine, docs/benchmarks.md
 	$(PY) -m capsfast bench --sweep all --op both --record $(ARGS)
-	$(PY) -m capsfast report
+	$(PY) -m capsfast report --out docs
 
-gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, tests, sanitizers, benchmarks
+gpu-check: ## on a machine with an NVIDIA GPU, as it is: build, benchmarks, tests, sanitizers, ncu
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean: ## remove what was built and out/, with the checkpoints of training in it; .venv stays

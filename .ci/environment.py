@@ -26,6 +26,7 @@ BUILD_TOOLS = ("setuptools>=77", "wheel", "ninja", "pybind11>=2.12")
 MINIMUM_PYTHON, MINIMUM_TORCH = (3, 10), (2, 10)
 VERBOSE = os.environ.get("V", "0") not in ("", "0")
 TORCH, CONSTRAINTS = os.environ.get("TORCH", ""), os.environ.get("CONSTRAINTS", "constraints.txt")
+TORCH_VERSION = "import importlib.metadata; print(importlib.metadata.version('torch'))"
 # What a release of torch pins, by its own words: its Triton, its CUDA libraries.
 PINNED_BY_TORCH = """
 import importlib.metadata, re
@@ -64,13 +65,12 @@ def tested(but: set[str]) -> list[str]:
     return [line for line in lines if (name := re.match(r"[\w.-]+", line)) and name[0].lower() not in but]
 
 
-def install(python: str, what: list[str], but: set[str], **environment: str) -> None:
-    """By pip, in the versions that were tested, ``but`` for these packages."""
+def install(python: str, what: list[str], but: set[str], pins: tuple[str, ...] = (), **environment: str) -> None:
+    """By pip, in the versions that were tested, ``but`` for these packages; ``pins`` are more of them."""
     file = Path("build", "make", "constraints.txt")
-    (ROOT / file).write_text("\n".join(tested(but)) + "\n")
+    (ROOT / file).write_text("\n".join([*tested(but), *pins]) + "\n")
     # pip splits the variable at spaces, which a relative path does not have.
-    constraint = f"{file} {os.environ.get('PIP_CONSTRAINT', '')}".strip() if CONSTRAINTS else ""
-    environment |= {"PIP_CONSTRAINT": constraint} if constraint else {}
+    environment["PIP_CONSTRAINT"] = f"{file} {os.environ.get('PIP_CONSTRAINT', '')}".strip()
     quiet = [] if VERBOSE else ["--quiet"]
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", *quiet, *what]
     if subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False).returncode:
@@ -92,7 +92,7 @@ def install_pip(python: str) -> None:
 
 def install_torch(python: str) -> None:
     """Keeps a torch that is there and new enough, unless TORCH asks for another."""
-    there = ask(python, "import importlib.metadata; print(importlib.metadata.version('torch'))")
+    there = ask(python, TORCH_VERSION)
     if there and not TORCH and tuple(map(int, there.split(".")[:2])) < MINIMUM_TORCH:
         sys.exit(
             f"torch {there} is here, capsfast needs 2.10: VENV=.venv makes an environment of its own, "
@@ -140,8 +140,10 @@ def prepare(python: str, what: str) -> None:
         needs = "" if what == "package" else f" with what {what} needs: half a minute"
         print(f"capsfast: installing the package in place{needs}", flush=True)
         extra = "" if what == "package" else f"[{what}]"
-        theirs = {"torch", *ask(python, PINNED_BY_TORCH).split()}
-        install(python, ["--no-build-isolation", "--editable", f".{extra}"], theirs, CAPSFAST_BUILD="0")
+        # The torch that is there stays, and with it comes the torchvision that was made for it.
+        theirs = {"torch", "torchvision", *ask(python, PINNED_BY_TORCH).split()}
+        torch = (f"torch==={ask(python, TORCH_VERSION)}",)
+        install(python, ["--no-build-isolation", "--editable", f".{extra}"], theirs, torch, CAPSFAST_BUILD="0")
         done[what] = state
     stamp.write_text(json.dumps(done))
 

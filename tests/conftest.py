@@ -6,13 +6,10 @@ python -m pytest --backends cpp       only these backends; one that is missing i
 python -m pytest -n 2                 in two processes (pytest-xdist)
 """
 
-import importlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -327,18 +324,3 @@ def _fresh_memory_is_nan() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = before
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The modules of benchmarks/gpu by name."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    # As the check has it: an interpreted backend is none.
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-    def module(name: str) -> ModuleType:
-        return importlib.import_module(f"gpu.{name}")
-
-    yield module
-    for name in [name for name in sys.modules if name == "gpu" or name.startswith("gpu.")]:
-        del sys.modules[name]

@@ -445,8 +445,8 @@ def test_transposed_input_capsules_of_a_layer(layer: torch.nn.Module, name: str)
     with pytest.raises(ValueError, match=rf"got \[2, 6, 3\]; {name} looks transposed: give {name}.transpose\(1, 2\)$"):
         layer(u)
     layer(u.transpose(1, 2))
-    with pytest.raises(ValueError, match=r"got \[2, 6, 4\]$"):
-        layer(torch.zeros(B, K, I + 1))
+    with pytest.raises(ValueError, match=r"got \[2, 6, 12\]$"):
+        layer(torch.zeros(B, K, 4 * I))
 
 
 U, VOTES = tuple(good("u").values()), tuple(good("route_votes").values())

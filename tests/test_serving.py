@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import capsfast
 from capsfast import native
 from capsfast.export import decompositions, program, to_onnx, to_package
-from capsfast.ops import shared_routing
+from capsfast.ops import factored_routing
 
 from .support import passes, problems
 from .support.backends import Shape, named
@@ -214,7 +214,7 @@ def test_decompositions_are_the_ops(op: str, dtype: torch.dtype) -> None:
 
 
 # Never taken for a program (see the next test, and test_em_update.py).
-STEMS = ("shared_routing", "em_update", "triton_em_update")
+STEMS = ("factored_routing", "em_update", "triton_em_update")
 IN_NO_PROGRAM = {f"capsfast::{stem}{end}" for stem in STEMS for end in ("", "_backward")}
 
 
@@ -252,13 +252,13 @@ def test_programs_hold_no_op_of_the_cpu_alone(way: str, monkeypatch: pytest.Monk
     u, other = torch.randn(3, 24, 5), torch.randn(2, 24, 5)
     with monkeypatch.context() as patch:
         taken = []
-        real = torch.ops.capsfast.shared_routing
-        patch.setitem(shared_routing.OP.kernels, "cpp", lambda *args: taken.append(1) or real(*args))
+        real = torch.ops.capsfast.factored_routing
+        patch.setitem(factored_routing.OP.kernels, "cpp", lambda *args: taken.append(1) or real(*args))
         model(u)
         assert len(taken) == 2  # of eager calls
     if way == "trace":
         traced = torch.jit.trace(model, u)
-        assert "shared_routing" not in str(traced.inlined_graph)
+        assert "factored_routing" not in str(traced.inlined_graph)
         assert_same(traced(other), model, other)
         return
     found = torch.export.export(model, (u,), dynamic_shapes=({0: torch.export.Dim("B")},), strict=way == "strict")

@@ -183,7 +183,7 @@ def test_what_is_drawn_is_the_image_whatever_the_network_sees(normalize: Any) ->
     sizes = {"num_parts": M, "num_objects": K, "conv_channels": 8, "template_size": 5, "dim": 4, "hidden": 8}
     from capsfast import train
 
-    learner = train.make_learner("stacked", 1, 12, 3, options=sizes, normalize=normalize).eval()
+    learner = train.Learner("stacked", 1, 12, 3, options=sizes, normalize=normalize).eval()
     images = torch.rand(B, 1, 12, 12)
     found, output = learner.measured(Batch(images, torch.zeros(B).long()))
     wanted = learner.model.templates(learner.model.find_parts(learner.normalized(images)), images)

@@ -4,17 +4,38 @@ import typer
 from rich.console import Console
 
 from ..bench import record
-from .clusters import clusters
-from .inspection import evaluate, perturb, reconstruct, routing
+from .common import plain_errors
+from .inspection import clusters, evaluate, perturb, picture, predict, reconstruct, routing
 from .measuring import bench, report
-from .picture import picture
 from .tables import backends_table, build_table, versions_table
-from .training import train
 from .tuning import tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused capsule-network routing for PyTorch.")
-for command in (bench, report, train, evaluate, clusters, picture, reconstruct, perturb, routing, tune):
+for command in (bench, report, evaluate, predict, picture, reconstruct, perturb, routing, clusters, tune):
     app.command()(command)
+
+# Lightning's command line reads their options, --help too.
+OF_LIGHTNING = {
+    "train": "Train a capsule network: --data, --model, --epochs and so on.",
+    "fit": "The same with configuration files and all options of Lightning's command line.",
+    "validate": "Test a checkpoint: loss and its parts, accuracy.",
+    "test": "The same as validate.",
+}
+
+
+def _passed_on(name: str) -> None:
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @app.command(name, help=OF_LIGHTNING[name], context_settings=settings)
+    def run(context: typer.Context) -> None:
+        with plain_errors(name):
+            from . import training
+
+            training.run(name, context.args)
+
+
+for name in OF_LIGHTNING:
+    _passed_on(name)
 
 
 @app.command()

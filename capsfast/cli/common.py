@@ -1,10 +1,9 @@
-"""What the commands for networks share: errors in one line, checkpoints, pictures."""
+"""What the commands for networks share: errors in one line, devices."""
 
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -13,18 +12,9 @@ from .._install import in_the_checkout
 from .endings import one_line, stop
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ..data import Sets
     from ..train import Learner
 
-NEEDED = ("lightning", "matplotlib")
-
-Checkpoint = Annotated[Path, typer.Argument(help="A file that train wrote, such as last.ckpt.", show_default=False)]
-Out = Annotated[Path, typer.Option(help="Folder of the pictures.")]
-Data = Annotated[str | None, typer.Option(help="Other data than it was trained on.", show_default=False)]
-DataDir = Annotated[str | None, typer.Option(help="Folder of the IDX files.", show_default=False)]
-Accelerator = Annotated[str, typer.Option(help="auto, cpu, gpu, ... of Lightning.")]
+NEEDED = ("jsonargparse", "lightning", "matplotlib", "torchvision")
 
 
 @contextmanager
@@ -54,14 +44,6 @@ def say(text: str) -> None:
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
 
 
-def opened(checkpoint: Path, data: str | None, data_dir: str | None) -> "tuple[Learner, Sets]":
-    """The network and the data sets of a checkpoint, the network on the device that Lightning would take."""
-    from ..train import open_checkpoint
-
-    learner, images = open_checkpoint(checkpoint, data=data, data_dir=data_dir)
-    return learner, images.sets
-
-
 def to_accelerator(learner: "Learner", accelerator: str) -> None:
     """Moves it to the first device of a Lightning accelerator."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -75,9 +57,3 @@ def to_accelerator(learner: "Learner", accelerator: str) -> None:
     except (ValueError, MisconfigurationException) as error:
         raise stop(f"capsfast: --accelerator {accelerator}: {error}") from None
     learner.to(trainer.strategy.root_device)
-
-
-def write(figure: "Figure", path: Path) -> None:
-    from ..train.pictures import save
-
-    say(f"wrote {save(figure, path)}")

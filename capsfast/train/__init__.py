@@ -23,12 +23,12 @@ from .inspect import (
     routing_statistics,
 )
 from .learner import Learner
-from .learners import make_learner
 from .networks import NETWORKS, build
+from .predict import activations, predicted_images, read_picture
 from .profile import StepShare, routing_share
 from .run import fit, make_trainer
 from .segmentation import Overlap, SegmentationLearner, overlap, pixel_classes, segmented
-from .stacked import StackedLearner, object_presences
+from .stacked import StackedLearner, clustered, object_presences
 from .stopping import Interrupted
 
 __all__ = [
@@ -45,14 +45,15 @@ __all__ = [
     "SegmentationLearner",
     "StackedLearner",
     "StepShare",
+    "activations",
     "build",
     "clean_errors",
     "cluster_accuracy",
+    "clustered",
     "detection",
     "evaluate",
     "fgsm",
     "fit",
-    "make_learner",
     "make_trainer",
     "object_presences",
     "one_of_each_class",
@@ -61,7 +62,9 @@ __all__ = [
     "perturbations",
     "pgd",
     "pixel_classes",
+    "predicted_images",
     "predictions",
+    "read_picture",
     "reconstructions",
     "routing_share",
     "routing_statistics",

@@ -13,7 +13,6 @@ from ..data.catalogue import check_data_dir
 from ..files import replacing
 from .images import ImageData
 from .learner import Learner
-from .learners import make_learner
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -40,23 +39,39 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 def read_checkpoint(path: Path | str) -> dict[str, Any]:
-    """The content of a checkpoint of this package, tensors on the CPU; no code in it is run.
+    """The content of a checkpoint of this package, tensors on the CPU.
+
+    No code in the file is run. What opens the network and the data imports the class paths that it holds.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: not a checkpoint, or one of something else.
     """
-    op = f"capsfast.train.read_checkpoint: {path}"
-    if not Path(path).is_file():
+    op, path = f"capsfast.train.read_checkpoint: {path}", Path(path)
+    if path.is_dir():
+        raise FileNotFoundError(f"{op} is a folder; name a file in it, such as last.ckpt")
+    if not path.is_file():
         raise FileNotFoundError(f"{op} does not exist; training writes last.ckpt into its folder after every epoch")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise ValueError(f"{op} can't be read as a checkpoint: {str(error).splitlines()[0]}") from None
+    # What torch raises for bytes that are no checkpoint depends on the bytes.
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, OSError) as error:
+        if isinstance(error, PermissionError):
+            raise
+        # Not torch's own text, which advises to run the code in the file.
+        remedy = "it is damaged or something else; take another one, such as best.ckpt beside it"
+        raise ValueError(f"{op} can't be read as a checkpoint: {remedy}") from None
     needed = {"state_dict", Learner.CHECKPOINT_HYPER_PARAMS_KEY, ImageData.CHECKPOINT_HYPER_PARAMS_KEY}
     if not isinstance(content, dict) or not needed <= content.keys():
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote")
     return content
+
+
+def open_learner(content: dict[str, Any]) -> Learner:
+    """The trained network of :func:`read_checkpoint`, in evaluation mode."""
+    learner = Learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
+    learner.load_state_dict(content["state_dict"])
+    return learner.eval()
 
 
 def open_checkpoint(
@@ -73,13 +88,12 @@ def open_checkpoint(
             that does not fit the network; a ``data_dir`` for data that has none.
     """
     content = read_checkpoint(path)
-    learner = make_learner(**content[Learner.CHECKPOINT_HYPER_PARAMS_KEY])
-    learner.load_state_dict(content["state_dict"])
-    learner.eval()
+    learner = open_learner(content)
     options = dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
     if data is not None:
-        # Its own size and no augmentation: the sizes must fit by themselves.
-        options = {name: options[name] for name in ("data_dir", "batch_size", "seed", "workers")} | {"data": data}
+        # No augmentation, and sizes as in training.
+        kept = ("data_dir", "batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
+        options = {name: options[name] for name in kept if name in options} | {"data": data}
     if data_dir is not None:
         check_data_dir("capsfast.train.open_checkpoint", options["data"], data_dir)
         options["data_dir"] = data_dir
@@ -89,4 +103,10 @@ def open_checkpoint(
     got = {"in_channels": sets.channels, "image_size": sets.image_size, "num_classes": sets.num_classes}
     if got != wanted:
         raise ValueError(f"capsfast.train.open_checkpoint: {path} needs {wanted}, {options['data']} has {got}")
+    names, held = sets.train.source.classes, learner.hparams["class_names"]
+    if names and held and list(names) != held:
+        raise ValueError(
+            f"capsfast.train.open_checkpoint: {path} knows the classes {', '.join(held)}, {options['data']} has "
+            f"{', '.join(names)}"
+        )
     return learner, images

@@ -19,7 +19,7 @@ DELTAS = tuple(0.05 * n for n in range(-5, 6))
 
 def one_of_each_class(dataset: DrawnSet, num_classes: int) -> Tensor:
     """The first image of every class that occurs, as rows ``[n]``."""
-    labels = dataset.source.labels
+    labels = dataset.labels
     return torch.stack([(labels == each).nonzero()[0, 0] for each in range(num_classes) if (labels == each).any()])
 
 

@@ -1,21 +1,23 @@
 """A network, its loss and its optimizer as a Lightning module."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..data import Batch
+from .._imported import path_of
+from ..data import Batch, channel_statistics
 from ..data.seeds import generator, seed_for
 from ..nn import CouplingEntropy, LossParts, ReconstructionLoss, RoutedCaps, _arguments, recorded
 from ..nn.routing.base import Capsules
 from .adversary import Adversary
 from .dropout import drop_capsules, drop_hidden
-from .networks import OWN_LOSS, WITHOUT_CLASSES, build
+from .images import ImageData
+from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options
 from .normalize import Normalize
 from .objective import ClassLoss, multi_hot
 from .schedule import Cosine, Decay
@@ -43,44 +45,75 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
                 each.copy_(value)
 
 
-class Learner(pl.LightningModule):
-    """Margin loss and reconstruction by Adam (Sabour, Frosst, Hinton 2017, section 4).
+class _OfItsModel(pl.LightningModule):
+    """Makes the object of the class that its model asks for."""
+
+    _classes: ClassVar[dict[str, type["Learner"]]] = {}
+
+    def __init_subclass__(cls, model: str | None = None, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if model is not None:
+            _OfItsModel._classes[model] = cls  # type: ignore[assignment]
+
+    def __new__(cls, model: str = "capsnet", *_: Any, **__: Any) -> "_OfItsModel":
+        # Copies and unpickled learners, which name no model, have their class already.
+        return super().__new__(cls._classes.get(model, cls) if cls is Learner else cls)
+
+
+class Learner(_OfItsModel):
+    """A capsule network in training: margin loss and reconstruction by Adam (Sabour, Frosst, Hinton 2017, section 4).
 
     Overlapping images have two labels: the margin loss wants both capsules, and each is decoded into the
     image of its own object (section 6 there). An auto-encoder has the reconstruction alone.
 
     Every step seeds torch anew from seed, step and rank, so that a resumed run draws what an uninterrupted one would.
+    The class of the object follows from the model: segcaps makes a :class:`SegmentationLearner`, stacked a
+    :class:`StackedLearner`.
 
     Args:
-        model: a name of :data:`capsfast.train.NETWORKS`.
-        in_channels, image_size, num_classes: of the data set.
-        options: of the model, by its own names.
+        model: capsnet, deepcaps, efficientcapsnet, invertedattention, matrixcapsnet, segcaps, autoencoder, stacked or
+            cnn, or the class path of a network of your own, whose forward gives class capsules or activations.
+        in_channels: of the images.
+        image_size: of the images, which are square.
+        num_classes: of the images.
+        class_names: of the images; default: numbers.
+        options: of the model, by its own names, such as conv_channels or routing. A routing of your own is given by
+            class path, such as my_module.MyRouting.
         lr: learning rate after the warm-up.
         weight_decay: AdamW takes the place of Adam: every parameter also shrinks by this times the learning rate in a
             step (Loshchilov, Hutter 2019).
-        schedule: ``"exponential"`` or ``"cosine"``, how the learning rate falls.
-        warmup_steps: steps over which it grows, linearly.
-        decay_rate, decay_steps: it is multiplied by ``decay_rate`` every ``decay_steps``, smoothly. With a cosine it
-            falls to 0 over ``decay_steps``. None: 2000, for a cosine all steps of the training that begins.
-        clip: largest norm of all gradients together; None leaves them.
-        loss: of the classes, see :class:`capsfast.train.objective.ClassLoss`; None: margin, of a CNN cross-entropy. A
-            network without classes has a loss of its own and takes None alone.
+        schedule: how the learning rate falls: exponential or cosine.
+        warmup_steps: steps over which the learning rate grows, linearly.
+        decay_rate: the exponential schedule multiplies the learning rate by this every decay_steps, smoothly.
+        decay_steps: see decay_rate; a cosine falls to 0 over so many steps. Default: 2000, for a cosine all steps of
+            the training that begins.
+        clip: largest norm of all gradients together; default: none.
+        loss: of the classes: margin, mse, spread, cross-entropy, or a class path, see
+            :class:`capsfast.train.objective.ClassLoss`. Default: margin, for cnn cross-entropy. A network without
+            classes has a loss of its own.
         spread_steps: over which the margin of the spread loss grows.
-        reconstruction_weight: times the summed squared error.
+        reconstruction_weight: times the summed squared error of an image.
         entropy_weight: times the mean entropy of the coupling in the last pass of the routing to the classes, 1 being
-            equal coupling (:class:`capsfast.nn.CouplingEntropy`); it is part of the loss in training alone.
+            equal coupling (:class:`capsfast.nn.CouplingEntropy`); in training alone.
         caps_dropout: share of the primary capsules that a step leaves out.
         decoder_dropout: share of the decoder's hidden units that a step leaves out; of a ConvDecoder, whole maps.
-        normalize: what the network sees, see :class:`capsfast.train.normalize.Normalize`; None: the images. Losses,
-            attacks and reconstructions are of the images.
-        adversarial, adversarial_eps, adversarial_steps, adversarial_share: attacked images in the place of those of a
-            step, see :class:`capsfast.train.adversary.Adversary`; the decoder is to make the images as they were.
+        normalize: what the network sees: image (mean 0, deviation 1 for each image), set (the same for the channels of
+            the images to train on), or from Python the two lists of means and deviations. Default: images in [0, 1].
+            Losses, attacks and reconstructions are of the images.
+        adversarial: train on attacked images, made by fgsm or pgd; see :class:`capsfast.train.adversary.Adversary`. The
+            decoder is to make the images as they were.
+        adversarial_eps: largest change of a pixel.
+        adversarial_steps: of pgd.
+        adversarial_share: of the images of a step.
         seed: of the first weights, and of what a model draws while it trains.
 
     Raises:
         ValueError, TypeError: no such model, an option it does not take, numbers out of range, or what the network
             does not have.
     """
+
+    # What the best checkpoint is the best by.
+    monitor = ("test_accuracy", "max")
 
     def __init__(
         self,
@@ -89,6 +122,7 @@ class Learner(pl.LightningModule):
         image_size: int = 28,
         num_classes: int = 10,
         *,
+        class_names: list[str] | None = None,
         options: dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
@@ -97,13 +131,13 @@ class Learner(pl.LightningModule):
         decay_rate: float = 0.96,
         decay_steps: int | None = None,
         clip: float | None = None,
-        loss: str | None = None,
+        loss: str | Callable[..., Tensor] | None = None,
         spread_steps: int = 10_000,
         reconstruction_weight: float = 0.0005,
         entropy_weight: float = 0.0,
         caps_dropout: float = 0.0,
         decoder_dropout: float = 0.0,
-        normalize: str | Sequence[Sequence[float]] | None = None,
+        normalize: str | list[list[float]] | None = None,
         adversarial: str | None = None,
         adversarial_eps: float = 0.1,
         adversarial_steps: int = 10,
@@ -111,8 +145,10 @@ class Learner(pl.LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(logger=False)
         op = "capsfast.train.Learner"
+        options = plain_options(options or {})
+        loss = loss if loss is None or isinstance(loss, str) else path_of(op, "loss", loss)
+        self.save_hyperparameters(logger=False)
         positive = {"lr": lr, "decay_rate": decay_rate, "decay_steps": decay_steps, "clip": clip}
         for name, value in positive.items():
             if value is not None:
@@ -126,10 +162,11 @@ class Learner(pl.LightningModule):
                 raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {checks.shown(value)}")
         checks.choice(op, "schedule", schedule, SCHEDULES)
         self.sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
+        self.class_names: list[str] = class_names or [str(j) for j in range(num_classes)]
         self.seed = seed
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.model: Any = build(model, self.sizes, options or {})
+            self.model: Any = build(model, self.sizes, options)
         self.lr = lr
         self.weight_decay = weight_decay
         self.clip = clip
@@ -146,7 +183,10 @@ class Learner(pl.LightningModule):
         if adversarial is not None:
             self.adversary = Adversary(adversarial, adversarial_eps, adversarial_steps, adversarial_share)
         self.tested_at: int | None = None
+        self.chance = 1 / num_classes  # the accuracy of guessing
         self.has_classes = model not in WITHOUT_CLASSES
+        if not self.has_classes and type(self).monitor == Learner.monitor:
+            self.monitor = ("test_reconstruction", "min")
         if loss is not None and not self.has_classes:
             got = checks.shown(loss)
             raise ValueError(f"{op}: loss is that of classes, of which {model} has none; leave it out, got {got}")
@@ -171,7 +211,7 @@ class Learner(pl.LightningModule):
     @property
     def weighs_reconstruction(self) -> bool:
         """Whether a reconstruction is one part of the loss beside another, which reconstruction_weight is for."""
-        return self.has_decoder and self.hparams["model"] not in ("autoencoder", "stacked")
+        return self.has_decoder and self.has_classes | (self.hparams["model"] == "segcaps")
 
     def check_decoder(self, name: str) -> None:
         """Raises ValueError in the name of a function that needs class capsules with a decoder."""
@@ -293,6 +333,14 @@ class Learner(pl.LightningModule):
             changed = self.adversary(loss, images[:count], draws)
         return torch.cat([changed, images[count:]])
 
+    def setup(self, stage: str) -> None:
+        """``normalize="set"`` takes mean and deviation from the images that training begins with."""
+        if self.normalize is not None and not self.normalize.known:
+            images = getattr(self.trainer, "datamodule", None)
+            if not isinstance(images, ImageData):
+                raise ValueError('capsfast.train.Learner: normalize="set" needs a capsfast.train.ImageData to train on')
+            self.normalize.set(*channel_statistics(images.sets.train))
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # A cosine that was planned for the whole of a training keeps that length.
         planned = checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY].get("decay_steps")
@@ -313,6 +361,15 @@ class Learner(pl.LightningModule):
         self._sums: dict[str, Tensor] = {}
         self._count = torch.zeros((), device=self.device)
 
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         found, output = self.measured(batch)
         for name, value in self.sums(batch, found, output).items():
@@ -330,7 +387,11 @@ class Learner(pl.LightningModule):
             objects = 1 if batch.parts is None else batch.parts.shape[1]
             if self.has_decoder and output.lengths.shape[1] > objects:
                 sums["reconstruction_absent"] = n * self.absent_error(batch, output)
+            J = output.lengths.shape[1]
+            self.chance = 1 / J if objects == 1 else 2 / (J * (J - 1))
             sums["accuracy"] = right_predictions(output.lengths, batch.labels).sum()
+            # Of the capsules of the classes that are there: near 0, the squash passes no gradient on.
+            sums["length"] = output.lengths.gather(1, batch.labels.view(n, -1)).sum() / objects
         return sums
 
     def results(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:

@@ -1,12 +1,13 @@
-"""The models by the names of the command line."""
+"""The models by the names of the command line, or by class path."""
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import checks
+from .._imported import by_path, path_of
 from ..models import (
     CNN,
     CapsAutoEncoder,
@@ -18,7 +19,8 @@ from ..models import (
     SegCaps,
     StackedCapsuleAutoencoder,
 )
-from ..nn import AgreementRouting, DynamicRouting, RoutedCaps, Routing, SlimConvCaps2d
+from ..models.output import CapsNetOutput
+from ..nn import AgreementRouting, Capsules, DynamicRouting, RoutedCaps, Routing, SlimConvCaps2d
 from ..nn.routing.names import RoutingChoice, routing_class
 from ..nn.routing.names import options_of as options_of_routing
 
@@ -47,21 +49,84 @@ LAYERS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
 GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
 
-def options_of(name: str, routing: RoutingChoice | None = None) -> list[str]:
-    """What :func:`build` takes for a model and its routing beside the sizes that the data set gives.
+class OwnNetwork(nn.Module):
+    """A user's network as the trainer takes it: images ``[B, C, H, W]`` to :class:`capsfast.models.CapsNetOutput`.
 
-    ``routing``: None for the model's default.
+    Args:
+        network: its forward takes images alone and gives class capsules ``[B, J, D]``, whose lengths say the class, or
+            activations ``[B, J]``.
+    """
+
+    decoder = None
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> CapsNetOutput:
+        poses, activations = self.classify(images)
+        return CapsNetOutput(activations, poses, None)
+
+    def classify(self, images: Tensor) -> Capsules:
+        """
+        Raises:
+            TypeError: the network gives something else.
+        """
+        found = self.network(images)
+        if not isinstance(found, Tensor) or found.dim() not in (2, 3) or len(found) != len(images):
+            got = checks.shape_of(found) if isinstance(found, Tensor) else type(found).__name__
+            raise TypeError(
+                f"capsfast.train.Learner: model {type(self.network).__name__} must give class capsules [B, J, D] or "
+                f"activations [B, J], got {got}; a network with classify(images) may give what it likes"
+            )
+        return Capsules(found, found.norm(dim=2)) if found.dim() == 3 else Capsules(found[:, :, None], found)
+
+
+def network_class(op: str, name: str) -> type[nn.Module]:
+    """The class of a name, or of a class path.
 
     Raises:
-        ValueError: no model or no routing of that name.
+        ValueError: no model of that name, no such class.
+        TypeError: something else than a network.
+    """
+    if "." not in name:
+        checks.choice(op, "model", name, NETWORKS)
+        return NETWORKS[name]
+    found = by_path(f"{op}: model", name)
+    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
+        raise TypeError(f"{op}: model must be a class of networks, an nn.Module, got {name}")
+    return found
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a checkpoint holds them: a routing class by its path.
+
+    Raises:
+        ValueError: another process could not import it.
+    """
+    routing = options.get("routing")
+    if routing is None or isinstance(routing, str):
+        return dict(options)
+    routing_class("capsfast.train.Learner", routing)
+    return {**options, "routing": path_of("capsfast.train.Learner", "routing", routing)}
+
+
+def options_of(name: str, routing: RoutingChoice | None = None) -> list[str] | None:
+    """What :func:`build` takes for a model and its routing beside the sizes that the data set gives.
+
+    ``routing``: None for the model's default. None for a model of one's own that takes any option.
+
+    Raises:
+        ValueError, TypeError: no such model or routing.
     """
     op = "capsfast.train.build"
-    checks.choice(op, "model", name, NETWORKS)
-    taken = inspect.signature(NETWORKS[name]).parameters
+    taken = inspect.signature(network_class(op, name)).parameters
     if routing is None:
         routing = taken["routing"].default if "routing" in taken else "dynamic"
     own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
     if len(own) < len(taken):
+        if name not in NETWORKS:
+            return None
         dynamic, others = LAYERS.get(name, ((DynamicRouting,), (RoutedCaps,)))
         layers = dynamic if routing == "dynamic" else (*others, routing_class(op, routing))
         own += [option for layer in layers for option in _keywords(layer)]
@@ -80,9 +145,14 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
     Raises:
         ValueError: no model of that name, an option that it does not have, or one that it rejects.
     """
+    op = "capsfast.train.build"
+    make, options = network_class(op, name), dict(options)
+    if isinstance(options.get("routing"), str) and "." in options["routing"]:
+        options["routing"] = routing_class(op, by_path(f"{op}: routing", options["routing"]))
     known = options_of(name, options.get("routing"))
     for each in options:
-        if each not in known:
-            raise ValueError(f"capsfast.train.build: {name} has no option {each}; it has {', '.join(known)}")
-    taken = inspect.signature(NETWORKS[name]).parameters
-    return NETWORKS[name](**{size: value for size, value in sizes.items() if size in taken}, **options)
+        if known is not None and each not in known:
+            raise ValueError(f"{op}: {name} has no option {each}; it has {', '.join(known)}")
+    taken = inspect.signature(make).parameters
+    network = make(**{size: value for size, value in sizes.items() if size in taken}, **options)
+    return network if hasattr(network, "classify") or name in NETWORKS else OwnNetwork(network)

@@ -17,8 +17,8 @@ class Normalize(Layer):
 
     Args:
         given: ``"image"`` takes mean and deviation of each image, over all its numbers (Hinton, Sabour, Frosst 2018,
-            section 4). Two lists, the mean and the deviation of each channel, are those of a training set; see
-            :func:`capsfast.data.channel_statistics`. A channel of deviation 0 is not divided.
+            section 4). Two lists are the mean and the deviation of each channel; ``"set"`` waits for those of a
+            training set, see :func:`capsfast.data.channel_statistics`. A channel of deviation 0 is not divided.
         in_channels: C.
 
     Shapes: ``[B, C, H, W]``.
@@ -35,16 +35,28 @@ class Normalize(Layer):
         self.each = given == "image"
         if self.each:
             return
-        sizes = [] if isinstance(given, str) else [len(part) for part in given]
-        if sizes != [in_channels, in_channels]:
+        shape = (in_channels, 1, 1)
+        self.register_buffer("mean", torch.full(shape, torch.nan))
+        self.register_buffer("deviation", torch.ones(shape))
+        if given == "set":
+            return
+        if isinstance(given, str) or [len(part) for part in given] != [in_channels, in_channels]:
             raise ValueError(
-                f'capsfast.train.Learner: normalize must be "image", or mean and deviation of each of {in_channels} '
-                f"channels, got {checks.shown(given)}"
+                f'capsfast.train.Learner: normalize must be "image", "set", or mean and deviation of each of '
+                f"{in_channels} channels, got {checks.shown(given)}"
             )
-        mean, deviation = (torch.tensor(part, dtype=torch.float32)[:, None, None] for part in given)  # type: ignore[arg-type]
-        # Not in a checkpoint's weights: its settings have them.
-        self.register_buffer("mean", mean, persistent=False)
-        self.register_buffer("deviation", torch.where(deviation > 0, deviation, 1.0), persistent=False)
+        self.set(*given)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.each or not self.mean.isnan().any()
+
+    def set(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
+        """A number for each channel."""
+        divisor = [value if value > 0 else 1.0 for value in deviation]
+        for buffer, values in ((self.mean, mean), (self.deviation, divisor)):
+            buffer.copy_(torch.tensor(values)[:, None, None])
 
     def forward(self, images: Tensor) -> Tensor:
         if not self.each:

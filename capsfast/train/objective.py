@@ -1,9 +1,13 @@
 """The losses on the activations of the class capsules, by the names of the command line."""
 
+import inspect
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import checks
+from .._imported import by_path
 from ..nn import MarginLoss, SpreadLoss
 from ..nn._layer import Layer
 
@@ -31,16 +35,23 @@ class ClassLoss(Layer):
       function; where ``logs`` are given, they are taken and there is no such limit.
 
     Args:
-        name: one of these.
+        name: one of these, or the path of a class or function of your own: it (or what the class makes, without
+            arguments) takes activations ``[B, J]`` and labels ``[B]`` and gives a number for each sample, ``[B]``.
         spread_steps: over which the spread loss's margin grows.
 
     Raises:
-        ValueError: no loss of that name, or two classes for the spread loss.
+        ValueError: no loss of that name, two classes for the spread loss, or one number for all samples.
     """
 
     def __init__(self, name: str, spread_steps: int = 10_000) -> None:
         super().__init__()
-        checks.choice("capsfast.train.Learner", "loss", name, LOSSES)
+        op = "capsfast.train.Learner"
+        self.own: Any = None
+        if "." in name:
+            self.own = by_path(f"{op}: loss", name)
+            self.own = self.own() if inspect.isclass(self.own) else self.own
+        else:
+            checks.choice(op, "loss", name, LOSSES)
         self.name = name
         self.spread_steps = spread_steps
         self.margin = MarginLoss(reduction="none")
@@ -48,10 +59,18 @@ class ClassLoss(Layer):
 
     @property
     def log_name(self) -> str:
-        return self.name.replace("-", "_")
+        return self.name.rpartition(".")[2].replace("-", "_")
 
     def forward(self, activations: Tensor, labels: Tensor, step: int, logs: Tensor | None = None) -> Tensor:
         """``labels [B]`` or ``[B, n]``; step: optimizer steps done; logs: of activations that sum to 1, ``[B, J]``."""
+        if self.own is not None:
+            own: Tensor = self.own(activations, labels)
+            if own.shape != activations.shape[:1]:
+                raise ValueError(
+                    f"capsfast.train.Learner: loss {self.name} must give a number for each sample, [B], got "
+                    f"{checks.shape_of(own)}"
+                )
+            return own
         if self.name == "spread":
             if labels.dim() != 1:
                 raise ValueError("capsfast.train.Learner: loss spread needs one class an image; take margin or mse")

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 
 LINE_SECONDS = 15.0
@@ -16,7 +18,11 @@ LINE_STEPS = 10
 LOG_EVERY = 10  # steps
 OF_CLASSES = ("margin", "mse", "spread", "cross_entropy")
 # What the log has beside the parts of the loss.
-DETAILS = ("margin_present", "margin_absent", "reconstruction_absent")
+DETAILS = ("margin_present", "margin_absent", "reconstruction_absent", "length")
+# Steps after which a training that has ended, or goes on, should do better than guessing.
+SOME_STEPS, MANY_STEPS = 50, 500
+# Length of class capsules below which they have nearly no gradient.
+FADED = 1e-2
 
 
 class Throughput(Callback):
@@ -38,6 +44,45 @@ class Throughput(Callback):
             self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
             pl_module.log("images_per_s", self._rate, prog_bar=True)
         self._last = now
+
+
+class Guessing(Callback):
+    """Warns once of a network whose loss is not finite, or that only guesses, and says why where it can.
+
+    Guessing counts at the end of a training of some steps, and within a long one.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        loss = trainer.callback_metrics.get("loss")
+        if trainer.state.fn == TrainerFn.FITTING and loss is not None and not loss.isfinite():
+            self._say(trainer, "its loss is not finite: lower the learning rate, or clip gradients")
+        elif trainer.state.fn == TrainerFn.FITTING and trainer.global_step >= MANY_STEPS:
+            self._look(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.global_step >= SOME_STEPS:
+            self._look(trainer, pl_module)
+
+    def _look(self, trainer: pl.Trainer, learner: Any) -> None:
+        found = trainer.callback_metrics
+        accuracy, length = found.get("test_accuracy"), found.get("test_length")
+        if accuracy is None or accuracy > 1.2 * learner.chance:
+            return
+        why = "look at the learning rate, the images and their labels"
+        if length is not None and length < FADED and hasattr(learner.model, "routing"):
+            why = (
+                f"class capsules are {float(length):.0e} long in the mean, where the squash has no gradient; raise the "
+                "learning rate or init_std, or take larger images"
+            )
+        self._say(trainer, f"it only guesses, with a test accuracy of {float(accuracy):.1%}: {why}")
+
+    def _say(self, trainer: pl.Trainer, what: str) -> None:
+        if not self._said:
+            rank_zero_warn(f"capsfast.train: the network learns nothing after {trainer.global_step} steps: {what}")
+        self._said = True
 
 
 def shown_results(names: Iterable[str]) -> list[str]:
@@ -97,15 +142,12 @@ class Lines(ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began = self._shown_at = time.monotonic()
         self._first = trainer.global_step
-        # Kept, as Lightning's counter stands at the next epoch before the last test.
-        self._epoch = trainer.current_epoch
         self._shown: int | None = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step, now = trainer.global_step, time.monotonic()
-        self._epoch = trainer.current_epoch
         early = self._shown is not None and (step - self._shown < self._steps or now - self._shown_at < self._seconds)
         if early or not self.enabled:
             return
@@ -135,7 +177,8 @@ class Lines(ProgressBar):
 
     def _say(self, trainer: pl.Trainer, text: str) -> None:
         total, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
-        step, epoch = str(trainer.global_step), self._epoch + 1
+        # The epochs begun: Lightning's current_epoch stands at the next one before the last test.
+        step, epoch = str(trainer.global_step), max(1, trainer.fit_loop.epoch_progress.current.ready)
         if math.isfinite(total):
             step += f"/{int(total)}"
         where = f"{epoch}/{epochs}" if epochs is not None and epochs > 0 else str(epoch)

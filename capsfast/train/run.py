@@ -1,46 +1,33 @@
 """The Lightning trainer as ``capsfast train`` sets it up."""
 
-import importlib.util
 import logging
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from .. import checks
 from .checkpoint import WholeCheckpoints, read_checkpoint
 from .images import ImageData
 from .learner import Learner
-from .progress import LOG_EVERY, Lines, Throughput, bar_or_lines
+from .progress import LOG_EVERY, Guessing, Lines, Throughput, bar_or_lines
 from .stopping import Interrupted, Stop, Stopped, handlers_kept
 
-LOGS = ("csv", "tensorboard")
-
-
-def loggers(out: Path, names: Sequence[str]) -> list[Logger]:
-    """Writers into ``out/logs``; every run, a resumed one too, has a version of its own.
-
-    Raises:
-        ValueError: no log of that name.
-        ModuleNotFoundError: TensorBoard is asked for and not installed.
-    """
-    found: list[Logger] = []
-    for name in names:
-        checks.choice("capsfast.train", "log", name, LOGS)
-        if name == "csv":
-            found.append(CSVLogger(out, name="logs", flush_logs_every_n_steps=LOG_EVERY))
-        else:
-            if not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
-                raise ModuleNotFoundError("capsfast.train: log tensorboard needs tensorboard: pip install tensorboard")
-            found.append(TensorBoardLogger(out, name="tensorboard"))
-    return found
+# What the trainer of this package does otherwise than Lightning's.
+DEFAULTS: dict[str, Any] = {
+    "devices": 1,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": LOG_EVERY,
+    # BatchOrder shares the batches out.
+    "use_distributed_sampler": False,
+}
 
 
 @contextmanager
@@ -59,6 +46,8 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided")
             warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")
             warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated")
+            # The words of a command reach LightningCLI with the names of its own options.
+            warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")
             yield
     finally:
         log.setLevel(level)
@@ -67,31 +56,35 @@ def quiet() -> Iterator[None]:
 def make_trainer(
     out: Path,
     *,
-    epochs: int,
-    log: Sequence[str] = ("csv",),
+    epochs: int | None = None,
+    best: tuple[str, str] | None = None,
     checkpoint_every: int | None = None,
-    test_every: int | None = None,
     progress: bool = True,
     **options: Any,
 ) -> pl.Trainer:
-    """A Lightning trainer that writes ``last.ckpt`` after every epoch.
+    """A Lightning trainer that writes ``last.ckpt`` after every epoch and a CSV log, into ``out``.
 
     Args:
-        out: folder of checkpoints and logs.
+        out: folder of checkpoints and logs. Every run, a resumed one too, has a log ``logs/version_N`` of its own.
         epochs: passes over the data.
-        log: what of ``csv`` and ``tensorboard`` to write.
+        best: the metric of a test that decides about ``best.ckpt`` and ``"max"`` or ``"min"``, such as
+            ``learner.monitor``; None writes none.
         checkpoint_every: also writes ``step.ckpt`` after so many steps.
-        test_every: tests after so many steps of an epoch, at most all of them; default at its end.
         progress: a progress bar, or without a terminal a line from time to time.
-        options: go to :class:`lightning.pytorch.Trainer`: accelerator, devices, strategy, precision, ...
+        options: go to :class:`lightning.pytorch.Trainer`: accelerator, precision, callbacks, logger, ...
     """
     # No monitor: the newest one is kept, under one name.
     common: dict[str, Any] = {"dirpath": out, "enable_version_counter": False}
     callbacks: list[Callback] = [
         Throughput(),
+        Guessing(),
         Stop(out / "last.ckpt"),
         ModelCheckpoint(filename="last", save_on_train_epoch_end=True, **common),
     ]
+    if best is not None:
+        callbacks.append(
+            ModelCheckpoint(filename="best", monitor=best[0], mode=best[1], save_on_train_epoch_end=False, **common)
+        )
     if checkpoint_every is not None:
         callbacks.append(ModelCheckpoint(filename="step", every_n_train_steps=checkpoint_every, **common))
     writer = WholeCheckpoints()
@@ -100,22 +93,21 @@ def make_trainer(
         callbacks.append(shown)
         if isinstance(shown, Lines):
             writer.on_written = shown.wrote
-    plugins = options.pop("plugins", None) or []
-    plugins = [writer, *(plugins if isinstance(plugins, list) else [plugins])]
+    log, more, plugins = (options.pop(name, None) for name in ("logger", "callbacks", "plugins"))
+    csv = CSVLogger(out, name="logs", flush_logs_every_n_steps=LOG_EVERY)
     return pl.Trainer(
+        **DEFAULTS | options,
         max_epochs=epochs,
-        logger=loggers(out, log) or False,
-        callbacks=callbacks,
-        plugins=plugins,
+        logger=False if log is False else [csv, *_several(log)],
+        callbacks=[*callbacks, *_several(more)],
+        plugins=[writer, *_several(plugins)],
         enable_progress_bar=progress,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        val_check_interval=test_every,
-        log_every_n_steps=LOG_EVERY,
-        # BatchOrder shares the batches out.
-        use_distributed_sampler=False,
-        **options,
     )
+
+
+def _several(given: Any) -> list[Any]:
+    """What Lightning takes alone, in a list, or not at all."""
+    return given if isinstance(given, list) else [] if given in (None, True) else [given]
 
 
 def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path | None = None) -> None:

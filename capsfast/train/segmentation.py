@@ -49,7 +49,7 @@ def overlap(found: Tensor, classes: Tensor) -> Overlap:
     return Overlap(*(each.sum((0, 2, 3)) for each in (found & classes, found | classes)))
 
 
-class SegmentationLearner(Learner):
+class SegmentationLearner(Learner, model="segcaps"):
     """:class:`Learner` of a network that gives every pixel its classes.
 
     The margin loss of Sabour et al. (2017, eq. 4) for every pixel, the mean over all, with absent classes times 0.25;
@@ -61,6 +61,7 @@ class SegmentationLearner(Learner):
     """
 
     pixel_loss = MarginLoss(lam=ABSENT)
+    monitor = ("test_iou", "max")
 
     def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
         images = batch.images if shown is None else shown
@@ -92,13 +93,13 @@ class SegmentationLearner(Learner):
 
 @torch.no_grad()
 def segmented(learner: SegmentationLearner, batch: Batch) -> dict[str, Tensor]:
-    """What the network makes of images: rows of pictures for :func:`capsfast.train.pictures.image_grid`.
+    """What the network makes of images: rows of pictures for :func:`capsfast.plot.images`.
 
     Returns:
         ``image``, ``classes``, ``predicted`` and, with a decoder, ``reconstruction`` by the predicted classes, all on
         the CPU.
     """
-    from .pictures import class_colours
+    from ..plot import class_colours
 
     output = learner.model(learner.normalized(batch.images.to(learner.device)))
     rows = {

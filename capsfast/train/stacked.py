@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import Batch
+from ..data import Batch, ImageSet, Sets
 from ..data.sets import DrawnSet
+from .clusters import cluster_accuracy
 from .evaluate import batches
 from .learner import Learner
 
 
-class StackedLearner(Learner):
+class StackedLearner(Learner, model="stacked"):
     """:class:`Learner` of a :class:`capsfast.models.StackedCapsuleAutoencoder`, which sees no labels.
 
     The loss is that of the network, the sum of its terms. A test gives each term, and the squared error of the images
@@ -23,6 +24,24 @@ class StackedLearner(Learner):
         terms = self.model.loss(output)
         error = self.reconstruction_loss(output.reconstruction, batch.images)
         return {"loss": torch.stack(list(terms.values())).sum(), **terms, "reconstruction": error}, output
+
+
+def clustered(learner: StackedLearner, sets: Sets, *, limit: int) -> tuple[float, int, int]:
+    """Accuracy on the test images of clusters that were found among the first ``limit`` training images.
+
+    Returns:
+        The accuracy, and how many images the clusters were found among and tested on.
+
+    Raises:
+        ValueError: overlapping images, or what :func:`capsfast.train.cluster_accuracy` rejects.
+    """
+    if not isinstance(sets.test, ImageSet):
+        raise ValueError("capsfast.train.clustered: images of one class each are needed, these overlap")
+    # As the test images are: what training does to images at random would blur the clusters.
+    still = ImageSet(sets.train.source, sets.test.transform)
+    found, _ = object_presences(learner, still, limit=limit)
+    presences, labels = object_presences(learner, sets.test)
+    return cluster_accuracy(found, presences, labels, sets.num_classes), len(found), len(labels)
 
 
 @torch.no_grad()

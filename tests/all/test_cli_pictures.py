@@ -11,9 +11,12 @@ pytest.importorskip("typer")
 pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
+pytest.importorskip("PIL")
 
+from PIL import Image
 
 from capsfast import train
+from capsfast.train import stacked
 
 from ..support.commands import CAPSNET, SMALL, failed, is_png, run, trained
 from ..support.idx_files import write_set
@@ -76,18 +79,11 @@ def test_evaluate_detects_attacks(digits: Path, tmp_path: Path) -> None:
     assert "--detect needs an attack to be found" in failed("evaluate", digits, "--detect")
 
 
-def test_picture_of_every_kind(digits: Path, tmp_path: Path) -> None:
-    for kind, more, file in (
-        ("predictions", ["--count", "3"], "predictions.png"),
-        ("reconstructions", [], "reconstructions.png"),
-        ("perturbations", ["--label", "2"], "perturb-2.png"),
-        ("routing", ["--limit", "20"], "routing.png"),
-    ):
-        result = run("picture", digits, "--kind", kind, *more, "--out", tmp_path / kind)
-        assert result.exit_code == 0, result.output
-        assert [path.name for path in (tmp_path / kind).iterdir()] == [file] and is_png(tmp_path / kind / file)
-    message = failed("picture", digits, "--label", "2")
-    assert message == "capsfast picture: --label is an option of --kind perturbations, got --kind predictions"
+def test_predictions_and_mistakes_have_names_of_their_own(digits: Path, tmp_path: Path) -> None:
+    for more in (["--count", "3"], ["--wrong", "--count", "2"]):
+        assert run("picture", digits, *more, "--out", tmp_path).exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.png", "wrong.png"]
+    assert all(map(is_png, tmp_path.iterdir()))
 
 
 def test_cnn_on_the_command_line(few_images: Path, tmp_path: Path) -> None:
@@ -163,19 +159,40 @@ def test_what_can_not_be_detected_is_said_before_the_work(
     assert message == "capsfast evaluate: --detect needs images of one class each, these overlap"
 
 
-@pytest.mark.parametrize("kind", ["predictions", "reconstructions", "perturbations", "routing"])
-def test_picture_heeds_the_accelerator(digits: Path, tmp_path: Path, kind: str) -> None:
-    message = failed("picture", digits, "--kind", kind, "--accelerator", "abacus", "--out", tmp_path)
+@pytest.mark.parametrize("command", ["picture", "reconstruct", "perturb", "routing"])
+def test_errors_are_in_the_name_of_the_command(digits: Path, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").write_text("")
+    assert failed(command, digits, "--out", tmp_path / "file").startswith(f"capsfast {command}: ")
+    message = failed(command, digits, "--accelerator", "abacus", "--out", tmp_path)
     assert message.startswith("capsfast: --accelerator abacus: ")
 
 
-def test_errors_are_in_the_name_of_the_command(digits: Path, tmp_path: Path) -> None:
-    options = ["--label", "11", "--out", tmp_path]
-    assert failed("picture", digits, "--kind", "perturbations", *options).startswith("capsfast picture: label must be")
-    (tmp_path / "file").write_text("")
-    for command in (["picture", "--kind", "reconstructions"], ["picture", "--kind", "routing"], ["reconstruct"]):
-        message = failed(command[0], digits, *command[1:], "--out", tmp_path / "file")
-        assert message.startswith(f"capsfast {command[0]}: ")
+def test_a_folder_of_pictures_trained_evaluated_and_predicted(tmp_path: Path) -> None:
+    """40 PNG files of two classes, dark and light ones, in a network that is told their names."""
+    for n in range(40):
+        name = "dark" if n % 2 else "light"
+        pixels = torch.randint(0, 80, (14, 10)) + (0 if n % 2 else 170)
+        (tmp_path / "pictures" / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.byte().numpy()).save(tmp_path / "pictures" / name / f"{n}.png")
+    options = ["--image-size", "8", "--data", str(tmp_path / "pictures"), *CAPSNET]
+    checkpoint = trained(tmp_path / "out", *options, epochs=20)
+    assert "100.00% of 8 right" in run("evaluate", checkpoint, "--out", tmp_path / "e").output
+    files = [tmp_path / "pictures" / "dark" / "1.png", tmp_path / "pictures" / "light" / "2.png"]
+    result = run("predict", *files, "--checkpoint", checkpoint, "--out", tmp_path / "p")
+    assert result.exit_code == 0, result.output
+    dark, light, wrote = result.output.splitlines()
+    assert dark.startswith(f"{files[0]}: dark 0.") and light.startswith(f"{files[1]}: light 0.")
+    assert is_png(tmp_path / "p" / "predictions.png") and wrote.endswith("predictions.png")
+    (tmp_path / "pictures" / "dark").rename(tmp_path / "pictures" / "black")
+    other = ["--data", str(tmp_path / "pictures"), "--out", tmp_path / "e"]
+    assert "knows the classes dark, light" in failed("evaluate", checkpoint, *other)
+    message = failed("test", "--ckpt_path", checkpoint, "--data.data", tmp_path / "pictures")
+    assert message.endswith("was trained on the classes dark, light, the images are of black, light")
+    Image.new("F", (8, 8), 0.5).save(tmp_path / "float.tiff")
+    message = failed("predict", tmp_path / "float.tiff", "--checkpoint", checkpoint)
+    assert "float.tiff must have 8 or 16 bits, or colours, got PIL's mode F" in message
+    (tmp_path / "no.png").write_text("no picture")
+    assert "no.png can't be read as a picture" in failed("predict", tmp_path / "no.png", "--checkpoint", checkpoint)
 
 
 def test_a_network_without_labels(tmp_path: Path, digits: Path) -> None:
@@ -209,9 +226,12 @@ def test_clusters_are_those_of_images_without_augmentation(
         seen.append(batch.images)
         return batch.images.flatten(1), batch.labels
 
-    monkeypatch.setattr(train, "object_presences", presences)
+    monkeypatch.setattr(stacked, "object_presences", presences)
     assert run("clusters", checkpoint).exit_code == 0
-    train_images, test_images = (each.source.scaled()[:, :, 1:7, 1:7] for each in images.sets[:2])
+    sources = [each.source for each in images.sets[:2]]
+    train_images, test_images = (
+        torch.stack([each[row] for row in range(len(each))])[:, :, 1:7, 1:7] for each in sources
+    )
     torch.testing.assert_close(seen, [train_images, test_images])
     multi = trained(tmp_path / "multi", "--data", f"multi:{few_images}", *words[:-10], *words[-4:])
-    assert failed("clusters", multi) == "capsfast clusters: images of one class each are needed, these overlap"
+    assert failed("clusters", multi) == "capsfast.train.clustered: images of one class each are needed, these overlap"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +17,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 
-from capsfast import train
 from capsfast._install import in_the_checkout
-from capsfast.cli import training, training_options
+from capsfast.cli import training
 from capsfast.train.checkpoint import read_checkpoint
 
 from ..support.commands import CAPSNET, failed, is_png, run, trained
@@ -63,13 +63,13 @@ def test_lines_without_a_terminal(tmp_path: Path, progress: bool) -> None:
     options = ["--limit-train-batches", "3", *(() if progress else ("--no-progress",))]
     result = run("train", *CAPSNET, "--epochs", "1", *options, "--out", tmp_path)
     lines = result.output.splitlines()
-    assert result.exit_code == 0 and lines[-2].startswith("3 steps in ") and lines[-1].startswith("wrote curve.png, ")
+    assert result.exit_code == 0 and lines[-2].startswith("3 steps in ") and lines[-1].startswith("wrote best.ckpt, ")
     if not progress:
         assert len(lines) == 2
         return
     assert lines[0].startswith("step 1/3, epoch 1/1: loss ") and lines[0].endswith("elapsed")
     assert lines[1].startswith("step 3/3, epoch 1/1: test accuracy ")
-    assert lines[2] == f"step 3/3, epoch 1/1: wrote {tmp_path}/last.ckpt"
+    assert lines[2:4] == [f"step 3/3, epoch 1/1: wrote {tmp_path}/{name}.ckpt" for name in ("best", "last")]
 
 
 def test_tests_within_an_epoch_and_at_its_end(tmp_path: Path) -> None:
@@ -95,8 +95,9 @@ def test_every_option_reaches_its_place(tmp_path: Path) -> None:
     wanted |= {"caps_dropout": 0.1, "decoder_dropout": 0.2, "adversarial": "pgd", "adversarial_eps": 0.05}
     wanted |= {"adversarial_steps": 2, "adversarial_share": 0.5}
     assert {name: record["model"][name] for name in wanted} == wanted
-    (mean,), (deviation,) = record["model"]["normalize"]
-    assert mean == pytest.approx(0.305, abs=1e-3) and deviation == pytest.approx(0.376, abs=1e-3)
+    weights = read_checkpoint(checkpoint)["state_dict"]
+    assert float(weights["normalize.mean"]) == pytest.approx(0.305, abs=1e-3)
+    assert float(weights["normalize.deviation"]) == pytest.approx(0.376, abs=1e-3)
     assert {name: record["images"][name] for name in ("crop", "crop_padding", "flip", "cutout")} == {
         "crop": 8,
         "crop_padding": 1,
@@ -105,7 +106,7 @@ def test_every_option_reaches_its_place(tmp_path: Path) -> None:
     }
     assert {"mse", "entropy", "reconstruction", "test_reconstruction_absent"} <= record["curve"].keys()
     message = failed("train", "--resume", checkpoint, "--normalize", "image", "--crop", "7", "--loss", "margin")
-    assert "takes --crop, --loss, --normalize from the checkpoint" in message
+    assert message.endswith("the checkpoint holds model, data and seed; leave out --normalize, --crop, --loss")
 
 
 def test_resume_on_the_command_line(digits: Path, tmp_path: Path) -> None:
@@ -119,10 +120,7 @@ def test_resume_on_the_command_line(digits: Path, tmp_path: Path) -> None:
 
 def test_resume_takes_no_other_settings(digits: Path) -> None:
     message = failed("train", "--resume", digits, "--lr", "0.1", "--data", "mnist")
-    assert message == "capsfast train: --resume takes --data, --lr from the checkpoint; leave out what it fixes"
-    message = failed("train", "--resume", digits, "--data-dir", "here")
-    assert message.startswith("capsfast.train.open_checkpoint: data_dir is where the files of mnist, ")
-    assert message.endswith(", got 'here' for digits; leave it out")
+    assert message == "capsfast train: the checkpoint holds model, data and seed; leave out --lr, --data"
 
 
 def test_autoencoder(tmp_path: Path) -> None:
@@ -139,7 +137,7 @@ def test_autoencoder(tmp_path: Path) -> None:
 
 
 def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "PROFILED", 2)
+    monkeypatch.setattr(training, "STEPS", 2)
     result = run("train", "--profile", *CAPSNET, "--batch-size", "8", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     said, *lines, wrote = result.output.splitlines()
@@ -156,34 +154,44 @@ def test_profile_measures_and_trains_nothing(tmp_path: Path, monkeypatch: pytest
     [
         (
             ["--data", "nothing"],
-            "data must be digits, mnist, fashion-mnist, cifar10, smallnorb or a folder, got 'nothing'",
+            "data must be digits, mnist, ",
         ),
         (["--model", "caps"], "model must be one of 'capsnet', 'deepcaps', "),
         (["--types", "3"], "capsnet has no option types; it has conv_channels"),
         (["--lr", "-1"], "lr must be positive and finite, got -1.0"),
         (["--rotation", "5", "--data", "multi:digits"], "multi sets move images themselves"),
-        (["--scale", "2"], "scale must be below 1, got 2.0"),
-        (["--normalize", "mean"], "--normalize must be set or image, got 'mean'"),
-        (["--crop", "9"], "crop must be from 1 to 8, the size with its padding, got 9"),
+        (["--scale", "2"], "scale must be at least 0 and below 1, got 2.0"),
+        (["--normalize", "mean"], 'normalize must be "image", "set", or mean and deviation'),
+        (["--crop", "9"], "crop must be from 1 to 8, the padded size, got 9"),
         (["--loss", "spread", "--data", "multi:digits"], "loss spread needs one class an image"),
         (["--loss", "mse", "--model", "autoencoder"], "loss is that of classes, of which autoencoder has none"),
-        (["--schedule", "cosine", "--decay-rate", "0.9"], "--decay-rate needs --schedule exponential"),
-        (["--spread-steps", "10000"], "--spread-steps needs --loss spread"),
-        (["--adversarial-eps", "0.1"], "--adversarial-eps needs --adversarial"),
-        (["--adversarial-share", "0.5"], "--adversarial-share needs --adversarial"),
-        (["--adversarial-steps", "3", "--adversarial", "fgsm"], "--adversarial-steps needs --adversarial pgd"),
+        (["--schedule", "cosine", "--decay-rate", "0.9"], "--decay-rate needs --schedule=exponential"),
+        (["--spread-steps", "10000"], "--spread-steps needs --model.loss=spread"),
+        (["--adversarial-eps", "0.1"], "--adversarial-eps needs --model.adversarial=fgsm or pgd"),
+        (["--adversarial-steps", "3", "--adversarial", "fgsm"], "--adversarial-steps needs --adversarial=pgd"),
         (["--reconstruction-weight", "1", "--no-reconstruction"], "--reconstruction-weight has no use here"),
-        (["--reconstruction-weight", "1", "--model", "cnn"], "--reconstruction-weight has no use here, cnn weighs"),
-        (["--reconstruction-weight", "1", "--model", "stacked"], "--reconstruction-weight has no use here, stacked"),
+        (["--reconstruction-weight", "1", "--model", "cnn"], "--reconstruction-weight has no use here"),
+        (["--reconstruction-weight", "1", "--model", "stacked"], "--reconstruction-weight has no use here"),
         (["--reconstruction", "--model", "cnn"], "cnn has no option reconstruction"),
-        (["--data-dir", "here"], "data_dir is where the files of mnist, fashion-mnist, cifar10, smallnorb are, got"),
-        (["--test-every", "5", "--limit-val-batches", "0"], "--test-every has no use beside --limit-val-batches 0"),
-        (["--profile", "--epochs", "3"], "--profile has no use for --epochs; it measures steps and trains nothing"),
-        (["--profile", "--backend", "cpp", "--workers", "0"], "--profile has no use for --backend, --workers; it"),
-        (["--log", "paper"], "log must be one of 'csv', 'tensorboard', got 'paper'"),
+        (["--data-dir", "here"], "data_dir is where the files of mnist"),
         (["--test-every", "46", "--batch-size", "32"], "--test-every must be at most 45, an epoch, got 46"),
-        (["--accelerator", "abacus"], "abacus"),
-        (["--precision", "7"], "7"),
+        (["--epochs", "abc"], "capsfast train: --epochs must be int, got 'abc'"),
+        (["--precision", "7"], "'bf16-mixed'"),
+        (["--accelerator", "abacus"], "--accelerator=auto takes what is there"),
+        (["--accelerator", "gpu"], "--accelerator=auto takes what is there"),
+        (
+            ["--routing", "tests.Nothing"],
+            "routing: no class or function tests.Nothing; start in the folder of its module",
+        ),
+        (["--callbacks+=nowhere.Mine"], "--callbacks=nowhere.Mine: No module named 'nowhere'"),
+        (["--callbacks+=EarlyStopping"], "EarlyStopping: the following arguments are required: monitor"),
+        (["--option", "types"], "--option must be NAME=VALUE, got 'types'"),
+        (["digits"], "options begin with --, got 'digits'"),
+        (["--lr"], "capsfast train: --lr needs a value"),
+        (["--seed", "--epochs", "2"], "capsfast train: --seed needs a value"),
+        (["--limit-train-batches", "0.001"], "capsfast train: "),
+        (["--data", "torchvision.datasets.MNIST"], "missing a required argument: 'root'; root is the option data_dir"),
+        (["--patience", "2", "--limit-val-batches", "0"], "patience counts tests"),
         (["--backend", "nothing"], "backend must be one of"),
         (["--resume", "nothing.ckpt"], "nothing.ckpt does not exist"),
     ],
@@ -215,18 +223,6 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return hide
 
 
-def test_tensorboard_only_if_installed(tmp_path: Path, missing: Callable[..., None]) -> None:
-    missing("tensorboard", "tensorboardX")
-    message = failed("train", *CAPSNET, "--log", "csv", "--log", "tensorboard", "--out", tmp_path)
-    assert message == "capsfast.train: log tensorboard needs tensorboard: pip install tensorboard"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
-def test_tensorboard_log(tmp_path: Path) -> None:
-    trained(tmp_path, *CAPSNET, "--log", "tensorboard", "--limit-train-batches", "3")
-    assert list(tmp_path.glob("tensorboard/version_0/events.out.tfevents.*"))
-
-
 @pytest.mark.parametrize("command", ["train", "evaluate", "reconstruct", "perturb", "routing"])
 def test_missing_extra_is_one_line(command: str, missing: Callable[..., None]) -> None:
     missing("lightning")
@@ -240,5 +236,123 @@ def test_other_commands_do_not_load_lightning() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_help_names_every_network() -> None:
-    assert tuple(train.NETWORKS) == training_options.MODELS
+def test_help_and_a_configuration_file_that_repeats_a_record(tmp_path: Path) -> None:
+    trained(tmp_path / "one", *CAPSNET, "--limit-train-batches", "4", "--rotation", "5", "--normalize", "set")
+    result = run("fit", "--config", tmp_path / "one" / "config.yaml", f"--out={tmp_path / 'two'}", "--overwrite")
+    assert result.exit_code == 0, result.output
+    one, two = (read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"] for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    help_of_train, help_of_fit = (run(name, "--help").output for name in ("train", "fit"))
+    assert all(f"--{name} " in help_of_train for name in ("data", "model", "epochs", "batch-size", "lr", "out"))
+    assert "--model.lr" in help_of_fit and "learning rate after the warm-up" in help_of_fit
+
+
+def test_a_run_takes_the_place_of_no_other(tmp_path: Path) -> None:
+    """Unless it is told to; what is left of the one before is then gone."""
+    small = [*CAPSNET, "--limit-train-batches", "2", "--limit-val-batches", "1", "--epochs", "1"]
+    first = trained(tmp_path / "run", *small, "--checkpoint-every", "2")
+    before = first.read_bytes()
+    result = run("train", *small, "--out", tmp_path / "run", "--seed", "1")
+    assert result.exit_code == 0 and f"holds a run; this one goes to {tmp_path / 'run-2'}" in result.output
+    assert first.read_bytes() == before and read_checkpoint(tmp_path / "run-2" / "last.ckpt")["global_step"] == 2
+    assert run("train", *small, "--out", tmp_path / "run", "--seed", "1", "--overwrite").exit_code == 0
+    assert first.read_bytes() != before and not (tmp_path / "run" / "step.ckpt").exists()
+
+
+def test_what_is_refused_overwrites_nothing(tmp_path: Path) -> None:
+    small = [*CAPSNET, "--limit-train-batches", "1", "--limit-val-batches", "1", "--epochs", "1"]
+    trained(tmp_path, *small)
+    assert json.loads((tmp_path / "record.json").read_text())["steps"] == 1  # not 1.0 of an epoch
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    for wrong in (["--accelerator", "gpu"], ["--test-every", "100"], ["--patience", "2", "--limit-val-batches", "0"]):
+        failed("train", *small, *wrong, "--overwrite", "--out", tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    config = (tmp_path / "config.yaml").read_text()
+    assert "limit_train_batches: 1\n" in config and "overwrite:" not in config and "ckpt_path:" not in config
+
+
+def test_a_checkpoint_goes_with_no_configuration_file(tmp_path: Path) -> None:
+    last = trained(tmp_path, *CAPSNET, "--limit-train-batches", "1", "--limit-val-batches", "1")
+    message = failed("fit", "--ckpt_path", last, "--config", tmp_path / "config.yaml")
+    assert message.startswith("capsfast fit: a checkpoint holds its model and data; leave out --config")
+    (tmp_path / "c.yaml").write_text(f"ckpt_path: {last}\n")
+    assert "ckpt_path must be given as an option" in failed("fit", "--config", tmp_path / "c.yaml")
+
+
+@pytest.mark.filterwarnings("ignore:capsfast.train. the network learns nothing")
+def test_best_checkpoint_and_early_stopping(tmp_path: Path) -> None:
+    """With a learning rate that destroys what was learnt, the first tests are the best."""
+    last = trained(tmp_path, *CAPSNET, "--decay-rate", "1e9", "--decay-steps", "100", "--patience", "2", epochs=9)
+    record = json.loads((tmp_path / "record.json").read_text())
+    tested = [value for _, value in record["curve"]["test_accuracy"]]
+    assert len(tested) == tested.index(max(tested)) + 3 < 9
+    result = run("test", "--ckpt_path", tmp_path / "best.ckpt")
+    assert result.exit_code == 0 and f"test accuracy {max(tested):.5g}"[:18] in result.output
+    assert read_checkpoint(tmp_path / "best.ckpt")["global_step"] < read_checkpoint(last)["global_step"]
+
+
+def test_a_finished_run_that_is_started_again_is_tested(tmp_path: Path) -> None:
+    last = trained(tmp_path, *CAPSNET, "--limit-train-batches", "2")
+    result = run("train", "--resume", last, "--epochs", "1", "--out", tmp_path)
+    assert result.exit_code == 0 and "epoch 1/1: test accuracy" in result.output, result.output
+    result = run("train", *CAPSNET, "--max-steps", "0", "--out", tmp_path / "none")
+    assert result.exit_code == 0 and "0 steps in " in result.output, result.output
+
+
+OWN = """
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+import capsfast
+
+class MyRouting(capsfast.nn.AgreementRouting):
+    pass
+
+class MyNet(nn.Module):
+    def __init__(self, in_channels, image_size, num_classes, width=8):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(width), nn.ReLU(), nn.Linear(width, num_classes))
+        self.net(torch.zeros(1, in_channels, image_size, image_size))
+    def forward(self, images):
+        return self.net(images).softmax(1)
+
+def my_loss(activations, labels):
+    return 1 - activations.gather(1, labels[:, None])[:, 0]
+
+class MyCallback(Callback):
+    def on_fit_start(self, trainer, pl_module):
+        print("my callback")
+"""
+
+
+def test_classes_of_ones_own_through_stop_resume_and_evaluate(tmp_path: Path) -> None:
+    """By class path, each command in a process of its own."""
+    (tmp_path / "mine.py").write_text(OWN)
+
+    def command(*words: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        ran = subprocess.run(
+            [sys.executable, "-c", "import capsfast.cli as c; c.main()", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    mine = ["--routing", "mine.MyRouting", "--callbacks+=mine.MyCallback"]
+    assert "my callback" in command("train", *CAPSNET, *mine, "--epochs", "1")
+    command("train", "--resume", "out/train/last.ckpt", "--epochs", "2", "--out", "out/train", "--accelerator", "cpu")
+    assert read_checkpoint(tmp_path / "out" / "train" / "last.ckpt")["global_step"] == 90
+    assert "of 360 right" in command("evaluate", "out/train/last.ckpt", "--accelerator", "cpu")
+    mine = ["--model", "mine.MyNet", "--width", "12", "--loss", "mine.my_loss"]
+    command("train", *mine, "--out", "net", "--epochs", "1")
+    assert "of 360 right" in command("evaluate", "net/best.ckpt", "--accelerator", "cpu")
+
+
+def test_a_network_that_only_guesses_is_said_to(tmp_path: Path) -> None:
+    small = ["--conv-channels", "4", "--primary-groups", "2", "--digit-dim", "4", "--batch-size", "32"]
+    with pytest.warns(UserWarning, match=r"learns nothing after 180 steps: it only guesses, with a test accuracy of"):
+        trained(tmp_path, *small, "--lr", "1e6", "--accelerator", "cpu", epochs=4)

@@ -88,7 +88,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(checkpoint: Path, tmp_path: Pa
     there = names(checkpoint.parent)
     with files_of_at_most(20_000):
         result = run("train", "--resume", checkpoint, "--epochs", "3", *CPU, "--out", checkpoint.parent)
-    assert line_of(result, 1) == f"capsfast train: File too large: {checkpoint}"
+    assert line_of(result, 1) == f"capsfast train: File too large: {checkpoint.with_name('best.ckpt')}"
     assert read_checkpoint(checkpoint)["global_step"] == 8
     assert names(checkpoint.parent) == there
     result = run("train", "--resume", checkpoint, "--epochs", "2", *CPU, "--out", checkpoint.parent)
@@ -96,10 +96,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(checkpoint: Path, tmp_path: Pa
 
 
 def test_a_disk_too_full_for_the_log(new_run: list[str], tmp_path: Path) -> None:
-    with files_of_at_most(10):
-        result = run(*new_run, "--epochs", "1", "--out", tmp_path / "out")
-    assert line_of(result, 1) == f"capsfast train: File too large: {tmp_path / 'out'}"
-    assert names(tmp_path / "out") == ["logs"]
+    with files_of_at_most(3_000):  # which config.yaml is below
+        result = run(*new_run, "--epochs", "1000", "--log-every-n-steps", "1", "--out", tmp_path / "out")
+    assert line_of(result, 1).startswith(f"capsfast train: File too large: {tmp_path / 'out'}")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_a_disk_too_full_for_the_log(new_run: list[str], tmp_path: Path) -> None
 def test_a_full_disk_leaves_the_picture_before(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], file: str
 ) -> None:
-    monkeypatch.setattr(command_module, "PROFILED", 1)
+    monkeypatch.setattr(command_module, "STEPS", 1)
     out = tmp_path / "out"
     out.mkdir()
     (out / file).write_text("before")
@@ -205,7 +204,7 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
 
     monkeypatch.setattr(Learner, "training_step", step)
     out = tmp_path / "my run"
-    options = ["--epochs", "3", "--log", "csv", "--test-every", "4"]
+    options = ["--epochs", "3", "--test-every", "4"]
     line = line_of(run(*new_run, *options, "--out", out), 143)
     start, _, command = line.partition("; to go on: ")
     assert start == f"capsfast train: interrupted by SIGTERM at step 11; {out}/last.ckpt holds step 11"
@@ -216,6 +215,31 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
     assert sorted(arguments) == sorted(expected)
     assert run(*arguments).exit_code == 0
     assert read_checkpoint(out / "last.ckpt")["global_step"] == 24
+
+
+def test_a_run_of_a_configuration_file_goes_on_with_its_options(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Learner.training_step
+
+    def step(self: Learner, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, batch_idx)
+
+    monkeypatch.setattr(Learner, "training_step", step)
+    trainer = "trainer: {max_epochs: 3, limit_train_batches: 7, limit_val_batches: 1, accelerator: cpu}\npatience: 50\n"
+    model = "model: {options: {conv_channels: 8, primary_groups: 4}}\n"
+    (tmp_path / "c.yaml").write_text(f"{trainer}{model}data: {{data: {images}, batch_size: 8}}\n")
+    for name in ("fit", "train"):
+        out = tmp_path / name
+        result = run(name, "--config", tmp_path / "c.yaml", "--out", out)
+        command = shlex.split(result.stderr.strip().partition("; to go on: ")[2])
+        options = {"max_epochs=3", "limit_train_batches=7", "limit_val_batches=1", "accelerator=cpu"}
+        assert {f"--trainer.{each}" for each in options} | {"--patience=50", f"--out={out}"} <= {*command[4:]}
+    monkeypatch.undo()
+    assert run(*command[3:]).exit_code == 0
+    assert read_checkpoint(tmp_path / "train" / "last.ckpt")["global_step"] == 21
 
 
 def begun(command: list[str], until: str) -> subprocess.Popen[str]:

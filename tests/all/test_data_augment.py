@@ -1,81 +1,94 @@
-"""``capsfast.data``: crops, mirror images, cutout, statistics, and how ``open_sets`` puts them in order."""
+"""``capsfast.data``: what is done to images, overlapping and warped sets, and statistics."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from capsfast import data
-from capsfast.data import (
-    CentreCrop,
-    Chain,
-    Cutout,
-    ImageSet,
-    Labelled,
-    RandomAffine,
-    RandomCrop,
-    RandomFlip,
-    RandomLight,
-)
+from capsfast.data import Images, ImageSet, OverlappingSet
+from capsfast.data.transforms import augmentation, cut_out, light, warped
 
 from ..support.idx_files import write_set
 
 MANY = 600
 
 
-@pytest.mark.parametrize(("size", "padding"), [(4, 0), (4, 1), (6, 2), (3, 0)])
-def test_random_crop_takes_every_window_alike(size: int, padding: int) -> None:
-    image = torch.rand(2, 5, 6) + 0.1
-    padded = torch.zeros(2, 5 + 2 * padding, 6 + 2 * padding)
-    padded[:, padding : padding + 5, padding : padding + 6] = image
-    free = 5 + 2 * padding - size, 6 + 2 * padding - size
-    windows = {
-        (top, left): padded[:, top : top + size, left : left + size]
-        for top, left in itertools.product(range(free[0] + 1), range(free[1] + 1))
-    }
-    found = RandomCrop(size, padding)(image.expand(MANY, 2, 5, 6), torch.rand(MANY, 2))
-    counts = {place: int((found == window).flatten(1).all(1).sum()) for place, window in windows.items()}
-    assert sum(counts.values()) == MANY and min(counts.values()) > 0.4 * MANY / len(windows)
-    last = RandomCrop(size, padding)(image[None], torch.full((1, 2), 1 - 2**-24))
-    assert torch.equal(last[0], windows[free])
+def some_images(count: int = 40, size: int = 7, classes: int = 4) -> Images:
+    return Images(torch.randint(0, 256, (count, 1, size, size), dtype=torch.uint8), torch.arange(count) % classes)
 
 
-def test_centre_crop() -> None:
-    images = torch.rand(3, 2, 8, 8)
-    assert torch.equal(CentreCrop(4)(images, torch.empty(3, 0)), images[:, :, 2:6, 2:6])
-    assert torch.equal(CentreCrop(8, 3)(images, torch.empty(3, 0)), images)
-    larger = CentreCrop(10, 1)(images, torch.empty(3, 0))
-    assert torch.equal(larger[:, :, 1:9, 1:9], images) and larger.sum() == images.sum()
+def training(size: int, **options: Any) -> Any:
+    return augmentation(size, lambda: (0.25, 0.75), **options)[0]
 
 
-def test_random_flip_mirrors_half() -> None:
-    images = torch.rand(MANY, 2, 3, 4)
-    found = RandomFlip()(images, torch.rand(MANY, 1))
-    same, mirrored = ((found == each).flatten(1).all(1) for each in (images, images.flip(3)))
+def many(transform: Any, image: Tensor, count: int = MANY) -> Tensor:
+    return torch.stack([transform(image) for _ in range(count)])
+
+
+@pytest.mark.parametrize(("options", "padding", "size"), [({"shift": 2}, 2, 5), ({"crop": 4, "crop_padding": 1}, 1, 4)])
+def test_every_place_alike(options: dict[str, int], padding: int, size: int) -> None:
+    image = torch.rand(2, 5, 5) + 0.1
+    padded = torch.nn.functional.pad(image, [padding] * 4)
+    found = many(training(5, **{"shift": 0, **options}), image)
+    places = itertools.product(range(5 + 2 * padding - size + 1), repeat=2)
+    windows = [padded[:, top : top + size, left : left + size] for top, left in places]
+    counts = [int((found == window).flatten(1).all(1).sum()) for window in windows]
+    assert sum(counts) == MANY and min(counts) > 0.3 * MANY / len(windows)
+
+
+def test_crop_of_test_images_is_the_middle() -> None:
+    image = torch.rand(2, 8, 8)
+    for crop, padding in ((4, 0), (8, 3), (10, 1)):
+        still = augmentation(8, lambda: (), crop=crop, crop_padding=padding)[1]
+        assert still is not None
+        edge = 8 + 2 * padding - crop >> 1
+        padded = torch.nn.functional.pad(image, [padding] * 4)
+        assert torch.equal(still(image), padded[:, edge : edge + crop, edge : edge + crop])
+
+
+def test_rotation_and_scale_stay_in_their_ranges() -> None:
+    x, y = torch.meshgrid(torch.arange(41) - 20.0, torch.arange(41) - 20.0, indexing="xy")
+    blob = torch.exp(-((x - 10) ** 2 + y**2) / 8)[None]
+    found = centres(many(training(41, shift=0, rotation=30, scale=0.2), blob, 300))
+    angle = torch.rad2deg(torch.atan2(found[:, 1], found[:, 0]))
+    assert 25 < angle.max() < 31 and -31 < angle.min() < -25
+    length = found.norm(dim=1)
+    assert 11.5 < length.max() < 12.2 and 7.8 < length.min() < 8.5
+
+
+def test_flip_mirrors_half() -> None:
+    image = torch.rand(2, 4, 4)
+    found = many(training(4, shift=0, flip=True), image)
+    same, mirrored = ((found == each).flatten(1).all(1) for each in (image, image.flip(2)))
     assert (same ^ mirrored).all() and 0.4 < mirrored.float().mean() < 0.6
 
 
-def test_random_light_changes_mean_and_distances() -> None:
-    images = 0.4 + 0.2 * torch.rand(MANY, 2, 3, 4)
-    draws = torch.rand(MANY, 2)
-    found = RandomLight(0.1, 0.5)(images, draws)
-    before, after = (each.mean((2, 3), keepdim=True) for each in (images, found))
-    torch.testing.assert_close((after - before).flatten(1), (0.2 * draws[:, :1] - 0.1).expand(-1, 2))
-    torch.testing.assert_close(found - after, (images - before) * (0.5 + draws[:, 1, None, None, None]))
-    assert RandomLight(0.5)(torch.rand(MANY, 1, 3, 3), draws).aminmax() == (0, 1)
-    torch.testing.assert_close(RandomLight()(images, draws), images)
+def test_light_changes_mean_and_distances() -> None:
+    image = 0.4 + 0.2 * torch.rand(2, 3, 4)
+    found = many(lambda each: light(each, 0.1, 0.5), image)
+    before, after = (each.mean((-2, -1), keepdim=True) for each in (image, found))
+    added = (after - before).flatten(1)
+    torch.testing.assert_close(added[:, 0], added[:, 1])
+    assert 0.09 < added.max() <= 0.1001 and -0.1001 <= added.min() < -0.09
+    factor = ((found - after) / (image - before)).flatten(1)
+    torch.testing.assert_close(factor, factor[:, :1].expand_as(factor), atol=1e-3, rtol=1e-3)
+    assert 1.45 < factor.max() < 1.51 and 0.49 < factor.min() < 0.55
+    assert many(lambda each: light(each, 0.5, 0), torch.rand(1, 3, 3)).aminmax() == (0, 1)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_cutout_is_a_square_around_any_pixel(size: int) -> None:
     H, W = 5, 7
-    images = torch.rand(MANY, 2, H, W) * 0.5
-    found = Cutout(size, (2.0, 3.0))(images, torch.rand(MANY, 2))
+    image = torch.rand(2, H, W) * 0.5
+    colour = torch.tensor([2.0, 3.0])[:, None, None]
+    found = many(lambda each: cut_out(each, size, colour), image)
     holes = found[:, 0] == 2.0
-    assert torch.equal(found[:, 1] == 3.0, holes)
-    assert torch.equal(found.masked_fill(holes[:, None], 0), images.masked_fill(holes[:, None], 0))
+    assert torch.equal(found, torch.where(holes[:, None], colour, image))
     want = set()
     for row, column in itertools.product(range(H), range(W)):
         hole = torch.zeros(H, W, dtype=torch.bool)
@@ -83,78 +96,170 @@ def test_cutout_is_a_square_around_any_pixel(size: int) -> None:
         hole[max(0, top) : top + size, max(0, left) : left + size] = True
         want.add(tuple(hole.flatten().tolist()))
     assert {tuple(hole.flatten().tolist()) for hole in holes} == want
+    assert (training(5, shift=0, cutout=99)(image)[1] == 0.75).all()
 
 
-@pytest.mark.parametrize(
-    ("make", "rule"),
-    [
-        (lambda: RandomCrop(0), "RandomCrop: size must be at least 1, got 0"),
-        (lambda: CentreCrop(3, -1), "CentreCrop: padding must not be negative, got -1"),
-        (lambda: RandomLight(brightness=-0.1), "RandomLight: brightness must be from 0 to 1, got -0.1"),
-        (lambda: RandomLight(contrast=1.5), "RandomLight: contrast must be from 0 to 1, got 1.5"),
-        (lambda: Cutout(0), "Cutout: size must be at least 1, got 0"),
-    ],
-)
-def test_transforms_reject(make: Any, rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        make()
+class Halved:
+    """A transform of one's own, found by its path."""
+
+    def __init__(self, factor: float = 0.5) -> None:
+        self.factor = factor
+
+    def __call__(self, image: Tensor) -> Tensor:
+        return image * self.factor
 
 
-def test_chain_gives_each_step_its_own_draws() -> None:
-    images, draws = torch.rand(9, 1, 8, 8), torch.rand(9, 11)
-    steps = (RandomAffine(shift=2), RandomCrop(6), RandomFlip(), Cutout(2))
-    chain = Chain(steps)
-    assert chain.columns == 11
-    want = images
-    for step, (first, last) in zip(steps, ((0, 6), (6, 8), (8, 9), (9, 11)), strict=True):
-        want = step(want, draws[:, first:last])
-    assert torch.equal(chain(images, draws), want)
+def smaller(image: Tensor) -> Tensor:
+    return image[:, 1:]
 
 
-def test_channel_statistics() -> None:
-    images = Labelled(torch.randint(0, 17, (50, 3, 4, 5), dtype=torch.uint8), torch.zeros(50).long(), white=16)
-    mean, deviation = data.channel_statistics(images)
-    values = images.scaled().double().transpose(0, 1).flatten(1)
-    torch.testing.assert_close(torch.tensor(mean).double(), values.mean(1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(torch.tensor(deviation).double(), values.std(1, correction=0), rtol=1e-6, atol=0)
-
-
-def test_open_sets_with_crop_flip_and_cutout(tmp_path: Path) -> None:
-    write_set(tmp_path, size=12)
-    sets = data.open_sets(str(tmp_path), crop=8, crop_padding=1, flip=True, contrast=0.5, cutout=3, seed=4)
-    train, test = sets.train, sets.test
-    assert isinstance(train, ImageSet) and isinstance(test, ImageSet)
-    mean = data.channel_statistics(train.source)[0]
-    # A crop moves the image, so that there is no shift beside it unless one is asked for.
-    steps = (RandomAffine(), RandomCrop(8, 1), RandomFlip(), RandomLight(contrast=0.5), Cutout(3, mean))
-    assert train.transform == Chain(steps) and test.transform == CentreCrop(8, 1) and sets.image_size == 8
-    rows = torch.arange(20)
-    assert torch.equal(test.batch(rows).images, test.source.scaled()[:, :, 2:10, 2:10])
-    batch = train.batch(rows, epoch=3)
-    assert batch.images.shape == (20, 1, 8, 8)
-    assert torch.equal(train.batch(rows[5:6], epoch=3).images, batch.images[5:6])
-    assert not torch.equal(train.batch(rows, epoch=4).images, batch.images)
-    both = data.open_sets(str(tmp_path), crop=8, shift=1).train
-    assert isinstance(both, ImageSet) and both.transform == Chain((RandomAffine(1), RandomCrop(8)))
+def test_transform_of_ones_own() -> None:
+    image, here = torch.rand(1, 6, 6), __name__
+    arguments = {"class_path": f"{here}.Halved", "init_args": {"factor": 0.25}}
+    for given, factor in ((f"{here}.Halved", 0.5), (arguments, 0.25), ({"class_path": f"{here}.Halved"}, 0.5)):
+        assert torch.equal(training(6, shift=0, transform=given)(image), factor * image)
+    library = {"class_path": "torchvision.transforms.v2.RandomVerticalFlip", "init_args": {"p": 1}}
+    assert torch.equal(training(6, shift=0, transform=library)(image), image.flip(1))
+    with pytest.raises(
+        ValueError, match=re.escape("must return what it gets, float32 [1, 6, 6], got a float32 tensor [1,")
+    ):
+        training(6, shift=0, transform=f"{here}.smaller")(image)
+    touch = {"class_path": "subprocess.Popen", "init_args": {"args": ["false"]}}
+    for wrong in ("absent.Mine", {"init_args": {}}, f"{here}.MANY"):
+        with pytest.raises(ValueError, match="transform: no class or function"):
+            training(6, transform=wrong)
+    with pytest.raises(ValueError, match=r"or a class with __call__, got subprocess\.Popen"):
+        training(6, transform=touch)
 
 
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"crop": 13}, "crop must be from 1 to 12, the size with its padding, got 13"),
-        ({"crop_padding": 2}, "crop_padding needs a crop, got 2 without one"),
-        ({"crop": 3, "crop_padding": -1}, "padding must not be negative"),
-        ({"cutout": 0}, "Cutout: size must be at least 1, got 0"),
+        ({"shift": -1}, "shift must not be negative, got -1"),
+        ({"rotation": -1.0}, "rotation must not be negative"),
+        ({"scale": 1.0}, "scale must be at least 0 and below 1, got 1.0"),
+        ({"crop": 13}, "crop must be from 1 to 12, the padded size, got 13"),
+        ({"crop_padding": 2}, "crop_padding needs a crop, got 2"),
+        ({"crop": 3, "crop_padding": -1}, "crop_padding must not be negative"),
+        ({"brightness": -0.1}, "brightness must be from 0 to 1, got -0.1"),
+        ({"contrast": 1.5}, "contrast must be from 0 to 1, got 1.5"),
+        ({"cutout": 0}, "cutout must be at least 1, got 0"),
+        ({"image_size": 0}, "image_size must be at least 1, got 0"),
     ],
 )
-def test_open_sets_rejects_crops(tmp_path: Path, options: dict[str, Any], rule: str) -> None:
+def test_open_sets_rejects(tmp_path: Path, options: dict[str, Any], rule: str) -> None:
     write_set(tmp_path, size=12)
     with pytest.raises(ValueError, match=rule):
         data.open_sets(str(tmp_path), **options)
 
 
-@pytest.mark.parametrize("options", [{"crop": 4}, {"flip": True}, {"contrast": 0.1}, {"cutout": 2}])
-def test_sets_that_move_images_take_no_crop(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"crop": 4}, {"rotation": 5}, {"transform": "x.y"}, {"flip": True, "shift": 0}])
+def test_sets_that_move_images_take_no_augmentation(tmp_path: Path, options: dict[str, Any]) -> None:
     write_set(tmp_path, size=12)
-    with pytest.raises(ValueError, match=r"affine sets move images themselves; leave out .* crop, flip, .*, cutout"):
+    with pytest.raises(ValueError, match=f"sets move images themselves; leave out {next(iter(options))}$"):
         data.open_sets(f"affine:{tmp_path}", **options)
+
+
+def warp(image: Tensor, rotation: float = 0, scale: tuple[float, float] = (1, 1), shear: float = 0) -> Tensor:
+    return warped(image, rotation, scale, shear)
+
+
+def test_warped_rotates_clockwise() -> None:
+    image, oblong = torch.rand(2, 5, 5), torch.rand(1, 4, 8)
+    torch.testing.assert_close(warp(image), image)
+    torch.testing.assert_close(warp(image, 90), image.rot90(-1, (1, 2)))
+    torch.testing.assert_close(warp(oblong, 180), oblong.flip(1, 2))
+
+
+def centres(images: Tensor) -> Tensor:
+    """(x, y) of the centres of mass, from the middle of the images ``[n, 1, H, W]``."""
+    H, W = images.shape[2:]
+    mass = images[:, 0] / images.sum((1, 2, 3))[:, None, None]
+    x = (mass.sum(1) * (torch.arange(W) + 0.5 - W / 2)).sum(1)
+    y = (mass.sum(2) * (torch.arange(H) + 0.5 - H / 2)).sum(1)
+    return torch.stack([x, y], 1)
+
+
+def test_warped_scales_and_shears_coordinates() -> None:
+    x, y = torch.meshgrid(torch.arange(41) - 24.0, torch.arange(41) - 15.0, indexing="xy")
+    blob = torch.exp(-(x**2 + y**2) / 18)[None]  # about (4, -5)
+    before, scaled, sheared = centres(torch.stack([blob, warp(blob, scale=(1.5, 0.8)), warp(blob, shear=0.4)]))
+    torch.testing.assert_close(scaled, before * torch.tensor([1.5, 0.8]), atol=0.02, rtol=0)
+    torch.testing.assert_close(sheared, before + torch.tensor([0.4 * float(before[1]), 0]), atol=0.02, rtol=0)
+
+
+def offset_of(part: Tensor, source: Tensor, reach: int) -> tuple[int, int] | None:
+    """By how much ``source [h, w]`` is moved from the middle of ``part [h + 2 reach, w + 2 reach]``, or None."""
+    for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
+        place = torch.zeros_like(part)
+        h, w = source.shape
+        place[reach + down : reach + down + h, reach + right : reach + right + w] = source
+        if torch.equal(place, part):
+            return right, down
+    return None
+
+
+def test_overlapping_geometry() -> None:
+    """MultiMNIST: 36 x 36 pixels, two classes, each digit moved by at most 4 pixels, the sum cut at white."""
+    images = some_images(24, 28)
+    overlapping = OverlappingSet(images, seed=3, fresh=True)
+    assert torch.equal(overlapping.labels, images.labels)
+    offsets = set()
+    for epoch in range(3):
+        batch = overlapping.batch(torch.arange(24), epoch)
+        assert batch.images.shape == (24, 1, 36, 36) and batch.parts is not None
+        assert batch.parts.shape == (24, 2, 1, 36, 36) and batch.labels.shape == (24, 2)
+        assert (batch.labels[:, 0] != batch.labels[:, 1]).all() and torch.equal(batch.labels[:, 0], images.labels)
+        assert torch.equal(batch.images, batch.parts.sum(1).clamp(max=1))
+        for n in range(24):
+            offsets.add(offset_of(batch.parts[n, 0, 0], images[n][0], 4))
+            others = (images.labels == batch.labels[n, 1]).nonzero()[:, 0].tolist()
+            found = [offset_of(batch.parts[n, 1, 0], images[other][0], 4) for other in others]
+            (partner,) = [offset for offset in found if offset is not None]
+            offsets.add(partner)
+    assert None not in offsets and len(offsets) > 40
+
+
+def test_overlapping_partners_are_all_others_alike() -> None:
+    labels = torch.tensor([2, 0, 0, 1, 2, 2, 0, 1])
+    overlapping = OverlappingSet(Images(torch.zeros(8, 1, 2, 2), labels))
+    for row in range(8):
+        others = (labels != labels[row]).nonzero()[:, 0].tolist()
+        partners = [overlapping._partner(row, (n + 0.5) / len(others)) for n in range(len(others))]
+        assert sorted(partners) == others and labels[overlapping._partner(row, 1 - 2**-53)] != labels[row]
+
+
+def test_open_sets_of_every_kind(tmp_path: Path) -> None:
+    write_set(tmp_path, size=28)
+    rows = torch.arange(20)
+    plain, multi, affine = (data.open_sets(f"{kind}{tmp_path}", seed=1) for kind in ("", "multi:", "affine:"))
+    assert plain[2:] == (1, 28, 4) and multi[2:] == (1, 36, 4) and affine[2:] == (1, 40, 4)
+    for sets in (plain, multi, affine):
+        for part in sets[:2]:
+            assert part.batch(rows).images.shape[2:] == (sets.image_size, sets.image_size)
+        kind = {"": plain, "multi:": multi, "affine:": affine}
+        other = data.open_sets(f"{next(name for name, each in kind.items() if each is sets)}{tmp_path}", seed=2)
+        assert torch.equal(sets.test.batch(rows).images, other.test.batch(rows, 7).images)
+        assert not torch.equal(sets.train.batch(rows).images, other.train.batch(rows).images)
+        assert not torch.equal(sets.train.batch(rows).images, sets.train.batch(rows, 1).images)
+    # To train on, images are only placed; those to test on are warped too.
+    placed = affine.train.batch(rows).images
+    assert all(offset_of(placed[n, 0], affine.train.source[n][0], 6) is not None for n in range(3))
+    assert all(offset_of(affine.test.batch(rows).images[n, 0], affine.test.source[n][0], 6) is None for n in range(3))
+
+
+def test_resized_keeps_the_mean() -> None:
+    images = some_images(size=8)
+    smaller = Images(images.images, images.labels, image_size=4)
+    pooled = torch.nn.functional.avg_pool2d(images[3], 2)
+    assert smaller[3].shape == (1, 4, 4) and (smaller[3] - pooled).abs().mean() < 0.1
+
+
+def test_channel_statistics() -> None:
+    values = torch.rand(50, 3, 4, 5)
+    images = Images(values, torch.arange(50) % 2)
+    want = values.double().transpose(0, 1).flatten(1)
+    for each in (images, ImageSet(images, lambda image: image * 0)):
+        found = data.channel_statistics(each)
+        torch.testing.assert_close(torch.tensor(found).double(), torch.stack([want.mean(1), want.std(1, correction=0)]))
+    assert data.channel_statistics(images, most=2) == data.channel_statistics(Images(values[[0, 49]], [0, 1]))

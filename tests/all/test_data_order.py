@@ -1,15 +1,18 @@
 """``capsfast.data``: how batches are ordered and shared out."""
 
+import pickle
+
 import pytest
 import torch
 
-from capsfast.data import BatchOrder, Draw, ImageSet, Labelled, RandomAffine, ResumableLoader
+from capsfast.data import BatchOrder, Draw, Images, ImageSet, OverlappingSet, ResumableLoader
 from capsfast.data.seeds import PURPOSES, seed_for
+from capsfast.data.sets import DrawnSet
+from capsfast.data.transforms import augmentation
 
 
-def some_images(count: int = 40, size: int = 7, classes: int = 4) -> Labelled:
-    images = torch.randint(0, 256, (count, 1, size, size), dtype=torch.uint8)
-    return Labelled(images, torch.arange(count) % classes)
+def some_images(count: int = 40, size: int = 7, classes: int = 4) -> Images:
+    return Images(torch.randint(0, 256, (count, 1, size, size), dtype=torch.uint8), torch.arange(count) % classes)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -54,18 +57,18 @@ def test_order_rejects() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loader_goes_on_where_it_was(workers: int) -> None:
+    images = drawn_set("rotated", some_images(20))
+
     def loader() -> ResumableLoader:
-        images = ImageSet(some_images(20), RandomAffine(shift=1), fresh=True)
         return ResumableLoader(images, BatchOrder(20, 6, shuffle=True), num_workers=workers)
 
-    torch.manual_seed(0)
     whole = [batch.images for batch in loader()]
-    torch.manual_seed(0)
+    torch.rand(3)  # the random state of the process must not matter
     first = loader()
     for _ in zip(range(2), first, strict=False):
         state = first.state_dict()
     assert state == {"batches": 2}
-    torch.manual_seed(0)
+    torch.rand(3)
     second = loader()
     second.load_state_dict(state)
     rest = [batch.images for _, batch in zip(range(2), second, strict=False)]
@@ -75,10 +78,42 @@ def test_loader_goes_on_where_it_was(workers: int) -> None:
     assert second.state_dict() == {"batches": 0} and len(list(second)) == 4
 
 
-def test_data_set_takes_draws() -> None:
-    images = ImageSet(some_images(), RandomAffine(shift=2), fresh=True)
-    rows = torch.arange(4)
-    assert torch.equal(images[Draw(3, rows)].images, images.batch(rows, 3).images)
+def drawn_set(kind: str, source: Images, seed: int = 1, fresh: bool = True) -> DrawnSet:
+    if kind == "overlapping":
+        return OverlappingSet(source, 2, seed=seed, fresh=fresh)
+    transform, _ = augmentation(7, lambda: (0.5,), shift=2, rotation=10, flip=True, contrast=0.5, cutout=2)
+    return ImageSet(source, transform, seed=seed, fresh=fresh)
+
+
+@pytest.mark.parametrize("kind", ["rotated", "overlapping"])
+def test_images_follow_from_seed_epoch_and_row(kind: str) -> None:
+    source = some_images()
+    images, rows = drawn_set(kind, source), torch.tensor([3, 30, 7])
+    state = torch.get_rng_state()
+    batch = images.batch(rows, epoch=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(batch.labels.view(3, -1)[:, 0], source.labels[rows])
+    assert torch.equal(images[Draw(5, rows)].images, batch.images)
+    # Neither the other rows of a batch nor what was drawn before matters.
+    for n in range(3):
+        assert torch.equal(images.batch(rows[n : n + 1], epoch=5).images[0], batch.images[n])
+    other = drawn_set(kind, source, seed=2)
+    for different in (images.batch(rows, epoch=6), other.batch(rows, epoch=5)):
+        assert not torch.equal(different.images, batch.images)
+    # A worker that is not forked gets the set as a pickle.
+    assert torch.equal(pickle.loads(pickle.dumps(images)).batch(rows, epoch=5).images, batch.images)
+    fixed = drawn_set(kind, source, fresh=False)
+    assert torch.equal(fixed.batch(rows, epoch=5).images, fixed.batch(rows, epoch=6).images)
+
+
+def test_the_random_state_survives_an_error() -> None:
+    def fail(image: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no image")
+
+    images, state = ImageSet(some_images(), fail), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="no image"):
+        images.batch(torch.arange(2))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_seeds_differ_by_purpose_and_time() -> None:

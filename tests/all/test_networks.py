@@ -12,7 +12,7 @@ pytest.importorskip("lightning")
 
 from capsfast import train
 from capsfast.data import Batch
-from capsfast.train import NETWORKS, ImageData, Learner, make_learner
+from capsfast.train import NETWORKS, ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
 
 from ..support.ranks import WORLD, on_two_ranks
@@ -41,7 +41,7 @@ each_network = pytest.mark.parametrize("name", SMALL)
 
 
 def learner_of(name: str, **more: Any) -> Learner:
-    return make_learner(name, 1, 10, 4, **{"options": SMALL[name], "lr": 0.01, **more})
+    return Learner(name, 1, 10, 4, **{"options": SMALL[name], "lr": 0.01, **more})
 
 
 def batch_of(images: int) -> Batch:
@@ -71,7 +71,8 @@ def test_every_network_is_tried() -> None:
 
 @each_network
 def test_resumed_training_is_that_of_an_uninterrupted_run(name: str, folder: Path, tmp_path: Path) -> None:
-    options = {"epochs": 1, "accelerator": "cpu", "devices": 1, "progress": False, "log": (), "limit_val_batches": 1}
+    options = {"epochs": 1, "accelerator": "cpu", "devices": 1, "progress": False, "limit_val_batches": 1}
+    options["logger"] = False
     for out, more, resume in (
         ("whole", {}, None),
         ("stopped", {"max_steps": 3, "checkpoint_every": 3}, None),

@@ -13,11 +13,11 @@ pytest.importorskip("matplotlib")
 from capsfast import nn as caps
 from capsfast import train
 from capsfast.data import Batch, open_sets
+from capsfast.plot import read_metrics
 from capsfast.train import Evaluation, ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import right_predictions
 from capsfast.train.objective import multi_hot
-from capsfast.train.pictures import curve, read_metrics
 from capsfast.train.profile import _outermost
 from capsfast.train.schedule import Decay
 
@@ -33,11 +33,11 @@ def test_resume_equals_an_uninterrupted_run(
     folder: Path, whole: Path, tmp_path: Path, steps: int, test_every: int | None
 ) -> None:
     """Stopped inside the first epoch, at its end, and inside the second one; tests change nothing."""
-    trained(folder, tmp_path / "stopped", max_steps=steps, checkpoint_every=steps, test_every=test_every)
+    trained(folder, tmp_path / "stopped", max_steps=steps, checkpoint_every=steps, val_check_interval=test_every)
     stopped = read_checkpoint(tmp_path / "stopped" / "step.ckpt")
     assert stopped["global_step"] == steps
     torch.rand(7)  # the random state of the process must not matter
-    trained(folder, tmp_path / "resumed", resume=tmp_path / "stopped" / "step.ckpt", test_every=test_every)
+    trained(folder, tmp_path / "resumed", resume=tmp_path / "stopped" / "step.ckpt", val_check_interval=test_every)
     assert_same_state(whole, tmp_path / "resumed" / "last.ckpt")
 
 
@@ -327,12 +327,6 @@ def test_a_profiled_step_is_the_learners_own(folder: Path, monkeypatch: pytest.M
         monkeypatch.setattr(place, name, lambda *args, name=name, whole=whole: (done.append(name), whole(*args))[1])
     found = train.routing_share(learner, images.sets.train.batch(torch.arange(4)), steps=1)
     assert done == ["attacked", "clip_grad_norm_", "step"] * 4 and 0 < found.routing < found.step
-
-
-def test_curve_of_losses_below_zero() -> None:
-    for value, scale in ((-3.0, "linear"), (3.0, "log")):
-        plot, _ = curve({"loss": [(0, 5.0), (1, value)]}).axes
-        assert plot.get_yscale() == scale
 
 
 def test_metrics_of_a_run_and_of_those_it_went_on_from(tmp_path: Path) -> None:

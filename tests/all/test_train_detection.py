@@ -11,7 +11,8 @@ pytest.importorskip("lightning")
 pytest.importorskip("matplotlib")
 
 from capsfast import train
-from capsfast.train import Detection, ImageData, Learner, pictures
+from capsfast.plot import predictions_figure
+from capsfast.train import Detection, ImageData, Learner
 
 from ..support.training import TINY, learner_for
 
@@ -90,7 +91,7 @@ def test_predictions(folder: Path, kind: str) -> None:
     wrong = train.predictions(learner, images.sets.test, 5, wrong=True)
     rows = [row for row in range(20) if not right[row]][:5]
     assert not wrong.right.any() and torch.equal(wrong.images, batch.images[rows])
-    figure = pictures.predictions(found)
+    figure = predictions_figure(found.images, found.labels, found.activations)
     bars = [plot for plot in figure.axes if plot.patches]
     assert len(bars) == 9
     for plot, values in zip(bars, found.activations, strict=True):
@@ -104,24 +105,7 @@ def test_predictions_need_classes_and_mistakes(folder: Path) -> None:
     with pytest.raises(ValueError, match="classes is needed, got autoencoder"):
         train.predictions(learner_for(images, "autoencoder"), images.sets.test, 3)
     learner = learner_for(images)
-    images.sets.test.source.labels.copy_(
-        learner.eval().classify(images.sets.test.source.scaled()).activations.argmax(1)
-    )
+    test = images.sets.test
+    test.labels.copy_(learner.eval().classify(test.batch(torch.arange(len(test))).images).activations.argmax(1))
     with pytest.raises(ValueError, match="no image is taken wrongly"):
         train.predictions(learner, images.sets.test, 3, wrong=True)
-
-
-def test_colours_of_bars() -> None:
-    right, wrong, other = pictures.RIGHT, pictures.WRONG, pictures.OTHER
-    assert pictures.bar_colours(4, [1], [1]) == [other, right, other, other]
-    assert pictures.bar_colours(4, [1], [3]) == [other, right, other, wrong]
-    assert pictures.bar_colours(4, [1, 0], [0, 2]) == [right, right, wrong, other]
-
-
-def test_stereo_pairs_are_red_and_cyan() -> None:
-    pair = torch.rand(3, 2, 4, 4)
-    left, right = pair.unbind(1)
-    assert torch.equal(pictures.in_colour(pair), torch.stack([left, right, right], 1))
-    assert torch.equal(pictures.in_colour(pair[:, :1]), torch.stack([left, left, left], 1))
-    colour = torch.rand(3, 3, 4, 4)
-    assert torch.equal(pictures.in_colour(colour), colour)

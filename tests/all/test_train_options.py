@@ -48,7 +48,7 @@ def batch_of(folder: Path, count: int = 7, kind: str = "") -> Batch:
 def fitted(folder: Path, out: Path, resume: Path | None = None, learning: Any = None, **more: Any) -> Learner:
     images = ImageData(str(folder), batch_size=8, seed=3, crop=9, crop_padding=1, flip=True, cutout=3)
     learner = learner_for(images, **(EVERYTHING if learning is None else learning))
-    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "log": (), **more}
+    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False, **more}
     train.fit(train.make_trainer(out, **options), learner, images, resume)
     return learner
 
@@ -256,7 +256,7 @@ def test_decoder_dropout_drops_hidden_units(folder: Path, model: str) -> None:
 def test_normalized_is_what_the_network_sees(folder: Path) -> None:
     images = ImageData(str(folder))
     images.setup()
-    mean, deviation = channel_statistics(images.sets.train.source)
+    mean, deviation = channel_statistics(images.sets.train)
     learner = learner_for(images, normalize=[list(mean), list(deviation)])
     batch = batch_of(folder)
     seen: list[Tensor] = []
@@ -271,7 +271,17 @@ def test_normalized_is_what_the_network_sees(folder: Path) -> None:
     # The decoder makes images, not what the network sees.
     again = learner.output(batch.images, batch.labels).reconstruction
     torch.testing.assert_close(found["reconstruction"], (again - batch.images).square().sum((1, 2, 3)).mean())
-    assert not [name for name in learner.state_dict() if "normalize" in name]
+
+
+def test_normalized_by_the_set(folder: Path, tmp_path: Path) -> None:
+    """Mean and deviation are those of the images to train on, and lie in the checkpoint."""
+    images = ImageData(str(folder), batch_size=8)
+    learner = learner_for(images, normalize="set")
+    train.fit(train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False), learner, images)
+    mean, deviation = channel_statistics(images.sets.train)
+    opened, _ = train.open_checkpoint(tmp_path / "last.ckpt")
+    x = torch.rand(3, 1, 10, 10)
+    torch.testing.assert_close(opened.normalized(x), (x - mean[0]) / deviation[0])
 
 
 def test_normalized_images_one_by_one() -> None:
@@ -373,7 +383,7 @@ def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
         ({"decoder_dropout": -0.1}, "decoder_dropout must be at least 0"),
         ({"schedule": "linear"}, "schedule must be one of 'exponential', 'cosine', got 'linear'"),
         ({"loss": "hinge"}, "loss must be one of 'margin', 'mse', 'spread', 'cross-entropy', got 'hinge'"),
-        ({"normalize": "set"}, 'normalize must be "image", or mean and deviation of each of 1 channels'),
+        ({"normalize": "each"}, 'normalize must be "image", "set", or mean and deviation of each of 1 channels'),
         ({"normalize": [[0.1, 0.2], [1.0, 1.0]]}, "normalize must be"),
         ({"adversarial": "noise"}, "adversarial must be one of 'fgsm', 'pgd', got 'noise'"),
         ({"adversarial": "fgsm", "adversarial_eps": 0.0}, "adversarial_eps must be positive"),

@@ -18,9 +18,9 @@ import capsfast
 from capsfast import train
 from capsfast.cli.app import app
 from capsfast.data import Batch, open_sets
-from capsfast.train import ImageData, Overlap, SegmentationLearner, make_learner, overlap, pixel_classes
+from capsfast.plot import class_colours
+from capsfast.train import ImageData, Learner, Overlap, SegmentationLearner, overlap, pixel_classes
 from capsfast.train.networks import options_of
-from capsfast.train.pictures import class_colours
 from capsfast.train.run import quiet
 
 from ..support.idx_files import write_set
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["", "multi:"])
 def test_losses(folder: Path, kind: str, reconstruction: bool) -> None:
     sets = open_sets(f"{kind}{folder}")
-    learner = make_learner("segcaps", *sets[2:], options=TINY | {"reconstruction": reconstruction})
+    learner = Learner("segcaps", *sets[2:], options=TINY | {"reconstruction": reconstruction})
     assert isinstance(learner, SegmentationLearner) and not learner.has_classes
     batch = sets.train.batch(torch.arange(5))
     found, output = learner.measured(batch)
@@ -87,10 +87,10 @@ def test_losses(folder: Path, kind: str, reconstruction: bool) -> None:
 def test_a_test_is_of_all_images_together(folder: Path, tmp_path: Path) -> None:
     images = ImageData(f"multi:{folder}", batch_size=7)
     images.setup()
-    learner = make_learner("segcaps", *images.sets[2:], options=TINY)
+    learner = Learner("segcaps", *images.sets[2:], options=TINY)
     with torch.no_grad():
         learner.model.classes.conv.weight *= 3
-    trainer = train.make_trainer(tmp_path, epochs=1, accelerator="cpu", devices=1, progress=False, log=())
+    trainer = train.make_trainer(tmp_path, epochs=1, accelerator="cpu", devices=1, progress=False, logger=False)
     with quiet():
         (found,) = trainer.validate(learner, datamodule=images, verbose=False)
     batch = images.sets.test.batch(torch.arange(20))
@@ -115,14 +115,14 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     size += ["--option", "kernel_size=3"]
     model = ["--model", "segcaps", "--data", f"multi:{folder}", *size, "--batch-size", 20, "--accelerator", "cpu"]
     out = tmp_path / "out"
-    result = run("train", *model, "--lr", 0.01, "--epochs", 3, "--out", out)
+    result = run("train", *model, "--lr", 0.01, "--epochs", 6, "--out", out)
     assert result.exit_code == 0 and "test iou" in result.output, result.output
     record = json.loads((out / "record.json").read_text())
     assert set(record["results"]) == {"test_margin", "test_reconstruction", "test_iou", "test_pixels"}
     assert record["model"]["options"]["dims"] == [4, 4]
     margin = record["curve"]["test_margin"]
     assert margin[-1][1] < margin[0][1] and (out / "curve.png").is_file()
-    result = run("train", "--resume", out / "last.ckpt", "--epochs", 4, "--out", out, "--accelerator", "cpu")
+    result = run("train", "--resume", out / "last.ckpt", "--epochs", 7, "--out", out, "--accelerator", "cpu")
     assert result.exit_code == 0, result.output
     learner, images = train.open_checkpoint(out / "last.ckpt")
     assert isinstance(learner, SegmentationLearner)
@@ -143,7 +143,7 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
 def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images come from the CPU and go back there. Tensors without content stand for those of a GPU."""
     sets, gpu = open_sets(f"multi:{folder}"), torch.device("cuda:0")
-    learner = make_learner("segcaps", *sets[2:], options=TINY)
+    learner = Learner("segcaps", *sets[2:], options=TINY)
     assert isinstance(learner, SegmentationLearner)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for module in learner.modules():
@@ -166,7 +166,7 @@ def test_options_are_those_of_the_network_and_its_layers() -> None:
 def test_a_step_of_a_network_that_segments_is_profiled(folder: Path) -> None:
     images = ImageData(f"multi:{folder}")
     images.setup()
-    learner = make_learner("segcaps", *images.sets[2:], options=TINY)
+    learner = Learner("segcaps", *images.sets[2:], options=TINY)
     found = train.routing_share(learner, images.sets.train.batch(torch.arange(4)), steps=1)
     assert 0 < found.routing < found.step
 

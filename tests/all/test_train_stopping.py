@@ -18,7 +18,7 @@ from capsfast.train.checkpoint import read_checkpoint
 
 from ..support.training import assert_same_state, learner_and_images, trained
 
-OPTIONS: dict[str, Any] = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "log": ()}
+OPTIONS: dict[str, Any] = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False}
 
 
 @pytest.fixture(autouse=True)
@@ -87,13 +87,13 @@ def test_ctrl_c_keeps_the_step_and_resumes_bit_for_bit(
     folder: Path, whole: Path, tmp_path: Path, hook: str, call: int, step: int, test_every: int | None
 ) -> None:
     """In the middle of steps and of tests, inside of epochs and at their ends."""
-    end = interrupted(folder, tmp_path, hook, call, send(signal.SIGINT), test_every=test_every)
+    end = interrupted(folder, tmp_path, hook, call, send(signal.SIGINT), val_check_interval=test_every)
     last = tmp_path / "last.ckpt"
     assert (end.signal, end.step, end.checkpoint, end.checkpoint_step) == (signal.SIGINT, step, last, step)
     assert read_checkpoint(last)["global_step"] == step
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     torch.rand(7)  # the random state of the process must not matter
-    learner = trained(folder, tmp_path, last, test_every=test_every)
+    learner = trained(folder, tmp_path, last, val_check_interval=test_every)
     assert_same_state(whole, last)
     assert learner.tested_at == 16
 

@@ -234,12 +234,19 @@ SPILLS = {
 }
 
 
+# The numbers above are those of Triton 3.9.
+EARLIER = ("Triton 3.6", "Triton 3.7")
+
+
 def test_no_register_spills(rows: list[Row]) -> None:
     for row in rows:
         # With registers left, the compiler has spilled a few of its own accord, for one more program at a time. Else
         # an address that few instructions of the loop need.
         of_its_own_accord = 8 if row["registers"] < 255 else 2
         spills = SPILLS.get((row["name"], row["kernel"]))
+        if triton_table.release() in EARLIER:
+            # Its register allocation spills addresses in more kernels; a tile that is spilled takes hundreds.
+            spills, of_its_own_accord = spills or 0, 40
         assert row["spills"] <= max(spills or 0, of_its_own_accord), text(row)
         # Outside of the loops a few addresses.
         assert row["stack"] <= (208 if spills is None else 768), text(row)

@@ -1,18 +1,18 @@
-"""Small files in the formats of SmallNORB and CIFAR-10."""
+"""Small files in the formats of data sets: SmallNORB, CIFAR-10, SVHN, and folders of pictures."""
 
 import gzip
-import io
+import hashlib
 import pickle
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
-from capsfast.data.cifar import BATCHES
-from capsfast.data.norb import norb_files
-
 NORB_MAGIC = {torch.uint8: b"\x55\x4c\x3d\x1e", torch.int32: b"\x54\x4c\x3d\x1e"}
+NORB_STEMS = ("smallnorb-5x46789x9x18x6x2x96x96-training", "smallnorb-5x01235x9x18x6x2x96x96-testing")
 
 
 def norb_bytes(values: Tensor) -> bytes:
@@ -25,47 +25,51 @@ def write_smallnorb(folder: Path, end: str = "", size: int = 8) -> dict[str, Ten
     """20 stereo pairs to train on, 10 to test on, 5 classes; each file by its name."""
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
-    for part, count in (("train", 20), ("test", 10)):
-        images, classes, info = norb_files(part)
-        written[images] = torch.randint(0, 256, (count, 2, size, size), dtype=torch.uint8)
-        written[classes] = torch.arange(count, dtype=torch.int32) % 5
-        written[info] = torch.randint(0, 18, (count, 4), dtype=torch.int32)
+    for stem, count in zip(NORB_STEMS, (20, 10), strict=True):
+        written[f"{stem}-dat.mat"] = torch.randint(0, 256, (count, 2, size, size), dtype=torch.uint8)
+        written[f"{stem}-cat.mat"] = torch.arange(count, dtype=torch.int32) % 5
     for name, values in written.items():
         content = norb_bytes(values)
         (folder / f"{name}{end}").write_bytes(gzip.compress(content) if end else content)
     return written
 
 
-class Python2Pickler(pickle._Pickler):
-    """Writes bytes as Python 2 wrote its strings: CIFAR-10 was pickled by it."""
+def write_cifar(folder: Path, patch: pytest.MonkeyPatch, count: int = 12) -> Tensor:
+    """Six batches and their names; torchvision takes the md5 of these files for the right ones. The test images."""
+    from torchvision.datasets import CIFAR10
 
-    dispatch = dict(pickle._Pickler.dispatch)  # noqa: RUF012
-
-    def save_string(self, value: bytes) -> None:
-        self.write(pickle.BINSTRING + len(value).to_bytes(4, "little") + value)
-        self.memoize(value)
-
-    dispatch[bytes] = save_string
-
-
-def python2_pickle(value: Any) -> bytes:
-    stream = io.BytesIO()
-    Python2Pickler(stream, protocol=2).dump(value)
-    return stream.getvalue()
-
-
-def cifar_batch(count: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 256, (count, 3072), dtype=torch.uint8), torch.arange(count) % 10
-
-
-def write_cifar(folder: Path, end: str = ".bin", count: int = 12) -> dict[str, tuple[Tensor, Tensor]]:
-    """Six batches, binary or (with an empty end) pickled by Python 2's rules."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = {name: cifar_batch(count) for names in BATCHES.values() for name in names}
-    for name, (images, labels) in written.items():
-        if end:
-            content = torch.cat([labels.byte()[:, None], images], 1).numpy().tobytes()
-        else:
-            content = python2_pickle({b"batch_label": b"x", b"labels": labels.tolist(), b"data": images.numpy()})
-        (folder / f"{name}{end}").write_bytes(content)
-    return written
+    names = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"]
+    md5, written = {}, {}
+    for name in names:
+        images = written[name] = torch.randint(0, 256, (count, 3072), dtype=torch.uint8)
+        content = {"data": images.numpy(), "labels": list(range(count)), "label_names": list("abcdefghijkl")}
+        (folder / name).write_bytes(pickle.dumps(content))
+        md5[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
+    patch.setattr(CIFAR10, "train_list", [[name, md5[name]] for name in names[:5]])
+    patch.setattr(CIFAR10, "test_list", [["test_batch", md5["test_batch"]]])
+    patch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": md5["batches.meta"]})
+    return written["test_batch"].view(count, 3, 32, 32)
+
+
+def write_svhn(folder: Path, patch: pytest.MonkeyPatch, count: int = 12) -> None:
+    """Two files with the classes 1 to 10, of which torchvision makes 0 to 9."""
+    from scipy.io import savemat
+    from torchvision.datasets import SVHN
+
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {}
+    for part in ("train", "test"):
+        file = folder / f"{part}_32x32.mat"
+        images = np.random.default_rng(0).integers(0, 256, (32, 32, 3, count), dtype=np.uint8)
+        savemat(file, {"X": images, "y": np.arange(count)[:, None] % 10 + 1})
+        known[part] = ["", file.name, hashlib.md5(file.read_bytes()).hexdigest()]
+    patch.setattr(SVHN, "split_list", known)
+
+
+def write_pictures(folder: Path, *, count: int = 10, size: tuple[int, int] = (9, 9), mode: str = "L") -> None:
+    """``count`` PNG files for each of the classes cat and dog; the first pixel of the n-th is 10 n."""
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for n in range(count):
+            Image.new(mode, size, 10 * n if mode == "L" else (10 * n, 5, 5)).save(folder / name / f"{n:02}.png")

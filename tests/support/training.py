@@ -38,7 +38,7 @@ def learner_and_images(folder: Path, workers: int = 0) -> tuple[Learner, ImageDa
 def trained(folder: Path, out: Path, resume: Path | None = None, **more: Any) -> Learner:
     """Two epochs of 8 steps unless told otherwise."""
     learner, images = learner_and_images(folder)
-    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "log": (), **more}
+    options = {"epochs": 2, "accelerator": "cpu", "devices": 1, "progress": False, "logger": False, **more}
     train.fit(train.make_trainer(out, **options), learner, images, resume)
     return learner
 

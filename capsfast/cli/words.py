@@ -1,0 +1,132 @@
+"""The words of ``capsfast train`` and ``fit``, and what they are called on Lightning's command line."""
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Trainer
+
+from ..data import Sets
+from ..train import ImageData, Learner
+
+# Options that ``train`` renames; its other options are the last parts of LightningCLI's names.
+SHORT = {
+    "data": "data.data",
+    "model": "model.model",
+    "routing": "model.options.routing",
+    "epochs": "trainer.max_epochs",
+    "test_every": "trainer.val_check_interval",
+    "progress": "trainer.enable_progress_bar",
+    "resume": "ckpt_path",
+}
+OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "profile", "config", "ckpt_path", "help")
+# Options of a model that the data set decides.
+LINKED: dict[str, Callable[[Sets], Any]] = {
+    "in_channels": lambda sets: sets.channels,
+    "image_size": lambda sets: sets.image_size,
+    "num_classes": lambda sets: sets.num_classes,
+    "class_names": lambda sets: sets.train.source.classes,
+}
+HELP = """capsfast train: trains a capsule network, tests it after every epoch, and writes last.ckpt, best.ckpt,
+config.yaml, record.json, curve.png and logs/ into its folder.
+
+  --data NAME           digits, mnist, fashion-mnist, kmnist, cifar10, svhn, smallnorb, a folder of images or of IDX
+                        files, an .npz file, a class path; multi:NAME or affine:NAME of one           (digits)
+  --download            fetch the data set where it is missing
+  --model NAME          capsnet, efficientcapsnet, deepcaps, ... or a class path                      (capsnet)
+  --routing NAME        dynamic, em, ... or a class path                                              (the model's)
+  --option NAME=VALUE   of the model or its routing, such as conv_channels=64; --conv-channels 64 is the same
+  --epochs N            passes over the data                                                          (10)
+  --batch-size N        images a step, of each process                                                (128)
+  --lr X                learning rate                                                                 (0.001)
+  --seed N              of weights, order and augmentation                                            (0)
+  --out FOLDER          where all is written; a folder that holds a run gets a number: out/train-2    (out/train)
+  --overwrite           take the place of the run in that folder
+  --resume FILE         go on from this checkpoint, with its model, data and learning rate
+  --patience N          stop after so many tests without a better one
+  --profile             measure routing's share of a step instead
+
+All options of capsfast fit are taken, by the last part of their names: --warmup-steps 100 for --model.warmup_steps=100,
+--precision bf16-mixed for --trainer.precision. capsfast fit --help lists them; --config FILE reads them from a file."""
+
+
+def _names(kind: Any) -> list[str]:
+    return list(inspect.signature(kind).parameters)
+
+
+def full_name(word: str) -> str:
+    """What LightningCLI calls an option of ``train``, without dashes."""
+    name = word.replace("-", "_")
+    if "." in name or name in OWN or name in SHORT:
+        return SHORT.get(name, name)
+    for group, kind in (("model", Learner), ("data", ImageData), ("trainer", Trainer)):
+        if name.rstrip("+") in _names(kind) and not (group == "model" and name in LINKED):
+            return f"{group}.{name}"
+    return f"model.options.{name}"
+
+
+def _may_stand_alone(name: str) -> bool:
+    """Whether an option may be true; what a model takes is not known here."""
+    group, _, last = name.partition(".")
+    kind = {"model": Learner, "data": ImageData, "trainer": Trainer}.get(group)
+    if kind is None:
+        return name in ("overwrite", "profile")
+    taken = inspect.signature(kind).parameters
+    return last not in taken or "bool" in str(taken[last].annotation)
+
+
+class Word(NamedTuple):
+    """An option: its name on Lightning's command line, its value, and the option that was typed."""
+
+    name: str
+    value: str
+    typed: str
+
+    def __str__(self) -> str:
+        return f"--{self.name}={self.value}" if self.value or self.name != "print_config" else f"--{self.name}"
+
+
+def spelled_out(command: str, words: Sequence[str]) -> list[Word]:
+    """Every option with its value; those of ``train`` as options of ``fit``.
+
+    Raises:
+        ValueError: a word that is no option.
+    """
+    waiting, found = list(words), []
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("--"):
+            raise ValueError(f"capsfast {command}: options begin with --, got {word!r}")
+        typed, mark, value = word.partition("=")
+        name = typed.removeprefix("--")
+        if not mark:
+            if waiting and not waiting[0].startswith("--"):
+                value = waiting.pop(0)
+            elif name == "print_config":  # stands alone
+                value = ""
+            else:
+                name, value = (name.removeprefix("no-"), "false") if name.startswith("no-") else (name, "true")
+                if not _may_stand_alone(full_name(name) if command == "train" else name):
+                    raise ValueError(f"capsfast {command}: {typed} needs a value")
+        if name == "option" and command == "train":
+            name, mark, value = value.partition("=")
+            if not (name and mark):
+                raise ValueError(f"capsfast train: --option must be NAME=VALUE, got {name!r}")
+            name = f"model.options.{name}"
+        found.append(Word(full_name(name) if command == "train" else name, value, typed))
+    return found
+
+
+def in_a_line(error: Exception) -> str:
+    """What jsonargparse says of a value, in one line: it lists every type that a value could have had."""
+    text = " ".join(str(error).split())
+    found = re.fullmatch(r'Parser key "(?P<name>[^"]+)": .*Expected .*(?:Given value|Got value): (?P<value>.*)', text)
+    if found is None:
+        return text
+    path = re.search(r"Problem with given class_path '([^']+)':\s*(.+)", str(error))
+    if path is not None:
+        return f"--{found['name']}={path[1]}: {path[2]}"
+    kinds = re.findall(r"Expected an? (?:<class '(\w+)'>|typing\.Literal\[([^]]*)\])", text)
+    wanted = " or ".join(dict.fromkeys(kind or choices for kind, choices in kinds if kind != "NoneType"))
+    return f"--{found['name']} must be {wanted or 'of another type'}, got {found['value']!r}"

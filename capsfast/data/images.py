@@ -1,0 +1,152 @@
+"""Labelled images, read one at a time from memory, from files, or from any data set."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from .. import checks
+from .vision import torchvision
+
+OP = "capsfast.data.load"
+
+
+class Images(Dataset[Tensor]):
+    """The images of a data set as float32 ``[C, H, W]`` in [0, 1], all of one shape, and their labels.
+
+    Args:
+        images: ``[N, C, H, W]``, uint8 or floats in [0, 1], or a data set of (image, label), whose images are PIL
+            pictures, arrays ``[H, W, C]``, or tensors ``[C, H, W]`` or ``[H, W]``.
+        labels: ``[N]``, integers from 0 on; default: ``targets`` or ``labels`` of the data set, or what it gives
+            with every image.
+        name: what messages call them.
+        image_size: resizes to a square, bilinear, smoothed where it shrinks.
+
+    ``classes`` holds the names of the classes, where the data set has any.
+
+    Raises:
+        ValueError: labels that are no such integers, fewer than two classes, an image that is none.
+    """
+
+    def __init__(self, images: Any, labels: Any = None, *, name: str = "data", image_size: int | None = None) -> None:
+        if image_size is not None and image_size < 1:
+            raise ValueError(f"{OP}: image_size must be at least 1, got {checks.shown(image_size)}")
+        if not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
+            raise ValueError(f"{OP}: {name} must have a length and be indexed by number, got {checks.shown(images)}")
+        self.images, self.name, self.image_size = images, name, image_size
+        names = getattr(images, "classes", None)
+        self.classes: list[str] | None = [str(each) for each in names] if isinstance(names, list | tuple) else None
+        self.labels = _checked(name, labels_of(images) if labels is None else labels, len(images))
+        if self.classes is not None and len(self.classes) != int(self.labels.max()) + 1:
+            self.classes = None
+        self.shape = self._read(0).shape
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> Tensor:
+        image = self._read(row)
+        if image.shape != self.shape:
+            got = f"{checks.shape_of(image)} at {row}"
+            raise ValueError(f"{OP}: images of {self.name} must all be {list(self.shape)}, got {got}; give image_size")
+        return image
+
+    def _read(self, row: int) -> Tensor:
+        found = self.images[row]
+        image = found[0] if isinstance(found, tuple | list) else found
+        if not isinstance(image, Tensor):
+            image = torchvision("transforms.v2.functional").to_image(image).as_subclass(Tensor)
+        image = image[None] if image.dim() == 2 else image
+        fits = image.dim() == 3 and (
+            image.dtype == torch.uint8 or (image.is_floating_point() and 0 <= image.min() <= image.max() <= 1)
+        )
+        if not fits:
+            low, high = image.float().aminmax()
+            got = f"{checks.shown(image)} from {low:.3g} to {high:.3g} at {row}"
+            raise ValueError(
+                f"{OP}: images of {self.name} must be [C, H, W] of uint8 or of floats in [0, 1], got {got}; "
+                "to normalize is what the option normalize does"
+            )
+        image = image.float() / 255 if image.dtype == torch.uint8 else image.float()
+        size = self.image_size
+        if size is None or image.shape[1:] == (size, size):
+            return image  # type: ignore[no-any-return]
+        resize = torchvision("transforms.v2.functional").resize
+        return resize(image, [size, size], antialias=True).clamp(0, 1)  # type: ignore[no-any-return]
+
+    def part(self, rows: Tensor) -> "Images":
+        """These ``rows [n]`` alone."""
+        images = self.images[rows] if isinstance(self.images, Tensor) else Subset(self.images, rows.tolist())
+        found = Images(images, self.labels[rows], name=self.name, image_size=self.image_size)
+        found.classes = self.classes
+        return found
+
+
+class Split(NamedTuple):
+    """What is trained on and what is tested on."""
+
+    train: Images
+    test: Images
+
+
+def labels_of(dataset: Any) -> Any:
+    """From the attributes that torchvision's data sets have; otherwise every image is read once."""
+    if isinstance(dataset, Subset):
+        return torch.as_tensor(labels_of(dataset.dataset))[torch.as_tensor(dataset.indices)]
+    known = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if known is None or getattr(dataset, "target_transform", None) is not None:
+        return [dataset[row][1] for row in range(len(dataset))]
+    return known
+
+
+def _checked(name: str, labels: Any, count: int) -> Tensor:
+    """int64 ``[count]``."""
+    try:
+        found = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(0)
+    # A label beyond that would make a network of as many classes.
+    most = max(count, 1000)
+    fits = count > 0 and found.numel() == count and not found.is_floating_point()
+    found = found.long()
+    if not fits or not 0 <= int(found.min()) <= int(found.max()) < most:
+        got = f"{int(found.min())} to {int(found.max())}" if fits else checks.shown(labels)
+        rule = f"must have an integer label for each of its {count} images, from 0 to less than {most}"
+        raise ValueError(f"{OP}: {name} {rule}, got {got}")
+    if found.min() == found.max():
+        raise ValueError(f"{OP}: {name} must have at least two classes, got images of class {int(found.min())} alone")
+    return found.reshape(count)
+
+
+def split(images: Images) -> Split:
+    """Four of five images of every class to train on, the same ones every time.
+
+    Raises:
+        ValueError: fewer than two classes have three images.
+    """
+    tested = torch.zeros(len(images), dtype=torch.bool)
+    for label in images.labels.unique():
+        rows = (images.labels == label).nonzero()[:, 0]
+        mixed = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+        tested[mixed[: round(len(rows) / 5)]] = True
+    if len(images.labels[tested].unique()) < 2:
+        raise ValueError(f"{OP}: {images.name} must have two classes of at least three images for a split 80:20")
+    return Split(*(images.part(each.nonzero()[:, 0]) for each in (~tested, tested)))
+
+
+def channel_statistics(images: Any, most: int | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, over all pixels, as they are without augmentation.
+
+    Args:
+        images: :class:`Images`, or a set of :func:`capsfast.data.open_sets`.
+        most: looks at so many images, evenly spread; default all.
+    """
+    source: Images = getattr(images, "source", images)
+    rows = torch.linspace(0, len(source) - 1, min(len(source), most or len(source))).round().long().tolist()
+    sums = torch.zeros(2, source.shape[0], dtype=torch.float64)
+    for row in rows:
+        image = source[row].double()
+        sums += torch.stack([image.sum((1, 2)), image.square().sum((1, 2))])
+    mean, squares = sums / (len(rows) * source.shape[1] * source.shape[2])
+    return tuple(mean.tolist()), tuple((squares - mean.square()).clamp(min=0).sqrt().tolist())

@@ -1,0 +1,144 @@
+"""What is done to images, one at a time; all of it draws from torch's generator."""
+
+from collections.abc import Callable
+from functools import partial
+from math import radians
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import checks
+from .._imported import by_path
+from .vision import torchvision
+
+# float32 [C, H, W] in [0, 1] to the same.
+Transform = Callable[[Tensor], Tensor]
+OP = "capsfast.data.open_sets"
+
+
+def in_proportion(pixels: int, size: int) -> int:
+    """What ``pixels`` of MNIST's 28 are on images of another size, at least 1."""
+    return max(1, round(size * pixels / 28))
+
+
+def augmentation(
+    size: int,
+    mean: Callable[[], tuple[float, ...]],
+    *,
+    shift: int | None = None,
+    rotation: float = 0.0,
+    scale: float = 0.0,
+    crop: int | None = None,
+    crop_padding: int = 0,
+    flip: bool = False,
+    brightness: float = 0.0,
+    contrast: float = 0.0,
+    cutout: int | None = None,
+    transform: str | dict[str, Any] | None = None,
+) -> tuple[Transform | None, Transform | None]:
+    """What is done to images to train on, in this order except that a shift follows the rotation, and to test on.
+
+    Args:
+        size: of the images, in pixels.
+        mean: gives the colour of a cutout.
+        others: see :class:`capsfast.train.ImageData`.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+    padded = size + 2 * crop_padding
+    for name, value, fits, rule in (
+        ("shift", shift, shift is None or shift >= 0, "must not be negative"),
+        ("rotation", rotation, rotation >= 0, "must not be negative"),
+        ("scale", scale, 0 <= scale < 1, "must be at least 0 and below 1"),
+        ("crop_padding", crop_padding, crop_padding >= 0, "must not be negative"),
+        ("crop_padding", crop_padding, crop is not None or not crop_padding, "needs a crop"),
+        ("crop", crop, crop is None or 1 <= crop <= padded, f"must be from 1 to {padded}, the padded size"),
+        ("brightness", brightness, 0 <= brightness <= 1, "must be from 0 to 1"),
+        ("contrast", contrast, 0 <= contrast <= 1, "must be from 0 to 1"),
+        ("cutout", cutout, cutout is None or cutout >= 1, "must be at least 1"),
+    ):
+        if not fits:
+            raise ValueError(f"{OP}: {name} {rule}, got {checks.shown(value)}")
+    v2, bilinear = torchvision("transforms.v2"), torchvision("transforms").InterpolationMode.BILINEAR
+    if shift is None:
+        shift = in_proportion(2, size) if crop is None else 0
+    steps: list[Transform] = []
+    if rotation or scale:
+        steps.append(v2.RandomAffine(rotation, scale=(1 - scale, 1 + scale), interpolation=bilinear))
+    if shift:
+        steps.append(v2.RandomCrop(size, padding=shift))
+    if crop is not None:
+        steps.append(v2.RandomCrop(crop, padding=crop_padding))
+    if flip:
+        steps.append(v2.RandomHorizontalFlip())
+    if brightness or contrast:
+        steps.append(partial(light, brightness=brightness, contrast=contrast))
+    if cutout is not None:
+        steps.append(partial(cut_out, size=cutout, colour=torch.tensor(mean())[:, None, None]))
+    if transform is not None:
+        steps.append(_own(transform))
+    return v2.Compose(steps) if steps else None, None if crop is None else v2.CenterCrop(crop)
+
+
+def light(image: Tensor, brightness: float, contrast: float) -> Tensor:
+    """Brightness, then contrast, as in Hinton, Sabour, Frosst (2018), section 4: ColorJitter would multiply by a
+    brightness, and takes no pairs of channels."""
+    added, factor = (2 * torch.rand(2) - 1).tolist()
+    brighter = image + brightness * added
+    mean = brighter.mean((1, 2), keepdim=True)
+    lit: Tensor = (mean + (1 + contrast * factor) * (brighter - mean)).clamp(0, 1)
+    return lit
+
+
+def cut_out(image: Tensor, size: int, colour: Tensor) -> Tensor:
+    """A square takes the colour ``[C, 1, 1]`` (DeVries, Taylor 2017). Its centre is any pixel: that of RandomErasing
+    would keep the square inside."""
+    first = [int(torch.randint(length, ())) - size // 2 for length in image.shape[1:]]
+    rows, columns = (slice(max(0, n), n + size) for n in first)
+    image = image.clone()
+    image[:, rows, columns] = colour
+    return image
+
+
+def _own(given: str | dict[str, Any]) -> Transform:
+    path, arguments = (given.get("class_path"), given.get("init_args")) if isinstance(given, dict) else (given, None)
+    found = by_path(f"{OP}: transform", str(path))
+    if isinstance(found, type) and any("__call__" in vars(each) for each in found.__mro__):
+        found = found(**arguments or {})
+    elif isinstance(found, type) or arguments:
+        # A checkpoint holds this path: it is not to call what it likes with what it likes.
+        raise ValueError(f"{OP}: transform must be a function of an image, or a class with __call__, got {path}")
+    return partial(_changed, function=found)
+
+
+def _changed(image: Tensor, function: Callable[[Tensor], Any]) -> Tensor:
+    found = function(image)
+    if not isinstance(found, Tensor) or (found.shape, found.dtype) != (image.shape, image.dtype):
+        got = checks.shown(found)
+        raise ValueError(f"{OP}: transform must return what it gets, float32 {checks.shape_of(image)}, got {got}")
+    return found
+
+
+def random_warp(image: Tensor) -> Tensor:
+    """The ranges of affNIST, all uniform."""
+    turn, wide, high, skew = (2 * torch.rand(4) - 1).tolist()
+    return warped(image, 20 * turn, (1 + 0.2 * wide, 1 + 0.2 * high), 0.2 * skew)
+
+
+def warped(image: Tensor, rotation: float, scale: tuple[float, float], shear: float) -> Tensor:
+    """``image [C, H, W]`` scaled (across, down), sheared sideways, then rotated clockwise by degrees, about the centre.
+
+    What comes from outside is black. The affine transforms of torchvision have one factor for both axes.
+    """
+    angle = torch.tensor(radians(rotation))
+    cos, sin = angle.cos(), angle.sin()
+    rotate = torch.stack([cos, -sin, sin, cos]).view(2, 2)
+    forth = rotate @ torch.tensor([[1.0, shear], [0.0, 1.0]]) @ torch.diag(torch.tensor(scale, dtype=torch.float32))
+    half = torch.tensor([image.shape[2] / 2, image.shape[1] / 2])  # grid coordinates run from -1 to 1
+    # affine_grid wants to know where a place of the result came from.
+    back = torch.linalg.inv(forth) * half / half[:, None]
+    grid = F.affine_grid(F.pad(back, (0, 1))[None], [1, *image.shape], align_corners=False)
+    return F.grid_sample(image[None], grid, mode="bilinear", padding_mode="zeros", align_corners=False)[0]

@@ -1,0 +1,25 @@
+"""torchvision, imported when it is needed."""
+
+import importlib
+from typing import Any
+
+import torch
+
+from .._install import in_the_checkout
+
+
+def torchvision(module: str) -> Any:
+    """A module of torchvision, such as ``datasets``.
+
+    Raises:
+        ModuleNotFoundError: torchvision is not installed, or was built for another torch.
+    """
+    try:
+        return importlib.import_module(f"torchvision.{module}")
+    except ImportError:
+        raise ModuleNotFoundError(f"capsfast.data: images need torchvision; {in_the_checkout('train')}") from None
+    except RuntimeError as error:  # "operator torchvision::nms does not exist"
+        raise ModuleNotFoundError(
+            f"capsfast.data: this torchvision was built for another torch than this one ({torch.__version__}); install "
+            f"both from one index: {error}"
+        ) from None

@@ -1,0 +1,51 @@
+"""What a trained network makes of pictures in files."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..data.files import Reader
+from ..data.vision import torchvision
+from .learner import Learner
+
+__all__ = ["activations", "predicted_images", "read_picture"]
+
+
+def read_picture(path: Path | str, learner: Learner) -> Tensor:
+    """A picture as the network takes it, ``[1, C, H, W]`` in [0, 1]: made square by resizing, grey or in colour.
+
+    Raises:
+        ValueError: no picture, or a network for images of 2 channels.
+    """
+    channels, size = learner.sizes["in_channels"], learner.sizes["image_size"]
+    if channels not in (1, 3):
+        raise ValueError(f"capsfast.train.read_picture: pictures have 1 or 3 channels, the network takes {channels}")
+    image = Reader(channels, None)(str(path))
+    image = image.float() / 255 if image.dtype == torch.uint8 else image
+    resized: Tensor = torchvision("transforms.v2.functional").resize(image, [size, size], antialias=True)
+    return resized.clamp(0, 1)[None]
+
+
+@torch.no_grad()
+def activations(learner: Learner, images: Tensor) -> Tensor:
+    """The activations of the classes, ``[B, J]``, on the CPU.
+
+    Raises:
+        ValueError: a network without classes.
+    """
+    if not learner.has_classes:
+        raise ValueError(
+            f"capsfast.train.activations: a network with classes is needed, got {learner.hparams['model']}"
+        )
+    return learner.eval().classify(images.to(learner.device)).activations.cpu()
+
+
+@torch.no_grad()
+def predicted_images(learner: Learner, images: Tensor) -> Tensor | None:
+    """What the capsule of the predicted class is decoded into, ``[B, C, H, W]``; None without a decoder."""
+    if not learner.has_decoder:
+        return None
+    poses, found = learner.eval().classify(images.to(learner.device))
+    again: Tensor = learner.model.reconstruct(poses, found.argmax(1))
+    return again.cpu()

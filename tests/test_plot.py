@@ -1,0 +1,80 @@
+"""``capsfast.plot``: what the pictures show."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from capsfast import plot
+
+
+def shown(ax: object) -> torch.Tensor:
+    (image,) = (each for each in ax.get_children() if isinstance(each, AxesImage))  # type: ignore[attr-defined]
+    return torch.from_numpy(image.get_array().data.copy())
+
+
+@pytest.mark.parametrize(
+    ("true", "values", "found", "colours"),
+    [
+        ([1], [0.1, 0.9, 0.2, 0.0], [1], [plot.OTHER, plot.RIGHT, plot.OTHER, plot.OTHER]),
+        ([1], [0.1, 0.2, 0.0, 0.9], [3], [plot.OTHER, plot.RIGHT, plot.OTHER, plot.WRONG]),
+        ([1, 0], [0.9, 0.1, 0.8, 0.0], [0, 2], [plot.RIGHT, plot.RIGHT, plot.WRONG, plot.OTHER]),
+    ],
+)
+def test_bars_of_classes(true: list[int], values: list[float], found: list[int], colours: list[str]) -> None:
+    ax = Figure().subplots()
+    assert plot.classes(ax, torch.tensor(values), true) == found
+    assert [bar.get_facecolor() for bar in ax.patches] == [to_rgba(colour) for colour in colours]
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx(values)  # type: ignore[attr-defined]
+
+
+def test_images_in_rows_with_gaps_and_stereo_pairs_in_red_and_cyan() -> None:
+    pair = (torch.rand(3, 2, 4, 5) * plot.SHADES).round() / plot.SHADES
+    ax = Figure().subplots()
+    plot.images(ax, {"left and right": pair, "left": pair[:, :1]}, ["a", "b", "c"])
+    pixels = shown(ax).movedim(-1, 0)
+    assert pixels.shape == (3, 2 * (1 + 4), 3 * (1 + 5))
+    left, right = pair.unbind(1)
+    torch.testing.assert_close(pixels[:, 1:5, 7:12], torch.stack([left[1], right[1], right[1]]))
+    torch.testing.assert_close(pixels[:, 6:10, 7:12], left[1].expand(3, -1, -1))
+    assert pixels[:, 0].min() == 1
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["left and right", "left"]
+
+
+def test_a_matrix_is_written_out_where_there_is_room() -> None:
+    ax = Figure().subplots()
+    plot.matrix(ax, torch.tensor([[3.0, 0.0], [torch.nan, 1.0]]), ".0f", "class", "predicted")
+    assert [(text.get_text(), text.get_position()) for text in ax.texts] == [("3", (0, 0)), ("1", (1, 1))]
+    large = Figure().subplots()
+    plot.matrix(large, torch.ones(21, 21), ".0f", "class", "predicted")
+    assert not large.texts
+
+
+def test_coupling_and_entropy() -> None:
+    c = torch.softmax(torch.randn(6, 3), 1)
+    coupling, entropy = Figure().subplots(1, 2)
+    plot.coupling(coupling, c.requires_grad_())
+    torch.testing.assert_close(shown(coupling), c.detach())
+    assert (coupling.get_xlabel(), coupling.get_ylabel()) == ("output capsule j", "input capsule i")
+    plot.entropy(entropy, torch.tensor([[1.0, 1.0], [0.5, 0.25]]))
+    assert [line.get_ydata().tolist() for line in entropy.lines] == [[1.0, 0.5], [1.0, 0.25]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("value", "scale"), [(-3.0, "linear"), (3.0, "log")])
+def test_curves(tmp_path: Path, value: float, scale: str) -> None:
+    """A loss may be below 0, a part of it 0 throughout; both axes say what they are of."""
+    metrics = {"loss": [(0, 5.0), (9, value)], "reconstruction": [(0, 0.0), (9, 0.0)], "test_accuracy": [(9, 0.5)]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = plot.curve_figure(metrics)
+        assert plot.save(figure, tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    left, right = figure.axes
+    assert left.get_yscale() == scale and len(left.lines) == 1 and left.get_ylabel()
+    assert right.lines[0].get_ydata().tolist() == [50.0] and right.get_ylabel() == "test accuracy, %"  # type: ignore[union-attr]
