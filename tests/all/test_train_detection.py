@@ -34,9 +34,9 @@ def test_detection_counts(folder: Path, rate: float, allowed: int) -> None:
     threshold = clean.sort().values[19 - allowed]
 
     def attack(loss: object, x: Tensor) -> Tensor:
-        # Every other image is far from what a decoder makes; the others are as they were.
+        # Every other image is far from what a decoder makes. The others are paler: no error equals the threshold.
         far = torch.where(torch.arange(len(x)) % 2 == 0, 1.0, 0.0)[:, None, None, None]
-        return (1 - far) * x + far * (x > 0.5).float()
+        return (1 - far) * 0.75 * x + far * (x > 0.5).float()
 
     predicted, errors = errors_of(learner, attack(None, batch.images[:12]))
     wrong, flagged = predicted != batch.labels[:12], errors > threshold
@@ -51,9 +51,9 @@ def test_detection_counts(folder: Path, rate: float, allowed: int) -> None:
     assert seen == [6, 6, 6, 2, 6, 6]
     known = train.clean_errors(learner, test)
     torch.testing.assert_close(known, clean)
-    assert (
-        train.detection(learner, test, attack, false_positive_rate=rate, limit=12, batch_size=6, clean=known) == found
-    )
+    again = train.detection(learner, test, attack, false_positive_rate=rate, limit=12, batch_size=6, clean=known)
+    # Errors of other batches: rounding differs.
+    assert again[1:] == found[1:] and again.threshold == pytest.approx(found.threshold)
 
 
 def test_detection_rates() -> None:
