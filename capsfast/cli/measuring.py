@@ -65,22 +65,16 @@ def bench(
         ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record there.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with that record after an interruption.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Write a plot there.")] = None,
 ) -> None:
     """Compares the backends with einsum, compiled and eager.
 
-    With --record or --json all results so far are written after every case; a record already there is replaced.
+    With --record or --json all results so far are written after every case, in place of a record that is there.
     """
     name = chosen if chosen is not None else "quick" if routing is None else "routings"
     cases = _cases(name, op, routing)
     where = _device(device)
     if keep and json is not None:
         raise typer.BadParameter("--record and --json each name a file for the record; give one of them")
-    if resume and not keep and json is None:
-        raise typer.BadParameter("--resume goes on with a record; --record or --json PATH says which")
-    if png is not None:
-        _need_matplotlib("--png")
     hides = why_not_this_one("capsfast bench")
     if hides:
         raise stop(hides, 2)
@@ -99,18 +93,14 @@ def bench(
 
     def kept() -> str:
         if path is None:
-            return "nothing is kept; --record or --json PATH writes a record that --resume goes on with"
-        done = len({row.case for row in rows} & set(cases))
-        if not done:
-            return f"no case was finished, {path} is as it was"
-        return f"{path} holds {done} of {len(cases)} cases; the same command with --resume goes on"
+            return "nothing is kept; --record or --json PATH writes a record"
+        done = len({row.case for row in rows})
+        return f"{path} holds {done} of {len(cases)} cases" if done else f"no case was finished, {path} is as it was"
 
     with one_line("bench", kept):
-        for target in filter(None, (path, png)):
-            _check_target(target)
-        if resume and path is not None and path.exists():
-            rows += _resumed(path, surroundings)
-        elif where.type == "cpu":
+        if path is not None:
+            _check_target(path)
+        if where.type == "cpu":
             surroundings["limits"] = multiply_adds()
         limits = surroundings.get("limits") or {}
         remembered = _remembered(name, cases, op, routing) if memory else set()
@@ -119,9 +109,8 @@ def bench(
             console.print(plain(f"{OURS}{backend} is not measured: {reason}"), soft_wrap=True)
         console.print(plain(describe(surroundings)), soft_wrap=True)
         console.file.flush()
-        left = [case for case in cases if case not in {row.case for row in rows}]
-        with progress(len(left), console) as shown:
-            for case in left:
+        with progress(len(cases), console) as shown:
+            for case in cases:
                 fresh = measure(
                     case,
                     able,
@@ -140,10 +129,6 @@ def bench(
             if row.reason:
                 reason = f"{row.contender}, {row.case.name}, {row.status}: {row.reason}"
                 console.print(plain(reason), soft_wrap=True)
-        if png is not None:
-            from ..bench.plots import bars
-
-            bars(Results(rows), png)
         if path is not None:
             console.print(plain(f"wrote {path}; python -m capsfast report makes a page of records"), soft_wrap=True)
     if any(row.status in ("wrong", "failed") for row in rows):
@@ -222,30 +207,8 @@ def _save(path: Path, surroundings: dict[str, Any], rows: list[Row]) -> None:
         record.save(path, surroundings, rows)
     except OSError as error:
         raise stop(
-            f"capsfast bench: {path} can't be written: {error.strerror}; it holds what it held before this case, "
-            "and the same command with --resume goes on"
+            f"capsfast bench: {path} can't be written: {error.strerror}; it holds what it held before this case"
         ) from None
-
-
-def _resumed(path: Path, surroundings: dict[str, Any]) -> list[Row]:
-    """The rows of a record of the same environment, whose limits are taken over."""
-    try:
-        before, rows = record.load(path)
-    except ValueError as error:
-        raise stop(f"capsfast bench: --resume: {error}") from None
-    limits = before.pop("limits", None)
-    changed = [
-        f"{part} {key} was {was.get(key)}, is {now.get(key)}"
-        for part in surroundings
-        for was, now in [(before.get(part) or {}, surroundings[part] or {})]
-        for key in dict.fromkeys((*was, *now))
-        if was.get(key) != now.get(key)
-    ]
-    if changed:
-        reason = f"{path} was measured elsewhere ({'; '.join(changed)}); without --resume it is replaced"
-        raise stop(f"capsfast bench: --resume: {reason}", 2)
-    surroundings["limits"] = limits
-    return rows
 
 
 def _remembered(name: str, cases: list[Case], op: str | None, routing: str | None) -> set[Case]:

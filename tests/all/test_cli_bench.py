@@ -68,18 +68,16 @@ def bench(*words: str | Path) -> Any:
 
 @pytest.mark.parametrize("op", OPS)
 def test_bench_prints_and_writes(tmp_path: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     # A compiler or an interpreter of kernels would take seconds for each case.
     able = [each for each in contenders.contenders() if each.name in (CPP, EAGER)]
     cases = [dataclasses.replace(case, op=op, K=case.K if op == OPS[0] else 0) for case in SMALL]
     monkeypatch.setattr(measuring, "contenders", lambda: able)
     monkeypatch.setattr(measuring, "sweep", lambda name, op, **more: cases)
     monkeypatch.setattr(measuring, "multiply_adds", lambda: dict(LIMITS))
-    png, json = tmp_path / "plot.png", tmp_path / "record.json"
-    result = bench("--sweep", "dims", "--op", op, "--seconds", "0", "--no-memory", "--png", png, "--json", json)
+    json = tmp_path / "record.json"
+    result = bench("--sweep", "dims", "--op", op, "--seconds", "0", "--no-memory", "--json", json)
     assert result.exit_code == 0, result.output
     assert "eager einsum" in result.output
-    assert png.read_bytes().startswith(b"\x89PNG")
     surroundings, rows = record.load(json)
     assert {row.status for row in rows} == {"ok"}
     assert [row.case for row in rows] == [case for case in cases for _ in able]
@@ -93,9 +91,8 @@ def test_bench_names_the_choices(wrong: list[str]) -> None:
     assert "must be" in result.output
 
 
-@pytest.mark.parametrize("words", [["--record", "--json", "x.json"], ["--resume"]], ids=str)
-def test_options_that_contradict_each_other(words: list[str], quick: Measured) -> None:
-    result = bench(*words)
+def test_two_places_for_a_record_are_refused(quick: Measured) -> None:
+    result = bench("--record", "--json", "x.json")
     assert result.exit_code == 2 and "--json" in result.output
     assert quick.calls == []
 
@@ -168,7 +165,7 @@ def test_record_goes_into_the_checkout(monkeypatch: pytest.MonkeyPatch, quick: M
     assert result.exit_code == 2 and "installed copy" in result.output
 
 
-def test_interruption_keeps_what_is_finished_and_resume_goes_on(quick: Measured, tmp_path: Path) -> None:
+def test_interruption_keeps_what_is_finished(quick: Measured, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
 
     def interrupt(n: int) -> None:
@@ -178,36 +175,14 @@ def test_interruption_keeps_what_is_finished_and_resume_goes_on(quick: Measured,
     quick.before = interrupt
     result = bench("--json", path)
     assert result.exit_code == 130
-    assert result.output.splitlines()[-1] == (
-        f"capsfast bench: interrupted; {path} holds 1 of 2 cases; the same command with --resume goes on"
-    )
+    assert result.output.splitlines()[-1] == f"capsfast bench: interrupted; {path} holds 1 of 2 cases"
     assert {row.case for row in record.load(path)[1]} == {SMALL[0]}
-
-    quick.before = lambda n: None
-    quick.calls.clear()
-    assert bench("--json", path, "--resume").exit_code == 0
-    assert quick.cases == SMALL[1:]
-    assert {row.case for row in record.load(path)[1]} == set(SMALL)
-
-
-def test_resume_refuses_another_machine_and_what_is_no_record(quick: Measured, tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    surroundings = record.environment(torch.device("cpu"))
-    record.save(path, {**surroundings, "machine": {**surroundings["machine"], "threads": 99}, "limits": LIMITS}, [])
-    content = path.read_text()
-    result = bench("--json", path, "--resume")
-    assert result.exit_code == 2 and "machine threads was 99, is " in result.output
-    assert path.read_text() == content
-    path.write_text("half a rec")
-    result = bench("--json", path, "--resume")
-    assert result.exit_code == 1 and "record.json is not a capsfast measurement" in result.output
-    assert quick.calls == []
 
 
 def test_a_place_that_cannot_be_written_to_is_found_before_measuring(quick: Measured, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for option, path in (("--json", tmp_path / "file" / "x.json"), ("--json", tmp_path), ("--png", Path("/dev/full"))):
-        result = bench(option, path)
+    for path in (tmp_path / "file" / "x.json", tmp_path, Path("/dev/full")):
+        result = bench("--json", path)
         assert result.exit_code == 1, result.output
         assert f"capsfast bench: {path} can't be written: " in result.output and "nothing was meas" in result.output
     assert quick.calls == []
