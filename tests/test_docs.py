@@ -83,7 +83,7 @@ def test_nothing_recommends_a_capsfast_of_the_package_index() -> None:
     """There is none there, and anybody could take the name."""
     files = [*PAGES, ROOT / "setup.py", ROOT / "Makefile", ROOT / "pyproject.toml"]
     for folder in ("capsfast", "examples", "benchmarks", "tests", ".ci", ".github"):
-        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yml", "")]
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".yml", ".ipynb", "")]
     asked = re.compile(r"pip3? install (?:-\S+ )*[\"']?capsfast\b")
     found = [name_of(path) for path in files if path.is_file() and asked.search(path.read_text(errors="replace"))]
     assert found == []
