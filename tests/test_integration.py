@@ -38,7 +38,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 # Between them all tensors, both gradients and both softmaxes; a compilation costs seconds. No batch has the size of
 # another axis, which torch.compile would take for the same.
-@pytest.mark.rows(2, triton=0, reference=0)
+@pytest.mark.rows(2, triton=(0, 1), reference=(0, 1))
 @pytest.mark.parametrize(
     "case",
     [

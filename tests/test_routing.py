@@ -192,6 +192,8 @@ def test_a_shared_weight_without_votes(
 @pytest.mark.against_reference
 def test_every_shape(backend: Backend, op: Op, shape: Shape) -> None:
     cases: tuple[AnyCase, ...] = (LOADED, LOADED_OUT, Case(shared=True), LINEAR, *EACH_WAY[:2], *LINEAR_WAYS)
+    if backend.name == "triton" and shape.J > 100:
+        cases = (LOADED, LOADED_OUT, *EACH_WAY[:1])  # interpreted, a case takes ten seconds
     for case in cases:
         if not op.takes(case) or (backend.linear and not case.linear) or (case.shared is True and "votes" in op.name):
             continue

@@ -1,5 +1,6 @@
 """benchmarks/gpu_check.py without a GPU: time limits, interruptions, what is kept, a rehearsal."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -47,8 +48,15 @@ def kept(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def ended(pid: int) -> bool:
+    """Within ten seconds: a process that was killed is still there until the system has time for it."""
     stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.1)
+                continue
+        return True
+    return False
 
 
 def test_steps_are_kept_with_what_they_found(check: ModuleType, tmp_path: Path) -> None:
