@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,18 +21,17 @@ from lightning.pytorch.loggers import CSVLogger
 
 from .. import plot
 from ..bench import record
-from ..data import BatchOrder, Sets, channel_statistics
+from ..data import BatchOrder, Sets
 from ..data.catalogue import check_data_dir
 from ..files import check_writable, write_text
-from ..train import ImageData, Interrupted, Learner, fit, make_trainer, routing_share
+from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import read_checkpoint
 from ..train.progress import shown_results
 from ..train.run import DEFAULTS, quiet
-from .common import say, to_accelerator
+from .common import say
 from .endings import stop
 from .words import HELP, LINKED, Word, in_a_line, spelled_out
 
-STEPS = 10  # that a profile measures
 # Options that are a number of batches, or a share of them.
 COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
 # Files that say that a folder holds a run.
@@ -42,9 +40,6 @@ OF_A_RUN = ("config.yaml", "last.ckpt", "best.ckpt", "step.ckpt", "record.json",
 NEEDS = {
     "model.decay_rate": ("model.schedule", ("exponential",)),
     "model.spread_steps": ("model.loss", ("spread",)),
-    "model.adversarial_eps": ("model.adversarial", ("fgsm", "pgd")),
-    "model.adversarial_steps": ("model.adversarial", ("pgd",)),
-    "model.adversarial_share": ("model.adversarial", ("fgsm", "pgd")),
 }
 
 
@@ -126,7 +121,6 @@ class Command(LightningCLI):
         parser.add_argument("--seed", type=int, default=0, help="Seed of weights, order and augmentation.")
         parser.add_argument("--checkpoint_every", type=int | None, help="Steps between checkpoints step.ckpt.")
         parser.add_argument("--patience", type=int | None, help="Stop after so many tests without a better one.")
-        parser.add_argument("--profile", type=bool, default=False, help="Measure routing's share of a step instead.")
         for part in ("model", "data"):
             parser.link_arguments("seed", f"{part}.seed")
         for name, read in LINKED.items():
@@ -167,7 +161,7 @@ class Command(LightningCLI):
         patience = self._get(self.config, "patience")
         callbacks = given.pop("callbacks", None) or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        if self.subcommand == "fit" and not self._get(self.config, "profile"):
+        if self.subcommand == "fit":
             callbacks.append(SavedConfig(self._parser("fit"), self.config["fit"], self.out))
         if patience is not None:
             if best is None:
@@ -197,19 +191,13 @@ class Command(LightningCLI):
         if resumed is not None and not any(word.startswith("--out=") for word in self.words):
             asked = Path(resumed).parent
         going_on = resumed is not None and Path(resumed).resolve().parent == asked.resolve()
-        if self.subcommand != "fit" or self._get(self.config, "profile") or going_on:
-            return asked
-        if self._get(self.config, "overwrite"):
+        if self.subcommand != "fit" or going_on or self._get(self.config, "overwrite"):
             return asked
         return next(each for each in _numbered(asked) if not any((each / name).exists() for name in OF_A_RUN))
 
     def fit(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
         """What the command does once all is made."""
         check_writable(self.out)
-        if self._get(self.config, "profile"):
-            if self.trainer.is_global_zero:
-                _profile(model, datamodule, self._get(self.config, "trainer.accelerator"), self.out)
-            return
         if "--model.reconstruction_weight" in str(self.words) and not model.weighs_reconstruction:
             raise ValueError(
                 "capsfast fit: --model.reconstruction_weight has no use here, the model weighs no decoder's image"
@@ -344,22 +332,6 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     # A line for each entry: short for git, and readable.
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
     write_text(path, f"{{\n{lines}\n}}\n")
-
-
-def _profile(learner: Learner, images: ImageData, accelerator: str, out: Path) -> None:
-    if learner.normalize is not None and not learner.normalize.known:
-        learner.normalize.set(*channel_statistics(images.sets.train))
-    to_accelerator(learner, accelerator)
-    rows = torch.arange(min(images.options["batch_size"], len(images.sets.train)))
-    batch = images.sets.train.batch(rows).to(learner.device)
-    say(f"measuring {STEPS} training steps of {len(rows)} images, with the fastest backend and with einsum")
-    measured = {}
-    for name, backend in (("fastest backend", None), ("einsum", "reference")):
-        found = routing_share(learner, batch, backend=backend, steps=STEPS)
-        measured[name] = {"step_s": found.step, "routing_s": found.routing}
-        say(f"{name}: step {1e3 * found.step:.1f} ms, routing {1e3 * found.routing:.1f} ms, {found.share:.1%}")
-    _write(out / "profile.json", {**_run(learner, images), "measured": measured})
-    say(f"wrote {out / 'profile.json'}")
 
 
 def run(command: str, words: Sequence[str]) -> None:

@@ -14,6 +14,17 @@ from ..files import replacing
 from .images import ImageData
 from .learner import Learner
 
+# Options of a Learner that are gone, with the values that changed nothing.
+REMOVED = {
+    "adversarial": None,
+    "adversarial_eps": 0.1,
+    "adversarial_steps": 10,
+    "adversarial_share": 1.0,
+    "caps_dropout": 0.0,
+    "decoder_dropout": 0.0,
+    "entropy_weight": 0.0,
+}
+
 
 class WholeCheckpoints(TorchCheckpointIO):
     """Lightning's writer, except that the file before stays until the new one is complete.
@@ -64,6 +75,10 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
     needed = {"state_dict", Learner.CHECKPOINT_HYPER_PARAMS_KEY, ImageData.CHECKPOINT_HYPER_PARAMS_KEY}
     if not isinstance(content, dict) or not needed <= content.keys():
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote")
+    options = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
+    used = [name for name, without in REMOVED.items() if options.pop(name, without) != without]
+    if used:
+        raise ValueError(f"{op} was trained with {', '.join(used)}, which this version of capsfast does not have")
     return content
 
 

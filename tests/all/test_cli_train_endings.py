@@ -22,7 +22,6 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from capsfast import train as training
-from capsfast.cli import training as command_module
 from capsfast.cli.app import app
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import Learner
@@ -108,13 +107,9 @@ def test_a_disk_too_full_for_the_log(new_run: list[str], tmp_path: Path) -> None
         (["reconstruct"], "reconstructions.png"),
         (["perturb", "--label", "1"], "perturb-1.png"),
         (["routing"], "routing.png"),
-        (["train", "--profile", "--resume"], "profile.json"),
     ],
 )
-def test_a_full_disk_leaves_the_picture_before(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], file: str
-) -> None:
-    monkeypatch.setattr(command_module, "STEPS", 1)
+def test_a_full_disk_leaves_the_picture_before(checkpoint: Path, tmp_path: Path, command: list[str], file: str) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / file).write_text("before")
@@ -138,7 +133,7 @@ def test_a_full_disk_leaves_the_numbers_before(checkpoint: Path, tmp_path: Path)
     assert numbers.read_text() == before and ".numbers.part.json" not in names(tmp_path)
 
 
-@pytest.mark.parametrize("command", ["train", "profile", "evaluate", "json", "reconstruct", "perturb", "routing"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "json", "reconstruct", "perturb", "routing"])
 def test_a_folder_that_can_not_be_written_to_ends_before_the_work(
     checkpoint: Path, new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -147,16 +142,15 @@ def test_a_folder_that_can_not_be_written_to_ends_before_the_work(
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
 
-    for name in ("fit", "routing_share", "evaluate", "reconstructions", "perturbations", "routing_statistics"):
+    for name in ("fit", "evaluate", "reconstructions", "perturbations", "routing_statistics"):
         monkeypatch.setattr(training, name, work)
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "out"
     result = {
         "train": lambda: run(*new_run, "--out", out),
-        "profile": lambda: run(*new_run, "--profile", "--out", out),
         "json": lambda: run("evaluate", checkpoint, "--json", out / "numbers.json", "--out", tmp_path / "out"),
     }.get(command, lambda: run(command, checkpoint, "--out", out))()
-    shown = {"profile": "train", "json": "evaluate"}.get(command, command)
+    shown = {"json": "evaluate"}.get(command, command)
     assert line_of(result, 1) == f"capsfast {shown}: Not a directory: {out}"
 
 
