@@ -43,7 +43,7 @@ config.yaml, record.json, curve.png and logs/ into its folder.
   --seed N              of weights, order and augmentation                                            (0)
   --out FOLDER          where all is written; a folder that holds a run gets a number: out/train-2    (out/train)
   --overwrite           take the place of the run in that folder
-  --resume FILE         go on from this checkpoint, with its model, data and learning rate
+  --resume FILE         go on from this checkpoint, with its model and data, and the options in config.yaml beside it
   --patience N          stop after so many tests without a better one
 
 All options of capsfast fit are taken, by the last part of their names: --warmup-steps 100 for --model.warmup_steps=100,

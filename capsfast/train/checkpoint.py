@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from ..data.catalogue import check_data_dir
 from ..files import replacing
 from .images import ImageData
 from .learner import Learner
@@ -100,17 +99,16 @@ def open_checkpoint(
 
     Raises:
         FileNotFoundError, ValueError: as :func:`read_checkpoint` and :func:`capsfast.data.open_sets`; data
-            that does not fit the network; a ``data_dir`` for data that has none.
+            that does not fit the network.
     """
     content = read_checkpoint(path)
     learner = open_learner(content)
     options = dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
     if data is not None:
         # No augmentation, and sizes as in training.
-        kept = ("data_dir", "batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
+        kept = ("batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
         options = {name: options[name] for name in kept if name in options} | {"data": data}
     if data_dir is not None:
-        check_data_dir("capsfast.train.open_checkpoint", options["data"], data_dir)
         options["data_dir"] = data_dir
     images = ImageData(**options)
     images.setup()

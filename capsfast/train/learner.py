@@ -18,7 +18,7 @@ from .images import ImageData
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options
 from .normalize import Normalize
 from .objective import ClassLoss, multi_hot
-from .schedule import Cosine, Decay
+from .schedule import Schedule
 
 SCHEDULES = ("exponential", "cosine")
 DECAY_STEPS = 2000
@@ -137,11 +137,10 @@ class Learner(_OfItsModel):
         self.lr = lr
         self.weight_decay = weight_decay
         self.clip = clip
-        self.decay: Decay | Cosine
         if schedule == "cosine":
-            self.decay = Cosine(warmup_steps, decay_steps or 0)
+            self.decay = Schedule(warmup_steps, decay_steps or 0)
         else:
-            self.decay = Decay(warmup_steps, decay_rate, decay_steps or DECAY_STEPS)
+            self.decay = Schedule(warmup_steps, decay_steps or DECAY_STEPS, decay_rate)
         self.class_loss = ClassLoss(loss or OWN_LOSS.get(model, "margin"), spread_steps)
         self.reconstruction_loss = ReconstructionLoss()
         self.reconstruction_weight = reconstruction_weight

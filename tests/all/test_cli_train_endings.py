@@ -188,7 +188,7 @@ def test_ctrl_c_before_training_says_that_there_is_nothing(
 def test_sigterm_names_itself_and_the_command_that_goes_on(
     new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the options of the run that the checkpoint does not hold, and a folder that needs quotes."""
+    """With the options of the run that the checkpoint does not hold, in a folder that needs quotes."""
     original = Learner.training_step
 
     def step(self: Learner, batch: Any, batch_idx: int) -> Any:
@@ -198,42 +198,20 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
 
     monkeypatch.setattr(Learner, "training_step", step)
     out = tmp_path / "my run"
-    options = ["--epochs", "3", "--test-every", "4"]
+    options = ["--epochs", "3", "--test-every", "4", "--patience", "50"]
     line = line_of(run(*new_run, *options, "--out", out), 143)
     start, _, command = line.partition("; to go on: ")
     assert start == f"capsfast train: interrupted by SIGTERM at step 11; {out}/last.ckpt holds step 11"
     monkeypatch.undo()
-    program, arguments = shlex.split(command)[:3], shlex.split(command)[3:]
-    assert program == ["python", "-m", "capsfast"]
-    expected = ["train", "--resume", f"{out}/last.ckpt", *options, *CPU, "--out", str(out)]
-    assert sorted(arguments) == sorted(expected)
-    assert run(*arguments).exit_code == 0
+    words = ["train", "--resume", f"{out}/last.ckpt"]
+    assert shlex.split(command) == ["python", "-m", "capsfast", *words]
+    before = (out / "config.yaml").read_text()
+    assert run(*words).exit_code == 0
     assert read_checkpoint(out / "last.ckpt")["global_step"] == 24
-
-
-def test_a_run_of_a_configuration_file_goes_on_with_its_options(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Learner.training_step
-
-    def step(self: Learner, batch: Any, batch_idx: int) -> Any:
-        if self.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch, batch_idx)
-
-    monkeypatch.setattr(Learner, "training_step", step)
-    trainer = "trainer: {max_epochs: 3, limit_train_batches: 7, limit_val_batches: 1, accelerator: cpu}\npatience: 50\n"
-    model = "model: {options: {conv_channels: 8, primary_groups: 4}}\n"
-    (tmp_path / "c.yaml").write_text(f"{trainer}{model}data: {{data: {images}, batch_size: 8}}\n")
-    for name in ("fit", "train"):
-        out = tmp_path / name
-        result = run(name, "--config", tmp_path / "c.yaml", "--out", out)
-        command = shlex.split(result.stderr.strip().partition("; to go on: ")[2])
-        options = {"max_epochs=3", "limit_train_batches=7", "limit_val_batches=1", "accelerator=cpu"}
-        assert {f"--trainer.{each}" for each in options} | {"--patience=50", f"--out={out}"} <= {*command[4:]}
-    monkeypatch.undo()
-    assert run(*command[3:]).exit_code == 0
-    assert read_checkpoint(tmp_path / "train" / "last.ckpt")["global_step"] == 21
+    # What it was told is what it was told before, and holds for the one after it.
+    assert (out / "config.yaml").read_text() == before and "val_check_interval: 4" in before
+    assert run(*words, "--epochs", "4").exit_code == 0
+    assert read_checkpoint(out / "last.ckpt")["global_step"] == 32
 
 
 def begun(command: list[str], until: str) -> subprocess.Popen[str]:

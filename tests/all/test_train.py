@@ -17,7 +17,7 @@ from capsfast.train import Evaluation, ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import right_predictions
 from capsfast.train.objective import multi_hot
-from capsfast.train.schedule import Decay
+from capsfast.train.schedule import Schedule
 
 from ..support.idx_files import write_set
 from ..support.training import TINY, assert_same_state, learner_for, margin, trained
@@ -54,14 +54,14 @@ def test_seed_decides(folder: Path, tmp_path: Path) -> None:
 
 
 def test_decay() -> None:
-    decay = Decay(warmup_steps=4, rate=0.5, steps=10)
+    decay = Schedule(warmup_steps=4, rate=0.5, steps=10)
     assert decay(0) == pytest.approx(0.2) and decay(3) == pytest.approx(0.8 * 0.5**0.3)
     assert decay(4) == pytest.approx(0.5**0.4) and decay(20) == pytest.approx(0.25)
 
 
 def test_learning_rate_follows_the_schedule(whole: Path) -> None:
     (state,) = read_checkpoint(whole)["optimizer_states"]
-    assert state["param_groups"][0]["lr"] == pytest.approx(0.01 * Decay(4, 0.96, 3)(16))
+    assert state["param_groups"][0]["lr"] == pytest.approx(0.01 * Schedule(4, 3, 0.96)(16))
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
@@ -152,9 +152,9 @@ def test_learner_rejects_numbers(wrong: dict[str, Any]) -> None:
 def test_build_names_models_and_their_options() -> None:
     with pytest.raises(ValueError, match=r"model must be one of 'capsnet', .*, got 'capsule'"):
         Learner("capsule")
-    with pytest.raises(ValueError, match="deepcaps has no option primary_groups; it has conv_channels, types"):
+    rule = "deepcaps has conv_channels, types, .*; .* 'primary_groups'"
+    with pytest.raises(TypeError, match=rule):
         Learner("deepcaps", options={"primary_groups": 3})
-    assert "backend" in train.networks.options_of("capsnet")
 
 
 def test_right_predictions() -> None:

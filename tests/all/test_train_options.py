@@ -16,7 +16,7 @@ from capsfast.nn import CouplingEntropy, DynamicRouting, RoutedCaps, couplings, 
 from capsfast.train import ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.objective import ClassLoss
-from capsfast.train.schedule import Cosine
+from capsfast.train.schedule import Schedule
 
 from ..support import plain
 from ..support.training import TINY, assert_same_state, learner_for
@@ -60,7 +60,7 @@ def test_resume_with_everything_that_draws(folder: Path, tmp_path: Path, options
 
 
 def test_cosine_is_warmed_up_and_ends_at_zero() -> None:
-    factor = Cosine(warmup_steps=4, steps=10)
+    factor = Schedule(warmup_steps=4, steps=10)
     assert factor(0) == pytest.approx(0.2) and factor(2) == pytest.approx(0.6 * 0.5 * (1 + cos(0.2 * pi)))
     assert factor(5) == pytest.approx(0.5) and factor(10) == pytest.approx(0) and factor(99) == pytest.approx(0)
 
