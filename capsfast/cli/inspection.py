@@ -30,12 +30,20 @@ Json = Annotated[Path | None, typer.Option(help="Write the numbers there.")]
 
 @contextmanager
 def _opened(
-    command: str, checkpoint: Path, data: str | None, data_dir: str | None, accelerator: str, out: Path | None = None
+    command: str,
+    checkpoint: Path,
+    data: str | None,
+    data_dir: str | None,
+    accelerator: str,
+    out: Path | None = None,
+    json: Path | None = None,
 ) -> "Iterator[tuple[Learner, Sets]]":
     """The network of a checkpoint, on its device, and its data sets; errors are one line in the command's name."""
     with plain_errors(command):
         if out is not None:
             check_writable(out)
+        if json is not None:
+            check_replaceable(json)
         from ..train import open_checkpoint
 
         learner, images = open_checkpoint(checkpoint, data=data, data_dir=data_dir)
@@ -47,6 +55,12 @@ def _write(figure: Any, path: Path) -> None:
     from ..plot import save
 
     say(f"wrote {save(figure, path)}")
+
+
+def _write_numbers(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        write_text(path, json_format.dumps(content, indent=1) + "\n")
+        say(f"wrote {path}")
 
 
 def _names(labels: torch.Tensor) -> list[str]:
@@ -70,10 +84,7 @@ def evaluate(
     for name, used, said in (("pgd_steps", pgd, "--pgd"), ("attacked", fgsm or pgd, "--fgsm or --pgd")):
         if on_command_line(context, name) and not used:
             raise stop(f"capsfast evaluate: --{name.replace('_', '-')} needs {said}")
-    with plain_errors("evaluate"):
-        if json is not None:
-            check_replaceable(json)
-    with _opened("evaluate", checkpoint, data, data_dir, accelerator, out) as (learner, sets):
+    with _opened("evaluate", checkpoint, data, data_dir, accelerator, out, json) as (learner, sets):
         from .. import plot, train
         from ..data.seeds import generator
 
@@ -98,10 +109,7 @@ def evaluate(
         if plain.confusion is not None:
             title = f"{plain.accuracy:.2%} of {plain.images}"
             _write(plot.confusion_figure(plain.confusion, title), out / "confusion.png")
-        if json is not None:
-            content = {name: {"images": each.images, "right": each.right} for name, each in found.items()}
-            write_text(json, json_format.dumps(content, indent=1) + "\n")
-            say(f"wrote {json}")
+        _write_numbers(json, {name: {"images": each.images, "right": each.right} for name, each in found.items()})
 
 
 def picture(
@@ -204,20 +212,14 @@ def clusters(
 
     Labels do no more than name the clusters.
     """
-    with plain_errors("clusters"):
-        if json is not None:
-            check_replaceable(json)
-    with _opened("clusters", checkpoint, data, data_dir, accelerator) as (learner, sets):
+    with _opened("clusters", checkpoint, data, data_dir, accelerator, json=json) as (learner, sets):
         from .. import train
 
         if not isinstance(learner, train.StackedLearner):
             raise stop(f"capsfast clusters: a network of --model stacked is needed, got {learner.hparams['model']}")
         accuracy, found, tested = train.clustered(learner, sets, limit=images)
         say(f"{accuracy:.2%} of {tested} right, by {sets.num_classes} clusters of {found} images")
-        if json is not None:
-            content = {"images": tested, "accuracy": accuracy, "clustered": found}
-            write_text(json, json_format.dumps(content, indent=1) + "\n")
-            say(f"wrote {json}")
+        _write_numbers(json, {"images": tested, "accuracy": accuracy, "clustered": found})
 
 
 def predict(
