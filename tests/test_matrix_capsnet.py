@@ -199,7 +199,9 @@ def test_network_is_inspected_with_its_activations() -> None:
         batch = next(iter(images.val_dataloader()))
         lengths = learner.model(batch.images).lengths[batch.labels == 3].mean(0)
         torch.testing.assert_close(found.lengths[3], lengths.detach(), rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError, match=r"matrixcapsnet has conv_channels, .* routing em has no option top_k"):
+    with pytest.raises(
+        TypeError, match=r"matrixcapsnet's own options are conv_channels, .* routing em has no option top_k"
+    ):
         train.Learner("matrixcapsnet", options={"top_k": 3})
 
 

@@ -120,5 +120,6 @@ def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn
         if options.keys() <= taken.keys():
             raise
         given = (*sizes, "device", "dtype", "options")
-        raise TypeError(f"{op}: {name} has {', '.join(each for each in taken if each not in given)}; {error}") from None
+        own = ", ".join(each for each in taken if each not in given)
+        raise TypeError(f"{op}: {name}'s own options are {own}; {error}") from None
     return network if hasattr(network, "classify") or name in NETWORKS else OwnNetwork(network)

@@ -152,7 +152,7 @@ def test_learner_rejects_numbers(wrong: dict[str, Any]) -> None:
 def test_build_names_models_and_their_options() -> None:
     with pytest.raises(ValueError, match=r"model must be one of 'capsnet', .*, got 'capsule'"):
         Learner("capsule")
-    rule = "deepcaps has conv_channels, types, .*; .* 'primary_groups'"
+    rule = "deepcaps's own options are conv_channels, types, .*; .* 'primary_groups'"
     with pytest.raises(TypeError, match=rule):
         Learner("deepcaps", options={"primary_groups": 3})
 
