@@ -48,7 +48,7 @@ toc_object_entries_show_parents = "hide"
 
 nitpicky = True
 # Their pages are not here, and their inventories would need a network.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|os|pathlib)(\..*)?")]
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|lightning|matplotlib|os|pathlib|torchmetrics)(\..*)?")]
 
 html_theme = "furo"
 html_title = f"capsfast {version}"

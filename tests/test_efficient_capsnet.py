@@ -204,7 +204,7 @@ def test_the_trainer_builds_it() -> None:
     assert model.routing.W.shape[0] == 1 and model.routing.routing.squash == "paper"
     model = Learner("efficientcapsnet", 1, 8, 10, options={"routing": "dynamic", "gradient": "last"}).model
     assert model.routing.gradient == "last"
-    with pytest.raises(ValueError, match="efficientcapsnet has no option num_caps; it has conv_channels"):
+    with pytest.raises(TypeError, match="efficientcapsnet's own options are conv_channels"):
         Learner("efficientcapsnet", 1, 8, 10, options={"num_caps": 3})
     with pytest.raises(TypeError, match="routing self-attention has no option num_iterations"):
         Learner("efficientcapsnet", 1, 8, 10, options={"num_iterations": 3})

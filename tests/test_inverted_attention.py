@@ -208,7 +208,7 @@ def test_the_trainer_builds_it() -> None:
 
     model = Learner("invertedattention", 1, 8, 10, options=options).model
     assert isinstance(model, InvertedAttentionCapsNet) and model.num_iterations == 3 and not model.concurrent
-    with pytest.raises(ValueError, match="invertedattention has no option routing; it has conv_channels"):
+    with pytest.raises(TypeError, match="invertedattention's own options are conv_channels"):
         Learner("invertedattention", 1, 8, 10, options={"routing": "self"})
 
 

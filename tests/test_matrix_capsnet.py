@@ -199,8 +199,10 @@ def test_network_is_inspected_with_its_activations() -> None:
         batch = next(iter(images.val_dataloader()))
         lengths = learner.model(batch.images).lengths[batch.labels == 3].mean(0)
         torch.testing.assert_close(found.lengths[3], lengths.detach(), rtol=1e-4, atol=1e-5)
-    assert {"component_beta", "init_std"} <= set(train.networks.options_of("matrixcapsnet"))
-    assert "top_k" not in train.networks.options_of("matrixcapsnet", "dynamic")
+    with pytest.raises(
+        TypeError, match=r"matrixcapsnet's own options are conv_channels, .* routing em has no option top_k"
+    ):
+        train.Learner("matrixcapsnet", options={"top_k": 3})
 
 
 def test_network_learns_with_the_spread_loss() -> None:

@@ -46,14 +46,10 @@ def say(text: str) -> None:
 
 def to_accelerator(learner: "Learner", accelerator: str) -> None:
     """Moves it to the first device of a Lightning accelerator."""
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch import Trainer
-
-    from ..train.run import quiet
+    from lightning.fabric import Fabric
 
     try:
-        with quiet():
-            trainer = Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
-    except (ValueError, MisconfigurationException) as error:
+        device = Fabric(accelerator=accelerator, devices=1).device
+    except (ValueError, RuntimeError) as error:
         raise stop(f"capsfast: --accelerator {accelerator}: {error}") from None
-    learner.to(trainer.strategy.root_device)
+    learner.to(device)

@@ -30,12 +30,20 @@ Json = Annotated[Path | None, typer.Option(help="Write the numbers there.")]
 
 @contextmanager
 def _opened(
-    command: str, checkpoint: Path, data: str | None, data_dir: str | None, accelerator: str, out: Path | None = None
+    command: str,
+    checkpoint: Path,
+    data: str | None,
+    data_dir: str | None,
+    accelerator: str,
+    out: Path | None = None,
+    json: Path | None = None,
 ) -> "Iterator[tuple[Learner, Sets]]":
     """The network of a checkpoint, on its device, and its data sets; errors are one line in the command's name."""
     with plain_errors(command):
         if out is not None:
             check_writable(out)
+        if json is not None:
+            check_replaceable(json)
         from ..train import open_checkpoint
 
         learner, images = open_checkpoint(checkpoint, data=data, data_dir=data_dir)
@@ -47,6 +55,12 @@ def _write(figure: Any, path: Path) -> None:
     from ..plot import save
 
     say(f"wrote {save(figure, path)}")
+
+
+def _write_numbers(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        write_text(path, json_format.dumps(content, indent=1) + "\n")
+        say(f"wrote {path}")
 
 
 def _names(labels: torch.Tensor) -> list[str]:
@@ -63,36 +77,17 @@ def evaluate(
     pgd: Annotated[list[float], typer.Option(help="Also under PGD of this eps; repeat.")] = [],  # noqa: B006
     pgd_steps: Annotated[int, typer.Option(min=1, help="Steps of PGD.")] = 10,
     attacked: Annotated[int | None, typer.Option(min=1, help="Attack the first so many images only.")] = None,
-    detect: Annotated[bool, typer.Option("--detect", help="How many attacks the reconstruction gives away.")] = False,
-    false_positives: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of clean images that may count as attacked, for --detect.")
-    ] = 0.05,
     json: Json = None,
     accelerator: Accelerator = "auto",
 ) -> None:
     """Accuracy on the test images, with the confusion matrix where each has one class, and on attacked images."""
-    for name, used, said in (
-        ("pgd_steps", pgd, "--pgd"),
-        ("attacked", fgsm or pgd, "--fgsm or --pgd"),
-        ("false_positives", detect, "--detect"),
-    ):
+    for name, used, said in (("pgd_steps", pgd, "--pgd"), ("attacked", fgsm or pgd, "--fgsm or --pgd")):
         if on_command_line(context, name) and not used:
             raise stop(f"capsfast evaluate: --{name.replace('_', '-')} needs {said}")
-    if detect and false_positives >= 1:
-        raise stop(f"capsfast evaluate: --false-positives must be below 1 for --detect, got {false_positives:g}")
-    if detect and not (fgsm or pgd):
-        raise stop("capsfast evaluate: --detect needs an attack to be found; give --fgsm or --pgd")
-    with plain_errors("evaluate"):
-        if json is not None:
-            check_replaceable(json)
-    with _opened("evaluate", checkpoint, data, data_dir, accelerator, out) as (learner, sets):
+    with _opened("evaluate", checkpoint, data, data_dir, accelerator, out, json) as (learner, sets):
         from .. import plot, train
         from ..data.seeds import generator
 
-        if detect:
-            learner.check_decoder("detection")
-            if sets.test.batch(torch.arange(1)).labels.dim() != 1:
-                raise stop("capsfast evaluate: --detect needs images of one class each, these overlap")
         # Attacks by name; each draws where it starts anew.
         attacks: dict[str, train.Attack] = {f"FGSM, eps {eps:g}": partial(train.fgsm, eps=eps) for eps in fgsm}
         attacks |= {
@@ -102,38 +97,19 @@ def evaluate(
             for eps in pgd
         }
         limit = min(attacked or len(sets.test), len(sets.test))
-        content: dict[str, dict[str, Any]] = {}
-        lines = []
-        with progress(len(sets.test) * (1 + detect) + limit * len(attacks), Console(stderr=True)) as shown:
+        found: dict[str, train.Evaluation] = {}
+        with progress(len(sets.test) + limit * len(attacks), Console(stderr=True)) as shown:
             shown.step("test images")
-            plain = train.evaluate(learner, sets.test, on_step=shown.advance)
-            lines.append(f"test images: {plain.accuracy:.2%} of {plain.images} right")
-            content["test images"] = {"images": plain.images, "right": plain.right}
-            clean = train.clean_errors(learner, sets.test, on_step=shown.advance) if detect else None
+            plain = found["test images"] = train.evaluate(learner, sets.test, on_step=shown.advance)
             for name, attack in attacks.items():
                 shown.step(name)
-                common: dict[str, Any] = {"attack": attack, "limit": limit, "on_step": shown.advance}
-                if not detect:
-                    found = train.evaluate(learner, sets.test, **common)
-                    content[name] = {"images": found.images, "right": found.right}
-                    lines.append(f"{name}: {found.accuracy:.2%} of {found.images} right")
-                    continue
-                # It sees who is fooled as well: no image is attacked twice.
-                one = train.detection(learner, sets.test, clean=clean, false_positive_rate=false_positives, **common)
-                content[name] = {"images": one.images, "right": one.images - one.fooled, **one._asdict()}
-                lines.append(f"{name}: {1 - one.fooled / one.images:.2%} of {one.images} right")
-                lines.append(
-                    f"{name}: {one.undetected_rate:.2%} of {one.images} undetected, {one.detection_rate:.2%} of the "
-                    f"{one.fooled} that fool the network detected, at {one.false_positives:.2%} false positives"
-                )
-        for line in lines:
-            say(line)
+                found[name] = train.evaluate(learner, sets.test, attack=attack, limit=limit, on_step=shown.advance)
+        for name, each in found.items():
+            say(f"{name}: {each.accuracy:.2%} of {each.images} right")
         if plain.confusion is not None:
             title = f"{plain.accuracy:.2%} of {plain.images}"
             _write(plot.confusion_figure(plain.confusion, title), out / "confusion.png")
-        if json is not None:
-            write_text(json, json_format.dumps(content, indent=1) + "\n")
-            say(f"wrote {json}")
+        _write_numbers(json, {name: {"images": each.images, "right": each.right} for name, each in found.items()})
 
 
 def picture(
@@ -236,20 +212,14 @@ def clusters(
 
     Labels do no more than name the clusters.
     """
-    with plain_errors("clusters"):
-        if json is not None:
-            check_replaceable(json)
-    with _opened("clusters", checkpoint, data, data_dir, accelerator) as (learner, sets):
+    with _opened("clusters", checkpoint, data, data_dir, accelerator, json=json) as (learner, sets):
         from .. import train
 
         if not isinstance(learner, train.StackedLearner):
             raise stop(f"capsfast clusters: a network of --model stacked is needed, got {learner.hparams['model']}")
         accuracy, found, tested = train.clustered(learner, sets, limit=images)
         say(f"{accuracy:.2%} of {tested} right, by {sets.num_classes} clusters of {found} images")
-        if json is not None:
-            content = {"images": tested, "accuracy": accuracy, "clustered": found}
-            write_text(json, json_format.dumps(content, indent=1) + "\n")
-            say(f"wrote {json}")
+        _write_numbers(json, {"images": tested, "accuracy": accuracy, "clustered": found})
 
 
 def predict(

@@ -1,31 +1,15 @@
 """What goes on in a command that takes minutes: a bar on a terminal, lines in a log file."""
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
-EVERY = 30.0  # seconds after which a log file says again what goes on
-
-
-class Reporter(Protocol):
-    """What :func:`progress` gives.
-
-    step: what is done now. Lines name the first step after an advance at once, later ones when EVERY seconds have
-    passed. advance: n more of the total are done. print: something that stays, text as it is.
-    """
-
-    def step(self, text: str) -> None: ...
-
-    def advance(self, n: int = 1) -> None: ...
-
-    def print(self, shown: RenderableType) -> None: ...
+EVERY = 30.0  # seconds between two lines about the same thing
 
 
 def plain(shown: RenderableType) -> RenderableType:
@@ -33,85 +17,43 @@ def plain(shown: RenderableType) -> RenderableType:
     return Text(shown) if isinstance(shown, str) else shown
 
 
-class _Bar:
+class Reporter:
+    """What :func:`progress` gives. Without a terminal the bar is off, and lines take its place."""
+
     def __init__(self, bar: Progress, total: int) -> None:
-        self._bar = bar
-        self._task = bar.add_task("", total=total)
+        self._bar, self._task = bar, bar.add_task("", total=total)
+        self._begin, self._said = time.monotonic(), -EVERY
 
     def step(self, text: str) -> None:
+        """Says what is done now; a line for the first step after an advance, and then one every EVERY seconds."""
         self._bar.update(self._task, description=text)
+        now = time.monotonic()
+        if self._bar.disable and now - self._said >= EVERY:
+            minutes, seconds = divmod(int(now - self._begin), 60)
+            task = self._bar.tasks[0]
+            self.print(f"[{minutes}:{seconds:02}] {task.completed:.0f} of {task.total:.0f} done; {text}")
+            self._said = now
 
     def advance(self, n: int = 1) -> None:
+        """n more of the total are done."""
         self._bar.advance(self._task, n)
+        self._said = -EVERY
 
     def print(self, shown: RenderableType) -> None:
+        """Something that stays, text as it is."""
         self._bar.console.print(plain(shown), soft_wrap=isinstance(shown, str))
-
-
-class _Lines:
-    def __init__(self, console: Console, total: int) -> None:
-        self._console, self._total = console, total
-        self._done = 0
-        self._text = ""
-        self._begin = self._said = time.monotonic()
-        self._fresh = True
-        self._over = threading.Event()
-        # The thread that repeats and the one that works write whole lines.
-        self._lock = threading.RLock()
-
-    def step(self, text: str) -> None:
-        with self._lock:
-            self._text = text
-            if self._fresh:
-                self._say()
-
-    def advance(self, n: int = 1) -> None:
-        with self._lock:
-            self._done += n
-            self._fresh = True
-
-    def print(self, shown: RenderableType) -> None:
-        with self._lock:
-            self._console.print(plain(shown), soft_wrap=isinstance(shown, str))
-            # A log file is read while it grows.
-            self._console.file.flush()
-            self._said = time.monotonic()
-
-    def _say(self) -> None:
-        minutes, seconds = divmod(int(time.monotonic() - self._begin), 60)
-        self._fresh = False
-        self.print(f"[{minutes}:{seconds:02}] {self._done} of {self._total} done; {self._text}")
-
-    def repeat(self) -> None:
-        while not self._over.wait(max(0.0, self._said + EVERY - time.monotonic())):
-            with self._lock:
-                if time.monotonic() - self._said >= EVERY:
-                    try:
-                        self._say()
-                    except (OSError, ValueError):  # nobody reads any more; the thread that works finds out by itself
-                        return
-
-    def end(self) -> None:
-        self._over.set()
+        # A log file is read while it grows.
+        self._bar.console.file.flush()
 
 
 @contextmanager
 def progress(total: int, console: Console | None = None) -> Iterator[Reporter]:
     """A bar that vanishes at the end where ``console`` is a terminal, else flushed lines; default standard output."""
     console = console or Console()
-    if console.is_terminal and not console.is_dumb_terminal:
-        # The rest of the line; without a limit a long text would take the bar's place.
-        rest = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, console.width - 40))
-        what = TextColumn("{task.description}", markup=False, table_column=rest)
-        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), what)
-        with Progress(*columns, console=console, transient=True) as bar:
-            yield _Bar(bar, total)
-        return
-    lines = _Lines(console, total)
-    repeating = threading.Thread(target=lines.repeat, daemon=True)
-    repeating.start()
-    try:
-        yield lines
-    finally:
-        lines.end()
-        repeating.join()
+    # The rest of the line; without a limit a long text would take the bar's place.
+    rest = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, console.width - 40))
+    what = TextColumn("{task.description}", markup=False, table_column=rest)
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), what)
+    off = not console.is_terminal or console.is_dumb_terminal
+    with Progress(*columns, console=console, transient=True, disable=off) as bar:
+        yield Reporter(bar, total)

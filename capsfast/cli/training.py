@@ -7,11 +7,11 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,18 +22,16 @@ from lightning.pytorch.loggers import CSVLogger
 
 from .. import plot
 from ..bench import record
-from ..data import BatchOrder, Sets, channel_statistics
-from ..data.catalogue import check_data_dir
+from ..data import BatchOrder, Sets
 from ..files import check_writable, write_text
-from ..train import ImageData, Interrupted, Learner, fit, make_trainer, routing_share
+from ..train import ImageData, Interrupted, Learner, fit, make_trainer
 from ..train.checkpoint import read_checkpoint
 from ..train.progress import shown_results
 from ..train.run import DEFAULTS, quiet
-from .common import say, to_accelerator
+from .common import say
 from .endings import stop
 from .words import HELP, LINKED, Word, in_a_line, spelled_out
 
-STEPS = 10  # that a profile measures
 # Options that are a number of batches, or a share of them.
 COUNTS = [f"trainer.{name}_batches" for name in ("overfit", "limit_train", "limit_val", "limit_test")]
 # Files that say that a folder holds a run.
@@ -42,9 +40,6 @@ OF_A_RUN = ("config.yaml", "last.ckpt", "best.ckpt", "step.ckpt", "record.json",
 NEEDS = {
     "model.decay_rate": ("model.schedule", ("exponential",)),
     "model.spread_steps": ("model.loss", ("spread",)),
-    "model.adversarial_eps": ("model.adversarial", ("fgsm", "pgd")),
-    "model.adversarial_steps": ("model.adversarial", ("pgd",)),
-    "model.adversarial_share": ("model.adversarial", ("fgsm", "pgd")),
 }
 
 
@@ -57,6 +52,7 @@ class SavedConfig(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         content = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
+        content["out"] = str(self.folder)
         # Of this one run; a repeat is to go elsewhere, and begins anew.
         for name in ("overwrite", "ckpt_path", "weights_only"):
             content.pop(name, None)
@@ -68,11 +64,10 @@ class Command(LightningCLI):
 
     Args:
         words: the command and its options.
-        typed: the same as options of ``train``, where it was that.
     """
 
-    def __init__(self, words: list[str], typed: Sequence[Word] = ()) -> None:
-        self.words, self.typed = words, typed
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
         self.class_names: list[str] | None = None  # of the checkpoint
         self.kept = self._of_checkpoint()
         super().__init__(
@@ -82,7 +77,7 @@ class Command(LightningCLI):
             trainer_defaults={"max_epochs": 10, **DEFAULTS},
             seed_everything_default=False,
             parser_kwargs={"exit_on_error": False, **{name: {"exit_on_error": False} for name in self.subcommands()}},
-            args=words,
+            args=[words[0], *self._of_the_run(), *words[1:]],
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
@@ -115,6 +110,15 @@ class Command(LightningCLI):
         kept |= {f"data.{name}": value for name, value in data.items() if name in taken and name != "seed"}
         return kept | {"seed": model["seed"]}
 
+    def _of_the_run(self) -> list[str]:
+        """What a run that goes on was told and its checkpoint does not hold, from the file beside that."""
+        path = next((Path(word.partition("=")[2]) for word in self.words if word.startswith("--ckpt_path=")), None)
+        if self.words[0] != "fit" or path is None or not path.with_name("config.yaml").is_file():
+            return []
+        told = yaml.safe_load(path.with_name("config.yaml").read_text())
+        names = ("trainer", "checkpoint_every", "patience")
+        return [f"--{name}={json.dumps(told[name])}" for name in names if told.get(name) is not None]
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         found = LightningCLI.subcommands()
@@ -126,7 +130,6 @@ class Command(LightningCLI):
         parser.add_argument("--seed", type=int, default=0, help="Seed of weights, order and augmentation.")
         parser.add_argument("--checkpoint_every", type=int | None, help="Steps between checkpoints step.ckpt.")
         parser.add_argument("--patience", type=int | None, help="Stop after so many tests without a better one.")
-        parser.add_argument("--profile", type=bool, default=False, help="Measure routing's share of a step instead.")
         for part in ("model", "data"):
             parser.link_arguments("seed", f"{part}.seed")
         for name, read in LINKED.items():
@@ -148,7 +151,6 @@ class Command(LightningCLI):
         """
         if self._get(self.config, "ckpt_path") is not None and not self.kept:
             raise ValueError(f"capsfast {self.subcommand}: ckpt_path must be given as an option, not in a file")
-        check_data_dir("capsfast fit", *(self._get(self.config, f"data.{name}") for name in ("data", "data_dir")))
         named = {word.partition("=")[0].removeprefix("--") for word in self.words}
         for name, (other, values) in NEEDS.items():
             if name in named and self._get(self.config, other) not in values:
@@ -167,7 +169,7 @@ class Command(LightningCLI):
         patience = self._get(self.config, "patience")
         callbacks = given.pop("callbacks", None) or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        if self.subcommand == "fit" and not self._get(self.config, "profile"):
+        if self.subcommand == "fit":
             callbacks.append(SavedConfig(self._parser("fit"), self.config["fit"], self.out))
         if patience is not None:
             if best is None:
@@ -196,36 +198,30 @@ class Command(LightningCLI):
         resumed = self._get(self.config, "ckpt_path")
         if resumed is not None and not any(word.startswith("--out=") for word in self.words):
             asked = Path(resumed).parent
-        going_on = resumed is not None and Path(resumed).resolve().parent == asked.resolve()
-        if self.subcommand != "fit" or self._get(self.config, "profile") or going_on:
+        self.goes_on = resumed is not None and Path(resumed).resolve().parent == asked.resolve()
+        if self.subcommand != "fit" or self.goes_on or self._get(self.config, "overwrite"):
             return asked
-        if self._get(self.config, "overwrite"):
-            return asked
-        return next(each for each in _numbered(asked) if not any((each / name).exists() for name in OF_A_RUN))
+        folders = chain([asked], (asked.with_name(f"{asked.name}-{n}") for n in count(2)))
+        return next(each for each in folders if not any((each / name).exists() for name in OF_A_RUN))
 
     def fit(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
         """What the command does once all is made."""
         check_writable(self.out)
-        if self._get(self.config, "profile"):
-            if self.trainer.is_global_zero:
-                _profile(model, datamodule, self._get(self.config, "trainer.accelerator"), self.out)
-            return
         if "--model.reconstruction_weight" in str(self.words) and not model.weighs_reconstruction:
             raise ValueError(
                 "capsfast fit: --model.reconstruction_weight has no use here, the model weighs no decoder's image"
             )
         _check_tests(self.trainer, datamodule)
         asked = self._get(self.config, "out")
-        resume = None if ckpt_path is None else Path(ckpt_path)
-        went_on = resume is not None and resume.resolve().parent == self.out.resolve()
-        if self._get(self.config, "overwrite") and not went_on and self.trainer.is_global_zero:
+        begins = self.trainer.is_global_zero and not self.goes_on
+        if begins and self._get(self.config, "overwrite"):
             for name in OF_A_RUN:
                 (self.out / name).unlink(missing_ok=True)
-        elif self.out != Path(asked) and not went_on and self.trainer.is_global_zero:
+        elif begins and self.out != Path(asked):
             say(f"{asked} holds a run; this one goes to {self.out} (--overwrite takes its place)")
         start = time.perf_counter()
         try:
-            fit(self.trainer, model, datamodule, resume)
+            fit(self.trainer, model, datamodule, None if ckpt_path is None else Path(ckpt_path))
         except Interrupted as end:
             if not self.trainer.is_global_zero:
                 # A launcher takes any other status for a crash, and kills the process that reports.
@@ -236,7 +232,7 @@ class Command(LightningCLI):
             error.filename = error.filename or str(self.out)
             raise
         if self.trainer.is_global_zero:
-            _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, went_on)
+            _report(self.trainer, model, datamodule, self.out, time.perf_counter() - start, self.goes_on)
 
     def validate(self, model: Learner, datamodule: ImageData, ckpt_path: str | None = None, **_: Any) -> None:
         with quiet():
@@ -253,28 +249,10 @@ class Command(LightningCLI):
         at = f"interrupted{by} at step {end.step}"
         if end.checkpoint is None:
             return f"{at}; there is no checkpoint yet"
-        fixed = ("--model.", "--data.", "--seed", "--ckpt_path", "--out", "--overwrite")
-        words = ["fit", f"--ckpt_path={end.checkpoint}", *self._of_the_trainer(), f"--out={self.out}"]
-        if self.typed and not any(word.startswith("--config") for word in self.words):
-            kept = [word for word in self.typed if not str(word).startswith(fixed)]
-            rest = [each for word in kept for each in (word.typed, word.value)[: 2 - word.typed.startswith("--no-")]]
-            words = ["train", "--resume", str(end.checkpoint), *rest, "--out", str(self.out)]
-        command = shlex.join(["python", "-m", "capsfast", *words])
-        return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {command}"
-
-    def _of_the_trainer(self) -> list[str]:
-        """The options that a checkpoint does not hold, where they are not the defaults."""
-        parser = self._parser("fit")
-        given, usual = (
-            yaml.safe_load(parser.dump(each, skip_unset=False)) for each in (self.config["fit"], parser.get_defaults())
-        )
-        named = {f"trainer.{name}": (value, usual["trainer"][name]) for name, value in given["trainer"].items()}
-        named |= {name: (given[name], usual[name]) for name in ("checkpoint_every", "patience")}
-        return [
-            f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
-            for name, (value, default) in named.items()
-            if value != default
-        ]
+        words = ["python", "-m", "capsfast", "train", "--resume", str(end.checkpoint)]
+        if end.checkpoint.parent != self.out:
+            words += ["--out", str(self.out)]
+        return f"{at}; {end.checkpoint} holds step {end.checkpoint_step}; to go on: {shlex.join(words)}"
 
 
 def _of_images(read: Callable[[Sets], Any]) -> Callable[[ImageData], Any]:
@@ -283,14 +261,6 @@ def _of_images(read: Callable[[Sets], Any]) -> Callable[[ImageData], Any]:
         return read(images.sets)
 
     return opened
-
-
-def _numbered(folder: Path) -> Iterator[Path]:
-    yield folder
-    n = 2
-    while True:
-        yield folder.with_name(f"{folder.name}-{n}")
-        n += 1
 
 
 def _check_tests(trainer: Trainer, images: ImageData) -> None:
@@ -308,14 +278,18 @@ def _check_tests(trainer: Trainer, images: ImageData) -> None:
         raise ValueError(f"capsfast train: --test-every must be at most {steps}, an epoch, got {every}")
 
 
-def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, seconds: float, went_on: bool) -> None:
+def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, seconds: float, resumed: bool) -> None:
     logs = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
-    metrics = plot.read_metrics(logs[0], went_on) if logs else {}
+    metrics = plot.read_metrics(logs[0], resumed) if logs else {}
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
     if metrics:
         plot.save(plot.curve_figure(metrics), out / "curve.png")
     content = {
-        **_run(learner, images),
+        "command": " ".join(["python -m capsfast", *sys.argv[1:]]),
+        "environment": record.environment(learner.device),
+        "parameters": sum(each.numel() for each in learner.parameters()),
+        "model": dict(learner.hparams),
+        "images": {**images.hparams, "data_dir": None},
         "processes": trainer.world_size,
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
@@ -323,43 +297,12 @@ def _report(trainer: Trainer, learner: Learner, images: ImageData, out: Path, se
         "results": found,
         "curve": {name: [(step, float(f"{value:.5g}")) for step, value in points] for name, points in metrics.items()},
     }
-    _write(out / "record.json", content)
+    # A line for each entry: short for git, and readable.
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    write_text(out / "record.json", f"{{\n{lines}\n}}\n")
     shown = ", ".join(f"{name.replace('_', ' ')} {found[name]:.5g}" for name in shown_results(found))
     say(f"{trainer.global_step} steps in {seconds:.1f} s{': ' if shown else ''}{shown}")
     say(f"wrote {', '.join(sorted(path.name for path in out.glob('[!.]*') if path.is_file()))} in {out}")
-
-
-def _run(learner: Learner, images: ImageData) -> dict[str, Any]:
-    """What a record says of network, data and machine."""
-    return {
-        "command": " ".join(["python -m capsfast", *sys.argv[1:]]),
-        "environment": record.environment(learner.device),
-        "parameters": sum(each.numel() for each in learner.parameters()),
-        "model": dict(learner.hparams),
-        "images": {**images.hparams, "data_dir": None},
-    }
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    # A line for each entry: short for git, and readable.
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
-    write_text(path, f"{{\n{lines}\n}}\n")
-
-
-def _profile(learner: Learner, images: ImageData, accelerator: str, out: Path) -> None:
-    if learner.normalize is not None and not learner.normalize.known:
-        learner.normalize.set(*channel_statistics(images.sets.train))
-    to_accelerator(learner, accelerator)
-    rows = torch.arange(min(images.options["batch_size"], len(images.sets.train)))
-    batch = images.sets.train.batch(rows).to(learner.device)
-    say(f"measuring {STEPS} training steps of {len(rows)} images, with the fastest backend and with einsum")
-    measured = {}
-    for name, backend in (("fastest backend", None), ("einsum", "reference")):
-        found = routing_share(learner, batch, backend=backend, steps=STEPS)
-        measured[name] = {"step_s": found.step, "routing_s": found.routing}
-        say(f"{name}: step {1e3 * found.step:.1f} ms, routing {1e3 * found.routing:.1f} ms, {found.share:.1%}")
-    _write(out / "profile.json", {**_run(learner, images), "measured": measured})
-    say(f"wrote {out / 'profile.json'}")
 
 
 def run(command: str, words: Sequence[str]) -> None:
@@ -382,7 +325,7 @@ def run(command: str, words: Sequence[str]) -> None:
         sys.path.append(os.getcwd())
     try:
         with quiet():
-            Command([command, *words], typed)
+            Command([command, *words])
     except (ArgumentError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
         if str(error).startswith("Call to compute_fn") and error.__cause__ is not None:  # what the data set raised
             raise error.__cause__ from None
@@ -390,8 +333,7 @@ def run(command: str, words: Sequence[str]) -> None:
         if not text.startswith("capsfast"):
             if isinstance(error, ValueError):
                 raise
-            text = " ".join(text.split())
-            text = f"capsfast {command}: {text}"
+            text = f"capsfast {command}: {' '.join(text.split())}"
         for word in typed:
             text = text.replace(f"--{word.name}".rstrip("+"), word.typed.rstrip("+"))
         if typed:

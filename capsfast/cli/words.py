@@ -20,7 +20,7 @@ SHORT = {
     "progress": "trainer.enable_progress_bar",
     "resume": "ckpt_path",
 }
-OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "profile", "config", "ckpt_path", "help")
+OWN = ("out", "overwrite", "seed", "checkpoint_every", "patience", "config", "ckpt_path", "help")
 # Options of a model that the data set decides.
 LINKED: dict[str, Callable[[Sets], Any]] = {
     "in_channels": lambda sets: sets.channels,
@@ -43,9 +43,8 @@ config.yaml, record.json, curve.png and logs/ into its folder.
   --seed N              of weights, order and augmentation                                            (0)
   --out FOLDER          where all is written; a folder that holds a run gets a number: out/train-2    (out/train)
   --overwrite           take the place of the run in that folder
-  --resume FILE         go on from this checkpoint, with its model, data and learning rate
+  --resume FILE         go on from this checkpoint, with its model and data, and the options in config.yaml beside it
   --patience N          stop after so many tests without a better one
-  --profile             measure routing's share of a step instead
 
 All options of capsfast fit are taken, by the last part of their names: --warmup-steps 100 for --model.warmup_steps=100,
 --precision bf16-mixed for --trainer.precision. capsfast fit --help lists them; --config FILE reads them from a file."""
@@ -71,7 +70,7 @@ def _may_stand_alone(name: str) -> bool:
     group, _, last = name.partition(".")
     kind = {"model": Learner, "data": ImageData, "trainer": Trainer}.get(group)
     if kind is None:
-        return name in ("overwrite", "profile")
+        return name == "overwrite"
     taken = inspect.signature(kind).parameters
     return last not in taken or "bool" in str(taken[last].annotation)
 

@@ -184,14 +184,18 @@ def load(
 
     Raises:
         FileNotFoundError: files are missing; says where they are expected and how to get them.
-        ValueError: a broken file, images or labels that can't be used, or no data set of that name.
+        ValueError: a broken file, images or labels that can't be used, no data set of that name, or a data_dir for data
+            whose files are not looked for.
         ModuleNotFoundError: torchvision, or for the digits scikit-learn, is not installed.
     """
     if not isinstance(data, str):
         return Split(*(Images(each, name="data", image_size=image_size) for each in data))
+    path = Path(data).expanduser()
+    if data_dir is not None and (data == "digits" or (data not in NAMED and path.exists())):
+        got = f"{str(data_dir)!r} for {data}"
+        raise ValueError(f"{OP}: data_dir is where the files of {', '.join(NAMED)} are, got {got}; leave it out")
     if data == "digits":
         return _digits(image_size)
-    path = Path(data).expanduser()
     if data in NAMED:
         folders = places(data, data_dir)
         try:
@@ -215,19 +219,6 @@ def load(
 def _kind_and_name(data: str) -> tuple[str, str]:
     kind, _, name = data.partition(":")
     return (kind, name) if kind in KINDS else ("", data)
-
-
-def check_data_dir(op: str, data: str | None, data_dir: Path | str | None) -> None:
-    """
-    Raises:
-        ValueError: a ``data_dir`` for data whose files are not looked for: the digits, a folder or a file.
-    """
-    name = _kind_and_name(data or "")[1]
-    is_here = name == "digits" or (name not in NAMED and Path(name).expanduser().exists())
-    # Any other name is no data set, which load says, or one in Python.
-    if data_dir is not None and name and is_here:
-        got = f"{str(data_dir)!r} for {name}"
-        raise ValueError(f"{op}: data_dir is where the files of {', '.join(NAMED)} are, got {got}; leave it out")
 
 
 def absolute(data: str) -> str:

@@ -30,14 +30,6 @@ def take(stream: Stream, wanted: int) -> bytearray:
     return content
 
 
-def check_length(op: str, values: bytearray, wanted: int, sizes: list[int]) -> None:
-    """Raises ValueError unless there are as many bytes as the sizes in the file need; read one more to see that."""
-    if len(values) < wanted:
-        raise ValueError(f"{op} is cut short: sizes {sizes} need {wanted} bytes, got {len(values)}; fetch it again")
-    if len(values) > wanted:
-        raise ValueError(f"{op} is too long: sizes {sizes} need {wanted} bytes, more follow; fetch it again")
-
-
 def read_idx(path: Path | str, axes: int) -> Tensor:
     """The unsigned bytes of an IDX file with ``axes`` sizes; a name in .gz is decompressed.
 
@@ -126,7 +118,10 @@ def _read(
         raise ValueError(f"{op} is not valid gzip data ({error}); fetch it again") from None
     except EOFError:
         raise ValueError(f"{op} is cut short: its gzip data ends early; fetch it again") from None
-    check_length(op, values, wanted, sizes)
+    if len(values) < wanted:
+        raise ValueError(f"{op} is cut short: sizes {sizes} need {wanted} bytes, got {len(values)}; fetch it again")
+    if len(values) > wanted:
+        raise ValueError(f"{op} is too long: sizes {sizes} need {wanted} bytes, more follow; fetch it again")
     return torch.frombuffer(values, dtype=dtype).reshape(sizes)
 
 

@@ -10,7 +10,6 @@ if find_spec("lightning") is None:
 from .attacks import fgsm, pgd
 from .checkpoint import open_checkpoint
 from .clusters import cluster_accuracy
-from .detection import Detection, clean_errors, detection
 from .evaluate import Attack, Evaluation, evaluate
 from .images import ImageData
 from .inspect import (
@@ -25,32 +24,26 @@ from .inspect import (
 from .learner import Learner
 from .networks import NETWORKS, build
 from .predict import activations, predicted_images, read_picture
-from .profile import StepShare, routing_share
 from .run import fit, make_trainer
-from .segmentation import Overlap, SegmentationLearner, overlap, pixel_classes, segmented
+from .segmentation import SegmentationLearner, pixel_classes, segmented
 from .stacked import StackedLearner, clustered, object_presences
 from .stopping import Interrupted
 
 __all__ = [
     "NETWORKS",
     "Attack",
-    "Detection",
     "Evaluation",
     "ImageData",
     "Interrupted",
     "Learner",
-    "Overlap",
     "Predictions",
     "RoutingStatistics",
     "SegmentationLearner",
     "StackedLearner",
-    "StepShare",
     "activations",
     "build",
-    "clean_errors",
     "cluster_accuracy",
     "clustered",
-    "detection",
     "evaluate",
     "fgsm",
     "fit",
@@ -58,7 +51,6 @@ __all__ = [
     "object_presences",
     "one_of_each_class",
     "open_checkpoint",
-    "overlap",
     "perturbations",
     "pgd",
     "pixel_classes",
@@ -66,7 +58,6 @@ __all__ = [
     "predictions",
     "read_picture",
     "reconstructions",
-    "routing_share",
     "routing_statistics",
     "segmented",
 ]

@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from ..data.catalogue import check_data_dir
 from ..files import replacing
 from .images import ImageData
 from .learner import Learner
+
+# Options of a Learner that are gone, with the values that changed nothing.
+REMOVED = {
+    "adversarial": None,
+    "adversarial_eps": 0.1,
+    "adversarial_steps": 10,
+    "adversarial_share": 1.0,
+    "caps_dropout": 0.0,
+    "decoder_dropout": 0.0,
+    "entropy_weight": 0.0,
+}
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -64,6 +74,10 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
     needed = {"state_dict", Learner.CHECKPOINT_HYPER_PARAMS_KEY, ImageData.CHECKPOINT_HYPER_PARAMS_KEY}
     if not isinstance(content, dict) or not needed <= content.keys():
         raise ValueError(f"{op} is not a checkpoint that capsfast train wrote")
+    options = content[Learner.CHECKPOINT_HYPER_PARAMS_KEY]
+    used = [name for name, without in REMOVED.items() if options.pop(name, without) != without]
+    if used:
+        raise ValueError(f"{op} was trained with {', '.join(used)}, which this version of capsfast does not have")
     return content
 
 
@@ -85,17 +99,16 @@ def open_checkpoint(
 
     Raises:
         FileNotFoundError, ValueError: as :func:`read_checkpoint` and :func:`capsfast.data.open_sets`; data
-            that does not fit the network; a ``data_dir`` for data that has none.
+            that does not fit the network.
     """
     content = read_checkpoint(path)
     learner = open_learner(content)
     options = dict(content[ImageData.CHECKPOINT_HYPER_PARAMS_KEY])
     if data is not None:
         # No augmentation, and sizes as in training.
-        kept = ("data_dir", "batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
+        kept = ("batch_size", "seed", "workers", "image_size", "crop", "crop_padding")
         options = {name: options[name] for name in kept if name in options} | {"data": data}
     if data_dir is not None:
-        check_data_dir("capsfast.train.open_checkpoint", options["data"], data_dir)
         options["data_dir"] = data_dir
     images = ImageData(**options)
     images.setup()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from ..data import Batch
 from ..data.sets import DrawnSet
@@ -61,20 +62,16 @@ def evaluate(
         raise ValueError(f"capsfast.train.evaluate: a network with classes is needed, got {learner.hparams['model']}")
     learner.eval()
     right = seen = 0
-    J = learner.sizes["num_classes"]
-    confusion: Tensor | None = torch.zeros(J, J, dtype=torch.long)
+    confusion = MulticlassConfusionMatrix(learner.sizes["num_classes"])
     for batch in batches(dataset, batch_size, limit):
-        images, labels, _ = batch.to(learner.device)
+        images, labels, parts = batch.to(learner.device)
         if attack is not None:
             images = attack(learner.class_loss_of(labels), images)
         with torch.no_grad():
             lengths = learner.classify(images).activations
         right += int(right_predictions(lengths, labels).sum())
         seen += len(labels)
-        if labels.dim() == 2:
-            confusion = None
-        elif confusion is not None:
-            pairs = labels * J + lengths.argmax(1)
-            confusion += torch.bincount(pairs, minlength=J * J).view(J, J).cpu()
+        if parts is None:
+            confusion.update(lengths.argmax(1).cpu(), labels.cpu())
         on_step(len(labels))
-    return Evaluation(seen, right, confusion)
+    return Evaluation(seen, right, confusion.compute() if parts is None else None)

@@ -1,26 +1,24 @@
 """A network, its loss and its optimizer as a Lightning module."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric
 
 from .. import checks
 from .._imported import path_of
 from ..data import Batch, channel_statistics
-from ..data.seeds import generator, seed_for
-from ..nn import CouplingEntropy, LossParts, ReconstructionLoss, RoutedCaps, _arguments, recorded
+from ..data.seeds import seed_for
+from ..nn import ReconstructionLoss, _arguments
 from ..nn.routing.base import Capsules
-from .adversary import Adversary
-from .dropout import drop_capsules, drop_hidden
 from .images import ImageData
 from .networks import OWN_LOSS, WITHOUT_CLASSES, build, plain_options
 from .normalize import Normalize
 from .objective import ClassLoss, multi_hot
-from .schedule import Cosine, Decay
+from .schedule import Schedule
 
 SCHEDULES = ("exponential", "cosine")
 DECAY_STEPS = 2000
@@ -31,18 +29,6 @@ def right_predictions(lengths: Tensor, labels: Tensor) -> Tensor:
     wanted = labels.view(len(labels), -1)
     found = lengths.topk(wanted.shape[1], dim=1).indices
     return (found.sort(1).values == wanted.sort(1).values).all(1)
-
-
-@contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Buffers, such as the statistics of a batch normalisation, are afterwards as they were before."""
-    before = [(each, each.clone()) for each in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for each, value in before:
-                each.copy_(value)
 
 
 class _OfItsModel(pl.LightningModule):
@@ -93,18 +79,9 @@ class Learner(_OfItsModel):
             classes has a loss of its own.
         spread_steps: over which the margin of the spread loss grows.
         reconstruction_weight: times the summed squared error of an image.
-        entropy_weight: times the mean entropy of the coupling in the last pass of the routing to the classes, 1 being
-            equal coupling (:class:`capsfast.nn.CouplingEntropy`); in training alone.
-        caps_dropout: share of the primary capsules that a step leaves out.
-        decoder_dropout: share of the decoder's hidden units that a step leaves out; of a ConvDecoder, whole maps.
         normalize: what the network sees: image (mean 0, deviation 1 for each image), set (the same for the channels of
             the images to train on), or from Python the two lists of means and deviations. Default: images in [0, 1].
             Losses, attacks and reconstructions are of the images.
-        adversarial: train on attacked images, made by fgsm or pgd; see :class:`capsfast.train.adversary.Adversary`. The
-            decoder is to make the images as they were.
-        adversarial_eps: largest change of a pixel.
-        adversarial_steps: of pgd.
-        adversarial_share: of the images of a step.
         seed: of the first weights, and of what a model draws while it trains.
 
     Raises:
@@ -134,14 +111,7 @@ class Learner(_OfItsModel):
         loss: str | Callable[..., Tensor] | None = None,
         spread_steps: int = 10_000,
         reconstruction_weight: float = 0.0005,
-        entropy_weight: float = 0.0,
-        caps_dropout: float = 0.0,
-        decoder_dropout: float = 0.0,
         normalize: str | list[list[float]] | None = None,
-        adversarial: str | None = None,
-        adversarial_eps: float = 0.1,
-        adversarial_steps: int = 10,
-        adversarial_share: float = 1.0,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -154,12 +124,9 @@ class Learner(_OfItsModel):
             if value is not None:
                 _arguments.positive(op, name, value)
         weights = {"weight_decay": weight_decay, "reconstruction_weight": reconstruction_weight}
-        for name, value in {"warmup_steps": warmup_steps, **weights, "entropy_weight": entropy_weight}.items():
+        for name, value in {"warmup_steps": warmup_steps, **weights}.items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{op}: {name} must not be negative, got {checks.shown(value)}")
-        for name, value in {"caps_dropout": caps_dropout, "decoder_dropout": decoder_dropout}.items():
-            if not 0 <= value < 1:
-                raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {checks.shown(value)}")
         checks.choice(op, "schedule", schedule, SCHEDULES)
         self.sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
         self.class_names: list[str] = class_names or [str(j) for j in range(num_classes)]
@@ -170,18 +137,14 @@ class Learner(_OfItsModel):
         self.lr = lr
         self.weight_decay = weight_decay
         self.clip = clip
-        self.decay: Decay | Cosine
         if schedule == "cosine":
-            self.decay = Cosine(warmup_steps, decay_steps or 0)
+            self.decay = Schedule(warmup_steps, decay_steps or 0)
         else:
-            self.decay = Decay(warmup_steps, decay_rate, decay_steps or DECAY_STEPS)
+            self.decay = Schedule(warmup_steps, decay_steps or DECAY_STEPS, decay_rate)
         self.class_loss = ClassLoss(loss or OWN_LOSS.get(model, "margin"), spread_steps)
         self.reconstruction_loss = ReconstructionLoss()
         self.reconstruction_weight = reconstruction_weight
         self.normalize = None if normalize is None else Normalize(normalize, in_channels)
-        self.adversary = None
-        if adversarial is not None:
-            self.adversary = Adversary(adversarial, adversarial_eps, adversarial_steps, adversarial_share)
         self.tested_at: int | None = None
         self.chance = 1 / num_classes  # the accuracy of guessing
         self.has_classes = model not in WITHOUT_CLASSES
@@ -190,19 +153,8 @@ class Learner(_OfItsModel):
         if loss is not None and not self.has_classes:
             got = checks.shown(loss)
             raise ValueError(f"{op}: loss is that of classes, of which {model} has none; leave it out, got {got}")
-        if adversarial is not None and not self.has_classes:
-            raise ValueError(f"{op}: adversarial needs a network with classes, got {model}")
-        self.entropy: CouplingEntropy | None = None
-        self.entropy_weight = entropy_weight
-        if entropy_weight:
-            routing = getattr(self.model, "routing", None)
-            if not isinstance(routing, RoutedCaps):
-                raise ValueError(f"{op}: entropy_weight needs a network that routes to its capsules, got {model}")
-            self.entropy = CouplingEntropy(getattr(routing.routing, "softmax", "out"))
-        if caps_dropout:
-            drop_capsules(self.model, caps_dropout)
-        if decoder_dropout:
-            drop_hidden(self.model, decoder_dropout)
+        if self.has_classes:
+            self.accuracy = MeanMetric()
 
     @property
     def has_decoder(self) -> bool:
@@ -235,54 +187,29 @@ class Learner(_OfItsModel):
         """The capsules that are routed to the classes, of images in [0, 1]."""
         return self.model.encode(self.normalized(images))  # type: ignore[no-any-return]
 
-    def losses(self, batch: Batch) -> tuple[LossParts, Tensor]:
-        """The parts of the loss, means over the batch, and the capsules' lengths ``[B, J]``.
-
-        Whatever the loss of the classes is, it stands under ``margin``.
-        """
-        found, output = self.measured(batch)
-        margin = found.get(self.class_loss.log_name, torch.zeros_like(found["loss"]))
-        return LossParts(found["loss"], margin, found["reconstruction"]), output.lengths
-
-    def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
+    def measured(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
         """The loss and its parts by their names in the log, means over the batch, and the network's output.
 
-        Args:
-            batch: the images, and what the decoder is to make.
-            shown: what the network sees instead of the images of the batch.
-
         The parts are ``loss``, that of the classes (``margin``, ``mse``, ``spread`` or ``cross_entropy``),
-        ``margin_present`` and ``margin_absent``, whose sum is ``margin``, ``reconstruction``, and ``entropy`` where it
-        is part of the loss.
+        ``margin_present`` and ``margin_absent``, whose sum is ``margin``, and ``reconstruction``.
         """
         images, labels, parts = batch
-        shown = images if shown is None else shown
-        coupling: Any = recorded(self.model.routing, shares=True) if self._adds_entropy else nullcontext([])
-        with coupling as couplings:
-            output = self.output(shown, *(() if not self.has_classes else (labels if parts is None else labels[:, 0],)))
-        found: dict[str, Tensor] = {}
-        if self.has_classes:
-            logs = self._log_probabilities(output.capsules)
-            of_classes = self.class_loss(output.lengths, labels, self.global_step, logs).mean()
-            found |= {"loss": of_classes, self.class_loss.log_name: of_classes}
-            found |= {name: value.mean() for name, value in self.class_loss.parts(output.lengths, labels).items()}
-            errors = [] if output.reconstruction is None else [self._error(output.reconstruction, batch, 0)]
-            if parts is not None and self.has_decoder:
-                errors.append(self._error(self.model.reconstruct(output.capsules, labels[:, 1]), batch, 1))
-            for error in errors:
-                found["loss"] = found["loss"] + self.reconstruction_weight * error
-            found["reconstruction"] = sum(errors, torch.zeros_like(of_classes))
-        else:
+        if not self.has_classes:
+            output = self.output(images)
             error = self.reconstruction_loss(output.reconstruction, images)
-            found = {"loss": error, "reconstruction": error}
-        if self._adds_entropy and self.entropy is not None:
-            found["entropy"] = self.entropy(couplings[-1])
-            found["loss"] = found["loss"] + self.entropy_weight * found["entropy"]
+            return {"loss": error, "reconstruction": error}, output
+        output = self.output(images, labels if parts is None else labels[:, 0])
+        logs = self._log_probabilities(output.capsules)
+        of_classes = self.class_loss(output.lengths, labels, self.global_step, logs).mean()
+        found = {"loss": of_classes, self.class_loss.log_name: of_classes}
+        found |= {name: value.mean() for name, value in self.class_loss.parts(output.lengths, labels).items()}
+        errors = [] if output.reconstruction is None else [self._error(output.reconstruction, batch, 0)]
+        if parts is not None and self.has_decoder:
+            errors.append(self._error(self.model.reconstruct(output.capsules, labels[:, 1]), batch, 1))
+        for error in errors:
+            found["loss"] = found["loss"] + self.reconstruction_weight * error
+        found["reconstruction"] = sum(errors, torch.zeros_like(of_classes))
         return found, output
-
-    @property
-    def _adds_entropy(self) -> bool:
-        return self.entropy is not None and self.training
 
     def _error(self, reconstruction: Tensor, batch: Batch, n: int) -> Tensor:
         """Against the image, of overlapping ones against that of the n-th object."""
@@ -300,38 +227,22 @@ class Learner(_OfItsModel):
         objects = 1 if batch.parts is None else batch.parts.shape[1]
         return torch.stack([self._error(image, batch, n) for n in range(objects)]).sum()
 
-    def class_loss_of(self, labels: Tensor, step: int | None = None) -> Callable[[Tensor], Tensor]:
+    def class_loss_of(self, labels: Tensor) -> Callable[[Tensor], Tensor]:
         """The loss of the classes as a function of images, summed over them: what an attack raises.
 
-        step: of the spread loss; None: with its last margin.
+        The spread loss has its last margin.
         """
-        step = self.class_loss.spread_steps if step is None else step
 
         def loss(images: Tensor) -> Tensor:
             poses, activations = self.classify(images)
-            found: Tensor = self.class_loss(activations, labels, step, self._log_probabilities(poses)).sum()
+            logs = self._log_probabilities(poses)
+            found: Tensor = self.class_loss(activations, labels, self.class_loss.spread_steps, logs).sum()
             return found
 
         return loss
 
     def _log_probabilities(self, poses: Tensor) -> Tensor | None:
         return poses[:, :, 0] if getattr(self.model, "poses_are_log_probabilities", False) else None
-
-    def attacked(self, batch: Batch) -> Tensor:
-        """The images of a step, those that the adversary takes changed.
-
-        The network is as in the step, without autocast; its buffers stay as they are.
-        """
-        images, labels, _ = batch
-        count = 0 if self.adversary is None else self.adversary.count(len(images))
-        if self.adversary is None or not count:
-            return images
-        draws = generator(self.seed, "attack", self.global_step, self.global_rank)
-        loss = self.class_loss_of(labels[:count], self.global_step)
-        # In float16 gradients of images underflow: the scale of the training's loss is not that of this one.
-        with _buffers_kept(self), torch.autocast(images.device.type, enabled=False):
-            changed = self.adversary(loss, images[:count], draws)
-        return torch.cat([changed, images[count:]])
 
     def setup(self, stage: str) -> None:
         """``normalize="set"`` takes mean and deviation from the images that training begins with."""
@@ -351,74 +262,43 @@ class Learner(_OfItsModel):
         torch.manual_seed(seed_for(self.seed, "step", self.global_step, self.global_rank))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        found, _ = self.measured(batch, self.attacked(batch))
+        found, _ = self.measured(batch)
         self.log_dict(found, prog_bar=True)
         self.log("lr", self.lr * self.decay(self.global_step))
         return found["loss"]
 
-    def on_validation_epoch_start(self) -> None:
-        # Sums over this process's images, by name; then their number.
-        self._sums: dict[str, Tensor] = {}
-        self._count = torch.zeros((), device=self.device)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
-
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         found, output = self.measured(batch)
-        for name, value in self.sums(batch, found, output).items():
-            self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value
-        self._count += len(batch.labels)
+        results = {f"test_{name}": value for name, value in self.results(batch, found, output).items()}
+        # Lightning forms the means of all images of all processes.
+        self.log_dict(results, prog_bar=True, sync_dist=True, batch_size=len(batch.labels))
 
-    def sums(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor]:
-        """What a test adds up, by name, over the images of a batch; numbers, or vectors ``[n]``.
+    test_step = validation_step
+
+    def results(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor | Metric]:
+        """What a test gives, by name: means over a batch, and metrics that know the batches before.
 
         found, output: of :meth:`measured`.
         """
-        n = len(batch.labels)
-        sums = {name: n * value for name, value in found.items() if name != "loss"}
+        results: dict[str, Tensor | Metric] = {name: value for name, value in found.items() if name != "loss"}
         if self.has_classes:
-            objects = 1 if batch.parts is None else batch.parts.shape[1]
-            if self.has_decoder and output.lengths.shape[1] > objects:
-                sums["reconstruction_absent"] = n * self.absent_error(batch, output)
-            J = output.lengths.shape[1]
+            J, objects = output.lengths.shape[1], 1 if batch.parts is None else batch.parts.shape[1]
+            if self.has_decoder and objects < J:
+                results["reconstruction_absent"] = self.absent_error(batch, output)
             self.chance = 1 / J if objects == 1 else 2 / (J * (J - 1))
-            sums["accuracy"] = right_predictions(output.lengths, batch.labels).sum()
+            self.accuracy.update(right_predictions(output.lengths, batch.labels))
             # Of the capsules of the classes that are there: near 0, the squash passes no gradient on.
-            sums["length"] = output.lengths.gather(1, batch.labels.view(n, -1)).sum() / objects
-        return sums
-
-    def results(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
-        """The results of a test from its sums over ``count`` images."""
-        return {name: float(value) / count for name, value in sums.items()}
+            length = output.lengths.gather(1, batch.labels.view(len(batch.labels), -1)).mean()
+            results |= {"accuracy": self.accuracy, "length": length}
+        return results
 
     def on_validation_epoch_end(self) -> None:
-        names = sorted(self._sums)
-        sizes = [self._sums[name].numel() for name in names]
-        # In float64: counts of pixels are more than float32 holds.
-        sums = torch.cat([*(self._sums[name].flatten() for name in names), self._count[None]]).double()
-        *values, count = self.trainer.strategy.reduce(sums, reduce_op="sum").split([*sizes, 1])
         self.tested_at = self.global_step
-        found = self.results(dict(zip(names, values, strict=True)), count.item())
-        # The same on all processes already; Lightning wants to be told.
-        self.log_dict({f"test_{name}": value for name, value in found.items()}, prog_bar=True, sync_dist=True)
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         # Here and not in the trainer: it is kept in the checkpoint.
         if self.clip is not None:
             self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """That of the training, at the learning rate after the warm-up."""
-        if self.weight_decay:
-            return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
     def configure_optimizers(self) -> Any:
         if not self.decay.steps:
@@ -427,6 +307,7 @@ class Learner(_OfItsModel):
                 raise ValueError("capsfast.train.Learner: a cosine over training without end needs decay_steps")
             # Kept, so that a resumed run with another end goes on with this one.
             self.decay.steps = self.hparams["decay_steps"] = int(planned)
-        optimizer = self.make_optimizer()
+        # AdamW without weight decay is Adam.
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.decay)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

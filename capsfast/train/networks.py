@@ -20,9 +20,8 @@ from ..models import (
     StackedCapsuleAutoencoder,
 )
 from ..models.output import CapsNetOutput
-from ..nn import AgreementRouting, Capsules, DynamicRouting, RoutedCaps, Routing, SlimConvCaps2d
-from ..nn.routing.names import RoutingChoice, routing_class
-from ..nn.routing.names import options_of as options_of_routing
+from ..nn import Capsules
+from ..nn.routing.names import routing_class
 
 NETWORKS: dict[str, type[nn.Module]] = {
     "capsnet": CapsNet,
@@ -39,14 +38,6 @@ NETWORKS: dict[str, type[nn.Module]] = {
 WITHOUT_CLASSES = ("autoencoder", "segcaps", "stacked")
 # Where it is not the margin loss.
 OWN_LOSS = {"cnn": "cross-entropy"}
-# Whose options a network hands on, with dynamic routing and with another one; the others have a layer of their own for
-# dynamic routing, DynamicRouting, and RoutedCaps for all else.
-LAYERS: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
-    "matrixcapsnet": ((RoutedCaps, AgreementRouting), (RoutedCaps,)),
-    "segcaps": ((SlimConvCaps2d, AgreementRouting), (SlimConvCaps2d,)),
-}
-# From the data set, or moved by Lightning.
-GIVEN = ("in_channels", "image_size", "num_classes", "device", "dtype")
 
 
 class OwnNetwork(nn.Module):
@@ -111,48 +102,24 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "routing": path_of("capsfast.train.Learner", "routing", routing)}
 
 
-def options_of(name: str, routing: RoutingChoice | None = None) -> list[str] | None:
-    """What :func:`build` takes for a model and its routing beside the sizes that the data set gives.
-
-    ``routing``: None for the model's default. None for a model of one's own that takes any option.
-
-    Raises:
-        ValueError, TypeError: no such model or routing.
-    """
-    op = "capsfast.train.build"
-    taken = inspect.signature(network_class(op, name)).parameters
-    if routing is None:
-        routing = taken["routing"].default if "routing" in taken else "dynamic"
-    own = [each for each, what in taken.items() if what.kind != what.VAR_KEYWORD]
-    if len(own) < len(taken):
-        if name not in NETWORKS:
-            return None
-        dynamic, others = LAYERS.get(name, ((DynamicRouting,), (RoutedCaps,)))
-        layers = dynamic if routing == "dynamic" else (*others, routing_class(op, routing))
-        own += [option for layer in layers for option in _keywords(layer)]
-    return [each for each in dict.fromkeys(own) if each not in GIVEN]
-
-
-def _keywords(layer: Any) -> list[str]:
-    if inspect.isclass(layer) and issubclass(layer, Routing):
-        return options_of_routing(layer)
-    return [each for each, what in inspect.signature(layer).parameters.items() if what.kind == what.KEYWORD_ONLY]
-
-
 def build(name: str, sizes: Mapping[str, int], options: Mapping[str, Any]) -> nn.Module:
     """A model with the sizes ``in_channels``, ``image_size`` and ``num_classes`` of a data set.
 
     Raises:
-        ValueError: no model of that name, an option that it does not have, or one that it rejects.
+        ValueError, TypeError: no model of that name, an option that it does not have, or one that it rejects.
     """
     op = "capsfast.train.build"
     make, options = network_class(op, name), dict(options)
     if isinstance(options.get("routing"), str) and "." in options["routing"]:
         options["routing"] = routing_class(op, by_path(f"{op}: routing", options["routing"]))
-    known = options_of(name, options.get("routing"))
-    for each in options:
-        if known is not None and each not in known:
-            raise ValueError(f"{op}: {name} has no option {each}; it has {', '.join(known)}")
     taken = inspect.signature(make).parameters
-    network = make(**{size: value for size, value in sizes.items() if size in taken}, **options)
+    try:
+        network = make(**{size: value for size, value in sizes.items() if size in taken}, **options)
+    except TypeError as error:
+        # A network hands on to its layers what is none of its own options.
+        if options.keys() <= taken.keys():
+            raise
+        given = (*sizes, "device", "dtype", "options")
+        own = ", ".join(each for each in taken if each not in given)
+        raise TypeError(f"{op}: {name}'s own options are {own}; {error}") from None
     return network if hasattr(network, "classify") or name in NETWORKS else OwnNetwork(network)

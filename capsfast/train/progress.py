@@ -32,12 +32,10 @@ class Throughput(Callback):
         self._last: float | None = None
         self._rate: float | None = None
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         self._last = None  # validation lies between
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         now = time.perf_counter()
         if self._last is not None:
             rate = len(batch.images) * trainer.world_size / (now - self._last)

@@ -1,9 +1,11 @@
 """Classes of pixels: what is trained on, and how it is measured."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.classification import MultilabelExactMatch, MultilabelJaccardIndex
 
 from ..data import Batch
 from ..models.segcaps import PRESENT
@@ -31,22 +33,12 @@ def pixel_classes(batch: Batch, num_classes: int) -> Tensor:
     return classes
 
 
-class Overlap(NamedTuple):
-    """Pixel counts of every class, ``[J]`` each: in prediction and target, and in either of them."""
+class Overlap(MultilabelJaccardIndex):
+    """Intersection over union of pixels by class, over all images together: the mean of the classes that occur."""
 
-    both: Tensor
-    either: Tensor
-
-    @property
-    def iou(self) -> Tensor:
-        """Intersection over union, the mean of the classes that occur."""
-        there = self.either > 0
-        return (self.both[there] / self.either[there]).mean()
-
-
-def overlap(found: Tensor, classes: Tensor) -> Overlap:
-    """Of predicted and true classes, bool ``[B, J, H, W]``."""
-    return Overlap(*(each.sum((0, 2, 3)) for each in (found & classes, found | classes)))
+    def compute(self) -> Tensor:
+        there = self.confmat.flatten(1)[:, 1:].sum(1) > 0  # all pixels but those that neither image has
+        return super().compute()[there].mean()
 
 
 class SegmentationLearner(Learner, model="segcaps"):
@@ -57,16 +49,20 @@ class SegmentationLearner(Learner, model="segcaps"):
     the decoder.
 
     A test gives ``test_iou``, of the classes over all images together, and ``test_pixels``, the share of pixels with
-    exactly the right classes. Arguments as for Learner, but for loss and entropy_weight, which it does not take.
+    exactly the right classes. Arguments as for Learner, but for loss, which it does not take.
     """
 
     pixel_loss = MarginLoss(lam=ABSENT)
     monitor = ("test_iou", "max")
 
-    def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
-        images = batch.images if shown is None else shown
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.overlap = Overlap(self.sizes["num_classes"], average="none")
+        self.pixels = MultilabelExactMatch(self.sizes["num_classes"])
+
+    def measured(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
         classes = pixel_classes(batch, self.sizes["num_classes"])
-        output = self.model(self.normalized(images), classes)
+        output = self.output(batch.images, classes)
         lengths, targets = (each.movedim(1, -1).flatten(0, -2) for each in (output.lengths, classes))
         margin = self.pixel_loss(lengths, targets)
         if output.reconstruction is None:
@@ -75,20 +71,11 @@ class SegmentationLearner(Learner, model="segcaps"):
         found = {"loss": margin + self.reconstruction_weight * error, "margin": margin, "reconstruction": error}
         return found, output
 
-    def sums(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor]:
+    def results(self, batch: Batch, found: dict[str, Tensor], output: Any) -> dict[str, Tensor | Metric]:
         classes = pixel_classes(batch, self.sizes["num_classes"])
-        predicted = output.lengths > PRESENT
-        both, either = overlap(predicted, classes)
-        right = (predicted == classes).all(1)
-        counts = {"both": both, "either": either, "right": right.sum(), "pixels": torch.tensor(right.numel())}
-        return super().sums(batch, found, output) | {
-            name: each.to(self.device).double() for name, each in counts.items()
-        }
-
-    def results(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
-        iou = Overlap(sums.pop("both"), sums.pop("either")).iou
-        pixels = sums.pop("right") / sums.pop("pixels")
-        return super().results(sums, count) | {"iou": float(iou), "pixels": float(pixels)}
+        for metric in (self.overlap, self.pixels):
+            metric.update((output.lengths > PRESENT).long(), classes.long())
+        return super().results(batch, found, output) | {"iou": self.overlap, "pixels": self.pixels}
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ class StackedLearner(Learner, model="stacked"):
     as ``test_reconstruction``. Arguments as for Learner; those for classes raise or have no meaning here.
     """
 
-    def measured(self, batch: Batch, shown: Tensor | None = None) -> tuple[dict[str, Tensor], Any]:
-        output = self.model(self.normalized(batch.images if shown is None else shown), batch.images)
+    def measured(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
+        output = self.model(self.normalized(batch.images), batch.images)
         terms = self.model.loss(output)
         error = self.reconstruction_loss(output.reconstruction, batch.images)
         return {"loss": torch.stack(list(terms.values())).sum(), **terms, "reconstruction": error}, output

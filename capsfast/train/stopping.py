@@ -70,16 +70,15 @@ class Stop(Callback):
         self._checkpoint = checkpoint
         self._heard_at = 0.0
         self._saved = False
-        self._before: dict[int, Any] = {}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
         self.signal, self._saved = None, False
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers there only
         for number in SIGNALS:
             # A process in the background of a script is started with SIGINT ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._hear)
+                signal.signal(number, self._hear)  # Lightning's teardown puts back what was there before
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -88,9 +87,7 @@ class Stop(Callback):
         elif number == signal.SIGINT and now - self._heard_at > AT_ONCE_AFTER:
             raise KeyboardInterrupt
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         heard = self.signal is not None
         if trainer.world_size > 1:
             # Writing is a matter of all of them, after the same step.
@@ -99,25 +96,15 @@ class Stop(Callback):
             self._save(trainer)
 
     # The loop writes the step's metrics between its end and these.
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         if self._saved:
             raise Stopped
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         if self._saved:
             raise Stopped
 
-    def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # Several processes may have unequal numbers of batches here, and nothing to agree by.
         if self.signal is not None and trainer.world_size == 1 and trainer.state.fn == TrainerFn.FITTING:
             self._save(trainer)
@@ -126,15 +113,3 @@ class Stop(Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(self._checkpoint)
         self._saved = True
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._deaf()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._deaf()
-
-    def _deaf(self) -> None:
-        for number, handler in self._before.items():
-            if handler is not None:  # one that C code has set, which Python can't set again
-                signal.signal(number, handler)
-        self._before = {}

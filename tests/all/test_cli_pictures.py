@@ -48,6 +48,8 @@ def test_evaluate_under_attack(digits: Path, tmp_path: Path) -> None:
     none, weak, strong = (found[name]["right"] for name in ("FGSM, eps 0", "FGSM, eps 0.1", "PGD, eps 0.1, 3 steps"))
     assert strong <= weak + 2 < none
     assert "FGSM, eps 0.1: " in result.output
+    assert "--pgd-steps needs --pgd" in failed("evaluate", digits, "--fgsm", "0.1", "--pgd-steps", "3")
+    assert "--attacked needs --fgsm or --pgd" in failed("evaluate", digits, "--attacked", "3")
 
 
 def test_pictures(digits: Path, tmp_path: Path) -> None:
@@ -64,21 +66,6 @@ def test_pictures(digits: Path, tmp_path: Path) -> None:
     assert "iteration 1: coupling entropy 1.0000" in result.output
 
 
-def test_evaluate_detects_attacks(digits: Path, tmp_path: Path) -> None:
-    attacks = ["--fgsm", "0.3", "--attacked", "40", "--detect", "--false-positives", "0.1"]
-    result = run("evaluate", digits, *attacks, "--out", tmp_path, "--json", tmp_path / "e.json")
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "e.json").read_text())["FGSM, eps 0.3"]
-    assert found["images"] == 40 and found["fooled"] == 40 - found["right"]
-    assert 0.05 < found["false_positives"] <= 0.1 and found["undetected"] <= found["fooled"]
-    assert "FGSM, eps 0.3: " in result.output and "at 10.00% false positives" in result.output
-    assert "--pgd-steps needs --pgd" in failed("evaluate", digits, "--fgsm", "0.1", "--pgd-steps", "3")
-    assert "--attacked needs --fgsm or --pgd" in failed("evaluate", digits, "--attacked", "3")
-    message = failed("evaluate", digits, "--fgsm", "0.1", "--false-positives", "0.1")
-    assert message == "capsfast evaluate: --false-positives needs --detect"
-    assert "--detect needs an attack to be found" in failed("evaluate", digits, "--detect")
-
-
 def test_predictions_and_mistakes_have_names_of_their_own(digits: Path, tmp_path: Path) -> None:
     for more in (["--count", "3"], ["--wrong", "--count", "2"]):
         assert run("picture", digits, *more, "--out", tmp_path).exit_code == 0
@@ -92,7 +79,6 @@ def test_cnn_on_the_command_line(few_images: Path, tmp_path: Path) -> None:
     for command in (["evaluate", "--fgsm", "0.1"], ["picture", "--count", "4"]):
         assert run(command[0], checkpoint, *command[1:], "--out", tmp_path / "pictures").exit_code == 0
     assert sorted(path.stem for path in (tmp_path / "pictures").iterdir()) == ["confusion", "predictions"]
-    assert "class capsules with a decoder are needed" in failed("evaluate", checkpoint, "--fgsm", "0.1", "--detect")
 
 
 def test_perturb_names_the_classes(digits: Path, tmp_path: Path) -> None:
@@ -128,35 +114,6 @@ def test_idx_folder_from_training_to_other_data(few_images: Path, tmp_path: Path
     assert result.exit_code == 0 and "of 20 right" in result.output
     message = failed("evaluate", checkpoint, "--data", "digits")
     assert "needs {'in_channels': 1, 'image_size': 8, 'num_classes': 4}, digits has" in message
-
-
-def test_attacks_are_made_once(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[float] = []
-    whole = train.fgsm
-
-    def counted(loss: Any, images: Any, eps: float) -> Any:
-        made.append(eps)
-        return whole(loss, images, eps)
-
-    monkeypatch.setattr(train, "fgsm", counted)
-    result = run("evaluate", digits, "--fgsm", "0.1", "--attacked", "9", "--detect", "--out", tmp_path)
-    assert result.exit_code == 0 and made == [0.1]
-
-
-def test_what_can_not_be_detected_is_said_before_the_work(
-    digits: Path, few_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    multi = trained(tmp_path, "--data", f"multi:{few_images}", *CAPSNET, "--max-steps", "1", "--limit-val-batches", "0")
-
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(train, "evaluate", never)
-    detect = ["--fgsm", "0.1", "--detect"]
-    message = failed("evaluate", digits, *detect, "--false-positives", "1")
-    assert message == "capsfast evaluate: --false-positives must be below 1 for --detect, got 1"
-    message = failed("evaluate", multi, *detect)
-    assert message == "capsfast evaluate: --detect needs images of one class each, these overlap"
 
 
 @pytest.mark.parametrize("command", ["picture", "reconstruct", "perturb", "routing"])

@@ -22,7 +22,6 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from capsfast import train as training
-from capsfast.cli import training as command_module
 from capsfast.cli.app import app
 from capsfast.train.checkpoint import read_checkpoint
 from capsfast.train.learner import Learner
@@ -108,13 +107,9 @@ def test_a_disk_too_full_for_the_log(new_run: list[str], tmp_path: Path) -> None
         (["reconstruct"], "reconstructions.png"),
         (["perturb", "--label", "1"], "perturb-1.png"),
         (["routing"], "routing.png"),
-        (["train", "--profile", "--resume"], "profile.json"),
     ],
 )
-def test_a_full_disk_leaves_the_picture_before(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], file: str
-) -> None:
-    monkeypatch.setattr(command_module, "STEPS", 1)
+def test_a_full_disk_leaves_the_picture_before(checkpoint: Path, tmp_path: Path, command: list[str], file: str) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / file).write_text("before")
@@ -138,7 +133,7 @@ def test_a_full_disk_leaves_the_numbers_before(checkpoint: Path, tmp_path: Path)
     assert numbers.read_text() == before and ".numbers.part.json" not in names(tmp_path)
 
 
-@pytest.mark.parametrize("command", ["train", "profile", "evaluate", "json", "reconstruct", "perturb", "routing"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "json", "reconstruct", "perturb", "routing"])
 def test_a_folder_that_can_not_be_written_to_ends_before_the_work(
     checkpoint: Path, new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -147,16 +142,15 @@ def test_a_folder_that_can_not_be_written_to_ends_before_the_work(
     def work(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
 
-    for name in ("fit", "routing_share", "evaluate", "reconstructions", "perturbations", "routing_statistics"):
+    for name in ("fit", "evaluate", "reconstructions", "perturbations", "routing_statistics"):
         monkeypatch.setattr(training, name, work)
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "out"
     result = {
         "train": lambda: run(*new_run, "--out", out),
-        "profile": lambda: run(*new_run, "--profile", "--out", out),
         "json": lambda: run("evaluate", checkpoint, "--json", out / "numbers.json", "--out", tmp_path / "out"),
     }.get(command, lambda: run(command, checkpoint, "--out", out))()
-    shown = {"profile": "train", "json": "evaluate"}.get(command, command)
+    shown = {"json": "evaluate"}.get(command, command)
     assert line_of(result, 1) == f"capsfast {shown}: Not a directory: {out}"
 
 
@@ -194,7 +188,7 @@ def test_ctrl_c_before_training_says_that_there_is_nothing(
 def test_sigterm_names_itself_and_the_command_that_goes_on(
     new_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the options of the run that the checkpoint does not hold, and a folder that needs quotes."""
+    """With the options of the run that the checkpoint does not hold, in a folder that needs quotes."""
     original = Learner.training_step
 
     def step(self: Learner, batch: Any, batch_idx: int) -> Any:
@@ -204,42 +198,20 @@ def test_sigterm_names_itself_and_the_command_that_goes_on(
 
     monkeypatch.setattr(Learner, "training_step", step)
     out = tmp_path / "my run"
-    options = ["--epochs", "3", "--test-every", "4"]
+    options = ["--epochs", "3", "--test-every", "4", "--patience", "50"]
     line = line_of(run(*new_run, *options, "--out", out), 143)
     start, _, command = line.partition("; to go on: ")
     assert start == f"capsfast train: interrupted by SIGTERM at step 11; {out}/last.ckpt holds step 11"
     monkeypatch.undo()
-    program, arguments = shlex.split(command)[:3], shlex.split(command)[3:]
-    assert program == ["python", "-m", "capsfast"]
-    expected = ["train", "--resume", f"{out}/last.ckpt", *options, *CPU, "--out", str(out)]
-    assert sorted(arguments) == sorted(expected)
-    assert run(*arguments).exit_code == 0
+    words = ["train", "--resume", f"{out}/last.ckpt"]
+    assert shlex.split(command) == ["python", "-m", "capsfast", *words]
+    before = (out / "config.yaml").read_text()
+    assert run(*words).exit_code == 0
     assert read_checkpoint(out / "last.ckpt")["global_step"] == 24
-
-
-def test_a_run_of_a_configuration_file_goes_on_with_its_options(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Learner.training_step
-
-    def step(self: Learner, batch: Any, batch_idx: int) -> Any:
-        if self.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch, batch_idx)
-
-    monkeypatch.setattr(Learner, "training_step", step)
-    trainer = "trainer: {max_epochs: 3, limit_train_batches: 7, limit_val_batches: 1, accelerator: cpu}\npatience: 50\n"
-    model = "model: {options: {conv_channels: 8, primary_groups: 4}}\n"
-    (tmp_path / "c.yaml").write_text(f"{trainer}{model}data: {{data: {images}, batch_size: 8}}\n")
-    for name in ("fit", "train"):
-        out = tmp_path / name
-        result = run(name, "--config", tmp_path / "c.yaml", "--out", out)
-        command = shlex.split(result.stderr.strip().partition("; to go on: ")[2])
-        options = {"max_epochs=3", "limit_train_batches=7", "limit_val_batches=1", "accelerator=cpu"}
-        assert {f"--trainer.{each}" for each in options} | {"--patience=50", f"--out={out}"} <= {*command[4:]}
-    monkeypatch.undo()
-    assert run(*command[3:]).exit_code == 0
-    assert read_checkpoint(tmp_path / "train" / "last.ckpt")["global_step"] == 21
+    # What it was told is what it was told before, and holds for the one after it.
+    assert (out / "config.yaml").read_text() == before and "val_check_interval: 4" in before
+    assert run(*words, "--epochs", "4").exit_code == 0
+    assert read_checkpoint(out / "last.ckpt")["global_step"] == 32
 
 
 def begun(command: list[str], until: str) -> subprocess.Popen[str]:

@@ -110,3 +110,21 @@ def test_training_in_two_processes_equals_one(alone: Path, tmp_path: Path, launc
     # Adam turns a gradient that is rounding alone into a whole step: few may differ, and all together little.
     moved = 6 * 1e-3 * flat[0].numel() ** 0.5
     assert (flat[0] - flat[1]).norm() < 1e-4 * moved
+
+
+@pytest.mark.slow
+def test_pixels_are_counted_over_both_processes(tmp_path: Path) -> None:
+    """The checkpoint of a network that segments, tested by one process and by two with a share of the images each."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("sklearn")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def said(*words: str) -> str:
+        command = [sys.executable, "-m", "capsfast", *words]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True).stdout
+
+    size = "--conv-channels 4 --types 2 --digit-dim 4 --option dims=[4,4] --option kernel_size=3 --max-steps 2"
+    said("train", "--model", "segcaps", "--data", "multi:digits", *size.split(), "--out", str(tmp_path))
+    test = ["validate", f"--ckpt_path={tmp_path / 'last.ckpt'}", "--trainer.accelerator=cpu"]
+    one, two = said(*test), said(*test, "--trainer.devices=2", "--trainer.strategy=ddp")
+    assert one.startswith("test margin ") and "test iou " in one and two.splitlines()[-1] == one.strip()

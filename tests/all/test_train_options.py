@@ -12,12 +12,11 @@ pytest.importorskip("lightning")
 
 from capsfast import train
 from capsfast.data import Batch, channel_statistics
-from capsfast.nn import Capsules, CouplingEntropy, DynamicRouting, RoutedCaps, couplings, recorded
+from capsfast.nn import CouplingEntropy, DynamicRouting, RoutedCaps, couplings, recorded
 from capsfast.train import ImageData, Learner
 from capsfast.train.checkpoint import read_checkpoint
-from capsfast.train.dropout import DropCapsules, drop_capsules
 from capsfast.train.objective import ClassLoss
-from capsfast.train.schedule import Cosine
+from capsfast.train.schedule import Schedule
 
 from ..support import plain
 from ..support.training import TINY, assert_same_state, learner_for
@@ -29,13 +28,7 @@ EVERYTHING: dict[str, Any] = {
     "decay_steps": 20,
     "loss": "spread",
     "spread_steps": 12,
-    "entropy_weight": 0.1,
-    "caps_dropout": 0.2,
-    "decoder_dropout": 0.3,
     "normalize": "image",
-    "adversarial": "pgd",
-    "adversarial_steps": 2,
-    "adversarial_share": 0.5,
 }
 
 
@@ -53,7 +46,7 @@ def fitted(folder: Path, out: Path, resume: Path | None = None, learning: Any = 
     return learner
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "mse", "adversarial": "fgsm", "normalize": [[0.4], [0.3]]}])
+@pytest.mark.parametrize("options", [{}, {"loss": "mse", "normalize": [[0.4], [0.3]]}])
 def test_resume_with_everything_that_draws(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     learning = EVERYTHING | options
     fitted(folder, tmp_path / "whole", learning=learning)
@@ -67,7 +60,7 @@ def test_resume_with_everything_that_draws(folder: Path, tmp_path: Path, options
 
 
 def test_cosine_is_warmed_up_and_ends_at_zero() -> None:
-    factor = Cosine(warmup_steps=4, steps=10)
+    factor = Schedule(warmup_steps=4, steps=10)
     assert factor(0) == pytest.approx(0.2) and factor(2) == pytest.approx(0.6 * 0.5 * (1 + cos(0.2 * pi)))
     assert factor(5) == pytest.approx(0.5) and factor(10) == pytest.approx(0) and factor(99) == pytest.approx(0)
 
@@ -154,13 +147,10 @@ def test_a_cnn_learns_from_images_that_it_is_very_wrong_about() -> None:
 
 
 def test_parts_of_the_loss_add_up(folder: Path) -> None:
-    learner = learner_for(ImageData(str(folder)), reconstruction_weight=0.01, entropy_weight=0.5)
+    learner = learner_for(ImageData(str(folder)), reconstruction_weight=0.01)
     found, _ = learner.measured(batch_of(folder))
     torch.testing.assert_close(found["margin_present"] + found["margin_absent"], found["margin"])
-    total = found["margin"] + 0.01 * found["reconstruction"] + 0.5 * found["entropy"]
-    torch.testing.assert_close(found["loss"], total)
-    tested, _ = learner.eval().measured(batch_of(folder))
-    assert "entropy" not in tested
+    torch.testing.assert_close(found["loss"], found["margin"] + 0.01 * found["reconstruction"])
 
 
 @pytest.mark.parametrize("layer", [DynamicRouting, RoutedCaps])
@@ -191,66 +181,6 @@ def test_recorded_needs_a_routing_layer() -> None:
         recorded(nn.Linear(1, 1)),
     ):
         pass
-
-
-@pytest.mark.parametrize("model", ["capsnet", "deepcaps"])
-def test_caps_dropout_drops_whole_capsules(folder: Path, model: str) -> None:
-    learner = learner_for(ImageData(str(folder)), model, caps_dropout=0.25)
-    plainly = learner_for(ImageData(str(folder)), model)
-    x = batch_of(folder, 50).images
-    seen: list[Tensor] = []
-    for each in (learner, plainly):
-        each.model.primary.register_forward_hook(lambda module, args, output: seen.append(output))
-        each.model.encode(x)
-    dropped, whole = seen
-    gone = (dropped == 0).all(2)
-    assert 0.15 < gone.float().mean() < 0.35
-    torch.testing.assert_close(dropped, whole * (~gone).unsqueeze(2) / 0.75)
-    assert torch.equal(learner.eval().model.encode(x), plainly.eval().model.encode(x))
-    assert torch.equal(seen[2], whole)
-
-
-def test_caps_dropout_of_capsules_with_activations() -> None:
-    poses, activations = torch.rand(40, 3, 4, 2, 2) + 0.1, torch.rand(40, 3, 2, 2) + 0.1
-    module = nn.Identity()
-    module.register_forward_hook(DropCapsules(0.25))
-    found = module(Capsules(poses, activations))
-    gone = found.activations == 0
-    assert 0.15 < gone.float().mean() < 0.35
-    assert torch.equal(found.activations, activations.masked_fill(gone, 0))
-    assert torch.equal(found.poses, poses.masked_fill(gone.unsqueeze(2), 0))
-
-
-def test_caps_dropout_needs_capsules_and_not_feature_maps() -> None:
-    model = nn.Module()
-    model.primary = nn.Conv2d(1, 1, 1)
-    with pytest.raises(ValueError, match="caps_dropout needs primary capsules, Module has none"):
-        drop_capsules(model, 0.1)
-
-
-@pytest.mark.parametrize("model", ["capsnet", "deepcaps", "autoencoder"])
-def test_decoder_dropout_drops_hidden_units(folder: Path, model: str) -> None:
-    learner = learner_for(ImageData(str(folder)), model, decoder_dropout=0.25)
-    decoder = learner.model.decoder
-    layers = [each for each in decoder.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
-    assert len(layers) == (4 if model == "deepcaps" else 3)
-    seen: list[Tensor] = []
-    for layer in layers:
-        layer.register_forward_hook(lambda module, args, output: seen.append(args[0]))
-    batch = batch_of(folder, 50)
-    torch.manual_seed(0)
-    learner.measured(batch)
-    dropped, whole = seen[1:], []
-    seen.clear()
-    learner.eval().measured(batch)
-    whole = seen[1:]
-    # Of the first hidden layer both know the same; the others see what it left.
-    lost = (dropped[0] == 0) & (whole[0] != 0)
-    assert 0.15 < lost.sum() / (whole[0] != 0).sum() < 0.35
-    torch.testing.assert_close(dropped[0], whole[0].masked_fill(lost, 0) / torch.where(dropped[0] == 0, 1, 0.75))
-    if dropped[0].dim() == 4:
-        alive = (whole[0] != 0).any((2, 3))
-        assert torch.equal((dropped[0] == 0).all((2, 3)) & alive, lost.any((2, 3)))
 
 
 def test_normalized_is_what_the_network_sees(folder: Path) -> None:
@@ -299,46 +229,6 @@ def test_normalized_images_one_by_one() -> None:
     assert torch.equal(dark.normalized(x)[:, 1], x[:, 1])
 
 
-@pytest.mark.parametrize(("attack", "share", "count"), [("fgsm", 1.0, 7), ("pgd", 0.5, 4), ("pgd", 0.05, 0)])
-def test_adversary_attacks_its_share(folder: Path, attack: str, share: float, count: int) -> None:
-    options = {"adversarial": attack, "adversarial_eps": 0.1, "adversarial_steps": 3, "adversarial_share": share}
-    learner = learner_for(ImageData(str(folder)), **options)
-    batch = batch_of(folder)
-    changed = learner.attacked(batch)
-    assert torch.equal(changed, learner.attacked(batch)) and not changed.requires_grad
-    assert torch.equal(changed[count:], batch.images[count:])
-    assert changed.min() >= 0 and changed.max() <= 1 and (changed - batch.images).abs().max() <= 0.1 + 1e-6
-    loss = learner.class_loss_of(batch.labels[:count])
-    if count:
-        assert loss(changed[:count]) > loss(batch.images[:count])
-    # What the network is to recognize and to decode stays the image as it was.
-    found, output = learner.measured(batch, changed)
-    assert torch.equal(output.lengths, learner.classify(changed).activations)
-    error = (output.reconstruction - batch.images).square().sum((1, 2, 3)).mean()
-    torch.testing.assert_close(found["reconstruction"], error)
-    assert all(each.grad is None for each in learner.parameters())
-
-
-def test_an_attack_leaves_buffers_alone(folder: Path) -> None:
-    learner = learner_for(ImageData(str(folder)), "efficientcapsnet", adversarial="pgd", adversarial_steps=2).train()
-    before = {name: each.clone() for name, each in learner.named_buffers()}
-    assert any("num_batches_tracked" in name for name in before)
-    learner.attacked(batch_of(folder))
-    assert all(torch.equal(each, before[name]) for name, each in learner.named_buffers())
-
-
-def test_an_attack_is_not_autocast(folder: Path) -> None:
-    """float16, whose gradients of images underflow, is seen by the network as bfloat16 is."""
-    learner = learner_for(ImageData(str(folder)), adversarial="fgsm")
-    batch = batch_of(folder)
-    seen: list[torch.dtype] = []
-    learner.model.conv.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    wanted = learner.attacked(batch)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = learner.attacked(batch)
-    assert seen == [torch.float32] * 2 and torch.equal(found, wanted)
-
-
 @pytest.mark.parametrize("kind", ["", "multi:"])
 def test_absent_error_is_that_of_the_longest_absent_capsule(folder: Path, kind: str) -> None:
     batch = batch_of(folder, kind=kind)
@@ -361,10 +251,11 @@ def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
     assert learner.class_loss.name == "cross-entropy" and not learner.has_decoder
     batch = batch_of(folder)
     learner.eval()
-    found, lengths = learner.losses(batch)
+    found, output = learner.measured(batch)
     nll = nn.functional.nll_loss(learner.model(batch.images).lengths.log(), batch.labels)
-    torch.testing.assert_close(tuple(found), (nll, nll, torch.zeros(())))
-    torch.testing.assert_close(lengths.sum(1), torch.ones(7))
+    assert found.keys() == {"loss", "cross_entropy", "reconstruction"} and found["reconstruction"] == 0
+    torch.testing.assert_close((found["loss"], found["cross_entropy"]), (nll, nll))
+    torch.testing.assert_close(output.lengths.sum(1), torch.ones(7))
     learner.train()
     train.fit(train.make_trainer(tmp_path, epochs=1, accelerator="cpu", progress=False), learner, images)
     again, _ = train.open_checkpoint(tmp_path / "last.ckpt")
@@ -377,25 +268,13 @@ def test_cnn_learns_by_cross_entropy(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "rule"),
     [
-        ({"weight_decay": -1.0}, "weight_decay must not be negative"),
-        ({"entropy_weight": float("nan")}, "entropy_weight must not be negative"),
-        ({"caps_dropout": 1.0}, "caps_dropout must be at least 0 and below 1, got 1.0"),
-        ({"decoder_dropout": -0.1}, "decoder_dropout must be at least 0"),
+        ({"weight_decay": float("nan")}, "weight_decay must not be negative"),
         ({"schedule": "linear"}, "schedule must be one of 'exponential', 'cosine', got 'linear'"),
         ({"loss": "hinge"}, "loss must be one of 'margin', 'mse', 'spread', 'cross-entropy', got 'hinge'"),
         ({"normalize": "each"}, 'normalize must be "image", "set", or mean and deviation of each of 1 channels'),
         ({"normalize": [[0.1, 0.2], [1.0, 1.0]]}, "normalize must be"),
-        ({"adversarial": "noise"}, "adversarial must be one of 'fgsm', 'pgd', got 'noise'"),
-        ({"adversarial": "fgsm", "adversarial_eps": 0.0}, "adversarial_eps must be positive"),
-        ({"adversarial": "pgd", "adversarial_steps": 0}, "adversarial_steps must be at least 1"),
-        ({"adversarial": "pgd", "adversarial_share": 1.5}, "adversarial_share must be above 0 and at most 1, got 1.5"),
-        ({"decoder_dropout": 0.1, "options": TINY | {"reconstruction": False}}, "decoder_dropout needs a decoder"),
-        ({"caps_dropout": 0.1, "model": "cnn", "options": {}}, "caps_dropout needs primary capsules, CNN has none"),
-        ({"entropy_weight": 0.1, "model": "cnn", "options": {}}, "entropy_weight needs a network that routes"),
-        ({"adversarial": "fgsm", "model": "autoencoder", "options": {}}, "adversarial needs a network with classes"),
         ({"loss": "mse", "model": "autoencoder", "options": {}}, "loss is that of classes, of which autoencoder has"),
         ({"loss": "margin", "model": "segcaps", "options": {}}, "loss is that of classes, of which segcaps has none"),
-        ({"entropy_weight": 0.1, "model": "segcaps", "options": {}}, "entropy_weight needs a network that routes"),
     ],
 )
 def test_learner_rejects(wrong: dict[str, Any], rule: str) -> None:

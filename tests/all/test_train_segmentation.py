@@ -19,9 +19,9 @@ from capsfast import train
 from capsfast.cli.app import app
 from capsfast.data import Batch, open_sets
 from capsfast.plot import class_colours
-from capsfast.train import ImageData, Learner, Overlap, SegmentationLearner, overlap, pixel_classes
-from capsfast.train.networks import options_of
+from capsfast.train import ImageData, Learner, SegmentationLearner, pixel_classes
 from capsfast.train.run import quiet
+from capsfast.train.segmentation import Overlap
 
 from ..support.idx_files import write_set
 
@@ -42,16 +42,19 @@ def test_classes_of_pixels_are_those_of_the_bright_parts() -> None:
     assert pixel_classes(alone, 4).nonzero().tolist() == [[0, 2, 0, 0], [0, 2, 0, 1]]
 
 
-def test_overlap_counts_and_its_mean() -> None:
-    found, classes = torch.rand(2, 3, 4, 5, 6) > 0.5
+def mean_overlap(found: torch.Tensor, classes: torch.Tensor) -> float:
+    """Of bool ``[B, J, H, W]``, class by class."""
+    both, either = ((found & classes).sum((0, 2, 3)), (found | classes).sum((0, 2, 3)))
+    return float((both[either > 0] / either[either > 0]).mean())
+
+
+def test_overlap_is_the_mean_of_the_classes_that_occur() -> None:
+    found, classes = torch.rand(2, 6, 4, 5, 6) > 0.5
     found[:, 2] = classes[:, 2] = False  # a class that nobody has, and nobody finds
-    counts = overlap(found, classes)
-    for j in (0, 1, 3):
-        pairs = list(zip(found[:, j].flatten().tolist(), classes[:, j].flatten().tolist(), strict=True))
-        assert counts.both[j] == sum(a and b for a, b in pairs) and counts.either[j] == sum(a or b for a, b in pairs)
-    wanted = [float(counts.both[j] / counts.either[j]) for j in (0, 1, 3)]
-    assert float(counts.iou) == pytest.approx(sum(wanted) / 3)
-    assert float(Overlap(torch.tensor([3, 1]), torch.tensor([4, 4])).iou) == 0.5
+    metric = Overlap(4, average="none")
+    for rows in (slice(0, 4), slice(4, 6)):
+        metric.update(found[rows].long(), classes[rows].long())
+    assert float(metric.compute()) == pytest.approx(mean_overlap(found, classes))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def test_a_test_is_of_all_images_together(folder: Path, tmp_path: Path) -> None:
         parts, output = learner.measured(batch)
     lengths = output.lengths
     classes = pixel_classes(batch, 4)
-    assert found["test_iou"] == pytest.approx(float(overlap(lengths > 0.5, classes).iou)) and found["test_iou"] > 0
+    assert found["test_iou"] == pytest.approx(mean_overlap(lengths > 0.5, classes)) and found["test_iou"] > 0
     right = ((lengths > 0.5) == classes).all(1).float().mean()
     assert found["test_pixels"] == pytest.approx(float(right)) and 0 < right < 1
     assert found["test_margin"] == pytest.approx(float(parts["margin"]), rel=1e-5)
@@ -135,9 +138,7 @@ def test_from_the_command_line(folder: Path, tmp_path: Path) -> None:
         result = run(command, out / "last.ckpt", "--out", out / "pictures")
         assert result.exit_code == 1 and "classes" in result.output and "Traceback" not in result.output
     result = run("train", *model, "--routing", "dynamic", "--option", "rank=2", "--out", tmp_path / "no")
-    assert result.exit_code == 1 and "segcaps has no option rank; it has conv_channels" in " ".join(
-        result.output.split()
-    )
+    assert result.exit_code == 1 and "segcaps's own options are conv_channels, " in " ".join(result.output.split())
 
 
 def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,20 +156,6 @@ def test_pictures_of_a_network_on_a_device(folder: Path, monkeypatch: pytest.Mon
         rows = train.segmented(learner, batch)
     assert list(rows) == ["image", "classes", "predicted", "reconstruction"]
     assert {each.device.type for each in rows.values()} == {"cpu"}
-
-
-def test_options_are_those_of_the_network_and_its_layers() -> None:
-    known = options_of("segcaps")
-    assert {"dims", "kernel_size", "learned_logits", "softmax", "shared", "num_iterations"} <= set(known)
-    assert "rank" not in known and "positions" in options_of("capsnet")
-
-
-def test_a_step_of_a_network_that_segments_is_profiled(folder: Path) -> None:
-    images = ImageData(f"multi:{folder}")
-    images.setup()
-    learner = Learner("segcaps", *images.sets[2:], options=TINY)
-    found = train.routing_share(learner, images.sets.train.batch(torch.arange(4)), steps=1)
-    assert 0 < found.routing < found.step
 
 
 def test_colours_of_classes() -> None:
