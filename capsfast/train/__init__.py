@@ -24,7 +24,7 @@ from .inspect import (
 )
 from .learner import Learner
 from .networks import NETWORKS, build
-from .predict import activations, predicted_images, read_picture
+from .predict import activations, open_pretrained, predicted_images, read_picture
 from .profile import StepShare, routing_share
 from .run import fit, make_trainer
 from .segmentation import Overlap, SegmentationLearner, overlap, pixel_classes, segmented
@@ -58,6 +58,7 @@ __all__ = [
     "object_presences",
     "one_of_each_class",
     "open_checkpoint",
+    "open_pretrained",
     "overlap",
     "perturbations",
     "pgd",
