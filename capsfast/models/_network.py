@@ -144,19 +144,19 @@ class Network(Layer):
         """
         args, kwargs = vars(self)["_made_with"]
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
-        given = {*bound.arguments}
         bound.apply_defaults()  # a later version may have others
+        taken = bound.signature.parameters
         found: dict[str, Any] = {}
         for name, value in bound.arguments.items():
-            rest = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            found |= value if rest else {name: value}
-            wrong = [each for each in (value if rest else given & {name}) if not _is_plain(found[each])]
-            if wrong and wrong[0] not in MOVED:
+            found |= value if taken[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        plain = {name: value for name, value in found.items() if name not in MOVED and _is_plain(value)}
+        for name in found.keys() - plain.keys() - {*MOVED}:
+            if name not in taken or found[name] is not taken[name].default:
                 raise ValueError(
-                    f"{op}: {wrong[0]} must be a number, text, or a sequence of them, got "
-                    f"{checks.shown(found[wrong[0]])}; save the state_dict of such a network"
+                    f"{op}: {name} must be a number, text, or a sequence of them, got {checks.shown(found[name])}; "
+                    "save the state_dict of such a network"
                 )
-        return {name: value for name, value in found.items() if name not in MOVED and _is_plain(value)}
+        return plain
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes ``config.json``, the options of the network, and ``model.safetensors``, its parameters and buffers.

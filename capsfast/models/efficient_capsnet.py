@@ -52,7 +52,7 @@ def four_convs(
             maps = convs[-1].maps_left(maps)
         if min(maps) >= LEAST:
             break
-    if min(*size, *maps) < 1 or min(size) < LEAST:
+    if min(maps) < 1 or min(size) < LEAST:
         least = f"at least {LEAST}" if min(size) < LEAST else "larger for these kernel_sizes and strides"
         raise ValueError(f"{op}: image_size must be {least}, got {size[0]} x {size[1]}")
     return convs, maps
