@@ -23,8 +23,9 @@ ALLOWED = re.compile(
 USE = """
 import sys, torch, capsfast
 assert capsfast.__file__.startswith(sys.prefix), capsfast.__file__
-from capsfast import native
+from capsfast import models, native
 assert native.extension is not None, native.why_absent
+assert "mnist" in models.EfficientCapsNet._shipped()
 u, weight = torch.randn(3, 7, 8), 0.1 * torch.randn(7, 5, 16, 8)
 torch.testing.assert_close(
     capsfast.dynamic_routing(u, weight, backend="cpp"), capsfast.dynamic_routing(u, weight, backend="reference")

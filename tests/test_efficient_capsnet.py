@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from capsfast.models import CapsNetOutput, EfficientCapsNet
+from capsfast.models import CapsNet, CapsNetOutput, EfficientCapsNet
 from capsfast.nn import ROUTINGS, CapsNetLoss, DepthwisePrimaryCaps
 
 from .support import plain
@@ -53,7 +53,7 @@ def plain_network(model: EfficientCapsNet, x: Tensor, labels: Tensor | None, pad
             mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
         else:
             mean, variance = p[f"{norm}.running_mean"], p[f"{norm}.running_var"]
-        x = (x - mean[:, None, None]) / (variance[:, None, None] + 1e-5).sqrt()
+        x = (x - mean[:, None, None]) / (variance[:, None, None] + 1e-3).sqrt()
         x = p[f"{norm}.weight"][:, None, None] * x + p[f"{norm}.bias"][:, None, None]
     W, bias = p["primary.conv.weight"], p["primary.conv.bias"]
     maps = [F.conv2d(x[:, n : n + 1], W[n : n + 1], bias[n : n + 1]) for n in range(len(W))]
@@ -108,6 +108,48 @@ def test_has_the_papers_parameters() -> None:
     assert parameters_of(model.decoder) == 1_411_344
     assert parameters_of(model) == 161_824 + 1_411_344
     assert parameters_of(EfficientCapsNet(device="meta", reconstruction=False)) == 161_824
+
+
+# What the authors' code has for their other data sets, beside how many classes.
+MULTI: dict[str, Any] = {"strides": (1, 1, 2, 2), "kernel_size": 5, "primary_stride": 2}
+NORB: dict[str, Any] = {"kernel_sizes": (7, 3, 3, 3), "strides": (2, 1, 1, 2), "norm": "instance"}
+
+
+def test_has_the_parameters_of_the_authors_other_networks() -> None:
+    """154 K for MultiMNIST, 151 K for SmallNORB without the decoder; one place of primary capsules."""
+    multi = EfficientCapsNet(1, 36, 10, device="meta", **MULTI)
+    assert parameters_of(multi) - parameters_of(multi.decoder) == 154_656 and multi.routing.in_caps == 16
+    norb = EfficientCapsNet(2, 48, 5, device="meta", reconstruction=False, **NORB)
+    assert parameters_of(norb) == 151_664 and norb.primary.conv.kernel_size == (8, 8) and norb.routing.in_caps == 16
+
+
+def test_the_running_statistics_are_those_of_keras() -> None:
+    """A momentum of 0.99 there; what is left of the first statistics is 0.99 after a batch."""
+    model = small().train()
+    x = images()
+    model(x)
+    maps = F.conv2d(x, model.convs[0].weight, model.convs[0].bias, padding=2).relu()
+    torch.testing.assert_close(model.convs[2].running_mean, 0.01 * maps.mean((0, 2, 3)))
+
+
+def test_instance_normalisation() -> None:
+    """As in tensorflow_addons: eps 1e-3, statistics of each image alone, also in evaluation mode."""
+    torch.manual_seed(0)
+    model = EfficientCapsNet(2, 30, 5, **SMALL, **NORB).eval()
+    x = wanted = torch.rand(B, 2, 30, 30)
+    for n, stride in enumerate(NORB["strides"]):
+        wanted = F.leaky_relu(F.conv2d(wanted, model.convs[3 * n].weight, model.convs[3 * n].bias, stride), 0.3)
+        mean, variance = wanted.mean((2, 3), keepdim=True), wanted.var((2, 3), keepdim=True, correction=0)
+        wanted = (wanted - mean) / (variance + 1e-3).sqrt()
+    torch.testing.assert_close(model.convs(x), wanted)
+
+
+@pytest.mark.parametrize("network", [EfficientCapsNet, CapsNet])
+def test_widths_of_the_decoder(network: Any) -> None:
+    widths = [each.out_features for each in network(1, 8, 3, decoder_hidden=[5, 7]).decoder.layers[::2]]
+    assert widths == [5, 7, 64]
+    with pytest.raises(ValueError, match=f"{network.__name__}: decoder_hidden must be at least 1, got 0"):
+        network(1, 8, 3, decoder_hidden=(5, 0))
 
 
 @pytest.mark.parametrize(("size", "kernel", "places"), SIZES, ids=str)
@@ -232,6 +274,17 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: EfficientCapsNet(1, (8, 2)),
         ValueError,
         "EfficientCapsNet: image_size must be at least 3, got 8",
+    ),
+    "strides": (lambda: EfficientCapsNet(strides=(1, 2)), ValueError, r"strides must hold four of them, got \(1, 2\)"),
+    "nothing left": (
+        lambda: EfficientCapsNet(1, 8, strides=(2, 2, 2, 2)),
+        ValueError,
+        "image_size must be larger for these kernel_sizes and strides, got 8 x 8",
+    ),
+    "norm": (
+        lambda: EfficientCapsNet(norm="layer"),
+        ValueError,
+        "norm must be one of 'batch', 'instance', got 'layer'",
     ),
     "kernel": (lambda: EfficientCapsNet(1, 8, kernel_size=4), ValueError, "a window of 4 x 4 .* got 3 x 3"),
     "classes": (lambda: EfficientCapsNet(1, 8, 0), ValueError, "EfficientCapsNet: num_classes must be at least 1"),

@@ -13,6 +13,7 @@ from capsfast.functional import RoutingKeywords
 from capsfast.passes import PassKeywords
 
 HEAVY = ("lightning", "lightning_fabric", "pytorch_lightning", "matplotlib", "sklearn", "rich", "typer", "tensorboard")
+HEAVY += ("huggingface_hub", "safetensors")
 OWN = tuple(f"capsfast.{name}" for name in ("adopt", "bench", "cli", "compat", "data", "export", "models", "train"))
 SHARE = 0.1
 

@@ -224,17 +224,43 @@ def clusters(
 
 def predict(
     pictures: Annotated[list[Path], typer.Argument(help="PNG or JPEG files.", show_default=False)],
-    checkpoint: Annotated[Path, typer.Option(help="A file that train wrote, such as last.ckpt.", show_default=False)],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A file that train wrote, such as last.ckpt.", show_default=False)
+    ] = None,
+    pretrained: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of a checkpoint: mnist, fashion-mnist, multi-mnist, a folder of save_pretrained, or a "
+            "repository of the Hugging Face Hub.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Class of the pretrained network, such as efficientcapsnet.", show_default=False)
+    ] = None,
     out: Out = Path("out/predict"),
     accelerator: Accelerator = "auto",
 ) -> None:
-    """The class of pictures, resized to the network's images: a line each, and predictions.png."""
+    """The class of pictures, resized to the network's images: a line each, and predictions.png.
+
+    They must look like the images of the training. Those of mnist, fashion-mnist and multi-mnist are light on black and
+    in the middle. Digits have a margin of a seventh of the width, clothes fill the picture.
+    """
+    if (checkpoint is None) == (pretrained is None):
+        got = "neither" if checkpoint is None else "both"
+        raise stop(f"capsfast predict: --checkpoint FILE or --model NAME --pretrained NAME is needed, got {got}")
+    if (pretrained is None) != (model is None):
+        missing = "--model, such as efficientcapsnet" if model is None else "--pretrained; a checkpoint holds its model"
+        raise stop(f"capsfast predict: --{'pretrained' if model is None else 'model'} needs {missing}")
     with plain_errors("predict"):
         check_writable(out)
         from .. import plot, train
         from ..train.checkpoint import open_learner, read_checkpoint
 
-        learner = open_learner(read_checkpoint(checkpoint))
+        if pretrained is not None and model is not None:
+            learner = train.open_pretrained(model, pretrained)
+        elif checkpoint is not None:
+            learner = open_learner(read_checkpoint(checkpoint))
         to_accelerator(learner, accelerator)
         names = learner.class_names
         images = torch.cat([train.read_picture(path, learner) for path in pictures])

@@ -2,13 +2,13 @@
 
 from torch import Tensor, nn
 
-from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ._capsules import class_of
+from ._network import Network
 from .output import CapsNetOutput
 
 
-class DecodedCapsules(Layer):
+class DecodedCapsules(Network):
     """A network that classifies, with a part ``decoder`` or None."""
 
     _op: str

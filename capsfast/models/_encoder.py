@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn import Length, PrimaryCaps, _arguments
-from ..nn._layer import Layer
 from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._images import check_images, image_shape
+from ._network import Network
 
 
 def fitting_kernel(height: int, width: int) -> int:
@@ -20,7 +20,7 @@ def fitting_kernel(height: int, width: int) -> int:
     return max(1, min(9, (min(height, width) - 1) // 2 - 1 | 1))
 
 
-class CapsuleEncoder(Layer):
+class CapsuleEncoder(Network):
     """Images to capsules (Sabour, Frosst, Hinton 2017, figure 1): ``conv``, ``primary`` and ``routing``."""
 
     _op: str

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .. import checks
-from ..nn import Decoder
+from ..nn import Decoder, _arguments
 from ..nn.routing.names import RoutingChoice
 from ._decoded import DecodedCapsules
 from ._encoder import CapsuleEncoder
@@ -30,6 +30,7 @@ class CapsNet(CapsuleEncoder, DecodedCapsules):
         num_iterations: of the routing; None for its default, 3 for dynamic routing.
         routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
         reconstruction: whether there is a decoder.
+        decoder_hidden: widths of its hidden layers.
         kernel_size: of both convolutions; by default 9, on images below 19 pixels smaller.
         backend, device, dtype, routing_options: all others of :class:`capsfast.DynamicRouting`, or of RoutedCaps.
 
@@ -54,6 +55,7 @@ class CapsNet(CapsuleEncoder, DecodedCapsules):
         num_iterations: int | None = None,
         routing: RoutingChoice = "dynamic",
         reconstruction: bool = True,
+        decoder_hidden: Sequence[int] = (512, 1024),
         kernel_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -76,6 +78,6 @@ class CapsNet(CapsuleEncoder, DecodedCapsules):
             dtype,
             routing_options,
         )
-        self.decoder = (
-            Decoder(num_classes, digit_dim, self.image_shape, device=device, dtype=dtype) if reconstruction else None
-        )
+        hidden = _arguments.sizes(self._op, "decoder_hidden", decoder_hidden, 0)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, hidden, **made) if reconstruction else None

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import _arguments
-from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ._images import check_images, image_shape
+from ._network import Network
 from .output import CapsNetOutput
 
 
-class CNN(Layer):
+class CNN(Network):
     """Convolutions, fully connected layers and a softmax: the baseline of Sabour, Frosst, Hinton (2017), section 5.
 
     With the defaults and 28 x 28 images it has the paper's 35.4 million parameters. It has no capsules: where a

@@ -1,7 +1,8 @@
 """Efficient-CapsNet, the network of Mazzia, Salvetti, Chiaberge (2021)."""
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +15,47 @@ from ..nn.routing.names import RoutingChoice
 from ._decoded import DecodedCapsules
 from ._images import check_images, image_shape
 
-KERNELS = (5, 3, 3, 3)
-STRIDES = (1, 1, 1, 2)
 # Of the depthwise convolution: as in the paper, and what the convolutions before it should leave on small images.
 LARGEST, LEAST = 9, 3
+# Of the normalisations, as in the authors' code; Keras calls this momentum 0.99.
+EPS, MOMENTUM = 1e-3, 0.01
 
 
-def maps_left(size: Sequence[int], padded: bool) -> tuple[int, int]:
-    """(H, W) of the feature maps that the four convolutions make of an image; below 1 if they don't fit."""
-    height, width = size
-    for kernel, stride, padding in zip(KERNELS, STRIDES, paddings(padded), strict=True):
-        height, width = ((n + 2 * padding - kernel) // stride + 1 for n in (height, width))
-    return height, width
+class Conv(NamedTuple):
+    """Kernel, stride and padding of a convolution, the same along both axes."""
+
+    kernel: int
+    stride: int
+    padding: int
+
+    def maps_left(self, size: Sequence[int]) -> tuple[int, int]:
+        """(H, W) of the feature maps; below 1 if the kernel doesn't fit."""
+        height, width = ((n + 2 * self.padding - self.kernel) // self.stride + 1 for n in size)
+        return height, width
 
 
-def paddings(padded: bool) -> tuple[int, ...]:
-    return tuple(kernel // 2 if padded and stride == 1 else 0 for kernel, stride in zip(KERNELS, STRIDES, strict=True))
+def four_convs(
+    op: str, size: tuple[int, int], kernel_sizes: Sequence[int], strides: Sequence[int]
+) -> tuple[list[Conv], tuple[int, int]]:
+    """The convolutions, padded where less than 3 x 3 places would be left, and (H, W) of their feature maps.
+
+    Raises:
+        ValueError: not four kernels and strides, or an image that they leave nothing of.
+    """
+    for name, values in (("kernel_sizes", kernel_sizes), ("strides", strides)):
+        if len(_arguments.sizes(op, name, values)) != 4:
+            raise ValueError(f"{op}: {name} must hold four of them, got {checks.shown(tuple(values))}")
+    for padded in (False, True):
+        convs, maps = [], size
+        for kernel, stride in zip(kernel_sizes, strides, strict=True):
+            convs.append(Conv(kernel, stride, kernel // 2 if padded and stride == 1 else 0))
+            maps = convs[-1].maps_left(maps)
+        if min(maps) >= LEAST:
+            break
+    if min(maps) < 1 or min(size) < LEAST:
+        least = f"at least {LEAST}" if min(size) < LEAST else "larger for these kernel_sizes and strides"
+        raise ValueError(f"{op}: image_size must be {least}, got {size[0]} x {size[1]}")
+    return convs, maps
 
 
 class EfficientCapsNet(DecodedCapsules):
@@ -39,23 +65,31 @@ class EfficientCapsNet(DecodedCapsules):
     gives as 161 K. The convolutions have kernels of 5, 3, 3 and 3, the last a stride of 2; a ReLU and a batch
     normalisation follow each, as in the authors' code. In evaluation mode samples do not depend on each other.
 
+    The authors' network for MultiMNIST, 36 x 36, 154 656 parameters without the decoder, has ``strides=(1, 1, 2, 2),
+    kernel_size=5, primary_stride=2``. Their network for SmallNORB, 48 x 48, has ``kernel_sizes=(7, 3, 3, 3),
+    strides=(2, 1, 1, 2), norm="instance"``.
+
     Parts: ``convs``, ``primary`` (:class:`capsfast.nn.DepthwisePrimaryCaps`), ``routing``
     (:class:`capsfast.nn.RoutedCaps`, or :class:`capsfast.DynamicRouting` where that is chosen), ``decoder``
     (:class:`capsfast.nn.Decoder` or None).
 
     Args:
-        in_channels, image_size: of the images; an int or (height, width), at least 3. On images below 15 pixels the
-            first three convolutions are padded, so that they keep the size.
+        in_channels, image_size: of the images; an int or (height, width), at least 3. Where the convolutions would
+            leave less than 3 x 3 places, with the defaults below 15 pixels, those of stride 1 are padded, so that they
+            keep the size.
         num_classes: J.
         conv_channels: of the first convolution; the next two have twice as many.
         primary_groups, primary_dim: types and size of the primary capsules. The last convolution has as many channels
             as these have numbers.
+        kernel_sizes, strides: of the four convolutions.
+        norm: ``"batch"``, with eps 1e-3 and momentum 0.01; or ``"instance"``, after a LeakyReLU of slope 0.3.
         digit_dim: size of the class capsules.
         num_iterations: of a routing that iterates; None for its default.
         routing: ``"self-attention"``, or another one as for :class:`capsfast.nn.RoutedCaps`.
         reconstruction: whether there is a decoder.
-        kernel_size: of the primary capsules; by default 9 or, where the maps are smaller, their size. Larger maps have
-            primary capsules at several places.
+        decoder_hidden: widths of its hidden layers.
+        kernel_size, primary_stride: of the primary capsules; the kernel by default 9 or, where the maps are smaller,
+            their size. Larger maps have primary capsules at several places.
         device, dtype, routing_options: as for :class:`capsfast.models.CapsNet`.
 
     Shapes, errors: as :class:`CapsNet`. The lengths of its output are the activations of the routing.
@@ -72,11 +106,16 @@ class EfficientCapsNet(DecodedCapsules):
         conv_channels: int = 32,
         primary_groups: int = 16,
         primary_dim: int = 8,
+        kernel_sizes: Sequence[int] = (5, 3, 3, 3),
+        strides: Sequence[int] = (1, 1, 1, 2),
+        norm: str = "batch",
         digit_dim: int = 16,
         num_iterations: int | None = None,
         routing: RoutingChoice = "self-attention",
         reconstruction: bool = True,
+        decoder_hidden: Sequence[int] = (512, 1024),
         kernel_size: int | Sequence[int] | None = None,
+        primary_stride: int | Sequence[int] = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **routing_options: Any,
@@ -87,25 +126,25 @@ class EfficientCapsNet(DecodedCapsules):
         _arguments.integers(op, num_classes=num_classes, digit_dim=digit_dim)
         _arguments.integers(op, conv_channels=conv_channels, primary_groups=primary_groups, primary_dim=primary_dim)
         checks.boolean(op, "reconstruction", reconstruction)
-        size = self.image_shape[1:]
-        if min(size) < LEAST:
-            raise ValueError(f"{op}: image_size must be at least {LEAST}, got {size[0]} x {size[1]}")
-        padded = min(maps_left(size, False)) < LEAST
-        maps = maps_left(size, padded)
+        checks.choice(op, "norm", norm, ("batch", "instance"))
+        convs, maps = four_convs(op, self.image_shape[1:], kernel_sizes, strides)
         if kernel_size is None:
             kernel_size = (min(LARGEST, maps[0]), min(LARGEST, maps[1]))
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         channels = (in_channels, conv_channels, 2 * conv_channels, 2 * conv_channels, primary_groups * primary_dim)
         layers: list[nn.Module] = []
-        for n, (kernel, stride, padding) in enumerate(zip(KERNELS, STRIDES, paddings(padded), strict=True)):
-            conv = nn.Conv2d(channels[n], channels[n + 1], kernel, stride, padding, **made)
+        for (before, after), each in zip(pairwise(channels), convs, strict=True):
+            conv = nn.Conv2d(before, after, each.kernel, each.stride, each.padding, **made)
             nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
-            layers += [conv, nn.ReLU(), nn.BatchNorm2d(channels[n + 1], **made)]
+            layers += [conv, nn.ReLU(), nn.BatchNorm2d(after, EPS, MOMENTUM, **made)]
+            if norm == "instance":
+                layers[-2:] = [nn.LeakyReLU(0.3), nn.InstanceNorm2d(after, EPS, affine=True, **made)]
         self.convs = nn.Sequential(*layers)
         kernel_size = _arguments.pair(op, "kernel_size", kernel_size)
-        self.primary = DepthwisePrimaryCaps(primary_groups, primary_dim, kernel_size, **made)
-        height, width = _arguments.window_grid(op, maps, kernel_size, (1, 1), (0, 0), (1, 1))
+        primary_stride = _arguments.pair(op, "primary_stride", primary_stride)
+        self.primary = DepthwisePrimaryCaps(primary_groups, primary_dim, kernel_size, primary_stride, **made)
+        height, width = _arguments.window_grid(op, maps, kernel_size, primary_stride, (0, 0), (1, 1))
         self.routing = fully_connected(
             primary_groups * height * width,
             num_classes,
@@ -116,7 +155,8 @@ class EfficientCapsNet(DecodedCapsules):
             **made,
             **routing_options,
         )
-        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, **made) if reconstruction else None
+        hidden = _arguments.sizes(op, "decoder_hidden", decoder_hidden, 0)
+        self.decoder = Decoder(num_classes, digit_dim, self.image_shape, hidden, **made) if reconstruction else None
 
     def encode(self, images: Tensor) -> Tensor:
         """The primary capsules ``u [B, I, K]`` of ``images [B, C, H, W]``."""

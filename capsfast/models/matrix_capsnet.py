@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import ClassCaps2d, ConvCaps2d, PrimaryMatrixCaps, _arguments
-from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ..nn.routing.em import EMRouting
 from ..nn.routing.names import RoutingChoice, routing_class
 from ._capsules import image_lengths
 from ._images import check_images, image_shape
+from ._network import Network
 from .output import CapsNetOutput
 
 Window = tuple[int, int]  # kernel size and stride, both the same along both axes
@@ -51,7 +51,7 @@ def starting_options(op: str, routing: RoutingChoice, dim: int, given: Mapping[s
     return found
 
 
-class MatrixCapsNet(Layer):
+class MatrixCapsNet(Network):
     """Convolution, primary capsules with poses and activations, two layers of convolutional capsules and class capsules
     with coordinate addition (Hinton, Sabour, Frosst 2018, figure 1).
 

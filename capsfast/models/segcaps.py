@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from .. import checks
 from ..nn import SlimConvCaps2d, SlimConvTransposeCaps2d, _arguments
-from ..nn._layer import Layer
 from ..nn.routing.base import Capsules
 from ..nn.routing.names import RoutingChoice
 from ._capsules import image_lengths, with_lengths
 from ._images import check_images, image_shape
+from ._network import Network
 
 # A pixel has the classes whose capsules are longer.
 PRESENT = 0.5
@@ -29,7 +29,7 @@ class SegCapsOutput(NamedTuple):
     reconstruction: Tensor | None
 
 
-class SegCaps(Layer):
+class SegCaps(Network):
     """A U of slim convolutional capsules, with a capsule of each class at every pixel (after LaLonde, Bagci 2018).
 
     On the way down each level halves the image, on the way up a transposed convolution doubles it, and the capsules of

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import _arguments
-from ..nn._layer import Layer
 from ..nn.stacked.object_caps import Explained, ObjectCaps, Objects, explain
 from ..nn.stacked.part_caps import Drawn, PartCaps, Parts, TemplateMixture
 from ..nn.stacked.set_transformer import SetTransformer
 from ._images import check_images, image_shape
+from ._network import Network
 
 
 class StackedOutput(NamedTuple):
@@ -46,7 +46,7 @@ class Sparsity:
     deformation: float = 10.0
 
 
-class StackedCapsuleAutoencoder(Layer):
+class StackedCapsuleAutoencoder(Network):
     """Images to parts to objects, and back, without labels (Kosiorek, Sabour, Teh, Hinton 2019).
 
     Part capsules find templates with their poses in the image and are to draw it. Object capsules find the poses of the

@@ -23,7 +23,7 @@ from .inspect import (
 )
 from .learner import Learner
 from .networks import NETWORKS, build
-from .predict import activations, predicted_images, read_picture
+from .predict import activations, open_pretrained, predicted_images, read_picture
 from .run import fit, make_trainer
 from .segmentation import SegmentationLearner, pixel_classes, segmented
 from .stacked import StackedLearner, clustered, object_presences
@@ -51,6 +51,7 @@ __all__ = [
     "object_presences",
     "one_of_each_class",
     "open_checkpoint",
+    "open_pretrained",
     "perturbations",
     "pgd",
     "pixel_classes",

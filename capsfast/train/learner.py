@@ -12,6 +12,7 @@ from .. import checks
 from .._imported import path_of
 from ..data import Batch, channel_statistics
 from ..data.seeds import seed_for
+from ..models._network import Network
 from ..nn import ReconstructionLoss, _arguments
 from ..nn.routing.base import Capsules
 from .images import ImageData
@@ -134,6 +135,8 @@ class Learner(_OfItsModel):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model: Any = build(model, self.sizes, options)
+        if isinstance(self.model, Network):
+            self.model.class_names = class_names  # save_pretrained keeps them
         self.lr = lr
         self.weight_decay = weight_decay
         self.clip = clip

@@ -1,15 +1,45 @@
 """What a trained network makes of pictures in files."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..data.files import Reader
 from ..data.vision import torchvision
+from ..models._network import Network
 from .learner import Learner
+from .networks import GIVEN, network_class
 
-__all__ = ["activations", "predicted_images", "read_picture"]
+__all__ = ["activations", "open_pretrained", "predicted_images", "read_picture"]
+
+
+def open_pretrained(model: str, name: str) -> Learner:
+    """A network of ``from_pretrained`` as the functions here take it, in evaluation mode.
+
+    Args:
+        model: as for :class:`Learner`.
+        name: as for ``from_pretrained`` of its class: a network that comes with the package, a folder, a repository.
+
+    Raises:
+        ValueError: a network that has no ``from_pretrained``, or whose images are not square; and what
+            ``from_pretrained`` raises, with ModuleNotFoundError, FileNotFoundError and RuntimeError.
+    """
+    op = "capsfast.train.open_pretrained"
+    made = network_class(op, model)
+    if not issubclass(made, Network):
+        raise ValueError(f"{op}: model must be one of capsfast.models, or derive from one of them, got {model}")
+    network: Any = made.from_pretrained(name)
+    channels, height, width = network.image_shape
+    if height != width:
+        raise ValueError(f"{op}: the images of {name} must be square, got {height} x {width}")
+    options = network._options(op)
+    names, classes = network.class_names, options.get("num_classes", 10)
+    options = {each: value for each, value in options.items() if each not in GIVEN}
+    learner = Learner(model, channels, height, classes, class_names=names, options=options)
+    learner.model = network
+    return learner.eval()
 
 
 def read_picture(path: Path | str, learner: Learner) -> Tensor:

@@ -1,0 +1,203 @@
+"""What all networks derive from: saved with their options, and loaded from a folder or the Hugging Face Hub."""
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+from .. import checks
+from .._install import in_the_checkout
+from ..files import replacing, write_text
+from ..nn._layer import Layer
+
+PRETRAINED = Path(__file__).parent / "pretrained"
+# The names that huggingface_hub.PyTorchModelHubMixin gives these files: it reads what is written here, and the reverse.
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+MOVED = ("device", "dtype")  # options that are not saved
+CARD = """---
+library_name: capsfast
+tags:
+- capsule-networks
+---
+`capsfast.{network}.from_pretrained("{repo}")` loads this network.
+"""
+
+
+def _library(op: str, name: str) -> Any:
+    """A module of the extra ``hub``, imported when it is needed.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ModuleNotFoundError(f"{op} needs {name.partition('.')[0]}; {in_the_checkout('hub')}") from None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold it."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _recorded(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that keeps what it was called with."""
+
+    @functools.wraps(init)
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self).setdefault("_made_with", (args, kwargs))  # a constructor that this one calls keeps nothing
+        init(self, *args, **kwargs)
+
+    return recorded
+
+
+class Network(Layer):
+    """A network that can be saved with the options it was made with.
+
+    ``class_names`` are saved too. They are None unless they are set, or the saved network had them.
+    """
+
+    _op: str
+    class_names: list[str] | None = None
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "__init__" in vars(cls):
+            cls.__init__ = _recorded(cls.__init__)  # type: ignore[method-assign]
+
+    @classmethod
+    def _shipped(cls) -> dict[str, Path]:
+        """The folders of the networks that come with the package, by their names."""
+        prefix = cls._op.rpartition(".")[2].lower() + "-"
+        return {each.name.removeprefix(prefix): each for each in sorted(PRETRAINED.glob(f"{prefix}*"))}
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None, **options: Any
+    ) -> Self:
+        """A trained network, in evaluation mode. Images are float ``[B, C, H, W]`` in [0, 1].
+
+        ``EfficientCapsNet`` has ``"mnist"``, ``"fashion-mnist"`` and ``"multi-mnist"``, ``CapsNet`` has ``"mnist"``:
+        docs/results.md has their records. Any other name is a folder, or a repository of the Hugging Face Hub.
+
+        Args:
+            name: one of these names, a folder that :meth:`save_pretrained` wrote, or a repository ``"owner/name"``.
+            revision, token: branch, tag or commit of a repository, and the right to read it.
+            options: of the network, in place of those it was saved with, such as backend, device and dtype.
+
+        Raises:
+            ValueError: no network of that name; a folder or a repository without the two files.
+            ModuleNotFoundError: safetensors is not installed, for a repository huggingface_hub.
+            FileNotFoundError: the Hub can't be reached, or has no such repository.
+            RuntimeError: weights of another network.
+        """
+        op, text = f"{cls._op}.from_pretrained", os.fspath(name)
+        load_file = _library(op, "safetensors.torch").load_file
+        folder = cls._shipped().get(text, Path(text).expanduser())
+        if not folder.is_dir():
+            folder = cls._downloaded(op, text, revision, token)
+        missing = [each for each in (CONFIG, WEIGHTS) if not (folder / each).is_file()]
+        if missing:
+            raise ValueError(f"{op}: {text} has no {' and no '.join(missing)}; save_pretrained writes both")
+        network = cls(**json.loads((folder / CONFIG).read_text(encoding="utf-8")) | options)
+        network.load_state_dict(load_file(folder / WEIGHTS))
+        with _library(op, "safetensors").safe_open(folder / WEIGHTS, "pt") as file:
+            names = (file.metadata() or {}).get("class_names")
+        if names is not None:
+            network.class_names = json.loads(names)
+        return network.eval()
+
+    @classmethod
+    def _downloaded(cls, op: str, name: str, revision: str | None, token: str | None) -> Path:
+        if name.count("/") != 1 or name[0] in "/.~":
+            shipped = "".join(f"{each!r}, " for each in cls._shipped())
+            raise ValueError(
+                f"{op}: name must be {shipped}a folder, or a repository of the Hugging Face Hub such as 'owner/name', "
+                f"got {checks.shown(name)}"
+            )
+        hub = _library(op, "huggingface_hub")
+        try:
+            found = hub.snapshot_download(name, revision=revision, token=token, allow_patterns=[CONFIG, WEIGHTS])
+        except OSError as error:
+            said = str(error).strip().partition("\n")[0]
+            raise FileNotFoundError(
+                f"{op}: {name} is no folder, and the Hugging Face Hub does not give it: {said}"
+            ) from error
+        return Path(found)
+
+    def _options(self, op: str) -> dict[str, Any]:
+        """All options of the network, but device and dtype, as JSON holds them.
+
+        Raises:
+            ValueError: the network was made with an option that JSON can't hold.
+        """
+        args, kwargs = vars(self)["_made_with"]
+        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound.apply_defaults()  # a later version may have others
+        taken = bound.signature.parameters
+        found: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            found |= value if taken[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        plain = {name: value for name, value in found.items() if name not in MOVED and _is_plain(value)}
+        for name in found.keys() - plain.keys() - {*MOVED}:
+            if name not in taken or found[name] is not taken[name].default:
+                raise ValueError(
+                    f"{op}: {name} must be a number, text, or a sequence of them, got {checks.shown(found[name])}; "
+                    "save the state_dict of such a network"
+                )
+        return plain
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes ``config.json``, the options of the network, and ``model.safetensors``, its parameters and buffers.
+
+        :meth:`from_pretrained` reads them. A network after ``.half()`` makes a file of half the size, and is float32
+        again when it is loaded.
+
+        Raises:
+            ValueError: an option that is no plain value, such as a class of one's own.
+            ModuleNotFoundError: safetensors is not installed.
+            OSError: the folder can't be written to.
+        """
+        op, path = f"{self._op}.save_pretrained", Path(folder)
+        save, options = _library(op, "safetensors.torch").save, self._options(op)
+        names = {} if self.class_names is None else {"class_names": json.dumps(self.class_names)}
+        with replacing(path / WEIGHTS) as draft:
+            draft.write_bytes(save({name: each.contiguous() for name, each in self.state_dict().items()}, names))
+        write_text(path / CONFIG, json.dumps(options, indent=1) + "\n")
+
+    def push_to_hub(
+        self, repo: str, *, private: bool | None = None, token: str | None = None, revision: str | None = None
+    ) -> str:
+        """Uploads what :meth:`save_pretrained` writes, and a README.md if the repository has none.
+
+        Args:
+            repo: ``"owner/name"``; made if it is not there.
+            private: whether a repository that is made is private; None for the owner's default.
+            token: the right to write; None for that of ``hf auth login``.
+            revision: branch of the repository.
+
+        Returns the address of the commit.
+
+        Raises:
+            ValueError, ModuleNotFoundError: as :meth:`save_pretrained`; huggingface_hub is not installed.
+            OSError: what the Hub refuses.
+        """
+        api = _library(f"{self._op}.push_to_hub", "huggingface_hub").HfApi(token=token)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            name = api.create_repo(repo, private=private, exist_ok=True).repo_id
+            if not api.file_exists(name, "README.md", revision=revision):
+                network = self._op.removeprefix("capsfast.")
+                write_text(Path(folder) / "README.md", CARD.format(network=network, repo=name))
+            return str(api.upload_folder(repo_id=name, folder_path=folder, revision=revision))
