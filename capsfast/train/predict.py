@@ -10,7 +10,9 @@ from ..data.files import Reader
 from ..data.vision import torchvision
 from ..models._network import Network
 from .learner import Learner
-from .networks import GIVEN, network_class
+from .networks import network_class
+
+SIZES = ("in_channels", "image_size", "num_classes")
 
 __all__ = ["activations", "open_pretrained", "predicted_images", "read_picture"]
 
@@ -36,7 +38,7 @@ def open_pretrained(model: str, name: str) -> Learner:
         raise ValueError(f"{op}: the images of {name} must be square, got {height} x {width}")
     options = network._options(op)
     names, classes = network.class_names, options.get("num_classes", 10)
-    options = {each: value for each, value in options.items() if each not in GIVEN}
+    options = {each: value for each, value in options.items() if each not in SIZES}
     learner = Learner(model, channels, height, classes, class_names=names, options=options)
     learner.model = network
     return learner.eval()
