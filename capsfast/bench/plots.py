@@ -121,3 +121,16 @@ def batch_plot(results: Results, op: str, folder: Path, machine: str) -> Path | 
         plot.spines[["top", "right"]].set_visible(False)
     figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     return _save(figure, folder / f"{machine}-{op}-batch.png", dpi=200, Description=repr(lines))
+
+
+def bars(results: Results, path: Path) -> None:
+    """Milliseconds of every contender on every case, for the short run of the command line."""
+    figure, plots = _new_figure(len(results.cases), 1, (8, 0.9 + 1.4 * len(results.cases)))
+    for plot, case in zip(plots.flat, results.cases, strict=True):
+        names = [name for name in reversed(results.contenders) if results.seconds(case, name) is not None]
+        values = [1e3 * (results.seconds(case, name) or 0.0) for name in names]
+        drawn = plot.barh(names, values, color=[f"C{results.contenders.index(name)}" for name in names])
+        plot.bar_label(drawn, fmt="%.3g ms", padding=3)
+        plot.margins(x=0.15)
+        plot.set_title(case.name, fontsize="small")
+    _save(figure, path)

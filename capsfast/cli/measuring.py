@@ -65,6 +65,7 @@ def bench(
         ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the record there.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a plot there.")] = None,
 ) -> None:
     """Compares the backends with einsum, compiled and eager.
 
@@ -75,6 +76,8 @@ def bench(
     where = _device(device)
     if keep and json is not None:
         raise typer.BadParameter("--record and --json each name a file for the record; give one of them")
+    if png is not None:
+        _need_matplotlib("--png")
     hides = why_not_this_one("capsfast bench")
     if hides:
         raise stop(hides, 2)
@@ -98,8 +101,8 @@ def bench(
         return f"{path} holds {done} of {len(cases)} cases" if done else f"no case was finished, {path} is as it was"
 
     with one_line("bench", kept):
-        if path is not None:
-            _check_target(path)
+        for target in filter(None, (path, png)):
+            _check_target(target)
         if where.type == "cpu":
             surroundings["limits"] = multiply_adds()
         limits = surroundings.get("limits") or {}
@@ -129,6 +132,10 @@ def bench(
             if row.reason:
                 reason = f"{row.contender}, {row.case.name}, {row.status}: {row.reason}"
                 console.print(plain(reason), soft_wrap=True)
+        if png is not None:
+            from ..bench.plots import bars
+
+            bars(Results(rows), png)
         if path is not None:
             console.print(plain(f"wrote {path}; python -m capsfast report makes a page of records"), soft_wrap=True)
     if any(row.status in ("wrong", "failed") for row in rows):

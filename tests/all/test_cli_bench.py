@@ -68,16 +68,18 @@ def bench(*words: str | Path) -> Any:
 
 @pytest.mark.parametrize("op", OPS)
 def test_bench_prints_and_writes(tmp_path: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     # A compiler or an interpreter of kernels would take seconds for each case.
     able = [each for each in contenders.contenders() if each.name in (CPP, EAGER)]
     cases = [dataclasses.replace(case, op=op, K=case.K if op == OPS[0] else 0) for case in SMALL]
     monkeypatch.setattr(measuring, "contenders", lambda: able)
     monkeypatch.setattr(measuring, "sweep", lambda name, op, **more: cases)
     monkeypatch.setattr(measuring, "multiply_adds", lambda: dict(LIMITS))
-    json = tmp_path / "record.json"
-    result = bench("--sweep", "dims", "--op", op, "--seconds", "0", "--no-memory", "--json", json)
+    png, json = tmp_path / "plot.png", tmp_path / "record.json"
+    result = bench("--sweep", "dims", "--op", op, "--seconds", "0", "--no-memory", "--png", png, "--json", json)
     assert result.exit_code == 0, result.output
     assert "eager einsum" in result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
     surroundings, rows = record.load(json)
     assert {row.status for row in rows} == {"ok"}
     assert [row.case for row in rows] == [case for case in cases for _ in able]
@@ -181,8 +183,8 @@ def test_interruption_keeps_what_is_finished(quick: Measured, tmp_path: Path) ->
 
 def test_a_place_that_cannot_be_written_to_is_found_before_measuring(quick: Measured, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "x.json", tmp_path, Path("/dev/full")):
-        result = bench("--json", path)
+    for option, path in (("--json", tmp_path / "file" / "x.json"), ("--json", tmp_path), ("--png", Path("/dev/full"))):
+        result = bench(option, path)
         assert result.exit_code == 1, result.output
         assert f"capsfast bench: {path} can't be written: " in result.output and "nothing was meas" in result.output
     assert quick.calls == []
