@@ -90,7 +90,7 @@ def test_knows_digits_of_another_data_set(network: Any) -> None:
 
 
 def test_finds_two_digits_over_each_other() -> None:
-    """By chance both would be right in 2 %. These digits differ from those of MNIST, so the bounds are far below the record.
+    """By chance both would be right in 2 %. These digits are not MNIST's, so the bounds are far below the record.
 
     The decoder makes a digit from its capsule, more like this one than like the other one.
     """

@@ -33,6 +33,19 @@ def test_results_are_those_of_the_records() -> None:
         assert accuracy == percent(record["results"]["test_accuracy"])
 
 
+def test_pretrained_networks_are_those_of_the_records() -> None:
+    shown = {}
+    for _, _, parameters, epochs, trained, rounded, seconds, link in table_rows(PAGE, "| `--pretrained` |"):
+        record = record_of(link[link.index("records/") + len("records/") : -1])
+        assert (number(parameters), int(epochs)) == (record["parameters"], record["epochs"])
+        assert int(seconds) == round(record["seconds"])
+        assert trained == percent(record["results"]["test_accuracy"])
+        assert rounded == percent(record["shipped"]["right"] / record["shipped"]["images"])
+        shown[record["shipped"]["file"].split("/")[-2]] = rounded
+    rows = table_rows(ROOT / "docs" / "training.md", "| class, `--model` | name |")
+    assert {f"{row[0].split('`')[-2]}-{row[1].strip('`')}": row[-1] for row in rows} == shown
+
+
 def test_routings_side_by_side_are_those_of_the_record() -> None:
     record = record_of("digits-routings.json")
     rows = table_rows(PAGE, "| network | parameters | test accuracy | seconds | in the record |")
