@@ -273,8 +273,8 @@ def predict(
 ) -> None:
     """The class of pictures, resized to the network's images: a line each, and predictions.png.
 
-    They must look like the images of the training. Those of mnist, fashion-mnist and multi-mnist are light on black,
-    with the object in the middle and a margin of a seventh of the width around it.
+    They must look like the images of the training. Those of mnist, fashion-mnist and multi-mnist are light on black and
+    in the middle. Digits have a margin of a seventh of the width, clothes fill the picture.
     """
     if (checkpoint is None) == (pretrained is None):
         got = "neither" if checkpoint is None else "both"
