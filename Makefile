@@ -15,7 +15,7 @@ export TORCH CONSTRAINTS ARGS V CAPSFAST_CUDA
 WHERE := $(shell $(PYTHON) .ci/environment.py where $(if $(filter undefined,$(origin VENV)),,--venv=$(VENV)))
 PY := $(word 1,$(WHERE))
 EXTENSION := $(if $(filter 0,$(CAPSFAST_BUILD)),,$(word 2,$(WHERE)))
-CXX_FILES := $(shell find csrc tests/emulator examples -type f ! -name '*.py*' ! -name Makefile)
+CXX_FILES := $(shell find csrc tests/emulator examples -type f ! -name '*.py*' ! -name '*.ipynb' ! -name Makefile)
 PARALLEL := -n auto --maxprocesses 8 -p no:benchmark
 
 # A make that this one starts, for the program in examples/serve, has a TORCH of its own.
