@@ -1,6 +1,7 @@
 """The Lightning trainer as ``capsfast train`` sets it up."""
 
 import logging
+import shutil
 import signal
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ..files import replacing
 from .checkpoint import WholeCheckpoints, read_checkpoint
 from .images import ImageData
 from .learner import Learner
@@ -130,10 +132,23 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
             trainer.fit(learner, datamodule=images, ckpt_path=resume)
             if learner.tested_at != trainer.global_step and trainer.limit_val_batches != 0:
                 trainer.validate(learner, datamodule=images, verbose=False)
+                _keep_if_best(trainer)
     except (Stopped, SystemExit) as error:
         if isinstance(error, SystemExit) and not trainer.interrupted:
             raise
         raise _interrupted(trainer, error, resumed) from None
+
+
+def _keep_if_best(trainer: pl.Trainer) -> None:
+    """Lightning chooses ``best.ckpt`` within fit alone. After the last test ``last.ckpt`` may be the better one."""
+    if not trainer.is_global_zero:
+        return
+    for each in trainer.checkpoint_callbacks:
+        if isinstance(each, ModelCheckpoint) and each.monitor is not None and each.dirpath is not None:
+            last = Path(each.dirpath) / "last.ckpt"
+            if last.exists() and each.check_monitor_top_k(trainer, trainer.callback_metrics.get(each.monitor)):
+                with replacing(last.with_name(f"{each.filename}.ckpt")) as draft:
+                    shutil.copy(last, draft)
 
 
 def _interrupted(trainer: pl.Trainer, error: BaseException, resumed: tuple[Path, int] | None) -> Interrupted:

@@ -271,6 +271,14 @@ def test_best_checkpoint_and_early_stopping(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "best.ckpt")["global_step"] < read_checkpoint(last)["global_step"]
 
 
+def test_the_test_after_the_last_step_may_be_the_best(tmp_path: Path) -> None:
+    last = trained(tmp_path, *CAPSNET, "--limit-train-batches", "30", "--test-every", "16")
+    record = json.loads((tmp_path / "record.json").read_text())
+    tested = [value for _, value in record["curve"]["test_accuracy"]]
+    assert len(tested) == 2 and tested[1] > tested[0]
+    assert read_checkpoint(tmp_path / "best.ckpt")["global_step"] == read_checkpoint(last)["global_step"] == 30
+
+
 def test_a_finished_run_that_is_started_again_is_tested(tmp_path: Path) -> None:
     last = trained(tmp_path, *CAPSNET, "--limit-train-batches", "2")
     result = run("train", "--resume", last, "--epochs", "1", "--out", tmp_path)
