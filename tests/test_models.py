@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ SIZES = [
     (1, 1, (1, 1)),
 ]
 SMALL: dict[str, Any] = {"conv_channels": 6, "primary_groups": 3, "primary_dim": 4}
-DEEP: dict[str, Any] = {"conv_channels": 6, "types": 3, "dims": (2, 3, 4, 4)}
+DEEP: dict[str, Any] = {"conv_channels": 6, "types": 3, "dims": (3, 4, 4)}
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "CapsNet": lambda **more: CapsNet(2, (12, 10), 5, digit_dim=6, **SMALL, **more),
     "DeepCaps": lambda **more: DeepCaps(2, (12, 10), 5, digit_dim=6, **DEEP, **more),
@@ -67,29 +68,50 @@ def plain_capsnet(model: CapsNet | CapsAutoEncoder, x: Tensor, labels: Tensor | 
     return CapsNetOutput(lengths, v, x.view(len(x), *model.image_shape))
 
 
-def plain_conv_caps(poses: Tensor, W: Tensor, stride: int, num_iterations: int) -> Tensor:
-    """[B, C, K, H, W] with windows of 3 x 3 and a padding of 1; votes of padding are 0."""
-    B, C, K, height, width = poses.shape
-    windows = F.unfold(poses.flatten(1, 2), 3, padding=1, stride=stride).view(B, C, K, 9, -1)
-    u = windows.permute(0, 4, 1, 3, 2).reshape(-1, C * 9, K)
-    v, _ = plain.route(plain.votes(u, W), num_iterations, kind="exp")
-    return v.view(B, (height - 1) // stride + 1, (width - 1) // stride + 1, *v.shape[1:]).permute(0, 3, 4, 1, 2)
+def plain_caps(maps: Tensor, weight: Tensor, dim: int, stride: int = 1) -> Tensor:
+    """[B, C, H, W] to [B, T, D, H', W'], squashed; what is padded is halved, and the odd one is at the end."""
+    more = [(-(-n // stride) - 1) * stride + 3 - n for n in maps.shape[2:]]
+    padded = F.pad(maps, [each for n in reversed(more) for each in (n // 2, n - n // 2)])
+    s = F.conv2d(padded, weight, stride=stride).unflatten(1, (-1, dim))
+    return plain.squash(s.movedim(2, -1)).movedim(-1, 2)
+
+
+def plain_3d_routing(poses: Tensor, weight: Tensor, bias: Tensor, num_iterations: int) -> Tensor:
+    """Rajasegaran et al. 2019, algorithm 1, with the squash over components and places that the authors' code has."""
+    J, D = bias.shape
+    votes = torch.stack([F.conv2d(each, weight, padding=1).unflatten(1, (J, D)) for each in poses.unbind(1)], 1)
+    logits = torch.zeros_like(votes[:, :, :, 0])
+    for _ in range(num_iterations):
+        coupling = logits.exp() / logits.exp().sum((2, 3, 4), keepdim=True)
+        s = torch.einsum("bijyx,bijdyx->bjdyx", coupling, votes) + bias[..., None, None]
+        n = s.square().sum((2, 3, 4), keepdim=True)
+        v = n / (1 + n) / (n + 1e-8).sqrt() * s
+        logits = logits + torch.einsum("bijdyx,bjdyx->bijyx", votes, v)
+    return v
+
+
+def plain_batch_norm(maps: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    mean, var = maps.mean((0, 2, 3), keepdim=True), maps.var((0, 2, 3), unbiased=False, keepdim=True)
+    return (maps - mean) / (var + 1e-3).sqrt() * weight[:, None, None] + bias[:, None, None]
 
 
 def plain_deepcaps(model: DeepCaps, x: Tensor) -> CapsNetOutput:
     p = dict(model.named_parameters())
     x = F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
-    x = F.conv2d(x, p["primary.conv.weight"], p["primary.conv.bias"], padding=1)
-    types = 3
-    poses = plain.squash(x.view(B, types, -1, *x.shape[2:]).movedim(2, -1), "exp").movedim(-1, 2)
+    maps = plain_batch_norm(x, p["norm.weight"], p["norm.bias"])
     flat = []
-    for n in range(len(model.cells)):
-        weights = [p[f"cells.{n}.{name}.routing.W"] for name in ("down", "first", "second", "skip")]
-        halved = plain_conv_caps(poses, weights[0], 2, 1)
-        deep = plain_conv_caps(plain_conv_caps(halved, weights[1], 1, 1), weights[2], 1, 1)
-        poses = deep + plain_conv_caps(halved, weights[3], 1, 3 if n == len(model.cells) - 1 else 1)
-        flat.append(poses.movedim(2, -1).reshape(B, -1, poses.shape[2]))
-    v, _ = plain.route(plain.votes(torch.cat(flat[-2:], 1), p["routing.W"]), 3)
+    for n, dim in enumerate(DEEP["dims"]):
+        down, first, second, skip = (p[f"cells.{n}.{name}.conv.weight"] for name in ("down", "first", "second", "skip"))
+        halved = plain_caps(maps, down, dim, 2)
+        deep = plain_caps(plain_caps(halved.flatten(1, 2), first, dim).flatten(1, 2), second, dim)
+        if n == len(DEEP["dims"]) - 1:
+            poses = deep + plain_3d_routing(halved, skip, p[f"cells.{n}.skip.routing.bias"], 3)
+        else:
+            poses = deep + plain_caps(halved.flatten(1, 2), skip, dim)
+        maps = poses.flatten(1, 2)
+        flat.insert(0, poses.permute(0, 3, 4, 1, 2).flatten(1, 3))
+    votes = plain.votes(torch.cat(flat[:2], 1), p["routing.W"])
+    v, _ = plain.route(votes, 3, bias=p["routing.routing.bias"])
     return CapsNetOutput(v.square().sum(2).sqrt(), v, torch.empty(0))
 
 
@@ -134,7 +156,10 @@ def test_autoencoder_decodes_all_capsules(by: Backend) -> None:
 
 @on_cpu
 def test_deepcaps_is_cells_with_skip_connections(by: Backend) -> None:
-    model = MODELS["DeepCaps"](backend=by.name, dtype=torch.float64, reconstruction=False)
+    model = MODELS["DeepCaps"](backend=by.name, dtype=torch.float64, reconstruction=False, eps=1e-8)
+    with torch.no_grad():
+        model.routing.W.mul_(20)  # coupling that is not equal
+        model.cells[2].skip.conv.weight.mul_(5)
     x = images(torch.float64)
     found, wanted = model(x), plain_deepcaps(model, x)  # type: ignore[arg-type]
     assert_same(found[:2], wanted[:2])
@@ -157,17 +182,39 @@ def test_capsnet_has_the_papers_parameters() -> None:
     assert parameters_of(CapsNet(device="meta", reconstruction=False)) == 6_804_224
 
 
-def test_deepcaps_parameters() -> None:
-    model = DeepCaps(device="meta")
-    assert parameters_of(model.conv) == 9 * 128 + 128
-    assert parameters_of(model.primary) == 9 * 128 * 32 * 4 + 32 * 4
-    windows = 9 * 32 * 32
-    cells = [windows * (4 * 4 + 3 * 4 * 4), windows * (4 * 8 + 3 * 8 * 8), windows * 4 * 8 * 8, windows * 4 * 8 * 8]
-    assert [parameters_of(cell) for cell in model.cells] == cells
-    places = 4 * 4 + 2 * 2  # 28 -> 14 -> 7 -> 4 -> 2
-    assert parameters_of(model.routing) == 32 * places * 10 * 16 * 8
-    decoder = (16 * 64 * 7 * 7 + 64 * 7 * 7) + (9 * 64 * 64 + 64) + (9 * 64 * 32 + 32) + (9 * 32 + 1)
-    assert parameters_of(model.decoder) == decoder
+def test_deepcaps_has_the_authors_parameters() -> None:
+    """13 359 424 for 64 x 64 x 3 without the decoder, as their code counts what it trains."""
+    for channels, size, places, whole, drawn in (
+        (3, 64, 8 * 8 + 4 * 4, 13_359_424, 67_571),
+        (1, 28, 4 * 4 + 2 * 2, 8_441_920, 58_417),
+    ):
+        model = DeepCaps(channels, size, device="meta")
+        assert parameters_of(model.conv) == 9 * 128 * channels + 128 and parameters_of(model.norm) == 2 * 128
+        narrow, wide = 9 * 128 * 128, 9 * 256 * 256
+        routed = 9 * 8 * 32 * 8 + 32 * 8
+        cells = [4 * narrow, 9 * 128 * 256 + 3 * wide, 4 * wide, 3 * wide + routed]
+        assert [parameters_of(cell) for cell in model.cells] == cells
+        assert parameters_of(model.routing) == 32 * places * 10 * 32 * 8 + 10 * 32
+        start, convs = 8 if size == 64 else 7, (16, 64, 32, 16, 8, 3) if size == 64 else (16, 64, 32, 16, 1)
+        decoder = 33 * 16 * start**2 + 2 * 16 + sum(9 * a * b + b for a, b in pairwise(convs))
+        assert parameters_of(model.decoder) == decoder == drawn
+        assert parameters_of(model) == whole + drawn
+
+
+def test_deepcaps_starts_as_the_authors_code() -> None:
+    torch.manual_seed(0)
+    model = DeepCaps(conv_channels=32, types=8)
+    stds = {
+        "conv.weight": (2 / (9 * 33)) ** 0.5,
+        "cells.1.down.conv.weight": (9 * 8 * 4 * 8 * 8) ** -0.25,
+        "cells.3.skip.conv.weight": 0.88 * (2 / 72) ** 0.5,  # cut at two deviations
+        "routing.W": 0.88 * (2 / (10 * 8 * 20 * 40)) ** 0.5,
+        "routing.routing.bias": (2 / 42) ** 0.5,
+        "decoder.start.weight": (2 / (32 + 16 * 49)) ** 0.5,
+        "decoder.convs.1.weight": (2 / (9 * 96)) ** 0.5,
+    }
+    for name, std in stds.items():
+        assert model.get_parameter(name).std().item() == pytest.approx(std, rel=0.1), name
 
 
 @pytest.mark.parametrize(("size", "kernel", "grid"), SIZES)
@@ -391,9 +438,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "groups": (lambda: CapsNet(1, 8, primary_groups=1.5), TypeError, "CapsNet: primary_groups must be an int, got 1.5"),
     "reconstruction": (lambda: CapsNet(1, 8, reconstruction=1), TypeError, "reconstruction must be True or False"),
-    "dims": (lambda: DeepCaps(dims=(4, 4, 8)), ValueError, "the last two of dims must be alike"),
+    "dims": (lambda: DeepCaps(dims=(4, 8)), ValueError, "the last two of dims must be alike"),
     "a dim": (lambda: DeepCaps(dims=8), TypeError, "DeepCaps: dims must be a sequence of ints, got 8"),
-    "few dims": (lambda: DeepCaps(dims=(4, 4)), ValueError, "dims must hold at least 3 of them"),
+    "few dims": (lambda: DeepCaps(dims=(4,)), ValueError, "dims must hold at least 2 of them"),
     "types": (lambda: DeepCaps(types=0), ValueError, "models.DeepCaps: types must be at least 1, got 0"),
     "deep classes": (lambda: DeepCaps(num_classes=0), ValueError, "DeepCaps: num_classes must be at least 1, got 0"),
     "caps": (lambda: CapsAutoEncoder(num_caps=0), ValueError, "CapsAutoEncoder: num_caps must be at least 1, got 0"),

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from capsfast.nn import ConvDecoder, Decoder, Length, Mask
 
+from .support.plain import assert_same
+
 B, J, D = 5, 4, 6
 LABELS = torch.tensor([3, 0, 0, 2, 1])
 
@@ -104,24 +106,49 @@ def test_decoder_of_the_paper() -> None:
     assert kinds == ["Linear", "ReLU", "Linear", "ReLU", "Linear", "Sigmoid"]
 
 
-@pytest.mark.parametrize("size", [(8, 8), (28, 28), (5, 11), (1, 2)])
-def test_conv_decoder_doubles_feature_maps(size: tuple[int, int]) -> None:
-    decoder = ConvDecoder(J, D, (3, *size), channels=(4, 2), dtype=torch.float64)
-    v = capsules()
-    images = decoder(v, LABELS)
-    assert images.shape == (B, 3, *size)
-    assert images.min() > 0 and images.max() < 1
+def spread(x: Tensor, conv: nn.Module, stride: int, size: tuple[int, ...]) -> Tensor:
+    """The place (y, x) writes its kernel from (stride·y, stride·x) on, at stride 1 around itself; what lies outside is
+    lost."""
+    H, W = x.shape[2:]
+    whole = x.new_zeros(len(x), conv.weight.shape[1], stride * H + 3, stride * W + 3)
+    for row in range(H):
+        for column in range(W):
+            made = torch.einsum("bc,cdyx->bdyx", x[:, :, row, column], conv.weight)
+            whole[:, :, stride * row : stride * row + 3, stride * column : stride * column + 3] += made
+    first = 1 if stride == 1 else 0
+    return whole[:, :, first : first + size[0], first : first + size[1]] + conv.bias[:, None, None]
 
-    half = [(n + 1) // 2 for n in size]
-    quarter = [(n + 1) // 2 for n in half]
-    x = decoder.start((v * F.one_hot(LABELS, J)[..., None]).flatten(1)).relu().view(B, 4, *quarter)
-    x = F.conv2d(x, decoder.convs[0].weight, decoder.convs[0].bias, padding=1)
-    for conv, wanted in ((decoder.convs[1], half), (decoder.convs[2], size)):
-        before = x.shape[2:]
-        rows = torch.arange(wanted[0]) * before[0] // wanted[0]
-        columns = torch.arange(wanted[1]) * before[1] // wanted[1]
-        x = F.conv2d(x[:, :, rows][..., columns].relu(), conv.weight, conv.bias, padding=1)
-    torch.testing.assert_close(images, x.sigmoid())
+
+@pytest.mark.parametrize(
+    ("size", "channels", "steps"),
+    [
+        ((8, 8), None, [(8, 8)]),
+        ((28, 28), None, [(7, 7), (14, 14), (28, 28)]),
+        ((5, 11), (4, 2, 3), [(2, 3), (3, 6), (5, 11)]),
+        ((1, 2), (4,), [(1, 2)]),
+    ],
+)
+def test_conv_decoder_doubles_feature_maps(size: Any, channels: Any, steps: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    decoder = ConvDecoder(J, D, (3, *size), channels, class_independent=True, dtype=torch.float64)
+    v = capsules().requires_grad_()
+    images = decoder(v, LABELS)
+    assert images.shape == (B, 3, *size) and images.min() == 0
+
+    x = decoder.start(v[torch.arange(B), LABELS]).relu().view(B, 16, *steps[0])
+    mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), unbiased=False, keepdim=True)
+    x = (x - mean) / (var + 1e-3).sqrt() * decoder.norm.weight[:, None, None] + decoder.norm.bias[:, None, None]
+    for n, (conv, wanted) in enumerate(zip(decoder.convs, [*steps, size], strict=True)):
+        x = spread(x, conv, 1 if n in (0, len(steps)) else 2, wanted)
+    leaves = [v, *decoder.parameters()]
+    results = [(each, *torch.autograd.grad(each.square().sum(), leaves)) for each in (images, x.relu())]
+    assert_same(*results)
+
+
+def test_conv_decoder_of_a_larger_image() -> None:
+    decoder = ConvDecoder(10, 32, (3, 64, 64), class_independent=True, device="meta")
+    assert decoder.start.out_features == 8 * 8 * 16
+    assert [each.out_channels for each in decoder.convs] == [64, 32, 16, 8, 3]
 
 
 @pytest.mark.parametrize("kind", [Decoder, ConvDecoder])
@@ -164,6 +191,8 @@ def test_wrong_arguments() -> None:
             kind(J, D, masked=False)(torch.randn(B, J, D), LABELS)
     with pytest.raises(ValueError, match="hidden must be at least 1, got 0"):
         Decoder(J, D, hidden=(0,))
+    with pytest.raises(ValueError, match=r"nn\.ConvDecoder: channels must hold at least 1 of them"):
+        ConvDecoder(J, D, channels=())
 
 
 def test_wrong_labels() -> None:

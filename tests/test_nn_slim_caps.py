@@ -170,8 +170,8 @@ def test_is_a_loop_over_positions(by: Backend, window: str, options: dict[str, A
     [{}, {"bias": True, "learned_logits": True, "squash": "unit", "num_iterations": 2}, {"out_types": 1}],
     ids=str,
 )
-def test_softmax_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
-    """Rajasegaran et al. 2019."""
+def test_softmax_and_squash_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
+    """Rajasegaran et al. 2019, algorithm 1."""
     given = {"out_types": J} | given
     layer = SlimConvCaps2d(I, in_dim=K, out_dim=D, softmax="everywhere", backend=by.name, dtype=torch.float64, **given)
     randomize(layer)
@@ -186,7 +186,7 @@ def test_softmax_over_all_positions(by: Backend, given: dict[str, Any]) -> None:
         wanted_c = logits.flatten(2).softmax(2).view_as(logits)
         s = torch.einsum("bijyx,bijdyx->bjdyx", wanted_c, votes)
         s = s if routing.bias is None else s + routing.bias[..., None, None]
-        wanted = capsfast.squash(s, 2, kind=routing.squash)
+        wanted = capsfast.squash(s.flatten(2), 2, kind=routing.squash).view_as(s)
         logits = logits + torch.einsum("bijdyx,bjdyx->bijyx", votes, wanted)
     assert_same((v, c), (wanted, wanted_c))
     assert_same(c.sum((2, 3, 4)), torch.ones(B, I, dtype=torch.float64))

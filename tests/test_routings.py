@@ -197,7 +197,7 @@ def test_pose_matrices(name: str) -> None:
 @each_name
 @pytest.mark.parametrize("network", [CapsNet, CapsAutoEncoder, DeepCaps])
 def test_networks_take_it(name: str, network: type[nn.Module]) -> None:
-    small = {"dims": (2, 3, 4, 4), "types": 3} if network is DeepCaps else {"primary_groups": 3, "primary_dim": 4}
+    small = {"dims": (3, 4, 4), "types": 3} if network is DeepCaps else {"primary_groups": 3, "primary_dim": 4}
     torch.manual_seed(0)
     model = network(1, 12, 5, conv_channels=6, routing=name, **small)
     images, labels = torch.rand(7, 1, 12, 12), torch.arange(7) % 5

@@ -24,12 +24,22 @@ def images(height: int = 7, width: int = 6, dtype: torch.dtype = torch.float64) 
     return torch.rand(B, 2, height, width, dtype=dtype)
 
 
-def route_at_positions(maps: Tensor, types: int, D: int, num_iterations: int) -> Tensor:
+def route_at_positions(maps: Tensor, types: int, D: int, num_iterations: int, **options: Any) -> Tensor:
     """What a convolution made, ``[B I, J D, H, W]``, to ``[B, J, D, H, W]``."""
     H, W = maps.shape[2:]
     votes = maps.view(B, types, -1, D, H * W).permute(0, 4, 1, 2, 3).flatten(0, 1)
-    v, _ = plain.route(votes, num_iterations, kind="exp")
+    v, _ = plain.route(votes, num_iterations, **{"kind": "exp", **options})
     return v.view(B, H, W, *v.shape[1:]).permute(0, 3, 4, 1, 2)
+
+
+def doubled(poses: Tensor, weight: Tensor, like: Tensor) -> Tensor:
+    """Ahead of each other the places of the input, with a zero between them, are convolved with the kernel turned."""
+    spread = poses.new_zeros(poses.shape[0] * poses.shape[1], poses.shape[2], *(2 * n - 1 for n in poses.shape[3:]))
+    spread[:, :, ::2, ::2] = poses.flatten(0, 1)
+    more = [like.shape[3 + axis] - spread.shape[2 + axis] for axis in (0, 1)]
+    reach = weight.shape[2] // 2
+    around = (reach, weight.shape[2] - 1 - reach + more[1], reach, weight.shape[2] - 1 - reach + more[0])
+    return F.conv2d(F.pad(spread, around), weight.transpose(0, 1).flip(2, 3))
 
 
 def plain_segcaps(model: SegCaps, x: Tensor, classes: Tensor | None) -> SegCapsOutput:
@@ -44,12 +54,7 @@ def plain_segcaps(model: SegCaps, x: Tensor, classes: Tensor | None) -> SegCapsO
 
     def larger(name: str, poses: Tensor, like: Tensor) -> Tensor:
         weight = p[f"{name}.conv.weight"]
-        # Ahead of each other the places of the input, with a zero between them, are convolved with the kernel turned.
-        spread = poses.new_zeros(poses.shape[0] * poses.shape[1], poses.shape[2], *(2 * n - 1 for n in poses.shape[3:]))
-        spread[:, :, ::2, ::2] = poses.flatten(0, 1)
-        more = [like.shape[3 + axis] - spread.shape[2 + axis] for axis in (0, 1)]
-        maps = F.conv2d(F.pad(spread, (1, 1 + more[1], 1, 1 + more[0])), weight.transpose(0, 1).flip(2, 3))
-        return route_at_positions(maps, poses.shape[1], weight.shape[1] // 2, 1)
+        return route_at_positions(doubled(poses, weight, like), poses.shape[1], weight.shape[1] // 2, 1)
 
     features = F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"], padding=1))
     full = slim("start", features[:, None], 1)
@@ -81,6 +86,82 @@ def test_is_a_plain_network(by: Any, size: tuple[int, int]) -> None:
             results.append((*output, *torch.autograd.grad(total, leaves)))
         assert_same(*results)
     assert 0 < (output.lengths > 0.5).double().mean() < 1 or size == (1, 3)
+
+
+# The layers of the authors' SegCaps-R3: capsule types and their size.
+R3 = {
+    "down.0": (2, 16),
+    "route_down.0": (4, 16),
+    "down.1": (4, 32),
+    "route_down.1": (8, 32),
+    "down.2": (8, 64),
+    "route_down.2": (8, 32),
+    "up.0": (8, 32),
+    "route_up.0": (4, 32),
+    "up.1": (4, 16),
+    "route_up.1": (4, 16),
+    "up.2": (2, 16),
+    "classes": (1, 16),
+}
+
+
+def plain_r3(model: SegCaps, x: Tensor) -> Tensor:
+    p = dict(model.named_parameters())
+
+    def layer(name: str, poses: Tensor, like: Tensor | None = None) -> Tensor:
+        weight, bias = p[f"{name}.conv.weight"], p[f"{name}.routing.bias"]
+        assert tuple(bias.shape) == R3[name]
+        if like is not None:
+            maps = doubled(poses, weight, like)
+        else:
+            # What an odd number of places is padded by, for half the places, has its odd one at the end.
+            first, step = (1, 2) if name.startswith("down") else (weight.shape[2] // 2, 1)
+            maps = F.conv2d(F.pad(poses.flatten(0, 1), (first, weight.shape[2] // 2) * 2), weight, stride=step)
+        rounds = 1 if name == "down.0" else 3
+        return route_at_positions(maps, poses.shape[1], bias.shape[1], rounds, kind="paper", bias=bias)
+
+    full = F.relu(F.conv2d(x, p["conv.weight"], p["conv.bias"], padding=2))[:, None]
+    half = layer("route_down.0", layer("down.0", full))
+    quarter = layer("route_down.1", layer("down.1", half))
+    eighth = layer("route_down.2", layer("down.2", quarter))
+    again = layer("route_up.0", torch.cat([layer("up.0", eighth, quarter), quarter], 1))
+    again = layer("route_up.1", torch.cat([layer("up.1", again, half), half], 1))
+    return layer("classes", torch.cat([layer("up.2", again, full), full], 1))
+
+
+@on_cpu
+def test_the_authors_network(by: Any) -> None:
+    """LaLonde, Bagci 2018: 1.4 million parameters; 1 416 112 in their code, and 9 537 of the decoder."""
+    torch.manual_seed(0)
+    model = SegCaps(1, (16, 8), 1, form="r3", backend=by.name, dtype=torch.float64)
+    count = sum(each.numel() for each in model.parameters())
+    sizes = {"down.0": 16, "classes": 16} | {"down.1": 16, "down.2": 32, "route_down.2": 64}
+    before = {name: sizes.get(name, R3[name][1]) for name in R3} | {"up.1": 32, "up.2": 16}
+    kernels = {name: 4 if "up." in name and "route" not in name else 1 if name == "classes" else 5 for name in R3}
+    layers = sum(J * D * (kernels[name] ** 2 * before[name] + 1) for name, (J, D) in R3.items())
+    decoder = 17 * 64 + 65 * 128 + 129
+    assert layers + 26 * 16 == 1_416_112 and count == 1_416_112 + decoder == 1_425_649
+    x = torch.rand(B, 1, 16, 8, dtype=torch.float64).requires_grad_()
+    leaves = [x, *(value for name, value in model.named_parameters() if not name.startswith("decoder"))]
+    output = model(x)
+    results = [
+        (each, *torch.autograd.grad(each.square().sum(), leaves)) for each in (output.capsules, plain_r3(model, x))
+    ]
+    assert_same(*results)
+    assert model.up[0].conv.weight.std().item() == pytest.approx(0.88 * (2 / (16 * 8 * 32)) ** 0.5, rel=0.02)
+    assert model.route_down[1].conv.weight.std().item() == pytest.approx(0.88 * (2 / (25 * 32)) ** 0.5, rel=0.02)
+
+
+def test_types_of_every_level() -> None:
+    model = SegCaps(1, 9, J, **{**SMALL, "dims": (2, 3, 4), "types": [2, 3, 5]})
+    assert [each.out_types for each in (model.start, *model.down, *model.up)] == [2, 3, 5, 3, 2]
+    assert [each.in_types for each in (*model.route_down, *model.route_up)] == [3, 5, 6, 4]
+    x = torch.rand(B, 1, 9, 9)
+    assert model(x).lengths.shape == (B, J, 9, 9)
+    torch.manual_seed(0)
+    one = SegCaps(1, 9, J, **SMALL)
+    torch.manual_seed(0)
+    assert torch.equal(SegCaps(1, 9, J, **{**SMALL, "types": (2, 2, 2)})(x).capsules, one(x).capsules)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -135,6 +216,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "kernel": (lambda: SegCaps(1, 9, J, kernel_size=4), ValueError, "kernel_size must be odd, .* got 4"),
     "dims": (lambda: SegCaps(1, 9, J, dims=()), ValueError, r"dims must hold at least 1 of them, got \(\)"),
     "one dim": (lambda: SegCaps(1, 9, J, dims=8), TypeError, "SegCaps: dims must be a sequence of ints, got 8"),
+    "few types": (lambda: SegCaps(1, 9, J, types=(2, 4)), ValueError, r"types must be an int or one .*, got \(2, 4\)"),
+    "a type": (lambda: SegCaps(1, 9, J, types=0), ValueError, "SegCaps: types must be at least 1, got 0"),
+    "form": (lambda: SegCaps(1, 9, J, form="r1"), ValueError, "SegCaps: form must be one of 'levels', 'r3', got 'r1'"),
+    "own types": (lambda: SegCaps(1, 8, J, form="r3", types=2), ValueError, "form='r3' has its own conv_channels"),
+    "r3 of 12": (lambda: SegCaps(1, 12, J, form="r3"), ValueError, r"must be divisible by 8, got \(12, 12\)"),
     "hidden": (lambda: SegCaps(1, 9, J, hidden=8), TypeError, "SegCaps: hidden must be a sequence of ints, got 8"),
     "a dim": (lambda: SegCaps(1, 9, J, dims=(3, 0)), ValueError, "dims must be at least 1, got 0"),
     "routing": (lambda: SegCaps(1, 9, J, routing="magic"), ValueError, "routing must be one of"),

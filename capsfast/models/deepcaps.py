@@ -1,4 +1,4 @@
-"""A deep stack of convolutional capsules, after DeepCaps."""
+"""DeepCaps: a deep stack of convolutional capsules."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks
-from ..nn import ConvCaps2d, ConvDecoder, FlattenCaps, Length, PrimaryCaps, _arguments
+from ..nn import ConvCaps2d, ConvDecoder, PrimaryCaps, SlimConvCaps2d, _arguments
 from ..nn._layer import Layer
 from ..nn.dynamic_routing import fully_connected
 from ..nn.routing.base import Capsules
@@ -19,63 +19,67 @@ from ._images import check_images, image_shape
 
 
 class CapsCell(Layer):
-    """Halves the image of capsules, then adds two more layers to a skip connection that is a layer itself.
+    """Halves the image of capsules by a convolution, then adds two more to a skip connection that is a layer itself.
 
     Args:
-        types: capsules at each place, before and after.
-        in_dim, out_dim: sizes of a capsule.
-        skip: num_iterations and routing of the skip connection; the other layers have dynamic routing of one iteration.
-        made: options of :class:`capsfast.nn.ConvCaps2d`.
+        in_channels: of the image before, all numbers of its capsules.
+        types, dim: of the capsules after each layer.
+        skip: a layer of these capsules, or None for one more convolution.
+        made: options of :class:`capsfast.nn.PrimaryCaps`: every convolution is squashed.
 
-    Shapes: ``[B, types, in_dim, H, W]`` to ``[B, types, out_dim, ceil(H / 2), ceil(W / 2)]``.
+    Shapes: ``[B, in_channels, H, W]`` to ``[B, types, dim, ceil(H / 2), ceil(W / 2)]``.
     """
 
-    def __init__(self, types: int, in_dim: int, out_dim: int, skip: dict[str, Any], **made: Any) -> None:
+    def __init__(self, in_channels: int, types: int, dim: int, skip: nn.Module | None, **made: Any) -> None:
         super().__init__()
-        self.down = ConvCaps2d(types, types, in_dim, out_dim, 3, stride=2, padding=1, num_iterations=1, **made)
-        same: dict[str, Any] = {
-            "in_types": types,
-            "out_types": types,
-            "in_dim": out_dim,
-            "out_dim": out_dim,
-            "padding": 1,
-        }
-        self.first, self.second = (ConvCaps2d(**same, num_iterations=1, **made) for _ in range(2))
-        if skip.get("routing", "dynamic") != "dynamic":
-            made = {name: made[name] for name in ("backend", "device", "dtype") if name in made}
-        self.skip = ConvCaps2d(**same, **skip, **made)
+        made |= {"bias": False, "flatten": False}
+        self.down = PrimaryCaps(in_channels, types, dim, 3, 2, 0, **made)
+        self.first, self.second = (PrimaryCaps(types * dim, types, dim, 3, 1, 1, **made) for _ in range(2))
+        self.skip = PrimaryCaps(types * dim, types, dim, 3, 1, 1, **made) if skip is None else skip
+        for each in self.children():
+            if isinstance(each, PrimaryCaps):
+                # Glorot's bound, but for fans that are both the root of the number of weights, as the authors have it.
+                bound = (3 / each.conv.weight.numel() ** 0.5) ** 0.5
+                nn.init.uniform_(each.conv.weight, -bound, bound)
 
-    def forward(self, poses: Tensor) -> Tensor:
-        halved = self.down(poses)
-        if self.skip.uses_poses_alone:
+    def forward(self, maps: Tensor) -> Tensor:
+        height, width = maps.shape[2:]
+        # An even size is padded at its end alone.
+        halved = self.down(F.pad(maps, (width % 2, 1, height % 2, 1)))
+        channels = halved.flatten(1, 2)
+        deep = self.second(self.first(channels).flatten(1, 2))
+        if isinstance(self.skip, PrimaryCaps):
+            skipped = self.skip(channels)
+        elif self.skip.uses_poses_alone:
             skipped = self.skip(halved)
         else:
             skipped = with_lengths(self.skip(halved, image_lengths(halved)))
-        return self.second(self.first(halved)) + skipped  # type: ignore[no-any-return]
+        return deep + skipped  # type: ignore[no-any-return]
 
 
 class DeepCaps(DecodedCapsules):
-    """Cells of convolutional capsules with skip connections (after Rajasegaran et al. 2019).
+    """Cells of capsules with skip connections (Rajasegaran et al. 2019), as in the authors' code.
 
-    As there, only the last cell's skip connection routes with ``num_iterations``, the class capsules take the capsules
-    of the last two cells, and the decoder gets the capsule of the class without knowing which class that is.
-    Unlike there, no batch normalisation keeps the capsules from fading in the stack, but the squash and the initial
-    deviation of :class:`capsfast.nn.ConvCaps2d`.
+    A convolution with batch normalisation, then cells of squashed convolutions. Only the last cell's skip connection
+    routes: the 3-D routing of :class:`capsfast.nn.SlimConvCaps2d`, or another one by :class:`capsfast.nn.ConvCaps2d`.
+    The class capsules take the capsules of the last two cells, the last first, in the order (y, x, type), and the
+    decoder gets the capsule of the class without knowing which class that is.
 
-    Parts: ``conv``, ``primary``, ``cells``, ``routing`` (:class:`capsfast.DynamicRouting` or
+    Parts: ``conv``, ``norm``, ``cells``, ``routing`` (:class:`capsfast.DynamicRouting` or
     :class:`capsfast.nn.RoutedCaps`), ``decoder`` (:class:`capsfast.nn.ConvDecoder` or None).
 
     Args:
         in_channels, image_size, num_classes, digit_dim, num_iterations, routing, reconstruction: as in
             :class:`CapsNet`. The routing is that of the class capsules and of the last skip connection.
-        conv_channels: of the convolution before the primary capsules.
+        conv_channels: of the convolution before the cells.
         types: capsule types of all cells.
-        dims: size of the primary capsules, then of those of each cell; the last two alike. By default (4, 4, 8, 8, 8);
-            images below 17 pixels have fewer cells, at least two, so that the last holds 2 x 2 places if it can.
-        squash: of the primary capsules and the cells; that of the class capsules is the paper's.
-        backend, gradient, eps: of all routings; the last two of dynamic ones.
+        dims: sizes of a capsule of each cell; the last two alike. By default (4, 8, 8, 8); images below 17 pixels have
+            fewer cells, at least two, so that the last holds 2 x 2 places if it can.
+        squash: of the cells; that of the class capsules is the paper's.
+        backend, gradient, eps: of all routings; the last two of dynamic ones, eps also of the convolutions.
         routing_options: of the class capsules' layer, as in CapsNet; those of a routing other than dynamic also go to
-            the skip connection.
+            the skip connection. With dynamic routing by default ``bias=True``, and a weight and a bias of the
+            deviations that they start with in the authors' code.
         device, dtype: of the parameters.
 
     Shapes, errors: as CapsNet.
@@ -92,14 +96,14 @@ class DeepCaps(DecodedCapsules):
         conv_channels: int = 128,
         types: int = 32,
         dims: Sequence[int] | None = None,
-        digit_dim: int = 16,
+        digit_dim: int = 32,
         num_iterations: int | None = None,
         routing: RoutingChoice = "dynamic",
         reconstruction: bool = True,
-        squash: str = "exp",
+        squash: str = "paper",
         backend: str | None = None,
         gradient: str = "full",
-        eps: float = 1e-8,
+        eps: float = 1e-7,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **routing_options: Any,
@@ -109,34 +113,47 @@ class DeepCaps(DecodedCapsules):
         self.image_shape = image_shape(op, in_channels, image_size)
         _arguments.integers(op, num_classes=num_classes, digit_dim=digit_dim)
         _arguments.integers(op, conv_channels=conv_channels, types=types)
+        size = self.image_shape[1:]
         if dims is None:
-            cells = min(4, max(2, (min(self.image_shape[1:]) - 1).bit_length() - 1))
-            dims = (4, *(4, 8, 8, 8)[-cells:])
-        dims = _arguments.sizes(op, "dims", dims, 3)
+            dims = (4, 8, 8, 8)[-min(4, max(2, (min(size) - 1).bit_length() - 1)) :]
+        dims = _arguments.sizes(op, "dims", dims, 2)
         if dims[-1] != dims[-2]:
             raise ValueError(f"{op}: the last two of dims must be alike, got {checks.shown(dims)}")
         checks.boolean(op, "reconstruction", reconstruction)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {"backend": backend, "gradient": gradient, "eps": eps, **made}
+        options: dict[str, Any] = {"num_iterations": num_iterations, "backend": backend, **made}
+        dim = dims[-1]
+        window: dict[str, Any] = {"kernel_size": 3, "padding": 1, **options}
+        if routing == "dynamic":
+            options |= {"gradient": gradient, "eps": eps}
+            window |= {"gradient": gradient, "eps": eps, "squash": squash, "softmax": "everywhere", "bias": True}
+            skip: nn.Module = SlimConvCaps2d(types, types, dim, dim, init_std=(2 / (9 * dim)) ** 0.5, **window)
+        else:
+            skip = ConvCaps2d(types, types, dim, dim, routing=routing, **window, **routing_options)
         self.conv = nn.Conv2d(in_channels, conv_channels, 3, padding=1, **made)
-        self.primary = PrimaryCaps(conv_channels, types, dims[0], 3, 1, 1, squash=squash, flatten=False, **made)
-        chosen: dict[str, Any] = {"routing": routing, "num_iterations": num_iterations}
-        skips = [{"num_iterations": 1}] * (len(dims) - 2) + [chosen | ({} if routing == "dynamic" else routing_options)]
+        self.norm = nn.BatchNorm2d(conv_channels, eps=1e-3, momentum=0.01, **made)
+        widths = [conv_channels, *(types * each for each in dims)]
         self.cells = nn.ModuleList(
-            CapsCell(types, before, after, skip, squash=squash, **options)
-            for before, after, skip in zip(dims, dims[1:], skips, strict=False)
+            CapsCell(width, types, each, None, squash=squash, eps=eps, **made)
+            for width, each in zip(widths, dims[:-1], strict=False)
         )
-        size, places = self.image_shape[1:], []
+        self.cells.append(CapsCell(types * dim, types, dim, skip, squash=squash, eps=eps, **made))
+        places = []
         for _ in self.cells:
             size = ((size[0] + 1) // 2, (size[1] + 1) // 2)
             places.append(size[0] * size[1])
-        self.flatten = FlattenCaps()
-        if routing != "dynamic":
-            options = {"backend": backend, **made}
+        in_caps = types * (places[-2] + places[-1])
+        if routing == "dynamic":
+            std = (2 / (num_classes * in_caps * (dim + digit_dim))) ** 0.5
+            routing_options = {"bias": True, "init_std": std, **routing_options}
         self.routing = fully_connected(
-            types * (places[-2] + places[-1]), num_classes, dims[-1], digit_dim, **chosen, **options, **routing_options
+            in_caps, num_classes, dim, digit_dim, routing=routing, **options, **routing_options
         )
-        self.length = Length()
+        of_routing: Any = self.routing.bias if routing == "dynamic" else None
+        if of_routing is not None:
+            nn.init.xavier_uniform_(of_routing)
+        nn.init.xavier_uniform_(self.conv.weight)
+        nn.init.zeros_(self.conv.get_parameter("bias"))
         self.decoder = (
             ConvDecoder(num_classes, digit_dim, self.image_shape, class_independent=True, **made)
             if reconstruction
@@ -146,12 +163,12 @@ class DeepCaps(DecodedCapsules):
     def encode(self, images: Tensor) -> Tensor:
         """The capsules ``u [B, I, K]`` of the last two cells, from ``images [B, C, H, W]``."""
         check_images(self._op, images, self.image_shape)
-        poses = self.primary(F.relu(self.conv(images)))
+        maps = self.norm(F.relu(self.conv(images)))
         seen = []
         for cell in self.cells:
-            poses = cell(poses)
-            seen.append(poses)
-        return torch.cat([self.flatten(image) for image in seen[-2:]], 1)
+            seen.append(cell(maps))
+            maps = seen[-1].flatten(1, 2)
+        return torch.cat([image.permute(0, 3, 4, 1, 2).flatten(1, 3) for image in (seen[-1], seen[-2])], 1)
 
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules of ``images [B, C, H, W]``, without a decoder."""

@@ -1,7 +1,7 @@
 """Segmentation by slim convolutional capsules."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from ._network import Network
 
 # A pixel has the classes whose capsules are longer.
 PRESENT = 0.5
+FORMS = ("levels", "r3")
+Caps = tuple[int, int]  # capsule types, size of a capsule
 
 
 class SegCapsOutput(NamedTuple):
@@ -29,8 +31,29 @@ class SegCapsOutput(NamedTuple):
     reconstruction: Tensor | None
 
 
+class _Layout(NamedTuple):
+    """What each layer makes, from the image down and up again. Without ``start`` the channels are one capsule type, and
+    where ``route_up`` ends early, the class capsules follow."""
+
+    start: Caps | None
+    down: Sequence[Caps]
+    route_down: Sequence[Caps]
+    up: Sequence[Caps]
+    route_up: Sequence[Caps]
+
+
+# SegCaps-R3, as in the authors' code.
+R3 = _Layout(
+    start=None,
+    down=((2, 16), (4, 32), (8, 64)),
+    route_down=((4, 16), (8, 32), (8, 32)),
+    up=((8, 32), (4, 16), (2, 16)),
+    route_up=((4, 32), (4, 16)),
+)
+
+
 class SegCaps(Network):
-    """A U of slim convolutional capsules, with a capsule of each class at every pixel (after LaLonde, Bagci 2018).
+    """A U of slim convolutional capsules, with a capsule of each class at every pixel (LaLonde, Bagci 2018).
 
     On the way down each level halves the image, on the way up a transposed convolution doubles it, and the capsules of
     the same size from the way down are put beside its own as more types. Layers that change the size are dynamic
@@ -38,21 +61,27 @@ class SegCaps(Network):
     its own, poses get them as their lengths before the next layer. A pixel may have several classes or none: no capsule
     stands for the background.
 
+    ``form="r3"`` is SegCaps-R3, the network of the authors' code: its layers have the types and sizes given there, all
+    but the first route, with a bias, and the channels of ``conv``, one capsule type, are put beside the last
+    capsules that a transposed convolution made. An image side must be a multiple of 8.
+
     Parts: ``conv``; ``start``, ``down``, ``route_down``, ``up``, ``route_up`` and ``classes`` (slim capsules);
     ``decoder``, three convolutions of 1 x 1 that see the capsules of a pixel's classes alone, or None.
 
     Args:
         in_channels, image_size: of the images; an int or (height, width), of any parity.
         num_classes, digit_dim: J and D.
+        form: ``"levels"``, which the next four options describe, or ``"r3"``, which leaves them no choice.
         conv_channels: of the convolution before the capsules.
-        types: capsule types of all layers between.
+        types: capsule types of the layers between; an int, or one for each of dims.
         dims: their sizes, at the full image and then at each halving; as many levels as there are numbers.
-        kernel_size: of all convolutions, odd.
+        kernel_size: of all convolutions, odd; the transposed ones of ``"r3"`` have 4.
         num_iterations: of the routing; None for its default, 3 for dynamic routing.
         routing: ``"dynamic"``, or another one as for :class:`capsfast.nn.SlimConvCaps2d`.
         reconstruction: whether there is a decoder.
         hidden: channels between its convolutions.
-        squash, gradient, eps: of all dynamic routings.
+        squash: of all dynamic routings; by default ``"exp"``, for ``"r3"`` ``"paper"``.
+        gradient, eps: of all dynamic routings.
         backend: of all routings.
         routing_options: of the layers that route with ``routing``, all others of SlimConvCaps2d.
         device, dtype: of the parameters.
@@ -72,8 +101,9 @@ class SegCaps(Network):
         image_size: int | Sequence[int] = 28,
         num_classes: int = 10,
         *,
+        form: str = "levels",
         conv_channels: int = 16,
-        types: int = 4,
+        types: int | Sequence[int] = 4,
         dims: Sequence[int] = (8, 16, 16),
         digit_dim: int = 16,
         kernel_size: int = 5,
@@ -81,7 +111,7 @@ class SegCaps(Network):
         routing: RoutingChoice = "dynamic",
         reconstruction: bool = True,
         hidden: Sequence[int] = (64, 128),
-        squash: str = "exp",
+        squash: str | None = None,
         backend: str | None = None,
         gradient: str = "full",
         eps: float = 1e-8,
@@ -92,33 +122,67 @@ class SegCaps(Network):
         super().__init__()
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
-        _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels, types=types, digit_dim=digit_dim)
+        checks.choice(op, "form", form, FORMS)
+        _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels, digit_dim=digit_dim)
         _arguments.integer(op, "kernel_size", kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"{op}: kernel_size must be odd, so that a window has a middle, got {kernel_size}")
         dims = _arguments.sizes(op, "dims", dims)
+        types = _arguments.sizes(op, "types", [types] * len(dims) if isinstance(types, int) else types)
+        if len(types) != len(dims):
+            raise ValueError(f"{op}: types must be an int or one for each of dims={dims}, got {types}")
         hidden = _arguments.sizes(op, "hidden", hidden, 0)
         checks.boolean(op, "reconstruction", reconstruction)
+        self.form = form
+        authors = form == "r3"
+        if authors and (conv_channels, types, dims, kernel_size) != (16, (4, 4, 4), (8, 16, 16), 5):
+            raise ValueError(f"{op}: form='r3' has its own conv_channels, types, dims and kernel_size; leave them out")
+        if authors and any(size % 8 for size in self.image_shape[1:]):
+            raise ValueError(f"{op}: with form='r3' image_size must be divisible by 8, got {self.image_shape[1:]}")
+        levels = list(zip(types, dims, strict=True))
+        layout = R3 if authors else _Layout(levels[0], levels[1:], levels[1:], levels[-2::-1], levels[-2::-1])
         made: dict[str, Any] = {"device": device, "dtype": dtype}
+        squash = squash or ("paper" if authors else "exp")
         dynamic: dict[str, Any] = {"squash": squash, "gradient": gradient, "eps": eps, "backend": backend}
         window: dict[str, Any] = {"kernel_size": kernel_size, "padding": kernel_size // 2}
-        resized: dict[str, Any] = {**window, **dynamic, **made, "stride": 2, "num_iterations": 1}
+        if authors and routing == "dynamic":
+            routing_options = {"bias": True, **routing_options}
         routed: dict[str, Any] = {"routing": routing, "num_iterations": num_iterations, **routing_options, **made}
         routed |= dynamic if routing == "dynamic" else {"backend": backend}
+        once: dict[str, Any] = {**dynamic, **made, "num_iterations": 1, "bias": authors}
+
+        def slim(before: Caps, after: Caps, options: dict[str, Any], kind: Any = SlimConvCaps2d) -> SlimConvCaps2d:
+            if authors:  # He's initialisation, for which fan-in is that of the weight as it is stored
+                fan = before[1] if kind is SlimConvCaps2d else after[0] * after[1]
+                options = {"init_std": (2 / (fan * options["kernel_size"] ** 2)) ** 0.5, **options}
+            return kind(before[0], after[0], before[1], after[1], **options)  # type: ignore[no-any-return]
+
+        resized: dict[str, Any] = {**(routed if authors else once), "stride": 2}
+        # The authors pad an even side by one more at its end: in classify.
+        halved = {"kernel_size": kernel_size, "padding": 0} if authors else window
+        doubled = {"kernel_size": 4, "padding": 1} if authors else window
         self.conv = nn.Conv2d(in_channels, conv_channels, **window, **made)
-        self.start = SlimConvCaps2d(1, types, conv_channels, dims[0], **{**resized, "stride": 1})
-        levels = list(pairwise(dims))
-        self.down = nn.ModuleList(SlimConvCaps2d(types, types, above, below, **resized) for above, below in levels)
+        maps = (1, conv_channels)
+        self.start = None if layout.start is None else slim(maps, layout.start, {**window, **once})
+        whole = [layout.start or maps, *layout.route_down]  # the capsules at each size on the way down
+        firsts = [{**once, "stride": 2} if n == 0 else resized for n in range(len(layout.down))]
+        self.down = nn.ModuleList(
+            slim(above, below, {**halved, **first})
+            for above, below, first in zip(whole, layout.down, firsts, strict=False)
+        )
         self.route_down = nn.ModuleList(
-            SlimConvCaps2d(types, types, below, below, **window, **routed) for _, below in levels
+            slim(*caps, {**window, **routed}) for caps in zip(layout.down, layout.route_down, strict=True)
         )
         self.up = nn.ModuleList(
-            SlimConvTransposeCaps2d(types, types, below, above, **resized) for above, below in reversed(levels)
+            slim(*caps, {**doubled, **resized}, SlimConvTransposeCaps2d)
+            for caps in zip([whole[-1], *layout.route_up], layout.up, strict=False)
         )
+        joined = [(own + beside, dim) for (own, dim), (beside, _) in zip(layout.up, whole[-2::-1], strict=True)]
         self.route_up = nn.ModuleList(
-            SlimConvCaps2d(2 * types, types, above, above, **window, **routed) for above, _ in reversed(levels)
+            slim(*caps, {**window, **routed}) for caps in zip(joined, layout.route_up, strict=False)
         )
-        self.classes = SlimConvCaps2d(types, num_classes, dims[0], digit_dim, 1, **routed)
+        last = joined[-1] if authors else levels[0]
+        self.classes = slim(last, (num_classes, digit_dim), {"kernel_size": 1, **routed})
         self.num_classes = num_classes
         self.decoder: nn.Sequential | None = None
         if reconstruction:
@@ -131,14 +195,19 @@ class SegCaps(Network):
     def classify(self, images: Tensor) -> Capsules:
         """The class capsules ``[B, J, D, H, W]`` of every pixel and their activations, without a decoder."""
         check_images(self._op, images, self.image_shape)
-        poses = _through(self.start, F.relu(self.conv(images)).unsqueeze(1))
+        poses = F.relu(self.conv(images)).unsqueeze(1)
+        poses = poses if self.start is None else _through(self.start, poses)
         passed = []
         for down, route in zip(self.down, self.route_down, strict=True):
             passed.append(poses)
+            if self.form == "r3":
+                poses = F.pad(poses, (1, 2, 1, 2))
             poses = _through(route, _through(down, poses))
-        for up, route, beside in zip(self.up, self.route_up, reversed(passed), strict=True):
+        for up, route in zip_longest(self.up, self.route_up):
+            beside = passed.pop()
             larger = _through(up, poses, size=beside.shape[3:])
-            poses = _through(route, torch.cat([larger, beside], 1))
+            poses = torch.cat([larger, beside], 1)
+            poses = poses if route is None else _through(route, poses)
         return _routed(self.classes, poses)
 
     def reconstruct(self, capsules: Tensor, classes: Tensor) -> Tensor:

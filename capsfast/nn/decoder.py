@@ -13,6 +13,8 @@ from . import _arguments
 from ._layer import Layer
 from .readout import Mask
 
+FIRST = 16  # feature maps that a ConvDecoder starts from
+
 
 class _MaskedDecoder(Layer):
     """Chooses the numbers an image is made from."""
@@ -106,17 +108,21 @@ class Decoder(_MaskedDecoder):
 
 
 class ConvDecoder(_MaskedDecoder):
-    """A linear layer to feature maps of a quarter of the image's size, then convolutions that double it twice.
+    """A linear layer to small feature maps, which transposed convolutions double up to the size of the image.
 
-    The upsampling repeats pixels before each convolution; transposed convolutions leave a checkered pattern
-    (Odena, Dumoulin, Olah 2016). ``class_independent=True`` is the decoder of Rajasegaran et al. (2019).
+    With ``class_independent=True`` it is the decoder of Rajasegaran et al. (2019), from the authors' code: a ReLU
+    follows the linear layer and the last convolution, batch normalisation the first of these, and nothing stands
+    between the convolutions.
 
-    Parameters: ``start`` (linear), ``convs`` (three convolutions of 3 x 3).
+    Parameters: ``start`` (linear), ``norm``, ``convs`` (of 3 x 3). Weights start as Glorot's uniform distribution,
+    biases at 0.
 
     Args:
-        channels: of the feature maps at a quarter and at half of the size.
-        num_caps, dim, image_shape, masked, class_independent, device, dtype: as in :class:`Decoder`, as are shapes
-            and errors.
+        channels: after the first convolution, which keeps the size, and after each that doubles it. By default from 64
+            halved down to 8, with as many doublings as the shorter side needs from at most 8 places.
+        num_caps, dim, image_shape, masked, class_independent, device, dtype: as in :class:`Decoder`, as are errors.
+
+    Shapes: as for Decoder, but for the images, which are not negative.
     """
 
     _op = "capsfast.nn.ConvDecoder"
@@ -126,7 +132,7 @@ class ConvDecoder(_MaskedDecoder):
         num_caps: int,
         dim: int,
         image_shape: Sequence[int] = (1, 28, 28),
-        channels: Sequence[int] = (64, 32),
+        channels: Sequence[int] | None = None,
         *,
         masked: bool = True,
         class_independent: bool = False,
@@ -134,20 +140,32 @@ class ConvDecoder(_MaskedDecoder):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_caps, dim, image_shape, masked, class_independent)
-        first, second = _arguments.pair(self._op, "channels", channels)
         C, H, W = self.image_shape
-        half = ((H + 1) // 2, (W + 1) // 2)
-        self.sizes = (((half[0] + 1) // 2, (half[1] + 1) // 2), half, (H, W))
+        if channels is None:
+            doublings = max(0, (min(H, W) - 1).bit_length() - 3)
+            channels = [max(8, 64 >> n) for n in range(1 + doublings)]
+        channels = _arguments.sizes(self._op, "channels", channels)
+        sizes = [(H, W)]
+        for _ in channels[1:]:
+            H, W = (H + 1) // 2, (W + 1) // 2
+            sizes.insert(0, (H, W))
+        self.sizes = (*sizes, sizes[-1])
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.start = nn.Linear(self.in_features, first * self.sizes[0][0] * self.sizes[0][1], **made)
+        self.start = nn.Linear(self.in_features, FIRST * H * W, **made)
+        self.norm = nn.BatchNorm2d(FIRST, eps=1e-3, momentum=0.2, **made)
+        same = {0, len(channels)}  # which keep the size
         self.convs = nn.ModuleList(
-            nn.Conv2d(before, after, 3, padding=1, **made)
-            for before, after in ((first, first), (first, second), (second, C))
+            nn.ConvTranspose2d(before, after, 3, 1 if n in same else 2, 1 if n in same else 0, **made)
+            for n, (before, after) in enumerate(pairwise([FIRST, *channels, C]))
         )
+        for each in (self.start, *self.convs):
+            nn.init.xavier_uniform_(each.weight)
+            nn.init.zeros_(each.bias)
 
     def forward(self, capsules: Tensor, labels: Tensor | None = None) -> Tensor:
-        features = self.start(self._chosen(capsules, labels))
-        image: Tensor = features.unflatten(1, (-1, *self.sizes[0]))
-        for size, conv in zip(self.sizes, self.convs, strict=True):
-            image = conv(F.interpolate(F.relu(image), size=size))
-        return torch.sigmoid(image)
+        features = F.relu(self.start(self._chosen(capsules, labels)))
+        image: Tensor = self.norm(features.unflatten(1, (FIRST, *self.sizes[0])))
+        for (height, width), conv in zip(self.sizes, self.convs, strict=True):
+            # Doubled, an image has a row and a column too many at its end, two of an odd size.
+            image = conv(image)[..., :height, :width]
+        return F.relu(image)

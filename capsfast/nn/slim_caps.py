@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from .. import checks
 from ..functional import route_votes
 from ..options import SOFTMAX
+from ..positions import to_samples
+from ..reference.squash import squash
 from . import _arguments
 from ._blocks import Box, Made, WindowLayer
 from .routing.agreement import starting_std
@@ -19,7 +21,7 @@ from .routing.names import RoutingChoice, make_routing, routing_name
 from .routing.votes import RecordedVotes, votes_of
 from .routing.windows import Everywhere, WindowVotes
 
-# A softmax over the output types of all positions (Rajasegaran et al. 2019).
+# A softmax over the output types of all positions, and a squash over all positions (Rajasegaran et al. 2019).
 EVERYWHERE = "everywhere"
 
 
@@ -48,8 +50,8 @@ class SlimConvCaps2d(WindowLayer):
         device, dtype: of the parameters.
         options: of the routing. Of dynamic routing: learned_logits, bias (``[J, D]``, added to the weighted sum),
             softmax, gradient, leaky, squash, eps and backend as for :func:`capsfast.route_votes`.
-            ``softmax="everywhere"`` is over the output types of all positions, the 3-D routing of DeepCaps: the
-            coupling of an input type then sums to 1 over the image, so it is smaller by the number of positions.
+            ``softmax="everywhere"`` is the 3-D routing of DeepCaps: the softmax is over the output types of all
+            positions, and the squash shrinks an output type as one vector of all its components at all positions.
 
     Shapes: ``[B, in_types, in_dim, H, W]`` to ``[B, out_types, out_dim, H', W']``. With another routing than the
     dynamic, poses and activations ``[B, in_types, H, W]`` (None for 1) to :class:`capsfast.nn.Capsules` of such shapes;
@@ -250,18 +252,27 @@ class SlimConvCaps2d(WindowLayer):
 
     def _from_votes(self, votes: Tensor, activation: Tensor | None, return_coupling: bool) -> tuple[Any, ...]:
         """The output capsules, then their coupling or None."""
+        own: Any = self.routing
         if self.uses_poses_alone and not self.everywhere:
             # Positions stay where they are; as samples they would be copied.
-            own: Any = self.routing
             given = {"logits": own.logits, "bias": own.bias, "backend": own.backend}
             out = route_votes(votes, **own.options(), **given, return_coupling=return_coupling)
             return out if return_coupling else (out, None)
-        made = votes_of(self._op, votes, J=self.out_types, backend=self.routing.backend)
+        made = votes_of(self._op, votes, J=self.out_types, backend=own.backend)
         if self.everywhere:
             made = WindowVotes(made, Everywhere(math.prod(votes.shape[4:])))
         recorded = RecordedVotes(made, last=True)
-        found = self.routing(recorded if return_coupling else made, activation)
-        out = found[:1] if self.uses_poses_alone else found
+        seen = recorded if return_coupling else made
+        if self.everywhere:
+
+            def over_image(s: Tensor) -> Tensor:
+                image = made.restore(s)
+                return to_samples(squash(image.flatten(2), 2, own.eps, own.squash).view_as(image).flatten(3))
+
+            options = {**own.options(), "squash": over_image, "logits": own.logits, "bias": own.bias}
+            out = (made.restore(seen.agree(**options)),)
+        else:
+            out = tuple(own(seen, activation))
         return *out, made.restore(recorded.weights[-1]) if return_coupling else None
 
     def extra_repr(self) -> str:
