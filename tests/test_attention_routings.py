@@ -185,20 +185,35 @@ def test_variational_output_capsules_that_are_not_there() -> None:
     plain.assert_same((found.poses[:, :-1], found.activations[:, :-1]), tuple(wanted))
 
 
-def test_variational_normalized_over_the_batch() -> None:
+@pytest.mark.parametrize("batch_norm", [True, "both"])
+def test_variational_normalized_over_the_batch(batch_norm: bool | str) -> None:
+    """In training by what a batch has, at every position, after it by running statistics, which are those of torch."""
     torch.manual_seed(0)
-    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm=True, dtype=torch.float64)
-    bare = RoutedCaps(I, J, K, D, routing="variational", dtype=torch.float64)
-    bare.load_state_dict(layer.state_dict(), strict=False)
-    u = torch.randn(B, I, K, dtype=torch.float64)
-    found, wanted = layer(u), bare(u)
-    logit = wanted.activations.logit()
-    normalized = (logit - logit.mean(0)) / (logit.var(0, correction=0) + 1e-5).sqrt()
-    plain.assert_same(tuple(found), (wanted.poses, normalized.sigmoid()))
-    layer.eval()
-    plain.assert_same(layer(u[:1]).activations, layer(u).activations[:1])
-    low = layer.bfloat16().train()(u.bfloat16())
-    assert low.activations.dtype == torch.bfloat16 and low.activations.isfinite().all()
+    routing = VariationalRouting(I, J, K, D, batch_norm=batch_norm, dtype=torch.float64)
+    bare = VariationalRouting(I, J, K, D, dtype=torch.float64)
+    bare.load_state_dict(routing.state_dict(), strict=False)
+    votes, normalized = given_votes(3, 2), {}
+    norms = {"norm": torch.nn.BatchNorm2d(J).double(), "pose_norm": torch.nn.BatchNorm3d(J).double()}
+    sent = (torch.randn(2, J, D, 3, 2, dtype=torch.float64), torch.randn(2, J, 3, 2, dtype=torch.float64))
+    for training in (True, True, False):
+        routing.train(training)
+        found, (poses, activations) = routing(votes), bare(votes)
+        for name, value in {"norm": activations.logit(), "pose_norm": poses}.items():
+            normalized[name] = norms[name].train(training)(value)
+            if training:
+                apart = value - value.transpose(0, 1).flatten(1).mean(1).view(J, *[1] * (value.dim() - 2))
+                variance = apart.square().transpose(0, 1).flatten(1).mean(1).view(J, *[1] * (value.dim() - 2))
+                plain.assert_same(normalized[name], apart / (variance + 1e-5).sqrt())
+        pair = (normalized["pose_norm"] if batch_norm == "both" else poses, normalized["norm"].sigmoid())
+        plain.assert_same(tuple(found), pair)
+        plain.assert_same(*(torch.autograd.grad(each, votes, sent) for each in (tuple(found), pair)), tolerance=1e-8)
+    names = [name for name, _ in routing.named_buffers()]
+    assert len(names) == (6 if batch_norm == "both" else 3)
+    for name in names:
+        plain.assert_same(routing.get_buffer(name), norms[name.split(".")[0]].get_buffer(name.split(".")[1]))
+    plain.assert_same(routing(votes[:1]).activations, routing(votes).activations[:1])
+    low = routing.bfloat16().train()(votes.bfloat16())
+    assert low.activations.dtype == torch.bfloat16 and all(each.isfinite().all() for each in low)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -249,22 +264,28 @@ def test_activations_must_not_be_negative(name: str) -> None:
 
 def test_batch_statistics_of_output_capsules_that_are_there() -> None:
     """With a mask they are those of batches without the samples in which a capsule is taken out."""
-    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm=True, dtype=torch.float64)
+    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm="both", dtype=torch.float64)
     u, out_mask = torch.randn(5, I, K, dtype=torch.float64), torch.ones(5, J, dtype=torch.bool)
     everyone = copy.deepcopy(layer)
     plain.assert_same(tuple(everyone(u)), tuple(copy.deepcopy(layer)(u, out_mask=out_mask)))
     out_mask[3:, 0] = False
     masked, few = copy.deepcopy(layer), copy.deepcopy(layer)
-    found, wanted = masked(u, out_mask=out_mask), few(u[:3])
-    plain.assert_same(found.activations[:3, 0], wanted.activations[:, 0])
-    for name in ("running_mean", "running_var"):
-        there, those_of = getattr(masked.routing.norm, name), getattr(few.routing.norm, name)
-        plain.assert_same(there[0], those_of[0])
-        assert not torch.equal(there[1:], those_of[1:])
-    assert masked.routing.norm.num_batches_tracked == 1
+    u.requires_grad_()
+    found, wanted = [each[:3, 0] for each in masked(u, out_mask=out_mask)], [each[:, 0] for each in few(u[:3])]
+    plain.assert_same(found, wanted)
+    sent = [torch.randn_like(each) for each in found]
+    plain.assert_same(*(torch.autograd.grad(each, u, sent) for each in (found, wanted)), tolerance=1e-8)
+    for name, there in masked.routing.named_buffers():
+        those_of = few.routing.get_buffer(name)
+        if name.endswith("num_batches_tracked"):
+            assert there == 1
+        else:
+            plain.assert_same(there[0], those_of[0])
+            assert not torch.equal(there[1:], those_of[1:])
     out_mask[:, 0] = False
-    assert all(each.isfinite().all() for each in masked(u, out_mask=out_mask))
-    message = r"VariationalRouting: batch_norm=True needs more than one sample .* in training, got 1"
+    absent = masked(u, out_mask=out_mask)
+    assert all(each.isfinite().all() and not each[:, 0].any() for each in absent)
+    message = r"VariationalRouting: batch_norm needs more than one sample .* in training, got 1"
     with pytest.raises(ValueError, match=message):
         layer(u[:1])
     assert layer.eval()(u[:1]).activations.isfinite().all()
@@ -292,6 +313,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: VariationalRouting(2, 2, 2, 4, nu=3),
         ValueError,
         "VariationalRouting: nu must be more than out_dim - 1 = 3, got 3",
+    ),
+    "batch_norm": (
+        lambda: VariationalRouting(2, 2, 2, 2, batch_norm="poses"),
+        ValueError,
+        "VariationalRouting: batch_norm must be False, True or 'both', got 'poses'",
     ),
     "no option": (
         lambda: RoutedCaps(2, 2, 2, 2, routing="self", num_iterations=3),

@@ -37,16 +37,26 @@ def placed(layer: ClassCaps2d, poses: Tensor) -> Tensor:
                     R = layer.W.shape[3]
                     at = (R - 1, 2 * R - 1)  # the last column of the first two rows
                 if layer.coordinates:
+                    offset, scale = (0.5, 1.0) if isinstance(layer.coordinates, bool) else layer.coordinates
                     vote = vote.clone()
-                    vote[:, :, at[0]] += (y + 0.5) / H
-                    vote[:, :, at[1]] += (x + 0.5) / W
+                    vote[:, :, at[0]] += (y + offset) / H * scale
+                    vote[:, :, at[1]] += (x + offset) / W * scale
                 columns.append(vote)
     return torch.stack(columns, 1)
 
 
 @plain.on_cpu
 @pytest.mark.parametrize(
-    "options", [{}, {"coordinates": False}, {"pose_rows": 2}, {"pose_rows": 2, "routing": "dynamic"}], ids=str
+    "options",
+    [
+        {},
+        {"coordinates": False},
+        {"coordinates": [1, 0.1]},
+        {"pose_rows": 2},
+        {"pose_rows": 2, "coordinates": (1, 0.1)},
+        {"pose_rows": 2, "routing": "dynamic"},
+    ],
+    ids=str,
 )
 def test_places_are_added_to_the_votes(by: Backend, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -77,6 +87,7 @@ def test_class_capsules_in_other_forms() -> None:
     assert largest.numel < 20 * C * 16 * J * 16
     assert capsfast.diagnose(layer, layer.flatten(u.detach())).lengths.shape == (20, J)
     assert "coordinates=False" in repr(ClassCaps2d(C, J, 1, 1, 4, coordinates=False))
+    assert "coordinates=(1, 0.1)" in repr(ClassCaps2d(C, J, 2, 2, 4, coordinates=[1, 0.1]))
 
 
 def test_network_has_the_papers_parameters() -> None:
@@ -244,6 +255,16 @@ def test_network_as_a_module() -> None:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "places": (lambda: ClassCaps2d(2, 3, 4, 1, 2), ValueError, "out_dim must be at least 2 for two coordinates, got 1"),
+    "coordinates": (
+        lambda: ClassCaps2d(2, 3, 4, 4, 2, coordinates=0.1),
+        TypeError,
+        r"ClassCaps2d: coordinates must be True, False or a pair \(offset, scale\), got 0\.1",
+    ),
+    "scale": (
+        lambda: ClassCaps2d(2, 3, 4, 4, 2, coordinates=(1, float("inf"))),
+        ValueError,
+        "scale of coordinates must be finite, got inf",
+    ),
     "positions": (lambda: ClassCaps2d(2, 3, 4, 4, 2, positions=2), TypeError, "ClassCaps2d: positions is no option"),
     "activation of a list": (
         lambda: ClassCaps2d(2, 3, 4, 4, 2)(torch.zeros(1, 2, 4, 2, 2), [1.0]),

@@ -31,9 +31,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
 class PlainWindowVotes(Votes):
     """Windows whose votes and coupling coefficients are all in memory, with a softmax for each input capsule."""
 
-    def __init__(self, votes: Tensor, child: Tensor) -> None:
+    def __init__(self, votes: Tensor, child: Tensor, start: str = "child") -> None:
         """votes ``[B, windows, I, J, D]``; child ``[windows, I]``, which input capsule that is, -1 for padding."""
-        self.votes, self.child = votes, child
+        self.votes, self.child, self.start = votes, child, start
         self.places = votes.shape[:2]
         self.I, self.J, self.D = votes.shape[2:]
         self.B, self.dtype, self.device = votes.shape[0] * votes.shape[1], votes.dtype, votes.device
@@ -69,6 +69,8 @@ class PlainWindowVotes(Votes):
                 leak = torch.zeros_like(of_child[:, : int(leaky)])
                 share = torch.cat([of_child, leak], 1).softmax(1)[:, : of_child.shape[1]]
                 r[:, window, place] = share.unflatten(1, (-1, self.J))
+        if self.start == "window" and query is precision is prior is logits is None:
+            r = (self.child >= 0)[..., None] * torch.full_like(r, 1 / (self.J + leaky))
         if activation is not None:
             r = r * activation.unflatten(0, self.places)[..., None]
         r, x = r.flatten(0, 1), x.flatten(0, 1)
@@ -79,12 +81,13 @@ class PlainWindowVotes(Votes):
     ) -> Tensor:
         assert others == {"bias": None, "softmax": "out", "leaky": False, "squash_last": True}
         x, v = self.votes, None
-        b = x.new_zeros(()) if logits is None else logits
+        b = logits
         for _ in range(num_iterations):
             v = capsfast.squash(self.moments(logits=b).first, kind=squash, eps=eps)
             output = v.unflatten(0, self.places)[:, :, None]
             agreement = (x * output).sum(-1)  # [B, windows, I, J]
-            b = b + (agreement.detach() if gradient == "last" else agreement)
+            agreement = agreement.detach() if gradient == "last" else agreement
+            b = agreement if b is None else b + agreement
         assert v is not None
         return v
 
@@ -124,9 +127,12 @@ ROUTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @plain.on_cpu
+@pytest.mark.parametrize("start", ["child", "window"])
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize(("name", "options"), ROUTED, ids=str)
-def test_children_choose_among_all_their_parents(by: Backend, windows: str, name: str, options: dict[str, Any]) -> None:
+def test_children_choose_among_all_their_parents(
+    by: Backend, start: str, windows: str, name: str, options: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     layer = ConvCaps2d(
         C,
@@ -136,6 +142,7 @@ def test_children_choose_among_all_their_parents(by: Backend, windows: str, name
         **WINDOWS[windows],
         routing=name,
         competition="child",
+        start=start,
         init_std=0.7,
         backend=by.name,
         dtype=f64,
@@ -149,7 +156,7 @@ def test_children_choose_among_all_their_parents(by: Backend, windows: str, name
     u = layer.unfold(poses).unflatten(0, (B, -1))
     votes = torch.einsum("ijdk,bwik->bwijd", layer.routing.W, u)
     a = layer.unfold_activation(poses, activation) if name == "em" else None
-    wanted = layer.routing.routing(PlainWindowVotes(votes, children(layer)), a)
+    wanted = layer.routing.routing(PlainWindowVotes(votes, children(layer), start), a)
     grid = layer.grid(SIZE)
     of_image = wanted.poses.unflatten(0, (B, *grid)).permute(0, 3, 4, 1, 2)
     if name == "em":
@@ -175,6 +182,37 @@ def test_windows_that_do_not_overlap_do_not_compete(gradient: str, learned_logit
     leaves = [by_name[name.rpartition(".")[2]] for name, _ in alone.named_parameters()]
     plain.assert_same(found, wanted)
     plain.assert_same(gradients((found,), [poses, *leaves]), gradients((wanted,), [poses, *alone.parameters()]))
+
+
+@pytest.mark.parametrize("name", ["em", "dynamic", "variational"])
+def test_one_iteration_from_windows_is_that_of_windows(name: str) -> None:
+    """Also the initial weight of dynamic routing."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"routing": name, "padding": 1, "num_iterations": 1, "dtype": f64}
+    alone = ConvCaps2d(C, J, K, D, **options)
+    torch.manual_seed(0)
+    child = ConvCaps2d(C, J, K, D, competition="child", start="window", **options)
+    plain.assert_same(child.routing.W, alone.routing.W)
+    assert "competition='child', start='window'" in repr(child)
+    poses = images()[0]
+    found, wanted = child(poses), alone(poses)
+    pairs = (found, wanted) if name == "dynamic" else (tuple(found), tuple(wanted))
+    plain.assert_same(*pairs)
+    u, inside = child.unfold(poses), child.inside(poses)
+    listed = child.at_windows(SIZE)(u, mask=inside)
+    plain.assert_same(*(each if name == "dynamic" else tuple(each) for each in (listed, alone.routing(u, mask=inside))))
+
+
+@pytest.mark.parametrize("learned_logits", [False, True])
+def test_the_initial_weight_fits_the_first_coupling(learned_logits: bool) -> None:
+    """Learned logits start at 0 and count as scores, so with them the start is that of a child."""
+
+    def deviation(**options: Any) -> float:
+        torch.manual_seed(0)
+        return float(ConvCaps2d(C, J, K, D, learned_logits=learned_logits, **options).routing.W.detach().std())
+
+    wanted = deviation(competition="child") if learned_logits else deviation()
+    assert deviation(competition="child", start="window") == pytest.approx(wanted)
 
 
 def test_shares_of_a_child_sum_to_1() -> None:
@@ -240,6 +278,12 @@ def test_competition_in_other_forms() -> None:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "competition": (lambda: ConvCaps2d(2, 2, 4, 4, competition="all"), ValueError, "competition must be one of"),
+    "start": (lambda: ConvCaps2d(2, 2, 4, 4, competition="child", start="all"), ValueError, "start must be one of"),
+    "start of windows": (
+        lambda: ConvCaps2d(2, 2, 4, 4, start="window"),
+        ValueError,
+        "ConvCaps2d: start='window' needs competition='child', got competition='window'.*; leave out start",
+    ),
 }
 
 

@@ -72,7 +72,7 @@ class MatrixCapsNet(Network):
         routing: ``"em"``, or another one as for :class:`capsfast.nn.RoutedCaps`. One that takes no activations finds
             poses alone, and hands their lengths on where they are asked for.
         competition: of the convolutional capsules, see :class:`capsfast.nn.ConvCaps2d`; ``"child"`` is the paper's.
-        coordinates: whether class capsules have coordinate addition.
+        coordinates: whether class capsules have coordinate addition, or which, see :class:`capsfast.nn.ClassCaps2d`.
         windows: (kernel size, stride) of the convolution and of the two layers of capsules; by default ((5, 2), (3, 2),
             (3, 1)), on images below 17 pixels smaller.
         backend, device, dtype, routing_options: of all routings. EM routing starts with ``identity=True``,
@@ -101,7 +101,7 @@ class MatrixCapsNet(Network):
         num_iterations: int | None = None,
         routing: RoutingChoice = "em",
         competition: str = "child",
-        coordinates: bool = True,
+        coordinates: bool | Sequence[float] = True,
         windows: Sequence[Sequence[int]] | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,

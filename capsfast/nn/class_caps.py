@@ -35,7 +35,9 @@ class ClassCaps2d(RoutedCaps):
         in_dim, out_dim: sizes of a capsule, K and D.
         size: of the image, an int or (height, width). The routing has ``in_types·H·W`` input capsules in the order
             (type, y, x).
-        coordinates: whether places are added to the votes.
+        coordinates: whether places are added to the votes. A pair (offset, scale) is other coordinates: place n of N
+            adds ``scale (n + offset) / N``, and True is (0.5, 1). The code of Ribeiro, Leontidis, Kollias (2020) has
+            (1, 0.1), another version of it (1, 0.01).
         routing, pose_rows, init_std, device, dtype, options: as in :class:`RoutedCaps`.
 
     Shapes: poses ``[B, in_types, in_dim, H, W]`` and activation ``[B, in_types, H, W]``, or both as lists
@@ -56,7 +58,7 @@ class ClassCaps2d(RoutedCaps):
         out_dim: int,
         size: int | Sequence[int],
         *,
-        coordinates: bool = True,
+        coordinates: bool | Sequence[float] = True,
         routing: RoutingChoice = "dynamic",
         pose_rows: int | None = None,
         **options: Any,
@@ -64,7 +66,13 @@ class ClassCaps2d(RoutedCaps):
         op = self._op
         _arguments.integers(op, in_types=in_types)
         height, width = _arguments.pair(op, "size", size)
-        checks.boolean(op, "coordinates", coordinates)
+        if not isinstance(coordinates, bool):
+            if not isinstance(coordinates, (tuple, list)) or len(coordinates) != 2:
+                raise TypeError(
+                    f"{op}: coordinates must be True, False or a pair (offset, scale), got {checks.shown(coordinates)}"
+                )
+            for name, number in zip(("offset", "scale"), coordinates, strict=True):
+                _arguments.finite(op, f"{name} of coordinates", number)
         for name in ("weight", "shared_weight", "positions"):
             if name in options:
                 raise TypeError(f"{op}: {name} is no option; all places share the weight of a type")
@@ -84,7 +92,7 @@ class ClassCaps2d(RoutedCaps):
             raise ValueError(f"{op}: {name} must be at least 2 for two coordinates, got {rows}; or coordinates=False")
         self.in_types = in_types
         self.size = (height, width)
-        self.coordinates = coordinates
+        self.coordinates = coordinates if isinstance(coordinates, bool) else tuple(coordinates)
         self.flatten = FlattenCaps()
 
     def votes(self, u: Tensor, mask: Tensor | None = None, out_mask: Tensor | None = None) -> Votes:
@@ -131,7 +139,8 @@ class ClassCaps2d(RoutedCaps):
 
     def _placed(self, u: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Pose and weight with what multiplies to the coordinates."""
-        axes = [(torch.arange(n, device=u.device, dtype=u.dtype) + 0.5) / n for n in self.size]
+        offset, scale = (0.5, 1.0) if isinstance(self.coordinates, bool) else self.coordinates
+        axes = [scale * (torch.arange(n, device=u.device, dtype=u.dtype) + offset) / n for n in self.size]
         place = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1).repeat(self.in_types, 1)  # [I, 2]
         if self.pose_rows is None:
             two = torch.eye(self.out_dim, device=weight.device, dtype=weight.dtype)[:, :2]
@@ -146,4 +155,4 @@ class ClassCaps2d(RoutedCaps):
         text = f"{self.in_types}, {self.out_caps}, {self.in_dim}, {self.out_dim}, size={self.size}"
         if self.pose_rows is not None:
             text += f", pose_rows={self.pose_rows}"
-        return text if self.coordinates else f"{text}, coordinates=False"
+        return text if self.coordinates is True else f"{text}, coordinates={self.coordinates}"

@@ -48,6 +48,9 @@ class ConvCaps2d(WindowLayer):
             those of a window; an input capsule has a softmax in each window that it is in. ``"child"``: those of all
             these windows together, in one softmax (Hinton, Sabour, Frosst 2018), which takes two passes for one. A
             softmax over the input capsules, which some routings have, is that of a window either way.
+        start: with ``competition="child"``, the coupling of a pass without scores, the first of most routings.
+            ``"child"``: 1 / (J · windows of the input capsule). ``"window"``: 1 / J in every window, as in the code of
+            Hinton, Sabour, Frosst (2018) and of Ribeiro, Leontidis, Kollias (2020). Learned logits are scores.
         weight: as for RoutedCaps. :class:`capsfast.nn.Groups` are runs of types.
         init_std: as in RoutedCaps. With dynamic routing by default such that the weighted sum of equal
             coupling starts about as long as the input capsules, with one iteration twice as long. In a deep stack
@@ -84,6 +87,7 @@ class ConvCaps2d(WindowLayer):
         *,
         routing: RoutingChoice = "dynamic",
         competition: str = "window",
+        start: str = "child",
         weight: Weight | None = None,
         init_std: float | None = None,
         device: torch.device | str | None = None,
@@ -105,7 +109,14 @@ class ConvCaps2d(WindowLayer):
         self.padding = _arguments.pair(op, "padding", padding, least=0)
         self.dilation = _arguments.pair(op, "dilation", dilation)
         checks.choice(op, "competition", competition, COMPETITION)
+        checks.choice(op, "start", start, COMPETITION)
+        if (competition, start) == ("window", "window"):
+            raise ValueError(
+                f"{op}: start='window' needs competition='child', got competition='window', which starts so anyway; "
+                f"leave out start"
+            )
         self.competition = competition
+        self.start = start
         pose_rows = options.get("pose_rows")
         columns = out_dim if pose_rows is None else pose_sizes(op, in_dim, out_dim, pose_rows)[2]
         self.uses_poses_alone = routing == "dynamic"
@@ -115,7 +126,7 @@ class ConvCaps2d(WindowLayer):
         if init_std is None and routing == "dynamic":
             routed = in_caps // groups
             share: float = routed if options.get("softmax") == "in" else out_types // groups
-            if competition == "child":
+            if competition == "child" and (start == "child" or options.get("learned_logits")):
                 share *= max(1.0, in_caps / in_types / (self.stride[0] * self.stride[1]))  # windows of a capsule
             init_std = starting_std(num_iterations, share, routed * columns)
         self.routing = fully_connected(
@@ -236,7 +247,7 @@ class ConvCaps2d(WindowLayer):
 
     def _competing(self, size: tuple[int, int]) -> Callable[[Votes], Votes]:
         windows = Windows(size, self.grid(size), self.kernel_size, self.stride, self.padding, self.dilation)
-        return partial(WindowVotes, windows=windows)
+        return partial(WindowVotes, windows=windows, start=self.start)
 
     def at_windows(self, size: tuple[int, int]) -> RoutedCaps:
         """``routing`` as it takes the unfolded windows of an image of ``size`` (H, W); no module of this layer."""
@@ -271,7 +282,9 @@ class ConvCaps2d(WindowLayer):
         for name, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"
-        return text if self.competition == "window" else f"{text}, competition={self.competition!r}"
+        if self.competition == "child":
+            text += ", competition='child'" + (", start='window'" if self.start == "window" else "")
+        return text
 
 
 def _every(value: Tensor, axis: int, first: int, count: int, step: int) -> Tensor:

@@ -30,17 +30,18 @@ class VariationalRouting(IterativeRouting):
     There is one pass more than iterations, without a gradient: about the mean vote that it finds, and later about that
     of the last iteration, float32 does not cancel in the variances.
 
-    Parameters: ``beta_a [out_caps]`` and ``beta_u [out_caps]``, starting at 0. With ``batch_norm`` its running
-    statistics are part of the state.
+    Parameters: ``beta_a [out_caps]`` and ``beta_u [out_caps]``, starting at 0. With ``batch_norm`` the running
+    statistics of its parts ``norm`` and ``pose_norm`` belong to the state.
 
     Args:
         num_iterations: updates of the posteriors, at least 1.
         alpha, kappa, psi: of the priors, positive.
         nu: of the prior, more than ``out_dim - 1``; None for ``out_dim + 1``.
-        batch_norm: normalise the argument of the sigmoid over the batch (and positions) while training, as the authors'
-            code does. The activations of a sample then depend on its batch. What is normalised no longer depends on
-            ``beta_a`` and ``beta_u`` in training. Output capsules that are masked do not count. In training there must
-            be two samples (or positions).
+        batch_norm: True normalises the argument of the sigmoid over the batch (and positions) while training. The
+            activations of a sample then depend on its batch. What is normalised no longer depends on ``beta_a`` and
+            ``beta_u`` in training. ``"both"``, as in the authors' code: also the poses, over the batch (and positions)
+            and their D numbers together. Output capsules that are masked do not count. In training there must be two
+            samples (or positions).
         all others: as for :class:`Routing`.
     """
 
@@ -58,7 +59,7 @@ class VariationalRouting(IterativeRouting):
         kappa: float = 1.0,
         psi: float = 1.0,
         nu: float | None = None,
-        batch_norm: bool = False,
+        batch_norm: bool | str = False,
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
@@ -67,13 +68,15 @@ class VariationalRouting(IterativeRouting):
             _arguments.positive(self.op, name, value)
         if self.nu <= out_dim - 1:
             raise ValueError(f"{self.op}: nu must be more than out_dim - 1 = {out_dim - 1}, got {self.nu:g}")
-        checks.boolean(self.op, "batch_norm", batch_norm)
+        if not isinstance(batch_norm, (bool, str)) or batch_norm not in (True, False, "both"):
+            raise ValueError(f"{self.op}: batch_norm must be False, True or 'both', got {checks.shown(batch_norm)}")
         self.alpha = alpha
         self.kappa = kappa
         self.psi = psi
         self.beta_a = nn.Parameter(torch.zeros(out_caps, **self._made))
         self.beta_u = nn.Parameter(torch.zeros(out_caps, **self._made))
         self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
+        self.pose_norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm == "both" else None
 
     @property
     def independent(self) -> bool:  # type: ignore[override]
@@ -83,7 +86,7 @@ class VariationalRouting(IterativeRouting):
         checks.not_negative(self.op, "activation", activation)
         if isinstance(self.norm, nn.BatchNorm1d) and self.training and votes.B == 1:
             raise ValueError(
-                f"{self.op}: batch_norm=True needs more than one sample (or position) in training, got 1; "
+                f"{self.op}: batch_norm needs more than one sample (or position) in training, got 1; "
                 f"call .eval(), or use a larger batch"
             )
         with torch.no_grad():  # the origin of the first moments, on which the result does not depend
@@ -115,18 +118,22 @@ class VariationalRouting(IterativeRouting):
                 }
         entropy = 0.5 * (self.out_dim * math.log(2 * math.pi * math.e) - log_precision)
         logit = self.beta_a - self.beta_u - log_share.exp() * entropy
-        if self.norm is not None:
-            logit = self._normalized(self.norm, logit.to(self.beta_a.dtype), votes.out_mask)
-        return Capsules(mean - towards_0, torch.sigmoid(logit))
+        poses = self._normalized(self.pose_norm, mean - towards_0, votes.out_mask)
+        return Capsules(poses, torch.sigmoid(self._normalized(self.norm, logit, votes.out_mask)))
 
-    def _normalized(self, norm: nn.BatchNorm1d, logit: Tensor, out_mask: Tensor | None) -> Tensor:
-        """``[B, J]`` normalised over the samples in which an output capsule is there."""
+    def _normalized(self, norm: nn.BatchNorm1d | None, value: Tensor, out_mask: Tensor | None) -> Tensor:
+        """``[B, J]`` or ``[B, J, D]`` normalised over the samples in which an output capsule is there."""
+        if norm is None:
+            return value
+        value = value.to(self.beta_a.dtype)
         if out_mask is None or not self.training:
-            return norm(logit)  # type: ignore[no-any-return]
-        there = out_mask.to(logit.dtype)
-        count = there.sum(0)
-        mean = (there * logit).sum(0) / count.clamp_min(1)
-        squares = (there * (logit - mean) ** 2).sum(0)
+            return norm(value)  # type: ignore[no-any-return]
+        of_sample = value.reshape(*value.shape[:2], -1)  # [B, J, 1 or D]
+        there = out_mask[..., None].to(value.dtype).expand_as(of_sample)
+        count = there.sum((0, 2))
+        mean = (there * of_sample).sum((0, 2)) / count.clamp_min(1)
+        apart = of_sample - mean[:, None]
+        squares = (there * apart**2).sum((0, 2))
         with torch.no_grad():
             assert norm.running_mean is not None and norm.running_var is not None and norm.momentum is not None
             assert norm.num_batches_tracked is not None
@@ -134,7 +141,8 @@ class VariationalRouting(IterativeRouting):
             momentum = norm.momentum * (count > 1).to(mean.dtype)  # of one number there is no variance
             norm.running_mean.lerp_(mean, momentum)
             norm.running_var.lerp_(squares / (count - 1).clamp_min(1), momentum)
-        return (logit - mean) / (squares / count.clamp_min(1) + norm.eps).sqrt()
+        deviation = (squares / count.clamp_min(1) + norm.eps).sqrt()
+        return (apart / deviation[:, None]).view_as(value)
 
     def _log_share(self, mass: Tensor, out_mask: Tensor | None) -> Tensor:
         alpha = self.alpha + mass

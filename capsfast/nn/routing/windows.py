@@ -90,19 +90,23 @@ class WindowVotes(VotesAround):
     Args:
         votes: B·windows samples, windows last. A mask there must treat an input capsule alike in all its windows.
         windows: where they lie.
+        start: without scores, that is in the first pass of a routing, the coupling is 1 / (J · windows of an input
+            capsule) with ``"child"``, 1 / J in each of them with ``"window"``.
     """
 
-    def __init__(self, votes: Votes, windows: Windows | Everywhere) -> None:
+    def __init__(self, votes: Votes, windows: Windows | Everywhere, start: str = "child") -> None:
         super().__init__(votes)
         self.windows = windows
+        self.start = start
 
     def moments(
         self, *, normalize: str = "out", leaky: bool = False, return_lse: bool = False, **arguments: Any
     ) -> Moments:
-        if normalize != "out":
-            return self.votes.moments(normalize=normalize, leaky=leaky, return_lse=return_lse, **arguments)
         scores: dict[str, Any] = {name: arguments.get(name) for name in SCORES}
-        if all(value is None for value in scores.values()):
+        equal = all(value is None for value in scores.values())
+        if normalize != "out" or (equal and self.start == "window"):
+            return self.votes.moments(normalize=normalize, leaky=leaky, return_lse=return_lse, **arguments)
+        if equal:
             lse = self._equal()
         else:
             of_windows = self.votes.moments(**scores, center=arguments.get("center"), return_lse=True).lse
