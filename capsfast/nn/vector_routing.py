@@ -28,8 +28,8 @@ class VectorRouting(Layer):
     [I, K]`` and ``B_A [I]`` (A, a); ``W_F1 [J, K]``, ``W_F2 [K, D]`` and ``B_F2 [J, D]`` (F1, F2, b); ``W_G1 [D, K]``,
     ``W_G2 [J, K]`` and ``B_G2 [J, K]`` (G1, G2, g); ``W_S`` and ``B_S [I, J]`` (S, t); ``beta_use`` and ``beta_ign
     [I, J]``. For any number of inputs, size 1 stands in the place of I, and the last two are the results of
-    ``compute_beta_use`` and ``compute_beta_ign``, two ``nn.Linear(K, J)``. Buffer: ``CONST_ones_over_n_out
-    [J]``, 1 / J.
+    ``compute_beta_use`` and ``compute_beta_ign``, two ``nn.Linear(K, J)``. The buffer
+    ``CONST_ones_over_n_out [J]`` is 1 / J.
 
     Source: "An Algorithm for Routing Vectors in Sequences", arXiv:2211.11754; votes, predictions and scores as in the
     author's efficient form.
