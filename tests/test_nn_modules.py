@@ -27,6 +27,7 @@ from capsfast.nn import (
     RoutingByAgreement,
     SlimConvCaps2d,
     SlimConvTransposeCaps3d,
+    VectorRouting,
     Weight,
 )
 
@@ -66,6 +67,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] =
     "decoder": (lambda: Decoder(J, D, (1, 6, 6)), ((J, D),)),
     "conv decoder": (lambda: ConvDecoder(J, D, (1, 6, 6), class_independent=True), ((J, D),)),
     "interests": (lambda: InterestCapsules(J, K, D, max_length=I, projection="linear"), ((I, K),)),
+    "vectors": (lambda: VectorRouting(I, J, K, D, normalize=False), ((I, K),)),
+    "any vectors": (lambda: VectorRouting(None, J, K, D, normalize=False), ((I, K),)),
 }
 # All capsules but one are masked, and another rounding may mask others.
 CHOOSES = ("decoder", "conv decoder")
@@ -80,6 +83,8 @@ SUMMED_BY_TORCH = (
     "primary",
     "depthwise",
     "matrices",
+    "vectors",
+    "any vectors",
 )
 each_layer = pytest.mark.parametrize("name", LAYERS)
 

@@ -32,6 +32,7 @@ from .routing import (
 )
 from .routing_by_agreement import RoutingByAgreement
 from .slim_caps import SlimConvCaps2d, SlimConvCaps3d, SlimConvTransposeCaps2d, SlimConvTransposeCaps3d
+from .vector_routing import VectorRouting
 from .weights import FullWeight, Groups, LowRank, SharedWeight, Weight
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "SlimConvTransposeCaps3d",
     "SpreadLoss",
     "VariationalRouting",
+    "VectorRouting",
     "Votes",
     "Weight",
     "couplings",
