@@ -141,14 +141,15 @@ def fit(trainer: pl.Trainer, learner: Learner, images: ImageData, resume: Path |
 
 def _keep_if_best(trainer: pl.Trainer) -> None:
     """Lightning chooses ``best.ckpt`` within fit alone. After the last test ``last.ckpt`` may be the better one."""
-    if not trainer.is_global_zero:
-        return
     for each in trainer.checkpoint_callbacks:
-        if isinstance(each, ModelCheckpoint) and each.monitor is not None and each.dirpath is not None:
-            last = Path(each.dirpath) / "last.ckpt"
-            if last.exists() and each.check_monitor_top_k(trainer, trainer.callback_metrics.get(each.monitor)):
-                with replacing(last.with_name(f"{each.filename}.ckpt")) as draft:
-                    shutil.copy(last, draft)
+        if not isinstance(each, ModelCheckpoint) or each.monitor is None or each.dirpath is None:
+            continue
+        # All processes answer this together; the first one writes.
+        better = each.check_monitor_top_k(trainer, trainer.callback_metrics.get(each.monitor))
+        last = Path(each.dirpath) / "last.ckpt"
+        if better and trainer.is_global_zero and last.exists():
+            with replacing(last.with_name(f"{each.filename}.ckpt")) as draft:
+                shutil.copy(last, draft)
 
 
 def _interrupted(trainer: pl.Trainer, error: BaseException, resumed: tuple[Path, int] | None) -> Interrupted:

@@ -113,6 +113,15 @@ def test_training_in_two_processes_equals_one(alone: Path, tmp_path: Path, launc
 
 
 @pytest.mark.slow
+def test_two_processes_agree_on_the_best_checkpoint(tmp_path: Path) -> None:
+    """The test after the last step is compared with the one before: by both processes, or one waits for ever."""
+    two = ["--batch-size", "16", "--devices", "2", "--strategy", "ddp", "--test-every", "4"]
+    tested = trained(tmp_path, LAUNCHERS["lightning"], *two)["curve"]["test_accuracy"]
+    steps = [torch.load(tmp_path / f"{name}.ckpt")["global_step"] for name in ("best", "last")]
+    assert len(tested) == 2 and steps == [6 if tested[1][1] > tested[0][1] else 4, 6]
+
+
+@pytest.mark.slow
 def test_pixels_are_counted_over_both_processes(tmp_path: Path) -> None:
     """The checkpoint of a network that segments, tested by one process and by two with a share of the images each."""
     pytest.importorskip("lightning")
