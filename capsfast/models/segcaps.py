@@ -136,9 +136,14 @@ class SegCaps(Network):
         self.form = form
         authors = form == "r3"
         if authors and (conv_channels, types, dims, kernel_size) != (16, (4, 4, 4), (8, 16, 16), 5):
-            raise ValueError(f"{op}: form='r3' has its own conv_channels, types, dims and kernel_size; leave them out")
+            raise ValueError(
+                f"{op}: form='r3' has its own conv_channels, types, dims and kernel_size, got {conv_channels}, {types}, "
+                f"{dims} and {kernel_size}; leave them out"
+            )
         if authors and any(size % 8 for size in self.image_shape[1:]):
-            raise ValueError(f"{op}: with form='r3' image_size must be divisible by 8, got {self.image_shape[1:]}")
+            raise ValueError(
+                f"{op}: with form='r3' image_size must be divisible by 8, got {self.image_shape[1:]}; pad the images"
+            )
         levels = list(zip(types, dims, strict=True))
         layout = R3 if authors else _Layout(levels[0], levels[1:], levels[1:], levels[-2::-1], levels[-2::-1])
         made: dict[str, Any] = {"device": device, "dtype": dtype}
