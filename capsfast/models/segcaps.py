@@ -137,8 +137,8 @@ class SegCaps(Network):
         authors = form == "r3"
         if authors and (conv_channels, types, dims, kernel_size) != (16, (4, 4, 4), (8, 16, 16), 5):
             raise ValueError(
-                f"{op}: form='r3' has its own conv_channels, types, dims and kernel_size, got {conv_channels}, {types}, "
-                f"{dims} and {kernel_size}; leave them out"
+                f"{op}: form='r3' has its own conv_channels, types, dims and kernel_size, got {conv_channels}, "
+                f"{types}, {dims} and {kernel_size}; leave them out"
             )
         if authors and any(size % 8 for size in self.image_shape[1:]):
             raise ValueError(
