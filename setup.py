@@ -247,8 +247,11 @@ def extension(found: Toolkit | None, flags: list[str]):
             ("CAPSFAST_CUDA_ARCHITECTURES", f'"{" ".join(names)}"'),
         ]
         nvcc = ["-O3", "-std=c++17", *gencode(names), "-Xcompiler", "-fvisibility=hidden"]
-        # A quarter of the size, which drivers from CUDA 12.4 on unpack: what toolkits from 13 on need anyway.
-        nvcc += ["--compress-mode=size"] if found.version >= (13, 0) else []
+        # A quarter of the size, which drivers from CUDA 12.4 on unpack. Toolkits from 13 on need such drivers anyway;
+        # an older toolkit may serve older drivers, unless the build is for all GPUs, to be published.
+        for_everyone = asked_architectures() == "all" and "compress-mode" in output_of(found.nvcc, "-h")
+        if found.version >= (13, 0) or for_everyone:
+            nvcc.append("--compress-mode=size")
         nvcc += [word for folder in hidden for word in ("-Xcompiler", f"-fmacro-prefix-map={folder}")]
         machine = {"aarch64": "sbsa-linux"}.get(platform.machine(), "x86_64-linux")
         folders = [found.home / "lib64", found.home / "targets" / machine / "lib"]

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ._names import PACKAGE
 from ._torch import TracerWarning, tracing_state, transformed
 
 # Its power -3/2, which the derivative of a squash holds, is still a float32.
@@ -21,7 +22,7 @@ warnings.filterwarnings(
     "ignore",
     "Converting a tensor to a Python boolean",
     category=TracerWarning,
-    module=r"capsfast\.",
+    module=rf"{PACKAGE}\.",
 )
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from ._install import in_the_checkout
+from ._names import PACKAGE
 from ._torch import constant_while_tracing
 from ._version import __version__
 
@@ -31,15 +32,15 @@ def _torch_version() -> tuple[int, int]:
 
 def _absent() -> str:
     """Why there is no extension for this interpreter."""
-    package = importlib.util.find_spec("capsfast")
+    package = importlib.util.find_spec(PACKAGE)
     folders = list(package.submodule_search_locations or []) if package else []
     built = sorted(path.name for folder in folders for path in Path(folder).glob("_C.*.so"))
     running = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     if built:
         return f"the extension was built for another Python ({', '.join(built)}), this is {running}; {_REMEDY}"
     return (
-        "there is no extension (installed with CAPSFAST_BUILD=0, or imported from a checkout that was not built); "
-        f"install a C++17 compiler and {_REMEDY}"
+        "there is no extension (CAPSFAST_BUILD=0, the wheel for any platform, or a checkout that was not built); "
+        f"on Linux install a C++17 compiler and {_REMEDY}"
     )
 
 
@@ -47,12 +48,12 @@ def _load() -> tuple[ModuleType | None, str]:
     if _torch_version() < MINIMUM_TORCH:
         wanted = ".".join(map(str, MINIMUM_TORCH))
         return None, f"the extension needs torch {wanted} or newer, this is torch {torch.__version__}"
-    spec = importlib.util.find_spec("capsfast._C")
+    spec = importlib.util.find_spec(f"{PACKAGE}._C")
     # The import hook of an editable install offers its own where this folder has none.
     if spec is None or Path(spec.origin or "").parent != Path(__file__).parent:
         return None, _absent()
     try:
-        module = importlib.import_module("capsfast._C")
+        module = importlib.import_module(f"{PACKAGE}._C")
     except (ImportError, OSError, RuntimeError) as error:
         return None, f"the extension does not load into torch {torch.__version__}: {error}; {_REMEDY}"
     built = module.build_info()

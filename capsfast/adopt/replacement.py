@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import checks
+from .._names import ours
 from ..nn._layer import hooked
 from . import report, timing
 from .beside import TOLERANCE, Beside
@@ -119,7 +120,7 @@ def _looked_at(
         layer, kind = candidate.layer, type(candidate.layer).__name__
         if layer in done:
             continue
-        if isinstance(layer, FusedLayer) or type(layer).__module__.startswith("capsfast."):
+        if isinstance(layer, FusedLayer) or ours(type(layer)):
             fused = layer._capsfast_fused if isinstance(layer, FusedLayer) else None
             words = None if fused is None else fused.identification
             reason = "" if words else "a layer of capsfast"

@@ -16,6 +16,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from .._names import NAMESPACE
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -180,7 +182,7 @@ def _name(node: fx.Node) -> str:
 
 def _has_threshold(node: fx.Node, data: set[fx.Node], backward: bool) -> bool:
     name = _name(node)
-    if not any(each in data for each in node.all_input_nodes) or name.startswith("capsfast::"):
+    if not any(each in data for each in node.all_input_nodes) or name.startswith(f"{NAMESPACE}::"):
         return False
     if name == "_to_copy":
         dtype: Any = node.kwargs.get("dtype", torch.float32)

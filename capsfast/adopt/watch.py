@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .._names import ours
 from . import structures
 from .calls import Signature
 from .fused import FusedLayer, autocast_of
@@ -194,7 +195,7 @@ def _passes_through(candidate: Candidate, all_of_them: list[Candidate]) -> bool:
 
 def _holds_a_weight(module: nn.Module, called: bool) -> str:
     """What to say of a module that holds what may be a weight of capsules, and does not route as far as was seen."""
-    if type(module).__module__.startswith("capsfast."):
+    if ours(type(module)):
         return ""
     scripted = isinstance(module, torch.jit.ScriptModule)
     for name, p in module.named_parameters(recurse=False):

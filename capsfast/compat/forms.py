@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import checks, kinds
+from .._names import ours
 from ..functional import dynamic_routing, route_votes, squash
 from ..nn import _arguments
 from ..nn._layer import Layer, hooked
@@ -53,7 +54,7 @@ class FormLayer(Layer):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        if not cls.__module__.startswith("capsfast."):
+        if not ours(cls):
             return
         cls._op = f"capsfast.compat.{cls.__name__}"
         cls._forms = tuple(form for form in cls._others if form.name == cls.__name__ and not form.instead)

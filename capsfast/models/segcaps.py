@@ -147,7 +147,8 @@ class SegCaps(Network):
         levels = list(zip(types, dims, strict=True))
         layout = R3 if authors else _Layout(levels[0], levels[1:], levels[1:], levels[-2::-1], levels[-2::-1])
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        squash = squash or ("paper" if authors else "exp")
+        if squash is None:
+            squash = "paper" if authors else "exp"
         dynamic: dict[str, Any] = {"squash": squash, "gradient": gradient, "eps": eps, "backend": backend}
         window: dict[str, Any] = {"kernel_size": kernel_size, "padding": kernel_size // 2}
         if authors and routing == "dynamic":

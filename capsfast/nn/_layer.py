@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import has_torch_function
 
 from .. import _keywords, kinds
+from .._names import ours
 
 
 def hooked(module: nn.Module) -> bool:
@@ -89,7 +90,7 @@ class Layer(nn.Module):
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         # What somebody's own constructor takes is theirs to say.
-        if "__init__" in vars(cls) and cls.__module__.startswith("capsfast."):
+        if "__init__" in vars(cls) and ours(cls):
             cls.__init__ = _checked(cls)  # type: ignore[method-assign]
         call = Layer.__call__
         if getattr(cls.__call__, "__globals__", None) is call.__globals__:

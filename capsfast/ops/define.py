@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from .._names import NAMESPACE, PACKAGE
 from .._torch import OpOverload, any_autocast, below_autograd, forward_mode, tracing_state, transformed
 from ..arguments import Call
 from ..axes import axes_of
@@ -24,7 +25,8 @@ from . import sharding
 from .contract import Contract
 
 PREFIX = {"cpp": "", "triton": "triton_"}
-_library = torch.library.Library("capsfast", "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_ops = getattr(torch.ops, NAMESPACE)
 
 Function = Callable[..., Any]
 Outputs = tuple[Tensor, ...]
@@ -95,9 +97,7 @@ class Op:
         for schema in native.SCHEMAS:
             defined = schema.split("(")[0]
             # The extension defines its own, for processes without Python.
-            if defined in (contract.name, f"{contract.name}_backward") and not hasattr(
-                torch.ops.capsfast, prefix + defined
-            ):
+            if defined in (contract.name, f"{contract.name}_backward") and not hasattr(_ops, prefix + defined):
                 _library.define(prefix + schema)
         op, op_backward = overload(name), overload(f"{name}_backward")
         first = contract.differentiable
@@ -167,12 +167,12 @@ def fake_sizes(u: Tensor, weight: Tensor | None, J: int | None) -> tuple[tuple[i
 
 
 def overload(name: str) -> OpOverload:
-    return getattr(torch.ops.capsfast, name).default  # type: ignore[no-any-return]
+    return getattr(_ops, name).default  # type: ignore[no-any-return]
 
 
 def _bind_triton(name: str) -> None:
     """Registers the Triton kernels. Triton is imported at the first call. On CPU tensors only its interpreter runs."""
-    imported = functools.cache(lambda: importlib.import_module(f"capsfast.triton.{name}"))
+    imported = functools.cache(lambda: importlib.import_module(f"{PACKAGE}.triton.{name}"))
 
     def bound(function: str) -> Function:
         def kernel(*args: Any) -> Any:
