@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import capsfast
+from capsfast import native
 from capsfast.ops.define import PREFIX
 from capsfast.reference.votes import product
 
@@ -214,6 +215,7 @@ def test_kernels_and_fakes_refuse_a_shape_that_does_not_fit(backend: Backend, op
                 backend.op(op.name)(*(each.to(device) if isinstance(each, Tensor) else each for each in wrong))
 
 
+@pytest.mark.skipif(native.extension is None, reason=f"the extension is absent: {native.why_absent}")
 @pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
 def test_the_number_of_needed_gradients_is_checked(op: str) -> None:
     problem = make(Shape(3, 9, 4, 5, 6), LOADED, op, torch.float32)
