@@ -29,7 +29,7 @@ if not toolchain.why_no_triton():
     import triton
     import triton.language as tl
 
-    from capsfast.triton import config, occupancy, passes, replay
+    from capsfast.triton import config, launch, passes, replay
     from capsfast.triton.config import Choice
     from capsfast.triton.kernels.accumulate import accumulate_gradient_kernel
     from capsfast.triton.kernels.arguments import Shape
@@ -429,7 +429,7 @@ def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: p
         problem = make((2, 20, 3, 6, 2), Case(softmax=how, logits="BIJ", leaky=True), op)
     wanted = run(problem.to(torch.float64), "reference")
     before = run(problem.to(torch.float32), "triton")
-    monkeypatch.setattr(occupancy, "INTERPRETED", 20)
+    monkeypatch.setattr(launch, "INTERPRETED", 20)
     replay.forget()
     found = run(problem.to(torch.float32), "triton")
     replay.forget()

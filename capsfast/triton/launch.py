@@ -13,6 +13,10 @@ from ..positions import to_samples
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
 
+# Warps of the pass loops that a multiprocessor holds at once: their threads take nearly all 255 registers.
+RESIDENT_WARPS = 8
+# Programs that the interpreter, which runs them one by one, is taken to hold: few, but enough to split every sum.
+INTERPRETED = 3
 # Sums are cut into no more parts: of a small batch few programs add them up, one part after the other.
 MOST_SPLITS = 256
 # Bytes of the partial dW of a shared weight.
@@ -30,6 +34,13 @@ def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def programs(device: torch.device, warps: int) -> int:
+    """How many programs of so many warps the device runs at once."""
+    if device.type != "cuda":
+        return INTERPRETED
+    return torch.cuda.get_device_properties(device).multi_processor_count * max(1, RESIDENT_WARPS // warps)
 
 
 def bytes_of(mask: Tensor | None) -> Tensor | None:
@@ -212,7 +223,7 @@ class Call:
         name = f"{kernel} votes" if self.votes_given else kernel
         if self.quadratic and f"{name} quadratic" in config.TABLE:
             name = f"{name} quadratic"
-        return config.choice(name, self.layer, self.x.device)
+        return config.TABLE[name]
 
     def tiles(self, kernel: str) -> Tiles:
         return config.tiles(kernel, self.layer, self.choice(kernel))
@@ -245,29 +256,30 @@ class Call:
             return self.x.shape[0] * cdiv(self.positions, tiles.BB)
         return cdiv(self.sizes[0], tiles.BB // power_of_two(self.poses))
 
-    def split(self, kernel: str, programs: int) -> tuple[int, int]:
-        """(splits, input capsules of a split): with the tiles of batch and outputs, waves of so many programs."""
+    def split(self, kernel: str) -> tuple[int, int]:
+        """(splits, input capsules of a split): with the tiles of batch and outputs, one program for each that the
+        device runs at once."""
         B, I, *_ = self.sizes
         tiles = self.tiles(kernel)
         others = self.batch_tiles(tiles) * (1 if kernel == "row_norm" else tiles.groups)
-        wanted = math.ceil(programs * self.choice(kernel).waves)
-        # Rounded down: a few programs more would take as long as another wave.
+        wanted = programs(self.x.device, tiles.warps)
+        # Rounded down: a few programs more would take as long as all again.
         chunk = cdiv(max(I, 1), min(max(1, wanted // others), MOST_SPLITS, max(I, 1)))
         return cdiv(max(I, 1), chunk), chunk
 
-    def split_gradient(self, kernel: str, programs: int) -> tuple[int, int, int, int]:
+    def split_gradient(self, kernel: str) -> tuple[int, int, int, int]:
         """(chunks, input capsules of a chunk, splits of the batch, batch tiles of a split) for the gradient pass."""
         B, I, *_ = self.sizes
-        choice = self.choice(kernel)
-        wanted = math.ceil(programs * choice.waves)
+        tiles = self.tiles(kernel)
+        wanted = programs(self.x.device, tiles.warps)
         if self.shared:
             # A shared weight has a partial dW per program, so no more programs are made than fill the device.
             assert self.weight is not None
             wanted = min(wanted, max(1, MOST_PARTIAL_WEIGHTS // (4 * max(1, self.weight[0].numel()))))
         fair = cdiv(max(I, 1), min(wanted, max(I, 1)))
-        chunk = max(fair if self.shared else min(choice.chunk, fair), cdiv(I, MOST_CHUNKS))
+        chunk = max(fair if self.shared else min(self.choice(kernel).chunk, fair), cdiv(I, MOST_CHUNKS))
         chunks = cdiv(max(I, 1), chunk)
-        batch = self.batch_tiles(self.tiles(kernel))
+        batch = self.batch_tiles(tiles)
         parts = min(max(1, wanted // chunks) if self.shared else cdiv(wanted, chunks), batch)
         if parts > 1:
             # Longer chunks rather than a few programs more than fit.

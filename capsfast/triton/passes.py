@@ -1,13 +1,11 @@
 """A function for each kernel, which launches it. The device of the call must be the current one."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..options import Options, PassOptions
-from . import occupancy
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.arguments import Norms
@@ -30,7 +28,6 @@ NOTHING = Given()
 # The gradient pass keeps V and ds of all iterations, if with votes and dvotes they are no more columns of a warp, two
 # to a register, and no more vectors: iterations whose V and ds are kept are compiled one by one.
 MOST_HELD, MOST_VECTORS = 352, 9
-Filled = TypeVar("Filled")
 
 
 class Sums(NamedTuple):
@@ -64,30 +61,18 @@ def row_norm(
 ) -> None:
     """Fills rows [B, I, 4]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
 
-    def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
-        return None, (
-            *call.tensors, dcoupling, *given, state, rows, *call.walk, chunk, call.tiles("row_norm").groups,
-        )  # fmt: skip
-
-    _launch_cut(call, "row_norm", row_norm_kernel, cut, WITH_DS=with_ds, R=call.iterations)
+    _launch(
+        call, "row_norm", row_norm_kernel, (*call.tensors, dcoupling, *given, state, rows),
+        call.tiles("row_norm").groups, WITH_DS=with_ds, R=call.iterations,
+    )  # fmt: skip
 
 
-def _launch_cut(
-    call: Call, name: str, kernel: Any, cut: Callable[[int, int], tuple[Filled, tuple[Any, ...]]], **constants: Any
-) -> Filled:
-    """Launches a kernel in as many programs as fill the device.
-
-    cut: makes what the kernel fills, which is returned, and the arguments, of splits and input capsules of a split.
-    """
+def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *more: Any, **constants: Any) -> None:
+    """Launches a kernel in as many programs as the device runs at once. more: arguments after the sizes."""
     tiles = call.tiles(name)
-    constants |= call.constants(tiles)
-    # Of no splits nothing is allocated, but what the compiler is told of the arguments is the same.
-    programs = occupancy.of_device(call.x.device, kernel, lambda: cut(0, 0)[1], constants)
-    splits, chunk = call.split(name, programs)
-    filled, arguments = cut(splits, chunk)
-    groups = 1 if name == "row_norm" else tiles.groups
-    launch(kernel, (call.batch_tiles(tiles), splits, groups), *arguments, **constants)
-    return filled
+    splits, chunk = call.split(name)
+    grid = (call.batch_tiles(tiles), splits, 1 if name == "row_norm" else tiles.groups)
+    launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(tiles), **constants)
 
 
 def accumulate(
@@ -107,16 +92,15 @@ def accumulate(
     kind = "uniform" if uniform else mode(call, "accumulate")
     of_pass = call.options if isinstance(call.options, PassOptions) else None
 
-    def cut(splits: int, chunk: int) -> tuple[tuple[Sums, Tensor | None], tuple[Any, ...]]:
-        sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
-        online = call.new(2, splits, B, J) if kind == "in" else None
-        return (sums, online), (
-            *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
-            None if kind == "in" else coupling, lse if kind == "out" else None,
-            *call.walk, chunk,
-        )  # fmt: skip
-
-    return _launch_cut(call, "accumulate", accumulate_kernel, cut, MODE=kind)
+    splits, _ = call.split("accumulate")
+    sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
+    online = call.new(2, splits, B, J) if kind == "in" else None
+    arguments = (
+        *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
+        None if kind == "in" else coupling, lse if kind == "out" else None,
+    )  # fmt: skip
+    _launch(call, "accumulate", accumulate_kernel, arguments, MODE=kind)
+    return sums, online
 
 
 def _partial_sums(call: Call, splits: int, mass: bool, second: bool) -> Sums:
@@ -142,24 +126,17 @@ def accumulate_gradient(
     """
     kind = mode(call, "accumulate_gradient")
 
-    def cut(splits: int, chunk: int) -> tuple[Sums, tuple[Any, ...]]:
-        sums = _partial_sums(call, splits, *wanted)
-        return sums, (
-            *call.tensors, dcoupling, *given, state, *norms, *sums, *call.walk, chunk,
-        )  # fmt: skip
-
-    return _launch_cut(call, "accumulate_gradient", accumulate_gradient_kernel, cut, MODE=kind, R=call.iterations)
+    sums = _partial_sums(call, call.split("accumulate_gradient")[0], *wanted)
+    arguments = (*call.tensors, dcoupling, *given, state, *norms, *sums)
+    _launch(call, "accumulate_gradient", accumulate_gradient_kernel, arguments, MODE=kind, R=call.iterations)
+    return sums
 
 
 def coupling(call: Call, V: Tensor | None, norms: Norms, out: Tensor) -> None:
     """Fills out [B, I, J] for softmax "in"."""
 
-    def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
-        return None, (
-            *call.tensors, V, *norms[:3], None, None, None, None, out, None, *call.walk, chunk,
-        )  # fmt: skip
-
-    _launch_cut(call, "accumulate", accumulate_kernel, cut, MODE="in")
+    arguments = (*call.tensors, V, *norms[:3], None, None, None, None, out, None)
+    _launch(call, "accumulate", accumulate_kernel, arguments, MODE="in")
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
@@ -328,20 +305,15 @@ def gradient(
         "HELD": held, "AHEAD": ahead, "num_stages": tiles.stages if ahead else 1,
     }  # fmt: skip
 
-    def cut(chunks: int, chunk: int, splits: int, batch_tiles: int) -> tuple[Any, ...]:
-        # Partial sums, one per split of the batch, or for a shared weight one per program.
-        dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
-        sums = _parts(call, splits, call.logits) if need_logits and call.shared_logits else dl
-        return dw, sums, (
-            *call.tensors, dcoupling, *given, state, *norms, factor[0], dx, room, dw, sums, dactivation, drow,
-            *call.walk, chunk, batch_tiles, tiles.groups, factor[1],
-        )  # fmt: skip
-
-    # As in _launch_cut().
-    programs = occupancy.of_device(call.x.device, gradient_kernel, lambda: cut(0, 0, 0, 0)[2], constants)
-    chunks, chunk, splits, batch_tiles = call.split_gradient(kernel, programs)
-    dw, dl, arguments = cut(chunks, chunk, splits, batch_tiles)
-    launch(gradient_kernel, (splits, chunks), *arguments, **constants)
+    chunks, chunk, splits, batch_tiles = call.split_gradient(kernel)
+    # Partial sums, one per split of the batch, or for a shared weight one per program.
+    dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
+    if need_logits and call.shared_logits:
+        dl = _parts(call, splits, call.logits)
+    launch(gradient_kernel, (splits, chunks),
+        *call.tensors, dcoupling, *given, state, *norms, factor[0], dx, room, dw, dl, dactivation, drow,
+        *call.walk, chunk, batch_tiles, tiles.groups, factor[1], **constants,
+    )  # fmt: skip
     if dw is not None:
         assert call.weight is not None
         dw = _add_up(call, dw, call.weight)

@@ -10,10 +10,9 @@ Not recorded: operations that look at numbers, take lists of tensors or have sev
 outputs that are inputs. None of the four ops has any of these, except for some empty tensors.
 """
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -208,8 +207,6 @@ ALWAYS = {"enable_fp_fusion": True}
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launches a kernel, and notes that if the call is recorded."""
     constants |= ALWAYS
-    if getattr(_active, "noted", None) is not None:
-        _active.noted.append((kernel.fn.__name__, grid, tuple(constants.items())))
     recorder: Recorder | None = getattr(_active, "recorder", None)
     if recorder is None:
         kernel[grid](*args, **constants)
@@ -220,16 +217,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     finally:
         recorder.launching = False
     recorder.launched(kernel, grid, args, constants, compiled)
-
-
-@contextlib.contextmanager
-def noted() -> Iterator[list[tuple[Any, ...]]]:
-    """The launches inside that are not repeated ones: name of the kernel, grid, constants."""
-    _active.noted = []
-    try:
-        yield _active.noted
-    finally:
-        _active.noted = None
 
 
 def record(

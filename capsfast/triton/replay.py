@@ -7,7 +7,6 @@ Triton is none that this was tested with, and while hooks, such as a profiler's,
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -90,7 +89,7 @@ def replayed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple
 
     @functools.wraps(function)
     def call(*args: Any) -> tuple[Tensor, ...]:
-        key: list[Any] = [function, edition(), os.environ.get("CAPSFAST_TRITON_TABLE")]
+        key: list[Any] = [function, edition()]
         tensors, addresses = [], []
         for value in args:
             if isinstance(value, Tensor):

@@ -173,9 +173,6 @@ def test_what_is_another_signature(u_and_weight: tuple[Tensor, Tensor], monkeypa
         for n, call in enumerate(calls):
             call()
             assert len(replay._recordings) == (len(calls) if again else n + 1)
-    monkeypatch.setenv("CAPSFAST_TRITON_TABLE", "a table")
-    calls[0]()
-    assert len(replay._recordings) == len(calls) + 1
 
 
 def test_needs_are_part_of_a_signature(u_and_weight: tuple[Tensor, Tensor]) -> None:

@@ -140,8 +140,6 @@ def _compile(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, An
 
 
 def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
-    from capsfast.triton.occupancy import of_multiprocessor
-
     kernel, args, kwargs = launched
     named = dict(zip(kernel.arg_names, args, strict=False))
     compiled = _compile(capability, launched)
@@ -163,7 +161,7 @@ def compile_for(capability: int, launched: tuple[Any, tuple[Any, ...], dict[str,
         "atomics": sorted(set(re.findall(r"\b(?:red|atom)\.[\w.]*", ptx))),
         **usage,
         "spills": triton_listing.spills(code()) if usage["stack"] else 0,
-        "resident": of_multiprocessor(triton_listing.device(capability), usage["registers"], shared, warps),
+        "resident": triton_listing.resident(capability, usage["registers"], shared, warps),
         **triton_listing.measured(compiled.asm["ttgir"], code, warps, kwargs),
     }
 

@@ -6,12 +6,9 @@ arguments. So the time of the driver is missing, and the time of the allocator i
     python -m tests.support.triton_host          µs, for people
     python -m tests.support.triton_host json     µs by row of a layer that is compiled sooner, and what replays launch
                                                  otherwise than ordinary calls
-    python -m tests.support.triton_host grids    grids of the canonical layer on 132 multiprocessors, and what these
-                                                 hold of each kernel
 """
 
 import json
-import math
 import os
 import sys
 import time
@@ -35,24 +32,21 @@ def stubbed() -> Iterator[deque[tuple[Any, ...]]]:
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from capsfast.triton import occupancy
-    from tests.support.triton_compile import Driver, resources
-    from tests.support.triton_listing import device
+    from tests.support.triton_compile import Driver
 
     launched: deque[tuple[Any, ...]] = deque(maxlen=100)
 
     def load(self: Any) -> None:
         if self._run is None:
-            name, self.n_regs = self.name, resources(self.asm["cubin"])["registers"]
+            name = self.name
             self._run = lambda *args: launched.append((name, args))
 
-    of_device, occupancy.device_of = occupancy.device_of, lambda _: device(90)
     before, CompiledKernel._init_handles = CompiledKernel._init_handles, load
     driver.set_active(Driver())
     try:
         yield launched
     finally:
-        CompiledKernel._init_handles, occupancy.device_of = before, of_device
+        CompiledKernel._init_handles = before
 
 
 @contextmanager
@@ -158,30 +152,6 @@ def known(name: str, args: tuple[Any, ...], pointers: list[bool]) -> list[Any]:
     return [name, (x, y, z), stream, function, metadata, plain]
 
 
-def grids() -> list[dict[str, Any]]:
-    """Programs of each launch of a forward and a backward at B=128, I=1152, and how many the device has room for."""
-    import torch
-
-    from capsfast.triton import occupancy
-    from capsfast.triton.recorder import noted
-    from tests.support.problems import Case, make, run
-
-    held, of_device = [], occupancy.of_device
-
-    def remember(device: Any, kernel: Any, *rest: Any) -> int:
-        held.append((kernel.fn.__name__, of_device(device, kernel, *rest)))
-        return held[-1][1]
-
-    occupancy.of_device = remember
-    with noted() as found:
-        run(make((128, 1152, 10, 16, 8), Case(coupling=False), dtype=torch.float32), "triton")
-    cut = [(name, math.prod(grid), dict(constants)) for name, grid, constants in found if "BB" in dict(constants)]
-    return [
-        {"kernel": name, "mode": constants["MODE"], "programs": programs, "held": room, "same": name == of}
-        for (name, programs, constants), (of, room) in zip(cut, held, strict=True)
-    ]
-
-
 if __name__ == "__main__":
     from capsfast import toolchain
 
@@ -191,8 +161,6 @@ if __name__ == "__main__":
     with stubbed() as launched:
         if sys.argv[1:] == ["json"]:
             json.dump({"microseconds": measure(4, 8), "differences": differences(launched)}, sys.stdout)
-        elif sys.argv[1:] == ["grids"]:
-            json.dump(grids(), sys.stdout)
         else:
             for name, took in measure(*SHAPE[2:4]).items():
                 print(f"{name:48}{took:8.1f} µs")
