@@ -29,7 +29,7 @@ if not toolchain.why_no_triton():
     import triton
     import triton.language as tl
 
-    from capsfast.triton import config, launch, passes, replay
+    from capsfast.triton import config, launch, passes, plan
     from capsfast.triton.config import Choice
     from capsfast.triton.kernels.accumulate import accumulate_gradient_kernel
     from capsfast.triton.kernels.arguments import Shape
@@ -177,7 +177,7 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, mo
         monkeypatch.setattr(passes, "MOST_HELD", held)
         for kernel in ("gradient", "gradient once"):
             monkeypatch.setitem(config.TABLE, kernel, config.TABLE[kernel]._replace(columns=columns))
-        replay.forget()
+        plan.forget()
         found: dict[str, torch.Tensor] = {}
         launched = dict(kernels_of(lambda into=found: into.update(run(problem, "triton")), monkeypatch))[
             "gradient_kernel"
@@ -185,7 +185,7 @@ def test_what_the_gradient_keeps_in_registers(case: Case, dtype: torch.dtype, mo
         ways.add((launched["HELD"], launched["NT"] * launched["JT"] < 11))
         for name, value in found.items():
             assert relative_l2(value.double(), wanted[name].double()) < 16 * eps, (name, held, columns)
-    replay.forget()
+    plan.forget()
     # A single iteration has all outputs in more warps, if one has no room for them.
     assert len(ways) == (2 if case.gradient == "last" else 4)
 
@@ -430,9 +430,9 @@ def test_more_splits_than_are_added_up_at_once(op: str, how: str, monkeypatch: p
     wanted = run(problem.to(torch.float64), "reference")
     before = run(problem.to(torch.float32), "triton")
     monkeypatch.setattr(launch, "INTERPRETED", 20)
-    replay.forget()
+    plan.forget()
     found = run(problem.to(torch.float32), "triton")
-    replay.forget()
+    plan.forget()
     for name, value in found.items():
         torch.testing.assert_close(value.double(), wanted[name].double(), rtol=1e-4, atol=1e-5)
     assert any(not torch.equal(value, before[name]) for name, value in found.items()), "sums have the same parts"
@@ -465,6 +465,7 @@ def test_votes_of_all_outputs_in_groups(op: str, monkeypatch: pytest.MonkeyPatch
     for name in config.TABLE:
         if name.split()[0] in ("accumulate", "accumulate_gradient", "gradient"):
             monkeypatch.setitem(config.TABLE, name, Choice(16, 1, chunk=1))
+    plan.forget()
     assert "row_norm_kernel" in launches(problem, monkeypatch)
     for name, value in run(problem, "triton").items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
@@ -479,6 +480,7 @@ def test_outputs_in_groups(D: int, what: dict[str, Any], monkeypatch: pytest.Mon
     for name in config.TABLE:
         if name.split()[0] in ("accumulate", "accumulate_gradient", "gradient"):
             monkeypatch.setitem(config.TABLE, name, Choice(16, 1, chunk=1))
+    plan.forget()
     assert "row_norm_kernel" in launches(problem, monkeypatch)
     for name, value in run(problem, "triton").items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)

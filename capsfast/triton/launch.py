@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..options import SOFTMAX, Options, PassOptions
-from ..positions import to_samples
 from . import config
 from .config import Choice, Layer, Tiles, power_of_two
+from .plan import Slot
 
 # Warps of the pass loops that a multiprocessor holds at once: their threads take nearly all 255 registers.
 RESIDENT_WARPS = 8
@@ -43,18 +44,22 @@ def programs(device: torch.device, warps: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, RESIDENT_WARPS // warps)
 
 
-def bytes_of(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.view(torch.uint8).contiguous()
+def bytes_of(mask: Slot | None) -> Any:
+    return None if mask is None else mask.plan.compute(_bytes, mask)
+
+
+def _bytes(mask: Tensor) -> Tensor:
+    return mask.view(torch.uint8).contiguous()
 
 
 class Scores(NamedTuple):
     """What a pass scores votes with beyond logits, float32 and contiguous, and 0 for masked capsules."""
 
-    query: Tensor | None = None  # [B, J, D]
-    precision: Tensor | None = None  # [B, J, D]
-    center: Tensor | None = None  # [B, J, D]
-    prior: Tensor | None = None  # [B, J]
-    activation: Tensor | None = None  # [B, I]
+    query: Slot | None = None  # [B, J, D]
+    precision: Slot | None = None  # [B, J, D]
+    center: Slot | None = None  # [B, J, D]
+    prior: Slot | None = None  # [B, J]
+    activation: Slot | None = None  # [B, I]
 
 
 @dataclass
@@ -66,12 +71,12 @@ class Call:
     every position is a sample, of which the masks and scores have a row each. Logits [B, I, J, S] stay as they are.
     """
 
-    x: Tensor
-    weight: Tensor | None
-    logits: Tensor | None
-    bias: Tensor | None
-    mask: Tensor | None
-    out_mask: Tensor | None
+    x: Slot
+    weight: Slot | None
+    logits: Slot | None
+    bias: Slot | None
+    mask: Slot | None
+    out_mask: Slot | None
     options: Options | PassOptions
     tf32: bool = False
     outputs: int | None = None
@@ -146,7 +151,7 @@ class Call:
         return self.options.second or self.scores.precision is not None or self.scores.center is not None
 
     @functools.cached_property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Slot | None, ...]:
         scores = Scores() if self.scores is None else self.scores
         return (self.x, self.weight, self.logits, self.mask, self.out_mask, *scores[1:])
 
@@ -287,18 +292,17 @@ class Call:
         each = cdiv(batch, max(parts, 1))
         return cdiv(max(I, 1), chunk), chunk, cdiv(batch, max(each, 1)), each
 
-    def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=self.x.device)
+    def new(self, *size: int, dtype: torch.dtype = torch.float32) -> Slot:
+        return self.x.plan.new(*size, dtype=dtype)
 
-    def new_pairs(self, dtype: torch.dtype) -> Tensor:
+    def new_pairs(self, dtype: torch.dtype) -> Slot:
         """[B, I, J] or [B, I, J, S]"""
         positions = () if self.positions is None else (self.positions,)
         return self.new(self.x.shape[0], self.x.shape[1], self.sizes[2], *positions, dtype=dtype)
 
-    def over_inputs(self, pairs: Tensor) -> Tensor:
-        """The sums over i of [B, I, J] or [B, I, J, S]: a row for each sample."""
-        found = pairs.sum(1)
-        return found if self.positions is None else to_samples(found)
+    def zeros(self, *size: int) -> Any:
+        return self.x.plan.zeros(*size)
 
-    def zeros(self, *size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=self.x.device)
+    def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As of the plan."""
+        return self.x.plan.compute(function, *arguments)
