@@ -557,6 +557,26 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choice.choose(call, None) == "reference"
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("gfx942:sramecc+:xnack-", ""), ("gfx1100", "it needs an AMD GPU of gfx90a")]
+)
+def test_amd_gpus(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=name))
+    found = toolchain._too_old.__wrapped__(torch.device("cuda", 0))
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_for_amd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 operands are multiplied as they are."""
+    problem = make((3, 4, 5, 6, 2), PLAIN, dtype=dtype)
+    plain = errors(problem, "reference")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name, error in errors(problem, "triton").items():
+        assert error < 2 * plain[name] + torch.finfo(dtype).eps, name
+
+
 def test_the_interpreter_serves_only_who_asks() -> None:
     with recorded_ops() as ops:
         capsfast.dynamic_routing(torch.randn(2, 3, 6), torch.randn(3, 4, 5, 6))

@@ -27,9 +27,11 @@ MOST_CHUNKS = 65535
 
 
 def dot_precision(dtype: torch.dtype, tf32: bool) -> str:
-    """DOT of the votes' product (kernels/products.py): of float32 one TF32 product if that is allowed, else three."""
+    """DOT of the votes' product (kernels/products.py): float32 is one TF32 product if that is allowed, else three."""
     if dtype != torch.float32:
         return "half"
+    if torch.version.hip is not None:
+        return "ieee"
     return "tf32" if tf32 else "tf32x3"
 
 
@@ -212,6 +214,8 @@ class Call:
 
         Those of float16 are not split into two of it, as they may be out of its range.
         """
+        if torch.version.hip is not None:
+            return "ieee"
         if self.x.dtype == torch.bfloat16:
             return "bf16x2"
         precision = dot_precision(self.x.dtype, self.tf32)
