@@ -288,28 +288,46 @@ def far_apart(size: tuple[int, ...], stride: tuple[int, ...], values: torch.Tens
     return room.as_strided(size, stride).copy_(values)
 
 
-@pytest.mark.parametrize("op", ["dynamic_routing", "route_votes"])
-def test_offsets_beyond_32_bits(op: str) -> None:
-    problem = make((2, 2, 2, 4, 3), Case(coupling=False), op, torch.float32)
-    wanted = run(problem, "triton")
-    name = "votes" if op == "route_votes" else "u"
-    values = problem.inputs[name]
-    far = 2**31 + 16
-    for stride in ((far, *values.stride()[1:]), (values.stride(0), far, *values.stride()[2:])):
-        problem.inputs[name] = far_apart(values.shape, stride, values)
-        got = run(problem, "triton")
-        for key, value in wanted.items():
-            assert torch.equal(got[key], value), (stride, key)
+FAR = 2**31 + 16
 
 
-def test_offsets_beyond_32_bits_in_a_pass() -> None:
-    problem = support_passes.make((2, 2, 2, 4, 3), normalized(EVERYTHING, "in"), dtype=torch.float32)
-    wanted = run(problem, "triton")
-    for name in ("u", "logits"):
-        values = problem.inputs[name]
-        problem.inputs[name] = far_apart(values.shape, (2**31 + 16, *values.stride()[1:]), values)
+@pytest.mark.parametrize(("op", "name"), [("dynamic_routing", "u"), ("route_votes", "votes"), ("routing_pass", "u")])
+def test_input_capsules_beyond_32_bits(op: str, name: str) -> None:
+    """Input capsules may lie that far apart, samples may not."""
+    if op == "routing_pass":
+        problem = support_passes.make((2, 2, 2, 4, 3), normalized(EVERYTHING, "in"), op, torch.float32)
+    else:
+        problem = make((2, 2, 2, 4, 3), Case(coupling=False), op, torch.float32)
+    wanted, values = run(problem, "triton"), problem.inputs[name]
+    problem.inputs[name] = far_apart(values.shape, (values.stride(0), FAR, *values.stride()[2:]), values)
     for key, value in run(problem, "triton").items():
         assert torch.equal(value, wanted[key]), key
+    problem.inputs[name] = far_apart(values.shape, (FAR, *values.stride()[1:]), values)
+    with pytest.raises(RuntimeError, match=r"'triton' serves tensors that reach less than 2\*\*31 .*; pass contiguous"):
+        run(problem, "triton")
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_positions_beyond_32_bits(axis: int) -> None:
+    """A sample of positions may lie that far from another, output capsules may not."""
+    case = replace(EVERYTHING, spatial=(3,))
+    problem = support_passes.make((2, 2, 2, 3, 1), case, "votes_pass", torch.float32)
+    wanted, votes = run(problem, "triton"), problem.inputs["votes"]
+    problem.inputs["votes"] = far_apart(votes.shape, (*votes.stride()[:axis], FAR, *votes.stride()[axis + 1 :]), votes)
+    if axis == 2:
+        with pytest.raises(RuntimeError, match="u or votes would reach"):
+            run(problem, "triton")
+        return
+    for key, value in run(problem, "triton").items():
+        assert torch.equal(value, wanted[key]), key
+
+
+def test_a_weight_beyond_32_bits_is_refused() -> None:
+    problem = make((2, 2, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
+    weight = problem.inputs["weight"]
+    problem.inputs["weight"] = far_apart(weight.shape, (12, FAR, 3, 1), weight)
+    with pytest.raises(RuntimeError, match="the weight would reach"):
+        run(problem, "triton")
 
 
 def launches(problem: Any, monkeypatch: pytest.MonkeyPatch, need: tuple[str, ...] | None = None) -> list[str]:
@@ -484,26 +502,6 @@ def test_outputs_in_groups(D: int, what: dict[str, Any], monkeypatch: pytest.Mon
     assert "row_norm_kernel" in launches(problem, monkeypatch)
     for name, value in run(problem, "triton").items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-4, atol=1e-5)
-
-
-def test_offsets_beyond_32_bits_with_positions() -> None:
-    case = replace(EVERYTHING, spatial=(3,))
-    problem = support_passes.make((2, 2, 2, 3, 1), case, "votes_pass", torch.float32)
-    wanted, votes = run(problem, "triton"), problem.inputs["votes"]
-    for axis in (0, 2):
-        stride = (*votes.stride()[:axis], 2**31 + 16, *votes.stride()[axis + 1 :])
-        problem.inputs["votes"] = far_apart(votes.shape, stride, votes)
-        for key, value in run(problem, "triton").items():
-            assert torch.equal(value, wanted[key]), (axis, key)
-
-
-def test_offsets_beyond_32_bits_within_a_weight() -> None:
-    problem = make((2, 2, 2, 4, 3), Case(coupling=False), dtype=torch.float32)
-    wanted, weight = run(problem, "triton"), problem.inputs["weight"]
-    problem.inputs["weight"] = far_apart(weight.shape, (12, 2**31 + 16, 3, 1), weight)
-    got = run(problem, "triton")
-    for key, value in wanted.items():
-        assert torch.equal(got[key], value), key
 
 
 def test_one_tf32_product_rounds_to_the_nearest(tensor_cores: None, tf32_allowed: None) -> None:

@@ -39,6 +39,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def reach(tensor: Slot, first: int, last: int) -> int:
+    """How far the axes from first to last lead from a number to another."""
+    return sum((n - 1) * step for n, step in zip(tensor.shape[first:last], tensor.stride()[first:last], strict=True))
+
+
 def programs(device: torch.device, warps: int) -> int:
     """How many programs of so many warps the device runs at once."""
     if device.type != "cuda":
@@ -178,35 +183,38 @@ class Call:
 
     @functools.cached_property
     def precision(self) -> dict[str, Any]:
+        self.refuse_far()
         return {
             "VOTES": self.votes_given,
             "DOT": dot_precision(self.x.dtype, self.tf32),
-            "WIDE": self.wide,
+            "WIDE": False,
             "SHARED_LOGITS": self.shared_logits,
             "LEAKY": self.options.leaky,
             "QUERY": self.scores is None or self.scores.query is not None,
             "QUADRATIC": self.quadratic,
         }
 
-    @functools.cached_property
-    def wide(self) -> bool:
-        """WIDE: whether offsets within the samples of a tile, all outputs and all K may need 64 bits."""
+    def refuse_far(self) -> None:
+        """Kernels count offsets within the samples of a tile, all outputs and all K in 32 bits.
+
+        Raises:
+            RuntimeError: a tensor reaches further.
+        """
         B, I, J, D, K = self.sizes
-        samples, positions = max(2 * config.ROWS, power_of_two(self.poses)), self.positions
-        # The gradients of inputs and logits, numbers [B, I], and V and ds of all iterations.
-        inputs = samples * I * max(J * D, self.poses * K) if positions is None else samples + J * D * positions
-        of_x = zip(self.x.shape[2:4], self.x.stride()[2:4], strict=True)
-        reach = [
-            inputs,
-            samples * I * 4,  # arguments.Norms.rows
-            samples * 2 * self.iterations * J * D,
-            samples * self.sample_stride + sum((n - 1) * stride for n, stride in of_x),
-        ]
-        if self.weight is not None:
-            j_d_k = zip(self.weight.shape[1:], self.weight.stride()[1:], strict=True)
-            # Beside the weight its gradient, which is contiguous.
-            reach += [sum((n - 1) * stride for n, stride in j_d_k), math.prod(self.weight.shape[1:])]
-        return max(reach) >= 2**31
+        samples = min(B, max(2 * config.ROWS, power_of_two(self.poses)))
+        of_sample = I * (J * D if self.votes_given else max(J, self.poses * K))
+        reaches = {
+            "a gradient": samples * of_sample if self.positions is None else J * D * self.positions,
+            "V of all iterations": samples * 2 * self.iterations * J * D,
+            "u or votes": max(samples - 1, 0) * self.sample_stride + reach(self.x, 2, 4),
+            "the weight": 0 if self.weight is None else max(reach(self.weight, 1, 4), math.prod(self.weight.shape[1:])),
+        }
+        name, most = max(reaches.items(), key=lambda each: each[1])
+        if most >= 2**31:
+            raise RuntimeError(
+                f"capsfast: backend 'triton' serves tensors that reach less than 2**31 numbers in {samples} samples, "
+                f"{name} would reach {most}; pass contiguous tensors, or take backend 'cuda' or 'reference'"
+            )
 
     @property
     def back_dot(self) -> str:
