@@ -133,15 +133,18 @@ class Launch:
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int | None) -> None:
         """stream: None for the ordinary path."""
-        if self.runner is None or stream is None:
-            compiled = self.kernel[self.grid](*filled(self.arguments, tensors), **self.constants)
-            if stream is not None and compiled is not None:  # a hook of the user's can keep Triton from compiling
-                self.runner = again(compiled, self.grid)
-            return
-        signature = self.signature.copy()
-        for n, index, offset in self.addresses:
-            signature[n] = addresses[index] + offset
-        self.runner(*signature, stream=stream)
+        if self.runner is not None and stream is not None:
+            signature = self.signature.copy()
+            for n, index, offset in self.addresses:
+                signature[n] = addresses[index] + offset
+            try:
+                self.runner(*signature, stream=stream)
+                return
+            except TypeError as error:  # a release that takes other arguments has launched nothing
+                _warn_of_ordinary_launches(repr(error))
+        compiled = self.kernel[self.grid](*filled(self.arguments, tensors), **self.constants)
+        if stream is not None and compiled is not None:  # a hook of the user's can keep Triton from compiling
+            self.runner = again(compiled, self.grid)
 
 
 @functools.cache

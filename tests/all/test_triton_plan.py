@@ -265,11 +265,31 @@ def test_partial_sums_of_passes_share_the_workspace() -> None:
     assert workspace <= 2 * 4 * (3 + 1) * 2 * 3 * 16 + 4 * 512
 
 
-def test_a_triton_that_launches_no_compiled_kernel_again_says_so_once() -> None:
+class Other:
+    """A compiled kernel of a Triton that takes other arguments."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *, stream: None
+
+
+@pytest.mark.parametrize("compiled", [object(), Other()])
+def test_a_triton_that_launches_no_compiled_kernel_again_says_so_once(compiled: Any) -> None:
+    class Kernel:
+        launched: list[Any] = []  # noqa: RUF012
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda x, **constants: self.launched.append((grid, x, constants)) or compiled
+
+        @staticmethod
+        def fn(x: Any, J: int) -> None: ...
+
+    launch = plan.Launch(Kernel(), (2,), (7,), {"J": 3})
+    launch.finish(lambda value: value)
     plan._warn_of_ordinary_launches.cache_clear()
     with pytest.warns(RuntimeWarning, match="does not launch a compiled kernel again .* ordinary path") as said:
-        found = [plan.again(object(), (1, 1, 1)) for _ in range(2)]
-    assert found == [None, None] and len(said) == 1
+        _ = [launch([], [], 0) for _ in range(3)]
+    assert len(said) == 1
+    assert Kernel.launched == [((2, 1, 1), 7, {"J": 3} | plan.ALWAYS)] * 3
 
 
 def test_a_mode_sees_one_op(u_and_weight: tuple[Tensor, Tensor]) -> None:
