@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -41,8 +40,3 @@ main()
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.returncode == 1
     assert answer.stderr == f"capsfast: the command line needs {missing}; {in_the_checkout('cli')}\n"
-
-
-def test_a_tile_of_em_routing_has_no_number_of_iterations(tmp_path: Path) -> None:
-    result = RUN.invoke(app, ["tune", str(tmp_path / "table.json"), "--em", "--r", "3"])
-    assert result.exit_code == 2 and "--em measures one iteration; leave out --r" in result.output

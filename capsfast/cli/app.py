@@ -8,10 +8,9 @@ from .common import plain_errors
 from .inspection import clusters, evaluate, perturb, picture, predict, reconstruct, routing
 from .measuring import bench, report
 from .tables import backends_table, build_table, versions_table
-from .tuning import tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused capsule-network routing for PyTorch.")
-for command in (bench, report, evaluate, predict, picture, reconstruct, perturb, routing, clusters, tune):
+for command in (bench, report, evaluate, predict, picture, reconstruct, perturb, routing, clusters):
     app.command()(command)
 
 # Lightning's command line reads their options, --help too.

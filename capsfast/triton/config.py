@@ -1,17 +1,12 @@
 """Tile sizes, in one place, with the reason beside each number.
 
 The numbers follow from the registers and spills that the compiler reports (tests/all/test_triton_compile.py checks
-these), not from measurements on a GPU. ``tune.py`` measures and writes a table, which is used if
-CAPSFAST_TRITON_TABLE names it.
+these), not from measurements on a GPU.
 """
 
 import functools
-import json
-import os
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import triton
 
 # Rows of a tile: the M of one mma instruction. They are samples, or the rows of pose matrices. Smaller batches are
@@ -37,14 +32,12 @@ class Choice(NamedTuple):
     """How one kernel is cut.
 
     columns: how many padded columns (j, d) a warp may hold. warps: the most that share the columns of a row.
-    waves: for how many times the programs that the device holds at once the grid is made. chunk: the most input
-    capsules of a program, or 0 for as few programs as that. down: warps of a program, 16 rows each, if a warp holds
-    whole rows.
+    chunk: the most input capsules of a program, or 0 for no more programs than the device runs at once.
+    down: warps of a program, 16 rows each, if a warp holds whole rows.
     """
 
     columns: int
     warps: int
-    waves: float = 1
     chunk: int = 0
     down: int = 1
 
@@ -213,36 +206,3 @@ def _cut(J: int, D: int, across: int, turn: int, room: int) -> Cut:
         wide = room * across < JT * DP
         found.append((wide, columns, abs(JT * DP - 32 * across), DP, LANES, JT, NT))
     return Cut(across, *min(found)[3:])
-
-
-def choice(kernel: str, layer: Layer, device: torch.device) -> Choice:
-    """The choice of the tuned table for this layer and device, or that of TABLE if there is none."""
-    name = os.environ.get("CAPSFAST_TRITON_TABLE")
-    if name and device.type == "cuda":
-        return tuned(name, torch.cuda.get_device_name(device)).get((kernel, layer), TABLE[kernel])
-    return TABLE[kernel]
-
-
-@functools.cache
-def tuned(name: str, device: str) -> dict[tuple[str, Layer], Choice]:
-    """The choices for a device from a table that tune.py wrote, by kernel and layer.
-
-    Raises:
-        ValueError: the file is missing or is not such a table.
-    """
-    try:
-        rows = [row for row in json.loads(Path(name).read_text())["rows"] if row["device"] == device]
-        found = {(row["kernel"], Layer(*row["layer"])): Choice(*row["choice"]) for row in rows}
-        for chosen in found.values():
-            if chosen.warps not in (1, 2, 4, 8, 16) or chosen.down not in (1, 2) or chosen.columns < 16:
-                raise ValueError("warps must be a power of two up to 16, down 1 or 2, columns at least 16")
-            if not 0 < chosen.waves < 4 or chosen.chunk < 0:
-                raise ValueError(
-                    "waves must be positive and less than 4 (older tables have warps there), chunk not negative"
-                )
-        return found
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"CAPSFAST_TRITON_TABLE: {name} is no table of tile sizes ({error!r}); write one with "
-            "python -m capsfast tune, or unset the variable"
-        ) from error

@@ -1,13 +1,11 @@
 """A function for each kernel, which launches it. The device of the call must be the current one."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..options import Options, PassOptions
-from . import occupancy
 from .config import power_of_two
 from .kernels.accumulate import accumulate_gradient_kernel, accumulate_kernel
 from .kernels.arguments import Norms
@@ -15,30 +13,29 @@ from .kernels.gradient import gradient_kernel
 from .kernels.row_norm import row_norm_kernel
 from .kernels.update import add_up_kernel, moments_kernel, restore_kernel, update_gradient_kernel, update_kernel
 from .launch import Call, cdiv
-from .recorder import launch
+from .plan import Slot
 
 
 class Given(NamedTuple):
     """Gradients of the outputs of a pass beside those of its first moment, float32 and contiguous."""
 
-    mass: Tensor | None = None  # [B, J]
-    second: Tensor | None = None  # [B, J, D]
-    lse: Tensor | None = None  # [B, I], [B, J] for normalize="in"
+    mass: Slot | None = None  # [B, J]
+    second: Slot | None = None  # [B, J, D]
+    lse: Slot | None = None  # [B, I], [B, J] for normalize="in"
 
 
 NOTHING = Given()
 # The gradient pass keeps V and ds of all iterations, if with votes and dvotes they are no more columns of a warp, two
 # to a register, and no more vectors: iterations whose V and ds are kept are compiled one by one.
 MOST_HELD, MOST_VECTORS = 352, 9
-Filled = TypeVar("Filled")
 
 
 class Sums(NamedTuple):
     """What a pass adds up, or the partial sums of it with an axis of splits in front."""
 
-    first: Tensor  # [B, J, D]
-    mass: Tensor | None = None  # [B, J]
-    second: Tensor | None = None  # [B, J, D]
+    first: Slot  # [B, J, D]
+    mass: Slot | None = None  # [B, J]
+    second: Slot | None = None  # [B, J, D]
 
 
 def mode(call: Call, kernel: str) -> str:
@@ -48,56 +45,48 @@ def mode(call: Call, kernel: str) -> str:
     return "row_norm" if call.normalize == "lse" else call.normalize
 
 
-def uniform_factor(call: Call) -> tuple[Tensor | None, float]:
+def uniform_factor(call: Call) -> tuple[Slot | None, float]:
     """The coupling of a first pass without logits: [B] and 0, or None and one number for all samples."""
     B, I, J, *_ = call.sizes
     valid, count = (call.mask, I) if call.normalize == "in" else (call.out_mask, J)
     extra = int(call.options.leaky)
     if valid is None:
         return None, 1 / max(count + extra, 1)
+    return call.compute(_inverse_counts, valid, extra), 0.0
+
+
+def _inverse_counts(valid: Tensor, extra: int) -> Tensor:
     counts = valid.sum(1, dtype=torch.float32)
-    return torch.where(counts > 0, 1 / (counts + extra), 0.0), 0.0
+    return torch.where(counts > 0, 1 / (counts + extra), 0.0)
 
 
 def row_norm(
-    call: Call, state: Tensor | None, dcoupling: Tensor | None, rows: Tensor, with_ds: bool, given: Given = NOTHING
+    call: Call, state: Slot | None, dcoupling: Slot | None, rows: Slot, with_ds: bool, given: Given = NOTHING
 ) -> None:
     """Fills rows [B, I, 4]. state: V [B, J, D] or, if with_ds, V and ds of one iteration in [B, J, R, 2, D]."""
 
-    def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
-        return None, (
-            *call.tensors, dcoupling, *given, state, rows, *call.walk, chunk, call.tiles("row_norm").groups,
-        )  # fmt: skip
-
-    _launch_cut(call, "row_norm", row_norm_kernel, cut, WITH_DS=with_ds, R=call.iterations)
+    _launch(
+        call, "row_norm", row_norm_kernel, (*call.tensors, dcoupling, *given, state, rows),
+        call.tiles("row_norm").groups, WITH_DS=with_ds, R=call.iterations,
+    )  # fmt: skip
 
 
-def _launch_cut(
-    call: Call, name: str, kernel: Any, cut: Callable[[int, int], tuple[Filled, tuple[Any, ...]]], **constants: Any
-) -> Filled:
-    """Launches a kernel in as many programs as fill the device.
-
-    cut: makes what the kernel fills, which is returned, and the arguments, of splits and input capsules of a split.
-    """
+def _launch(call: Call, name: str, kernel: Any, arguments: tuple[Any, ...], *more: Any, **constants: Any) -> None:
+    """Launches a kernel in as many programs as the device runs at once. more: arguments after the sizes."""
     tiles = call.tiles(name)
-    constants |= call.constants(tiles)
-    # Of no splits nothing is allocated, but what the compiler is told of the arguments is the same.
-    programs = occupancy.of_device(call.x.device, kernel, lambda: cut(0, 0)[1], constants)
-    splits, chunk = call.split(name, programs)
-    filled, arguments = cut(splits, chunk)
-    groups = 1 if name == "row_norm" else tiles.groups
-    launch(kernel, (call.batch_tiles(tiles), splits, groups), *arguments, **constants)
-    return filled
+    splits, chunk = call.split(name)
+    grid = (call.batch_tiles(tiles), splits, 1 if name == "row_norm" else tiles.groups)
+    call.x.plan.launch(kernel, grid, *arguments, *call.walk, chunk, *more, **call.constants(tiles), **constants)
 
 
 def accumulate(
     call: Call,
-    V: Tensor | None,
-    rows: Tensor | None,
+    V: Slot | None,
+    rows: Slot | None,
     uniform: bool,
-    coupling: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Sums, Tensor | None]:
+    coupling: Slot | None = None,
+    lse: Slot | None = None,
+) -> tuple[Sums, Slot | None]:
     """Partial sums [splits, B, J, D] and, for softmax "in", their maxima and sums of exponentials [2, splits, B, J].
 
     In a routing pass V is the query, and the sums are those of all moments. Fills coupling [B, I, J], except for
@@ -107,16 +96,15 @@ def accumulate(
     kind = "uniform" if uniform else mode(call, "accumulate")
     of_pass = call.options if isinstance(call.options, PassOptions) else None
 
-    def cut(splits: int, chunk: int) -> tuple[tuple[Sums, Tensor | None], tuple[Any, ...]]:
-        sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
-        online = call.new(2, splits, B, J) if kind == "in" else None
-        return (sums, online), (
-            *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
-            None if kind == "in" else coupling, lse if kind == "out" else None,
-            *call.walk, chunk,
-        )  # fmt: skip
-
-    return _launch_cut(call, "accumulate", accumulate_kernel, cut, MODE=kind)
+    splits, _ = call.split("accumulate")
+    sums = _partial_sums(call, splits, of_pass is not None, of_pass is not None and of_pass.second)
+    online = call.new(2, splits, B, J) if kind == "in" else None
+    arguments = (
+        *call.tensors, V, rows, None, None, sums.first, online, sums.mass, sums.second,
+        None if kind == "in" else coupling, lse if kind == "out" else None,
+    )  # fmt: skip
+    _launch(call, "accumulate", accumulate_kernel, arguments, MODE=kind)
+    return sums, online
 
 
 def _partial_sums(call: Call, splits: int, mass: bool, second: bool) -> Sums:
@@ -130,8 +118,8 @@ def _partial_sums(call: Call, splits: int, mass: bool, second: bool) -> Sums:
 
 def accumulate_gradient(
     call: Call,
-    state: Tensor,
-    dcoupling: Tensor | None,
+    state: Slot,
+    dcoupling: Slot | None,
     norms: Norms,
     given: Given = NOTHING,
     wanted: tuple[bool, bool] = (False, False),
@@ -142,24 +130,17 @@ def accumulate_gradient(
     """
     kind = mode(call, "accumulate_gradient")
 
-    def cut(splits: int, chunk: int) -> tuple[Sums, tuple[Any, ...]]:
-        sums = _partial_sums(call, splits, *wanted)
-        return sums, (
-            *call.tensors, dcoupling, *given, state, *norms, *sums, *call.walk, chunk,
-        )  # fmt: skip
-
-    return _launch_cut(call, "accumulate_gradient", accumulate_gradient_kernel, cut, MODE=kind, R=call.iterations)
+    sums = _partial_sums(call, call.split("accumulate_gradient")[0], *wanted)
+    arguments = (*call.tensors, dcoupling, *given, state, *norms, *sums)
+    _launch(call, "accumulate_gradient", accumulate_gradient_kernel, arguments, MODE=kind, R=call.iterations)
+    return sums
 
 
-def coupling(call: Call, V: Tensor | None, norms: Norms, out: Tensor) -> None:
+def coupling(call: Call, V: Slot | None, norms: Norms, out: Slot) -> None:
     """Fills out [B, I, J] for softmax "in"."""
 
-    def cut(splits: int, chunk: int) -> tuple[None, tuple[Any, ...]]:
-        return None, (
-            *call.tensors, V, *norms[:3], None, None, None, None, out, None, *call.walk, chunk,
-        )  # fmt: skip
-
-    _launch_cut(call, "accumulate", accumulate_kernel, cut, MODE="in")
+    arguments = (*call.tensors, V, *norms[:3], None, None, None, None, out, None)
+    _launch(call, "accumulate", accumulate_kernel, arguments, MODE="in")
 
 
 def _update_grid(call: Call, last: bool = False) -> tuple[tuple[int], dict[str, Any]]:
@@ -183,19 +164,19 @@ def _splits_at_once(shape: dict[str, Any]) -> int:
 
 def update(
     call: Call,
-    partial: Tensor,
-    online: Tensor | None,
-    factor: tuple[Tensor | None, float],
-    V: Tensor | None,
-    s: Tensor,
-    norm: tuple[Tensor | None, ...],
-    following: Tensor | None,
-    v: Tensor | None,
+    partial: Slot,
+    online: Slot | None,
+    factor: tuple[Slot | None, float],
+    V: Slot | None,
+    s: Slot,
+    norm: tuple[Slot | None, ...],
+    following: Slot | None,
+    v: Slot | None,
 ) -> None:
     """Fills s, norm, and V of the next iteration (following) or, in the last one, the output v."""
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call, last=v is not None)
-    launch(update_kernel, grid,
+    call.x.plan.launch(update_kernel, grid,
         partial, online, factor[0], call.bias, call.out_mask, V, s, *norm, following, v,
         call.sizes[0], partial.shape[0], factor[1], call.options.eps,
         **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
@@ -205,9 +186,9 @@ def update(
 def update_moments(
     call: Call,
     partial: Sums,
-    online: Tensor | None = None,
-    factor: tuple[Tensor | None, float] = (None, 1.0),
-    norm: Tensor | None = None,
+    online: Slot | None = None,
+    factor: tuple[Slot | None, float] = (None, 1.0),
+    norm: Slot | None = None,
 ) -> Sums:
     """Adds up the splits. Fills norm [2, B, J] if it is given. factor: what the sums are multiplied by."""
     grid, shape = _update_grid(call)
@@ -217,43 +198,43 @@ def update_moments(
         None if partial.mass is None else call.new(B, J),
         None if partial.second is None else call.new(B, J, D),
     )
-    launch(moments_kernel, grid,
-        *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm.unbind(0)),
+    call.x.plan.launch(moments_kernel, grid,
+        *partial, online, factor[0], call.out_mask, *sums, *((None, None) if norm is None else norm),
         B, partial.first.shape[0], factor[1],
         **shape, SB=_splits_at_once(shape), LEAKY=call.options.leaky, num_warps=4,
     )  # fmt: skip
     return sums
 
 
-def restore(call: Call, s: Tensor, dv: Tensor) -> Tensor:
+def restore(call: Call, s: Slot, dv: Slot) -> Slot:
     """From s [R, B, J, D]: state [B, J, R, 2, D], with V of every iteration, ds of the last one and room for others."""
     assert isinstance(call.options, Options)
     R, B, J, D = s.shape
     state = call.new(B, J, R, 2, D)
     grid, shape = _update_grid(call)
-    launch(restore_kernel, grid,
+    call.x.plan.launch(restore_kernel, grid,
         s, dv, call.bias, call.out_mask, state, B, call.options.eps,
         **shape, LAST=_update_grid(call, last=True)[1]["KIND"], R=R, num_warps=4,
     )  # fmt: skip
     return state
 
 
-def update_gradient(call: Call, partial: Tensor, G: Tensor, s: Tensor, ds: Tensor) -> None:
+def update_gradient(call: Call, partial: Slot, G: Slot, s: Slot, ds: Slot) -> None:
     assert isinstance(call.options, Options)
     grid, shape = _update_grid(call)
-    launch(update_gradient_kernel, grid,
+    call.x.plan.launch(update_gradient_kernel, grid,
         partial, G, call.bias, call.out_mask, s, ds, call.sizes[0], partial.shape[0],
         call.options.eps, **shape, SB=_splits_at_once(shape), R=call.options.num_iterations, num_warps=4,
     )  # fmt: skip
 
 
-def _parts(call: Call, splits: int, like: Tensor | None) -> Tensor:
+def _parts(call: Call, splits: int, like: Slot | None) -> Slot:
     """Room for partial sums. Those of a single split need no adding up."""
     assert like is not None
     return call.new(*(() if splits == 1 else (splits,)), *like.shape)
 
 
-def _add_up(call: Call, parts: Tensor, like: Tensor) -> Tensor:
+def _add_up(call: Call, parts: Slot, like: Slot) -> Slot:
     """The sum of _parts() over the splits, in the dtype of the tensor that it is a gradient of."""
     if parts.shape == like.shape and parts.dtype == like.dtype:
         return parts
@@ -262,7 +243,9 @@ def _add_up(call: Call, parts: Tensor, like: Tensor) -> Tensor:
     # A shared weight has a part per program. Whatever the number, a program reads 2 048 numbers at once.
     at_once = 64 if call.shared else 4
     width = 2048 // at_once
-    launch(add_up_kernel, (cdiv(n, width),), parts, total, n, parts.numel() // max(n, 1), WIDTH=width, SB=at_once)
+    call.x.plan.launch(
+        add_up_kernel, (cdiv(n, width),), parts, total, n, parts.numel() // max(n, 1), WIDTH=width, SB=at_once
+    )
     return total
 
 
@@ -289,16 +272,16 @@ def sweep(call: Call, once: bool, summed: bool, launched: bool) -> Sweep:
 def gradient(
     call: Call,
     kernel: str,
-    state: Tensor,
-    dcoupling: Tensor | None,
+    state: Slot,
+    dcoupling: Slot | None,
     norms: Norms,
     given: Given,
     start: int,
     uniform: bool,
     needed: tuple[bool, bool, bool],
-    dactivation: Tensor | None = None,
-    drow: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dactivation: Slot | None = None,
+    drow: Slot | None = None,
+) -> tuple[Slot | None, Slot | None, Slot | None]:
     """dx, dweight and dlogits, as far as they are needed.
 
     kernel: a name of config.TABLE. uniform: in iteration start all couplings are equal. dactivation [B, I] and drow
@@ -328,20 +311,15 @@ def gradient(
         "HELD": held, "AHEAD": ahead, "num_stages": tiles.stages if ahead else 1,
     }  # fmt: skip
 
-    def cut(chunks: int, chunk: int, splits: int, batch_tiles: int) -> tuple[Any, ...]:
-        # Partial sums, one per split of the batch, or for a shared weight one per program.
-        dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
-        sums = _parts(call, splits, call.logits) if need_logits and call.shared_logits else dl
-        return dw, sums, (
-            *call.tensors, dcoupling, *given, state, *norms, factor[0], dx, room, dw, sums, dactivation, drow,
-            *call.walk, chunk, batch_tiles, tiles.groups, factor[1],
-        )  # fmt: skip
-
-    # As in _launch_cut().
-    programs = occupancy.of_device(call.x.device, gradient_kernel, lambda: cut(0, 0, 0, 0)[2], constants)
-    chunks, chunk, splits, batch_tiles = call.split_gradient(kernel, programs)
-    dw, dl, arguments = cut(chunks, chunk, splits, batch_tiles)
-    launch(gradient_kernel, (splits, chunks), *arguments, **constants)
+    chunks, chunk, splits, batch_tiles = call.split_gradient(kernel)
+    # Partial sums, one per split of the batch, or for a shared weight one per program.
+    dw = _parts(call, chunks * splits if call.shared else splits, call.weight) if need_weight else None
+    if need_logits and call.shared_logits:
+        dl = _parts(call, splits, call.logits)
+    call.x.plan.launch(gradient_kernel, (splits, chunks),
+        *call.tensors, dcoupling, *given, state, *norms, factor[0], dx, room, dw, dl, dactivation, drow,
+        *call.walk, chunk, batch_tiles, tiles.groups, factor[1], **constants,
+    )  # fmt: skip
     if dw is not None:
         assert call.weight is not None
         dw = _add_up(call, dw, call.weight)

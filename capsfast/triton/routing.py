@@ -3,15 +3,18 @@
 All launches go to the current stream, and nothing waits for a result, so that a CUDA graph can capture them.
 """
 
+import torch
 from torch import Tensor
 
+from ..positions import to_samples
 from . import passes
 from .kernels.arguments import Norms
 from .launch import Call
 from .passes import NOTHING
+from .plan import Slot
 
 
-def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Call, return_coupling: bool) -> tuple[Slot, Slot, Slot, Slot]:
     """Returns ``(v, coupling, s, norm)``; ops/dynamic_routing.py has the contract."""
     B, I, J, D, _ = call.sizes
     r, inward = call.iterations, call.normalize == "in"
@@ -23,8 +26,8 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
         return v, coupling, s, norm
 
     split_outputs = not inward and call.tiles("accumulate").groups > 1
-    V: Tensor | None = None if call.uniform_start and not (return_coupling and r == 1) else call.zeros(B, J, D)
-    rows: Tensor | None = None
+    V: Slot | None = None if call.uniform_start and not (return_coupling and r == 1) else call.zeros(B, J, D)
+    rows: Slot | None = None
     for t in range(r):
         last = t == r - 1
         # Of softmax "in" the coupling is known when all splits are added up, so it takes a pass of its own.
@@ -48,13 +51,13 @@ def forward(call: Call, return_coupling: bool) -> tuple[Tensor, Tensor, Tensor, 
 
 def backward(
     call: Call,
-    dv: Tensor,
-    dcoupling: Tensor | None,
-    coupling: Tensor,
-    s: Tensor,
-    norm: Tensor,
+    dv: Slot,
+    dcoupling: Slot | None,
+    coupling: Slot,
+    s: Slot,
+    norm: Slot,
     needed: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Slot, Slot, Slot, Slot]:
     """Returns ``(dx, dweight, dlogits, dbias)``; those that are not needed are empty. dx: du, or dvotes."""
     B, I, J, D, K = call.sizes
     r, inward = call.iterations, call.normalize == "in"
@@ -62,12 +65,11 @@ def backward(
         return tuple(zeros(call, tensor, wanted) for tensor, wanted in zip(_given(call), needed, strict=True))  # type: ignore[return-value]
 
     dcoupling = None if dcoupling is None else dcoupling.contiguous()
-    s = aligned(s)
+    s = s.aligned()
     state = passes.restore(call, s, dv.contiguous())
-    delta: Tensor | None = None
+    delta: Slot | None = None
     if inward and dcoupling is not None:
-        delta = call.zeros(r, B, J)
-        delta[-1] = call.over_inputs(coupling.float() * dcoupling)
+        delta = call.compute(_delta, coupling, dcoupling, r)
 
     start = 0 if call.agreement else r - 1
     first_varied = max(start, 1) if call.uniform_start else start
@@ -80,7 +82,7 @@ def backward(
     def norms_of(t: int) -> Norms:
         return Norms(*(None if each is None else each[t] for each in norms))
 
-    def of_last(t: int) -> Tensor | None:
+    def of_last(t: int) -> Slot | None:
         return dcoupling if t == r - 1 else None
 
     def row_norm(t: int) -> None:
@@ -89,7 +91,7 @@ def backward(
 
     row_norm(r - 1)
     if summed:
-        G: Tensor | None = None
+        G: Slot | None = None
         for t in range(r - 1, 0, -1):
             partial = passes.accumulate_gradient(call, state[:, :, t], of_last(t), norms_of(t)).first
             if G is None:
@@ -113,22 +115,31 @@ def backward(
         )
     if need_bias:
         assert call.bias is not None
-        dbias = state[:, :, start:, 1].sum((0, 2)).to(call.bias.dtype)
+        dbias = call.compute(_dbias, state[:, :, start:, 1], call.bias.dtype)
     return dx, dweight, dlogits, dbias
 
 
-def _given(call: Call) -> tuple[Tensor | None, ...]:
+def over_inputs(pairs: Tensor) -> Tensor:
+    """The sums over i of [B, I, J] or [B, I, J, S]: a row for each sample."""
+    found = pairs.sum(1)
+    return found if pairs.dim() == 3 else to_samples(found)
+
+
+def _delta(coupling: Tensor, dcoupling: Tensor, iterations: int) -> Tensor:
+    """sum_i c dc [iterations, B, J], of which the last iteration alone has any."""
+    last = over_inputs(coupling.float() * dcoupling)
+    return torch.cat([last.new_zeros(iterations - 1, *last.shape), last[None]])
+
+
+def _dbias(ds: Tensor, dtype: torch.dtype) -> Tensor:
+    return ds.sum((0, 2)).to(dtype)
+
+
+def _given(call: Call) -> tuple[Slot | None, ...]:
     return (call.x, call.weight, call.logits, call.bias)
 
 
-def aligned(s: Tensor) -> Tensor:
-    """s contiguous and at a multiple of 16 bytes, which kernels take for granted. Only part of another tensor may be
-    elsewhere, and positions of one sample a view."""
-    s = s.contiguous()
-    return s.clone() if s.data_ptr() % 16 else s
-
-
-def zeros(call: Call, tensor: Tensor | None, wanted: bool) -> Tensor:
+def zeros(call: Call, slot: Slot | None, wanted: bool) -> Slot:
     """Zeros of the shape of the tensor, or an empty gradient if it is absent or not wanted."""
-    like = call.x if tensor is None else tensor
-    return like.new_zeros(like.shape) if wanted and tensor is not None else like.new_empty(0)
+    dtype = call.x.dtype if slot is None else slot.dtype
+    return call.x.plan.zeros(*slot.shape, dtype=dtype) if wanted and slot is not None else call.new(0, dtype=dtype)

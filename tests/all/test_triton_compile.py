@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,12 +142,12 @@ HALF = 0.77
 OPERATIONS = 560
 
 
-def start(calls: dict[str, Row], *what: str, module: str = "triton_compile") -> "subprocess.Popen[str]":
+def start(calls: dict[str, Row], *what: str) -> "subprocess.Popen[str]":
     root = Path(capsfast.__file__).parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     listed = [{"op": "dynamic_routing", **call, "name": name} for name, call in calls.items()]
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", f"tests.support.{module}", *what],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.triton_compile", *what],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -331,17 +330,6 @@ def test_tensor_cores_do_not_sum_over_input_capsules(rows: list[Row]) -> None:
             assert row["additions"] >= 80, text(row)  # a warp has 16 rows of 160 columns, in 32 lanes
 
 
-def test_grids_are_made_for_what_fits(layer: list[Row]) -> None:
-    """As many programs as a GPU holds of the compiled kernel: of the uniform pass twice as many as of the others."""
-    resident = {triton_table.name(row): row["resident"] for row in layer if row["capability"] == 90}
-    launches = result(start({}, "grids", module="triton_host"))
-    assert {triton_table.name(row) for row in launches} == set(triton_table.PASSES)
-    for row in launches:
-        assert row["same"] and row["held"] == 132 * resident[triton_table.name(row)], row
-        # Whole splits and batch tiles; of the gradient pass a program has few input capsules.
-        assert 0.85 < row["programs"] / row["held"] <= (2 if row["kernel"] == "gradient_kernel" else 1), row
-
-
 # A product over K in two steps, between groups of outputs and the loop over input capsules; only what is looked at.
 TTGIR = """
 #blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [16, 2], warpsPerCTA = [2, 1], order = [1, 0]}>
@@ -403,55 +391,6 @@ def test_of_a_turn_that_takes_two_input_capsules_half_is_counted() -> None:
     assert turn is not None and turn.capsules == 2
     assert [turn.count(*kinds) for kinds in (["HMMA"], ["BAR"], [])] == [1, 0.5, 4]
     assert turn.widths("LDG", "LDGSTS") == {16: 0.5, 2: 0.5}
-
-
-def test_programs_that_fit_a_multiprocessor() -> None:
-    from capsfast.triton.occupancy import of_multiprocessor
-
-    def resident(capability: int = 90, **sizes: int) -> int:
-        return of_multiprocessor(triton_listing.device(capability), **sizes)
-
-    assert resident(registers=226, shared=11520, warps=2) == 4
-    assert resident(registers=168, shared=13824, warps=4) == 3
-    assert resident(registers=255, shared=0, warps=8) == 1
-    assert resident(registers=32, shared=0, warps=1) == 32
-    assert resident(registers=32, shared=0, warps=4) == 16
-    assert resident(registers=32, shared=100 * 1024, warps=1) == 2
-    assert resident(89, registers=32, shared=0, warps=1) == 24
-
-
-def test_what_torch_says_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from capsfast.triton import occupancy
-
-    # Of torch 2.10 and an RTX 3090.
-    said = {
-        "multi_processor_count": 82,
-        "regs_per_multiprocessor": 65536,
-        "shared_memory_per_multiprocessor": 102400,
-        "max_threads_per_multi_processor": 1536,
-        "warp_size": 32,
-        "major": 8,
-        "minor": 6,
-    }
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**said))
-    monkeypatch.setattr(occupancy, "device_of", occupancy.device_of.__wrapped__)
-    found = occupancy.device_of(torch.device("cuda", 0))
-    assert found == triton_listing.device(86)._replace(multiprocessors=82)
-    assert occupancy.device_of(torch.device("cpu")) is None
-
-
-@pytest.mark.parametrize("compiled", [None, SimpleNamespace()])
-def test_what_a_kernel_takes_may_not_be_known(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook of the user's keeps Triton from compiling, or a release has no such parts: then as if it took all."""
-    import torch
-
-    from capsfast.triton import occupancy
-
-    monkeypatch.setattr(occupancy, "device_of", lambda device: triton_listing.device(90)._replace(multiprocessors=132))
-    kernel = SimpleNamespace(warmup=lambda *args, **constants: compiled)
-    assert occupancy.of_device(torch.device("cuda", 0), kernel, tuple, {"num_warps": 2}) == 132 * 4
 
 
 def test_only_the_first_call_of_a_layer_compiles() -> None:

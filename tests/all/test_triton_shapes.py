@@ -1,7 +1,6 @@
 """The shapes that the interpreter has time for reach every path of the Triton kernels."""
 
 import pytest
-import torch
 
 from capsfast import toolchain
 
@@ -11,7 +10,7 @@ from ..support.problems import EMULATED, OPS, PLAIN, Op, make
 if toolchain.why_no_triton():
     pytest.skip(toolchain.why_no_triton(), allow_module_level=True)
 
-from capsfast.triton import config, occupancy
+from capsfast.triton import config
 from capsfast.triton.launch import Call
 
 KERNELS = ("accumulate", "accumulate_gradient", "gradient", "gradient once")
@@ -20,7 +19,7 @@ KERNELS = ("accumulate", "accumulate_gradient", "gradient", "gradient once")
 def tiles(kernel: str, shape: Shape, itemsize: int = 4, votes: bool = False) -> config.Tiles:
     layer = config.Layer(shape.J, shape.D, 0 if votes else shape.K, itemsize)
     name = f"{kernel} votes" if votes else kernel
-    return config.tiles(kernel, layer, config.choice(name, layer, torch.device("cpu")))
+    return config.tiles(kernel, layer, config.TABLE[name])
 
 
 # Given votes have one gradient pass.
@@ -53,6 +52,6 @@ def test_one_program_adds_up_tiles_of_the_batch_and_input_capsules() -> None:
     for shape in EMULATED:
         u, weight = make(shape).inputs.values()
         call = Call(u.float(), weight.float(), None, None, None, None, PLAIN.options)
-        cuts.append(call.split_gradient("gradient", occupancy.INTERPRETED))
+        cuts.append(call.split_gradient("gradient"))
     assert any(chunk > 1 and tiles > 1 for _, chunk, _, tiles in cuts)
     assert any(splits > 1 for _, _, splits, _ in cuts)

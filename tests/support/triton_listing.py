@@ -25,12 +25,14 @@ LIMITS = {80: (164, 64, 32), 86: (100, 48, 16), 89: (100, 48, 24), 90: (228, 64,
 LIMITS[120] = LIMITS[89]
 
 
-def device(capability: int) -> Any:
-    """What capsfast.triton.occupancy.device_of() says of a GPU."""
-    from capsfast.triton.occupancy import Device
-
-    kib, warps, programs = LIMITS[capability]
-    return Device(MULTIPROCESSORS, 65536, kib * 1024, warps, programs)
+def resident(capability: int, registers: int, shared: int, warps: int) -> int:
+    """How many programs of so many registers a thread, bytes of shared memory and warps a multiprocessor holds."""
+    kib, most_warps, programs = LIMITS[capability]
+    # Registers of a warp come in 256, a quarter of all to each scheduler. The system takes 1 KiB of shared memory.
+    of_warp = -(-registers * 32 // 256) * 256
+    by_registers = 65536 // 4 // of_warp * 4 // warps
+    by_shared = kib * 1024 // (-(-shared // 128) * 128 + 1024)
+    return max(1, min(by_registers, by_shared, most_warps // warps, programs))
 
 
 class Scf(NamedTuple):
