@@ -156,7 +156,7 @@ def test_variational_of_far_votes_does_not_cancel(by: Backend) -> None:
     """Votes around 300, whose spread of 0.1 is lost in moments about 0. The prior mean lies far away, so it is weak."""
     torch.manual_seed(0)
     u = torch.randn(B, 300, K)
-    options: dict[str, Any] = {"kappa": 1e-6, "psi": 0.01, "backend": by.name}
+    options: dict[str, Any] = {"kappa": 1e-6, "psi": 0.01, "batch_norm": False, "backend": by.name}
     layer = RoutedCaps(300, J, K, D, routing="variational", **options)
     exact = RoutedCaps(300, J, K, D, routing="variational", dtype=torch.float64, **options)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_variational_output_capsules_that_are_not_there() -> None:
     """A masked output capsule takes no share of the others."""
     torch.manual_seed(0)
     votes = torch.randn(B, I, J, D, dtype=torch.float64)
-    routing, fewer = (VariationalRouting(I, n, K, D, dtype=torch.float64) for n in (J, J - 1))
+    routing, fewer = (VariationalRouting(I, n, K, D, batch_norm=False, dtype=torch.float64) for n in (J, J - 1))
     there = torch.tensor([True] * (J - 1) + [False]).expand(B, -1)
     found, wanted = routing(votes, out_mask=there), fewer(votes[:, :, :-1])
     plain.assert_same((found.poses[:, :-1], found.activations[:, :-1]), tuple(wanted))
@@ -190,7 +190,7 @@ def test_variational_normalized_over_the_batch(batch_norm: bool | str) -> None:
     """In training by what a batch has, at every position, after it by running statistics, which are those of torch."""
     torch.manual_seed(0)
     routing = VariationalRouting(I, J, K, D, batch_norm=batch_norm, dtype=torch.float64)
-    bare = VariationalRouting(I, J, K, D, dtype=torch.float64)
+    bare = VariationalRouting(I, J, K, D, batch_norm=False, dtype=torch.float64)
     bare.load_state_dict(routing.state_dict(), strict=False)
     votes, normalized = given_votes(3, 2), {}
     norms = {"norm": torch.nn.BatchNorm2d(J).double(), "pose_norm": torch.nn.BatchNorm3d(J).double()}
@@ -264,7 +264,7 @@ def test_activations_must_not_be_negative(name: str) -> None:
 
 def test_batch_statistics_of_output_capsules_that_are_there() -> None:
     """With a mask they are those of batches without the samples in which a capsule is taken out."""
-    layer = RoutedCaps(I, J, K, D, routing="variational", batch_norm="both", dtype=torch.float64)
+    layer = RoutedCaps(I, J, K, D, routing="variational", dtype=torch.float64)
     u, out_mask = torch.randn(5, I, K, dtype=torch.float64), torch.ones(5, J, dtype=torch.bool)
     everyone = copy.deepcopy(layer)
     plain.assert_same(tuple(everyone(u)), tuple(copy.deepcopy(layer)(u, out_mask=out_mask)))
@@ -289,6 +289,16 @@ def test_batch_statistics_of_output_capsules_that_are_there() -> None:
     with pytest.raises(ValueError, match=message):
         layer(u[:1])
     assert layer.eval()(u[:1]).activations.isfinite().all()
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_state_without_the_statistics_of_a_batch(batch_norm: bool) -> None:
+    """Of a version whose default was False."""
+    old, new = (VariationalRouting(I, J, K, D, batch_norm=each) for each in (batch_norm, "both"))
+    with pytest.raises(
+        RuntimeError, match=rf"Routing: batch_norm needs .* build the layer with batch_norm={batch_norm}"
+    ):
+        new.load_state_dict(old.state_dict())
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {

@@ -13,7 +13,7 @@ from capsfast.nn import ROUTINGS, ClassCaps2d, PrimaryMatrixCaps, SpreadLoss
 
 from .support import plain
 from .support.backends import Backend
-from .support.routings import randomize
+from .support.routings import convolutional_variational, randomize, variational
 from .test_routings import Largest, gradients
 
 f64 = torch.float64
@@ -104,6 +104,51 @@ def test_network_has_the_papers_parameters() -> None:
     large = MatrixCapsNet(conv_channels=32, primary_types=32, conv_types=(32, 32), device="meta")
     assert sum(value.numel() for value in small.parameters()) == count(64, 8, 16, 16) == 68_754
     assert sum(value.numel() for value in large.parameters()) == count(32, 32, 32, 32) == 317_194
+
+
+def test_variational_form_has_the_authors_parameters() -> None:
+    """Ribeiro, Leontidis, Kollias 2020, the authors' code."""
+
+    def count(A: int, B: int, C: int, D: int, classes: int, channels: int) -> int:
+        first = 5 * 5 * channels * A + 2 * A
+        primary = A * B * (16 + 1) + 2 * B + 2 * B
+        return first + primary + 9 * 16 * (B * C + C * D) + 16 * D * classes + 2 * (C + D + classes)
+
+    of: dict[str, Any] = {"form": "variational", "device": "meta"}
+    norb, mnist = MatrixCapsNet(**of), MatrixCapsNet(1, 32, 10, primary_types=16, **of)
+    assert sum(value.numel() for value in norb.parameters()) == count(64, 8, 16, 16, 5, 2) == 68_714
+    assert sum(value.numel() for value in mnist.parameters()) == count(64, 16, 16, 16, 10, 1) == 95_572
+
+
+def test_variational_form_is_its_definition() -> None:
+    torch.manual_seed(0)
+    model = MatrixCapsNet(2, 28, 3, conv_channels=5, primary_types=2, conv_types=(3, 4), form="variational", dtype=f64)
+    assert model.conv.bias is model.primary.pose.bias is model.primary.activation.bias is None
+    randomize(model)
+    images = torch.randn(2, 2, 28, 28, dtype=f64)
+    found, norm = model(images), torch.nn.functional.batch_norm
+    leaves = [*model.parameters()]
+
+    def normal(maps: Tensor, by: Any) -> Tensor:
+        return norm(maps, None, None, by.weight, by.bias, training=True)
+
+    conv, primary = torch.nn.functional.conv2d, model.primary
+    features = normal(conv(images, model.conv.weight, stride=2), model.norm).relu()
+    poses = normal(conv(features, primary.pose.weight).unflatten(1, (2, 16)), primary.pose_norm)
+    activation = normal(conv(features, primary.activation.weight), primary.activation_norm).sigmoid()
+    for layer in model.conv_caps:
+        grid = layer.grid(poses.shape[3:])
+        of_windows, active = convolutional_variational(layer, poses, activation)
+        poses = of_windows.unflatten(1, grid).permute(0, 3, 4, 1, 2)
+        activation = active.unflatten(1, grid).movedim(3, 1)
+    assert model.routing.coordinates == (1.0, 0.1)
+    wanted = variational(placed(model.routing, poses), activation.flatten(1), model.routing.routing, poses)
+    plain.assert_same((found.capsules, found.lengths), wanted)
+    got = gradients((found.capsules, found.lengths), leaves)
+    plain.assert_same(got, gradients(wanted, leaves), tolerance=1e-7)
+    single = MatrixCapsNet(1, 8, 3, **SMALL, form="variational", competition="window", routing="em", coordinates=False)
+    assert single.conv_caps[0].start == "child" and not single.routing.coordinates and single.routing.identity
+    assert model.eval()(images).lengths.shape == (2, 3)
 
 
 def test_network_has_the_papers_grids() -> None:
@@ -210,9 +255,7 @@ def test_network_is_inspected_with_its_activations() -> None:
         batch = next(iter(images.val_dataloader()))
         lengths = learner.model(batch.images).lengths[batch.labels == 3].mean(0)
         torch.testing.assert_close(found.lengths[3], lengths.detach(), rtol=1e-4, atol=1e-5)
-    with pytest.raises(
-        TypeError, match=r"matrixcapsnet's own options are conv_channels, .* routing em has no option top_k"
-    ):
+    with pytest.raises(TypeError, match=r"matrixcapsnet's own options are form, .* routing em has no option top_k"):
         train.Learner("matrixcapsnet", options={"top_k": 3})
 
 
@@ -278,6 +321,8 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"activation must be \[B, in_types, H, W\]",
     ),
+    "form": (lambda: MatrixCapsNet(form="bayes"), ValueError, "form must be one of 'em', 'variational', got 'bayes'"),
+    "norm": (lambda: PrimaryMatrixCaps(3, 2, 4, batch_norm="both"), TypeError, "batch_norm must be True or False"),
     "features": (lambda: PrimaryMatrixCaps(3, 2, 4)(torch.zeros(1, 2, 5, 5)), ValueError, "in_channels=3"),
     "a window for windows": (
         lambda: MatrixCapsNet(windows=3),

@@ -19,8 +19,8 @@ from capsfast.nn.routing.votes import STRIDE, votes_of
 
 from .support import plain
 from .support.backends import Backend, Largest
+from .support.routings import ALONE, cases, randomize
 from .support.routings import ROUTINGS as ROWS
-from .support.routings import cases, randomize
 
 B, I, J, D, K = 5, 11, 4, 6, 6
 CASES = cases()
@@ -102,7 +102,7 @@ def test_sizes_that_coincide_with_those_of_positions(
     """Votes with axes of positions are routed as the same votes without such axes."""
     B, I, J, D, *spatial = shape
     torch.manual_seed(0)
-    routing = ROUTINGS[name](I, J, K, D, dtype=torch.float64, **options)
+    routing = ROUTINGS[name](I, J, K, D, dtype=torch.float64, **ALONE.get(name, {}), **options)
     randomize(routing)
     votes = torch.randn(shape, dtype=torch.float64).requires_grad_()
     activation = torch.rand(B, I, *spatial, dtype=torch.float64).requires_grad_()
@@ -218,7 +218,7 @@ def test_networks_take_it(name: str, network: type[nn.Module]) -> None:
 def test_convolution_is_a_layer_at_every_place(name: str) -> None:
     """In the middle, and in a corner, where padding is masked."""
     torch.manual_seed(0)
-    conv = ConvCaps2d(2, J, K, D, 3, padding=1, routing=name, dtype=torch.float64)
+    conv = ConvCaps2d(2, J, K, D, 3, padding=1, routing=name, dtype=torch.float64, **ALONE.get(name, {}))
     assert all(value.dtype == torch.float64 for value in conv.parameters())
     poses, activation = torch.randn(2, 2, K, 5, 4, dtype=torch.float64), torch.rand(2, 2, 5, 4, dtype=torch.float64)
     found = conv(poses) if name == "dynamic" else conv(poses, activation)
@@ -273,7 +273,7 @@ def test_far_votes_of_few_active_capsules_do_not_cancel(name: str) -> None:
     votes = 1000 + 0.1 * torch.randn(2, I, 3, 4)
     activation = torch.zeros(2, I)
     activation[:, 1 : STRIDE - 5] = 1
-    options = {"floor": 5e-4} if name == "em" else {}
+    options = {"floor": 5e-4} if name == "em" else ALONE[name]
     layer = ROUTINGS[name](I, 3, 4, 4, **options)
     exact = copy.deepcopy(layer).double()(votes.double(), activation.double())
     found = layer(votes, activation)

@@ -18,6 +18,7 @@ from ._images import check_images, image_shape
 from ._network import Network
 from .output import CapsNetOutput
 
+FORMS = ("em", "variational")
 Window = tuple[int, int]  # kernel size and stride, both the same along both axes
 
 
@@ -58,21 +59,30 @@ class MatrixCapsNet(Network):
     The defaults are the paper's small network for smallNORB, A = 64, B = 8, C = D = 16, of 68 754 parameters. A = B = C
     = D = 32 has 317 194; the paper says 68 thousand and 310 thousand.
 
-    Parts: ``conv``, ``primary`` (:class:`capsfast.nn.PrimaryMatrixCaps`), ``conv_caps`` (two
-    :class:`capsfast.nn.ConvCaps2d`), ``routing`` (:class:`capsfast.nn.ClassCaps2d`). There is no decoder.
+    ``form="variational"`` is the network of Ribeiro, Leontidis, Kollias (2020), as in the authors' code: 68 714
+    parameters for smallNORB; for MNIST ``primary_types=16`` has 95 572. A batch normalisation follows the convolution,
+    the primary capsules and each routing; the convolutions have no bias. W starts with the deviation of Glorot's
+    initialisation.
+
+    Parts: ``conv``, ``norm`` (of the variational form, else None), ``primary``
+    (:class:`capsfast.nn.PrimaryMatrixCaps`), ``conv_caps`` (two :class:`capsfast.nn.ConvCaps2d`), ``routing``
+    (:class:`capsfast.nn.ClassCaps2d`). There is no decoder.
 
     Args:
         in_channels, image_size: of the images; an int or (height, width).
         num_classes: J.
+        form: ``"em"`` or ``"variational"``.
         conv_channels: A, of the convolution.
         primary_types: B, capsules at each place.
         conv_types: C and D, of the two layers of convolutional capsules.
         pose_rows: of the pose matrices, which are square.
         num_iterations: of all routings; None for their default.
-        routing: ``"em"``, or another one as for :class:`capsfast.nn.RoutedCaps`. One that takes no activations finds
-            poses alone, and hands their lengths on where they are asked for.
+        routing: a routing as for :class:`capsfast.nn.RoutedCaps`, by default ``form``. One that takes no activations
+            finds poses alone, and hands their lengths on where they are asked for.
         competition: of the convolutional capsules, see :class:`capsfast.nn.ConvCaps2d`; ``"child"`` is the paper's.
-        coordinates: whether class capsules have coordinate addition, or which, see :class:`capsfast.nn.ClassCaps2d`.
+        start: of the convolutional capsules; by default ``"child"``, for ``"variational"`` ``"window"``.
+        coordinates: whether class capsules have coordinate addition, or which, see :class:`capsfast.nn.ClassCaps2d`; by
+            default True, for ``"variational"`` ``(1, 0.1)``.
         windows: (kernel size, stride) of the convolution and of the two layers of capsules; by default ((5, 2), (3, 2),
             (3, 1)), on images below 17 pixels smaller.
         backend, device, dtype, routing_options: of all routings. EM routing starts with ``identity=True``,
@@ -94,14 +104,16 @@ class MatrixCapsNet(Network):
         image_size: int | Sequence[int] = 32,
         num_classes: int = 5,
         *,
+        form: str = "em",
         conv_channels: int = 64,
         primary_types: int = 8,
         conv_types: Sequence[int] = (16, 16),
         pose_rows: int = 4,
         num_iterations: int | None = None,
-        routing: RoutingChoice = "em",
+        routing: RoutingChoice | None = None,
         competition: str = "child",
-        coordinates: bool | Sequence[float] = True,
+        start: str | None = None,
+        coordinates: bool | Sequence[float] | None = None,
         windows: Sequence[Sequence[int]] | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -112,6 +124,13 @@ class MatrixCapsNet(Network):
         op = self._op
         self.image_shape = image_shape(op, in_channels, image_size)
         size = self.image_shape[1:]
+        checks.choice(op, "form", form, FORMS)
+        normalized = form == "variational"
+        routing = form if routing is None else routing
+        if start is None:
+            start = "window" if normalized and competition == "child" else "child"
+        if coordinates is None:
+            coordinates = (1.0, 0.1) if normalized else True
         _arguments.integers(op, num_classes=num_classes, conv_channels=conv_channels)
         _arguments.integers(op, primary_types=primary_types, pose_rows=pose_rows)
         before, after = _arguments.pair(op, "conv_types", conv_types)
@@ -132,18 +151,27 @@ class MatrixCapsNet(Network):
         for kernel_size, step in windows:
             height, width = _arguments.window_grid(op, size, (kernel_size,) * 2, (step,) * 2, (0, 0), (1, 1))
             size = (height, width)
-        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, **made)
-        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, **made)
+
+        def of_layer(types: int, more: int, kernel_size: int = 1) -> dict[str, Any]:
+            glorot = (2 / ((types + more) * kernel_size**2 * dim)) ** 0.5
+            return {"init_std": glorot} | chosen if normalized else chosen
+
+        self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, bias=not normalized, **made)
+        self.norm = nn.BatchNorm2d(conv_channels, **made) if normalized else None
+        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, batch_norm=normalized, **made)
+        windowed: dict[str, Any] = {"competition": competition, "start": start}
         self.conv_caps = nn.ModuleList(
-            ConvCaps2d(types, more, dim, dim, kernel_size, step, competition=competition, **chosen)
+            ConvCaps2d(types, more, dim, dim, kernel_size, step, **windowed, **of_layer(types, more, kernel_size))
             for types, more, (kernel_size, step) in zip((primary_types, before), (before, after), others, strict=True)
         )
-        self.routing = ClassCaps2d(after, num_classes, dim, dim, size, coordinates=coordinates, **chosen)
+        given = of_layer(after, num_classes)
+        self.routing = ClassCaps2d(after, num_classes, dim, dim, size, coordinates=coordinates, **given)
 
     def encode(self, images: Tensor) -> Capsules:
         """What the class capsules see of ``images [B, C, H, W]``: poses ``[B, I, K]`` and activations ``[B, I]``."""
         check_images(self._op, images, self.image_shape)
-        poses, activations = self.primary(F.relu(self.conv(images)))
+        features = self.conv(images)
+        poses, activations = self.primary(F.relu(features if self.norm is None else self.norm(features)))
         for layer in self.conv_caps:
             if layer.uses_poses_alone:
                 poses = layer(poses)

@@ -1,10 +1,12 @@
 """From feature maps to capsules with an activation of their own."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from . import _arguments
 from ._layer import Layer
 from .routing.base import Capsules
@@ -14,13 +16,17 @@ class PrimaryMatrixCaps(Layer):
     """Two convolutions: one makes poses, the other, under a sigmoid, activations.
 
     Parameters: ``pose`` and ``activation``, convolutions of ``types·dim`` and of ``types`` channels. Channel
-    ``t·dim + k`` of the first is component k of capsule type t.
+    ``t·dim + k`` of the first is component k of capsule type t. With ``batch_norm`` those of its parts ``pose_norm``
+    and ``activation_norm`` too.
 
     Args:
         in_channels: of the feature maps.
         types: capsules at each place, C.
         dim: size of a capsule, K; of a pose matrix, the number of its entries.
         kernel_size, stride, padding: of both convolutions; an int or two of them.
+        batch_norm: whether the poses of a type, all their K numbers together, and the argument of its sigmoid are
+            normalised over the batch and the places. The convolutions have no bias then (Ribeiro, Leontidis, Kollias
+            2020, the authors' code).
         device, dtype: of the parameters.
 
     Shapes: ``[B, in_channels, H, W]`` to :class:`Capsules`: poses ``[B, types, dim, H', W']``, activations
@@ -41,12 +47,14 @@ class PrimaryMatrixCaps(Layer):
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[int] = 0,
         *,
+        batch_norm: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         op = "capsfast.nn.PrimaryMatrixCaps"
         _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
+        checks.boolean(op, "batch_norm", batch_norm)
         window = (
             _arguments.pair(op, "kernel_size", kernel_size),
             _arguments.pair(op, "stride", stride),
@@ -55,8 +63,11 @@ class PrimaryMatrixCaps(Layer):
         self.in_channels = in_channels
         self.types = types
         self.dim = dim
-        self.pose = nn.Conv2d(in_channels, types * dim, *window, device=device, dtype=dtype)
-        self.activation = nn.Conv2d(in_channels, types, *window, device=device, dtype=dtype)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.pose = nn.Conv2d(in_channels, types * dim, *window, bias=not batch_norm, **made)
+        self.activation = nn.Conv2d(in_channels, types, *window, bias=not batch_norm, **made)
+        self.pose_norm = nn.BatchNorm3d(types, **made) if batch_norm else nn.Identity()
+        self.activation_norm = nn.BatchNorm2d(types, **made) if batch_norm else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -74,4 +85,5 @@ class PrimaryMatrixCaps(Layer):
         op = "capsfast.nn.PrimaryMatrixCaps"
         _arguments.sized(op, "features", features, "[B, in_channels, H, W]", in_channels=self.in_channels)
         self.grid(features.shape[2:])
-        return Capsules(self.pose(features).unflatten(1, (self.types, self.dim)), self.activation(features).sigmoid())
+        poses = self.pose(features).unflatten(1, (self.types, self.dim))
+        return Capsules(self.pose_norm(poses), self.activation_norm(self.activation(features)).sigmoid())

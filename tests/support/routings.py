@@ -142,8 +142,19 @@ def cosine(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Te
     return v, length(v)
 
 
-def variational(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Ribeiro, Leontidis, Kollias 2020, with diagonal precisions; Bishop 2006, section 10.2."""
+def normalized(value: Tensor, norm: nn.Module | None) -> Tensor:
+    """``[B, J]`` or ``[B, J, D]`` as in training, over the batch and the numbers of a pose."""
+    if norm is None:
+        return value
+    of_capsule, at = value.transpose(0, 1).flatten(1), (-1, *[1] * (value.dim() - 2))
+    mean, variance = of_capsule.mean(1), of_capsule.var(1, correction=0)
+    return (value - mean.view(at)) / (variance + 1e-5).sqrt().view(at)
+
+
+def variational(
+    votes: Tensor, a: Tensor, module: Any, u: Tensor, couple: Callable[[Tensor], Tensor] = plain.couple
+) -> tuple[Tensor, Tensor]:
+    """Ribeiro, Leontidis, Kollias 2020, with diagonal precisions; Bishop 2006, section 10.2. couple: of scores."""
     D = votes.shape[3]
     c = torch.full_like(votes[..., 0], 1 / votes.shape[2])
     for _ in range(module.num_iterations):
@@ -159,9 +170,38 @@ def variational(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tenso
         distance = D / kappa[..., 0][:, None] + (nu * W * (votes - mean[:, None]).transpose(0, 1) ** 2).sum(
             -1
         ).transpose(0, 1)
-        c = plain.couple((log_share + 0.5 * log_precision)[:, None] - 0.5 * distance - 0.5 * D * math.log(2 * math.pi))
+        c = couple((log_share + 0.5 * log_precision)[:, None] - 0.5 * distance - 0.5 * D * math.log(2 * math.pi))
     entropy = 0.5 * D * (1 + math.log(2 * math.pi)) - 0.5 * log_precision
-    return mean, torch.sigmoid(module.beta_a - (module.beta_u + log_share.exp() * entropy))
+    logit = module.beta_a - (module.beta_u + log_share.exp() * entropy)
+    return normalized(mean, module.pose_norm), torch.sigmoid(normalized(logit, module.norm))
+
+
+def convolutional_variational(layer: Any, poses: Tensor, activation: Tensor) -> tuple[Tensor, Tensor]:
+    """The layer of Ribeiro, Leontidis, Kollias 2020: a capsule's coupling sums to 1 over all windows that it is in.
+
+    ``poses [B, C, K, H, W]`` and ``activation [B, C, H, W]`` to poses ``[B, windows, J, D]`` and activations.
+    """
+    (B, _, K, *size), kernel, stride = poses.shape, layer.kernel_size, layer.stride
+
+    def unfolded(image: Tensor) -> Tensor:  # [B, C, H, W] to [B windows, I]
+        return nn.functional.unfold(image, kernel, stride=stride).transpose(1, 2).flatten(0, 1)
+
+    def couple(scores: Tensor) -> Tensor:
+        density = scores.exp()  # [B windows, I, J]
+        of_windows = density.sum(2).unflatten(0, (B, -1)).transpose(1, 2)
+        of_capsules = nn.functional.fold(of_windows, size, kernel, stride=stride)
+        return density / unfolded(of_capsules)[..., None]
+
+    u = torch.stack([unfolded(poses[:, :, k]) for k in range(K)], 2)
+    votes = torch.einsum("bipq,ijqr->bijpr", u.unflatten(2, (layer.routing.pose_rows, -1)), layer.routing.W).flatten(3)
+    found = variational(votes, unfolded(activation), layer.routing.routing, u, couple)
+    return found[0].unflatten(0, (B, -1)), found[1].unflatten(0, (B, -1))
+
+
+VARIATIONAL_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_iterations": 2, "alpha": 0.5, "kappa": 2.0, "psi": 0.3, "nu": 5.5, "batch_norm": False},
+]
 
 
 ROUTINGS: dict[str, Row] = {
@@ -173,8 +213,10 @@ ROUTINGS: dict[str, Row] = {
     "k-means": Row(k_means, [{}, {"num_iterations": 2, "sharpness": 4.0, "softmax": "in"}]),
     "self": Row(self_routing, [{}, {"shared_route": True, "learned_logits": True}], of_votes=False),
     "self-attention": Row(self_attention, [{}, {"squash": "paper"}]),
-    "variational": Row(variational, [{}, {"num_iterations": 2, "alpha": 0.5, "kappa": 2.0, "psi": 0.3, "nu": 5.5}]),
+    "variational": Row(variational, VARIATIONAL_OPTIONS),
 }
+# Options with which a sample has the same result alone and in a batch.
+ALONE: dict[str, dict[str, Any]] = {"variational": {"batch_norm": False}}
 
 
 def cases() -> list[tuple[str, dict[str, Any]]]:

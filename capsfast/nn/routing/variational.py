@@ -24,8 +24,8 @@ class VariationalRouting(IterativeRouting):
 
     Poses are the posterior means. The activation of an output capsule is ``sigmoid(beta_a - beta_u - share H)``, where
     H is the entropy of a Gaussian with the expected log precision and share the exponential of the expected log share.
-    The authors' code normalises the argument over the batch, without which activations are slow to learn: see
-    ``batch_norm``.
+    As in the authors' code, argument and poses are normalised over the batch, without which activations are slow to
+    learn: see ``batch_norm``.
 
     There is one pass more than iterations, without a gradient: about the mean vote that it finds, and later about that
     of the last iteration, float32 does not cancel in the variances.
@@ -37,11 +37,11 @@ class VariationalRouting(IterativeRouting):
         num_iterations: updates of the posteriors, at least 1.
         alpha, kappa, psi: of the priors, positive.
         nu: of the prior, more than ``out_dim - 1``; None for ``out_dim + 1``.
-        batch_norm: True normalises the argument of the sigmoid over the batch (and positions) while training. The
-            activations of a sample then depend on its batch. What is normalised no longer depends on ``beta_a`` and
-            ``beta_u`` in training. ``"both"``, as in the authors' code: also the poses, over the batch (and positions)
-            and their D numbers together. Output capsules that are masked do not count. In training there must be two
-            samples (or positions).
+        batch_norm: ``"both"`` normalises the argument of the sigmoid over the batch (and positions) while training, and
+            the poses over the batch (and positions) and their D numbers together. A sample then depends on its batch,
+            and the activations no longer on ``beta_a`` and ``beta_u``. Output capsules that are masked do not count. In
+            training there must be two samples (or positions). True: the argument alone. False: neither, and no sample
+            depends on another.
         all others: as for :class:`Routing`.
     """
 
@@ -59,7 +59,7 @@ class VariationalRouting(IterativeRouting):
         kappa: float = 1.0,
         psi: float = 1.0,
         nu: float | None = None,
-        batch_norm: bool | str = False,
+        batch_norm: bool | str = "both",
         **made: Any,
     ) -> None:
         super().__init__(in_caps, out_caps, in_dim, out_dim, num_iterations=num_iterations, **made)
@@ -77,6 +77,18 @@ class VariationalRouting(IterativeRouting):
         self.beta_u = nn.Parameter(torch.zeros(out_caps, **self._made))
         self.norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm else None
         self.pose_norm = nn.BatchNorm1d(out_caps, affine=False, **self._made) if batch_norm == "both" else None
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        names = [name for name, norm in (("norm", self.norm), ("pose_norm", self.pose_norm)) if norm is not None]
+        absent = [name for name in names if f"{prefix}{name}.running_mean" not in state_dict]
+        if absent and prefix + "beta_a" in state_dict:  # of another option, or from when False was the default
+            lists[2].append(
+                f"{self.op}: batch_norm needs the statistics of {' and '.join(absent)}, got a state without them; "
+                f"build the layer with batch_norm={absent != names}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     @property
     def independent(self) -> bool:  # type: ignore[override]
