@@ -109,7 +109,9 @@ def test_variances_of_far_votes_do_not_cancel() -> None:
 def test_the_state_dict_is_the_authors() -> None:
     for in_caps, n in ((I, I), (None, 1)):
         for single_beta in (False, True):
-            state = made(in_caps, single_beta=single_beta).state_dict()
+            layer = made(in_caps, single_beta=single_beta)
+            assert len([*layer.parameters()]) == (3 if single_beta else 4)
+            state = layer.state_dict()
             assert {name: tuple(each.shape) for name, each in state.items()} == {
                 "CONST_one": (),
                 "W": (n, J, Q, R),
