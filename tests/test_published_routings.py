@@ -118,6 +118,16 @@ def self_routing(u: Tensor, weight: Tensor, a: Tensor, route: Tensor) -> tuple[T
     return weighted(r, plain.votes(u, weight)) / r.sum(1)[..., None], r.sum(1) / a.sum(1, keepdim=True)
 
 
+def unrouted(u: Tensor, weight: Tensor) -> Tensor:
+    return plain.squash(plain.votes(u, weight).mean(1) * u.shape[1] / weight.shape[1])
+
+
+def prototypes(u: Tensor, weight: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    votes = plain.votes(u, weight.expand(-1, J, -1, -1))
+    c = plain.couple(agreement(votes, points[None]))
+    return weighted(c, votes) / c.sum(1)[..., None], c.sum(1)
+
+
 def across_windows(poses: Tensor, weight: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     """Every pose has one softmax, over the output capsules of all windows that it is in."""
     windows = query.shape[1]
@@ -160,6 +170,8 @@ CASES: dict[str, Case] = {
         lambda: [rand(B, I, K), rand(I, J, D, K, scale=0.5), positive(B, I), rand(I, J, K)],
         {},
     ),
+    "unrouted": (unrouted, poses_and(weight=(1, J, D, K)), {}),
+    "prototypes": (prototypes, poses_and((J, D), weight=(1, 1, D, K)), {}),
     "across_windows": (across_windows, poses_and((B, I - 2, J, D), weight=(3, J, D, K)), {}),
 }
 
@@ -195,7 +207,7 @@ def test_compiles_without_a_graph_break(name: str, page: dict[str, Any]) -> None
 
 def test_every_routing_of_the_table_is_compared() -> None:
     named = [function.strip("`") for _, function, _ in table_rows(PAGE, "| routing | function |")]
-    assert len(named) == 7 and set(named) <= set(CASES)
+    assert len(named) == 9 and set(named) <= set(CASES)
 
 
 @plain.on_cpu

@@ -149,7 +149,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 LABELS, IMAGES, WEIGHT = torch.tensor([0, 2]), torch.rand(2, 1, 4, 4), torch.randn(6, 4, 3, 5)
-ITEMS, LENGTHS = torch.rand(2, 5), torch.tensor([6, 2])
+ITEMS, LENGTHS, SCORES = torch.rand(2, 5), torch.tensor([6, 2]), torch.rand(2, 3)
 # A layer of several inputs, the axes of that which is traced behind a batch of 2, and a call.
 OF_SEVERAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Any, Any], Any]]] = {
     "histories": (
@@ -158,6 +158,7 @@ OF_SEVERAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[
         lambda layer, u: layer(u, lengths=LENGTHS),
     ),
     "items": (lambda: capsfast.nn.LabelAwareAttention(2), (3, 5), lambda layer, v: layer(v, ITEMS)),
+    "matrices": (lambda: capsfast.nn.MatrixRouting(3, 4, 4, 6, 2), (3, 4), lambda layer, u: layer(u, SCORES)),
     "self-routing": (lambda: capsfast.nn.SelfRouting(6, 4, 5, 3), (6, 5), lambda layer, u: layer((u, WEIGHT))),
     "mask": (capsfast.nn.Mask, (3, 4), lambda layer, v: layer(v, LABELS)),
     "margin": (capsfast.nn.MarginLoss, (3,), lambda layer, a: layer(a, LABELS)),

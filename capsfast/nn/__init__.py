@@ -10,6 +10,7 @@ from .dynamic_routing import ClassCaps, DigitCaps, DynamicRouting
 from .interest_caps import InterestCapsules, Interests
 from .label_attention import LabelAwareAttention, interest_scores
 from .losses import CapsNetLoss, LossParts, MarginLoss, ReconstructionLoss, SpreadLoss
+from .matrix_routing import MatrixRouting, ScoredCapsules
 from .primary_caps import FlattenCaps, PrimaryCaps
 from .primary_matrix_caps import PrimaryMatrixCaps
 from .readout import Length, Mask
@@ -66,12 +67,14 @@ __all__ = [
     "LowRank",
     "MarginLoss",
     "Mask",
+    "MatrixRouting",
     "PrimaryCaps",
     "PrimaryMatrixCaps",
     "ReconstructionLoss",
     "RoutedCaps",
     "Routing",
     "RoutingByAgreement",
+    "ScoredCapsules",
     "SelfAttentionRouting",
     "SelfRouting",
     "SharedWeight",

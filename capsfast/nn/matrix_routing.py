@@ -1,0 +1,147 @@
+"""Routing of pose matrices to the Gaussians that explain their votes, by what each is worth to each."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import checks
+from . import _arguments
+from ._layer import Layer
+from .routed_caps import pose_sizes
+from .routing.votes import votes_of
+
+MODEL = ("gaussian", "k-means")
+
+
+class ScoredCapsules(NamedTuple):
+    """poses ``[B, J, D]``; scores ``[B, J]``, whose sigmoids are activations; variances ``[B, J, D]`` of the votes."""
+
+    poses: Tensor
+    scores: Tensor
+    variances: Tensor
+
+
+class MatrixRouting(Layer):
+    """Routes scored pose matrices to output matrices that explain their votes (Heinsen 2019).
+
+    With votes ``V_ij = u_i W_ij + b_ij`` and ``f_i = sigmoid(score_i)``, each iteration is::
+
+        R_ij    = softmax_j(logsigmoid(s_j) + log N(V_ij; m_j, variance_j))   in the first iteration 1 / J
+        use_ij  = f_i R_ij
+        s_j     = sum_i (beta_use_ij use_ij - beta_ign_ij (f_i - use_ij))     scores: benefit less cost
+        m_j     = sum_i use_ij V_ij / (sum_i use_ij + eps)                    poses
+        variance_j = sum_i use_ij (V_ij - m_j)^2 / (sum_i use_ij + eps) + eps
+
+    The softmax ``[B, I, J]`` is in memory, the votes are not. A pass without a gradient, ahead of the loop, finds where
+    the votes lie, so that float32 does not cancel in the variances.
+
+    Parameters, with the names and shapes of the author's ``GenerativeMatrixRouting`` and of his ``Routing`` with given
+    ``n_out``, whose state dicts load here: ``W [I, J, Q, R]``, ``B [I, J, P, R]`` (b), ``beta_use`` and ``beta_ign
+    [I, J]``. For any number of inputs, size 1 stands in the place of I. The buffer ``CONST_one`` is 1.
+
+    Source: "An Algorithm for Routing Capsules in All Domains", arXiv:1911.00792.
+
+    Args:
+        in_caps: I; None for any number, which calls may change.
+        out_caps: J, at least 2.
+        in_dim, out_dim: ``K = P Q`` and ``D = P R``. An input capsule is a matrix ``[P, Q]`` row by row.
+        pose_rows: P.
+        num_iterations: at least 1.
+        model: ``"gaussian"``, or ``"k-means"`` with ``-|V_ij - m_j|^2`` in the place of the log density.
+        single_beta: ``beta_ign`` and ``beta_use`` are one parameter.
+        eps: above 0.
+        backend: see :func:`capsfast.dynamic_routing`.
+        device, dtype: of the parameters.
+
+    Shapes: u ``[B, I, K]`` and scores ``[B, I]`` to :class:`ScoredCapsules`. A score of -inf takes an input capsule of
+    finite numbers out.
+
+    Raises:
+        ValueError, TypeError: a size or an option that does not fit; in a call, a shape, a dtype or a device.
+    """
+
+    op = "capsfast.nn.MatrixRouting"
+
+    def __init__(
+        self,
+        in_caps: int | None,
+        out_caps: int,
+        in_dim: int,
+        out_dim: int,
+        pose_rows: int,
+        num_iterations: int = 3,
+        *,
+        model: str = "gaussian",
+        single_beta: bool = False,
+        eps: float = 1e-5,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if in_caps is not None:
+            _arguments.integer(self.op, "in_caps", in_caps)
+        _arguments.integer(self.op, "out_caps", out_caps, 2)
+        _arguments.integers(self.op, in_dim=in_dim, out_dim=out_dim, num_iterations=num_iterations)
+        P, Q, R = pose_sizes(self.op, in_dim, out_dim, pose_rows)
+        checks.choice(self.op, "model", model, MODEL)
+        checks.boolean(self.op, "single_beta", single_beta)
+        _arguments.positive(self.op, "eps", eps)
+        _arguments.backend(self.op, backend)
+        self.in_caps, self.out_caps, self.in_dim, self.out_dim = in_caps, out_caps, in_dim, out_dim
+        self.pose_rows, self.num_iterations = pose_rows, num_iterations
+        self.model, self.single_beta, self.eps, self.backend = model, single_beta, eps, backend
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(in_caps or 1, out_caps, *shape, device=device, dtype=dtype))
+
+        self.register_buffer("CONST_one", torch.ones((), device=device, dtype=dtype))
+        self.W, self.B, self.beta_use = parameter(Q, R), parameter(P, R), parameter()
+        self.beta_ign = self.beta_use if single_beta else parameter()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws W anew, with the author's deviation 1 / Q; all others become 0, as there."""
+        for each in self.parameters():
+            nn.init.zeros_(each)
+        nn.init.normal_(self.W, std=1 / self.W.shape[2])
+
+    def forward(self, u: Tensor, scores: Tensor) -> ScoredCapsules:
+        """See the class."""
+        sizes = {"K": self.in_dim} if self.in_caps is None else {"I": self.in_caps, "K": self.in_dim}
+        _arguments.sized(self.op, "u", u, "[B, I, K]", **sizes)
+        _arguments.sized(self.op, "scores", scores, "[B, I]", B=u.shape[0], I=u.shape[1])
+        f = torch.sigmoid(scores)
+        both = self.beta_use + self.beta_ign
+        ignored = (f[..., None] * self.beta_ign).sum(1)
+        # Row p of a pose ends in row p of the unit matrix, which the product takes to row p of B.
+        rows = u.unflatten(2, (self.pose_rows, -1))
+        unit = torch.eye(self.pose_rows, dtype=u.dtype, device=u.device).expand(*rows.shape[:3], -1)
+        product = torch.cat([rows, unit], 3), torch.cat([self.W, self.B], 2)
+        votes = votes_of(self.op, product, J=self.out_caps, backend=self.backend)
+        center, precision, prior = votes.origin(f), None, None
+        for _ in range(self.num_iterations):
+            m = votes.moments(
+                center=center, precision=precision, prior=prior, activation=f, second=True, return_weights=True
+            )
+            assert m.second is not None and m.weights is not None
+            score = (m.weights * both).sum(1) - ignored
+            mass = m.mass[..., None]
+            share = 1 / (mass + self.eps)
+            mean = (m.first + mass * center) * share
+            shift = mean - center
+            about_mean = (m.second - shift * (2 * m.first - mass * shift)) * share
+            variance = about_mean.clamp_min(0.0) + self.eps
+            center, prior = mean, F.logsigmoid(score)
+            if self.model == "gaussian":
+                precision, prior = 1 / variance, prior - 0.5 * variance.log().sum(2)
+            else:
+                precision = torch.full_like(variance, 2.0)
+        return ScoredCapsules(mean.to(u.dtype), score.to(u.dtype), variance.to(u.dtype))
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_caps}, {self.out_caps}, {self.in_dim}, {self.out_dim}, pose_rows={self.pose_rows}"
+        text += f", num_iterations={self.num_iterations}"
+        return text + _arguments.changed(self, model="gaussian", single_beta=False, eps=1e-5, backend=None)
