@@ -23,8 +23,8 @@ def em(**options: Any) -> EMRouting:
 
 
 def test_schedule_of_inverse_temperatures() -> None:
-    default = em(final=0.01).inverse_temperatures
-    assert default == pytest.approx((0.01 * 0.05, 0.01 * 0.0975, 0.01 * 0.142625))
+    default = em(final=0.02).inverse_temperatures
+    assert default == pytest.approx((0.02 * 0.05, 0.02 * 0.0975, 0.02 * 0.142625))
     assert em(inverse_temperature=2, num_iterations=2).inverse_temperatures == (2, 2)
     assert em(inverse_temperature=[1, 2, 3]).inverse_temperatures == (1, 2, 3)
     assert "inverse_temperatures=(1, 2, 3)" in repr(em(inverse_temperature=(1, 2, 3)))

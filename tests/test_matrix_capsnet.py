@@ -145,10 +145,16 @@ def test_variational_form_is_its_definition() -> None:
     wanted = variational(placed(model.routing, poses), activation.flatten(1), model.routing.routing, poses)
     plain.assert_same((found.capsules, found.lengths), wanted)
     got = gradients((found.capsules, found.lengths), leaves)
-    plain.assert_same(got, gradients(wanted, leaves), tolerance=1e-7)
+    plain.assert_same(got, gradients(wanted, leaves))
     single = MatrixCapsNet(1, 8, 3, **SMALL, form="variational", competition="window", routing="em", coordinates=False)
     assert single.conv_caps[0].start == "child" and not single.routing.coordinates and single.routing.identity
     assert model.eval()(images).lengths.shape == (2, 3)
+
+
+def test_activations_start_as_in_the_authors_code() -> None:
+    torch.manual_seed(0)
+    activation = MatrixCapsNet(activation_std=3.0).primary.activation
+    assert activation.bias.eq(-1).all() and 5.5 < activation.weight.abs().max() <= 6  # cut at two deviations
 
 
 def test_network_has_the_papers_grids() -> None:
@@ -322,6 +328,12 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         r"activation must be \[B, in_types, H, W\]",
     ),
     "form": (lambda: MatrixCapsNet(form="bayes"), ValueError, "form must be one of 'em', 'variational', got 'bayes'"),
+    "deviation": (lambda: PrimaryMatrixCaps(3, 2, 4, activation_std=0), ValueError, "activation_std must be positive"),
+    "deviation and norm": (
+        lambda: MatrixCapsNet(form="variational", activation_std=3.0),
+        ValueError,
+        "activation_std needs batch_norm=False, which undoes any scale; leave it out",
+    ),
     "norm": (lambda: PrimaryMatrixCaps(3, 2, 4, batch_norm="both"), TypeError, "batch_norm must be True or False"),
     "features": (lambda: PrimaryMatrixCaps(3, 2, 4)(torch.zeros(1, 2, 5, 5)), ValueError, "in_channels=3"),
     "a window for windows": (

@@ -28,7 +28,9 @@ def takes_iterations(name: str) -> bool:
 
 def make(name: str, I: int, J: int, K: int, D: int, r: int, **made: Any) -> Routing:
     """The routing for these sizes; r is the number of iterations, 0 for one that takes none."""
-    options = {"num_iterations": r} if r else {}
+    options: dict[str, Any] = {"num_iterations": r} if r else {}
+    if "batch_norm" in options_of(ROUTINGS[name]):
+        options["batch_norm"] = False  # it can't train on one sample, which the tables have
     return make_routing("capsfast bench", name, I, J, K, D, **options, **made)
 
 

@@ -74,6 +74,7 @@ class MatrixCapsNet(Network):
         form: ``"em"`` or ``"variational"``.
         conv_channels: A, of the convolution.
         primary_types: B, capsules at each place.
+        activation_std: of the primary capsules, see :class:`capsfast.nn.PrimaryMatrixCaps`.
         conv_types: C and D, of the two layers of convolutional capsules.
         pose_rows: of the pose matrices, which are square.
         num_iterations: of all routings; None for their default.
@@ -107,6 +108,7 @@ class MatrixCapsNet(Network):
         form: str = "em",
         conv_channels: int = 64,
         primary_types: int = 8,
+        activation_std: float | None = None,
         conv_types: Sequence[int] = (16, 16),
         pose_rows: int = 4,
         num_iterations: int | None = None,
@@ -158,7 +160,8 @@ class MatrixCapsNet(Network):
 
         self.conv = nn.Conv2d(in_channels, conv_channels, kernel, stride, bias=not normalized, **made)
         self.norm = nn.BatchNorm2d(conv_channels, **made) if normalized else None
-        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, batch_norm=normalized, **made)
+        primary: dict[str, Any] = {"batch_norm": normalized, "activation_std": activation_std}
+        self.primary = PrimaryMatrixCaps(conv_channels, primary_types, dim, **primary, **made)
         windowed: dict[str, Any] = {"competition": competition, "start": start}
         self.conv_caps = nn.ModuleList(
             ConvCaps2d(types, more, dim, dim, kernel_size, step, **windowed, **of_layer(types, more, kernel_size))

@@ -27,6 +27,8 @@ class PrimaryMatrixCaps(Layer):
         batch_norm: whether the poses of a type, all their K numbers together, and the argument of its sigmoid are
             normalised over the batch and the places. The convolutions have no bias then (Ribeiro, Leontidis, Kollias
             2020, the authors' code).
+        activation_std: the weight of the activations starts with this deviation and their bias with -1; 3.0 in the
+            code of Hinton, Sabour, Frosst (2018), whose bias stays. None: both as torch starts a convolution.
         device, dtype: of the parameters.
 
     Shapes: ``[B, in_channels, H, W]`` to :class:`Capsules`: poses ``[B, types, dim, H', W']``, activations
@@ -48,6 +50,7 @@ class PrimaryMatrixCaps(Layer):
         padding: int | Sequence[int] = 0,
         *,
         batch_norm: bool = False,
+        activation_std: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,6 +58,11 @@ class PrimaryMatrixCaps(Layer):
         op = "capsfast.nn.PrimaryMatrixCaps"
         _arguments.integers(op, in_channels=in_channels, types=types, dim=dim)
         checks.boolean(op, "batch_norm", batch_norm)
+        if activation_std is not None:
+            _arguments.positive(op, "activation_std", activation_std)
+            if batch_norm:
+                raise ValueError(f"{op}: activation_std needs batch_norm=False, which undoes any scale; leave it out")
+        self.activation_std = activation_std
         window = (
             _arguments.pair(op, "kernel_size", kernel_size),
             _arguments.pair(op, "stride", stride),
@@ -76,6 +84,10 @@ class PrimaryMatrixCaps(Layer):
         self.activation.reset_parameters()
         # Features of a ReLU are well below 1. The authors' code has 0.5 for 64 of them, and so has this.
         nn.init.trunc_normal_(self.pose.weight, std=4 / self.pose.weight[0].numel() ** 0.5)
+        if self.activation_std is not None:
+            std = self.activation_std
+            nn.init.trunc_normal_(self.activation.weight, std=std, a=-2 * std, b=2 * std)
+            nn.init.constant_(self.activation.bias, -1.0)  # type: ignore[arg-type]
 
     def grid(self, size: Sequence[int]) -> tuple[int, int]:
         """(H', W') for feature maps of ``size`` (H, W)."""

@@ -64,7 +64,7 @@ def em(votes: Tensor, a: Tensor, module: Any, u: Tensor) -> tuple[Tensor, Tensor
 
 EM_OPTIONS: list[dict[str, Any]] = [
     {},
-    {"final": 0.01, "cost_scale": "sum", "floor": 5e-4, "momentum": 0.1, "leaky": True},
+    {"final": 0.02, "cost_scale": "sum", "floor": 5e-4, "momentum": 0.1, "leaky": True},
     {"inverse_temperature": 0.5, "component_beta": True, "cost_scale": "inputs", "num_iterations": 2},
     {"floor": 0.01, "inverse_temperature": [0.1, 0.2, 0.4, 0.8], "nonlinearity": "softmax", "num_iterations": 4},
     {"isotropic": True, "cost_scale": 0.3, "num_iterations": 1},

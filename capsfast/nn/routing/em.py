@@ -37,7 +37,8 @@ class EMRouting(IterativeRouting):
         num_iterations: M-steps, at least 1.
         inverse_temperature: None for ``final (1 - 0.95^(t+1))`` in iteration t = 0, 1, ... (the authors' code); a
             number for all iterations; or a number for each of them.
-        final: what that schedule goes to. The authors' 0.01, of a sum of log variances, is 0.02 with ``"sum"``.
+        final: what that schedule goes to. The authors' code has 0.01 for costs twice as large: 0.02 with ``"sum"``, and a
+            quarter of it for class capsules.
         floor: added to the variance; 5e-4 in the authors' code.
         momentum: share of the mean of the iteration before in the mean, which starts at 0. The authors' code has
             0.1, the paper 0. The variance is about this mean.

@@ -99,7 +99,7 @@ class VariationalRouting(IterativeRouting):
         if isinstance(self.norm, nn.BatchNorm1d) and self.training and votes.B == 1:
             raise ValueError(
                 f"{self.op}: batch_norm needs more than one sample (or position) in training, got 1; "
-                f"call .eval(), or use a larger batch"
+                f"call .eval(), use a larger batch, or batch_norm=False"
             )
         with torch.no_grad():  # the origin of the first moments, on which the result does not depend
             start = votes.moments(activation=activation)
