@@ -127,7 +127,7 @@ def dynamic_routing(
         eps: eps of the squash, at least 1e-20, which reproduces layers without an eps.
         squash_last: False omits the squash of the last iteration only: the result is then its weighted sum plus bias.
         return_coupling: also return the last coupling coefficients.
-        backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
+        backend: a name in :func:`capsfast.backends`; default the first of them that serves the call.
 
     Returns:
         ``v [B, J, D]`` in the dtype of ``u``; with ``return_coupling`` the pair of ``v`` and

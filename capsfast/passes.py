@@ -94,7 +94,7 @@ def routing_pass(
         return_weights: also return r, ``[B, I, J]``.
         return_lse: also return the log-sum-exp of the softmax: ``[B, I]``, for ``normalize="in"`` ``[B, J]``; -inf
             where there is no finite logit.
-        backend: a name in :func:`capsfast.backends`; default the fastest that serves the call.
+        backend: a name in :func:`capsfast.backends`; default the first of them that serves the call.
 
     Returns:
         :class:`Moments`, with None for moments that were not requested. Empty sums are 0.

@@ -1,4 +1,4 @@
-"""``python -m capsfast tune``: tile sizes of the Triton kernels, measured on this GPU."""
+"""``python -m capsfast tune``: measures tile sizes of the Triton kernels on this GPU."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,18 +17,20 @@ from .endings import one_line
 
 def tune(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(help="The table, made or added to; CAPSFAST_TRITON_TABLE names it later.")],
-    batch: Annotated[int, typer.Option("--B", help="Batch.", min=1)] = 128,
+    out: Annotated[
+        Path, typer.Argument(help="File of the table, created or extended. Set CAPSFAST_TRITON_TABLE to it.")
+    ],
+    batch: Annotated[int, typer.Option("--B", help="Batch size.", min=1)] = 128,
     in_caps: Annotated[int, typer.Option("--I", help="Number of input capsules.", min=1)] = 1152,
     out_caps: Annotated[int, typer.Option("--J", help="Number of output capsules.", min=1)] = 10,
-    out_dim: Annotated[int, typer.Option("--D", help="Their dimension.", min=1)] = 16,
+    out_dim: Annotated[int, typer.Option("--D", help="Dimension of the output capsules.", min=1)] = 16,
     in_dim: Annotated[int, typer.Option("--K", help="Dimension of the input capsules.", min=1)] = 8,
-    iterations: Annotated[int, typer.Option("--r", help="Number of iterations.", min=1)] = 3,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    shared: Annotated[bool, typer.Option(help="One weight for all input capsules.")] = False,
-    em: Annotated[bool, typer.Option("--em", help="An iteration of EM routing instead of dynamic routing.")] = False,
+    iterations: Annotated[int, typer.Option("--r", help="Number of routing iterations.", min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="Dtype of the layer: float32, bfloat16 or float16.")] = "float32",
+    shared: Annotated[bool, typer.Option(help="All input capsules share one weight.")] = False,
+    em: Annotated[bool, typer.Option("--em", help="Measure an iteration of EM routing, not dynamic routing.")] = False,
 ) -> None:
-    """Measures tile sizes of the Triton kernels for one layer on this GPU."""
+    """Measure the best tile sizes of the Triton kernels for one layer on this GPU."""
     if em and on_command_line(context, "iterations"):
         raise typer.BadParameter("--em measures one iteration; leave out --r")
     if toolchain.why_no_triton() or not torch.cuda.is_available():
