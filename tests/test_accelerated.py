@@ -154,7 +154,7 @@ def test_a_parametrization_is_followed(both: tuple[Net, Net], images: Tensor) ->
     for model in (fast, plain):
         parametrize.register_parametrization(model.first, "W", Half())
     assert_same(fast, plain, images)
-    with pytest.raises(RuntimeError, match="take that off first"):
+    with pytest.raises(RuntimeError, match="undo that change first"):
         undo(fast)
     assert type(fast.second).__name__ == "FusedCapsLayer"
     for model in (fast, plain):

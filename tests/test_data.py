@@ -406,7 +406,7 @@ def pair(images: Any = None, labels: Any = None) -> tuple[Any, Any]:
         (lambda: pair(labels=[3] * 6), "at least two classes, got only images of class 3"),
         (
             lambda: (pair()[0], pair(labels=[0, 1, 2, 3, 4, 9])[0]),
-            "labels must be 0 to 5, those of the images to train",
+            "labels must be 0 to 5, as for the images to train",
         ),
         (lambda: (iter([1]), iter([1])), "must have a length and be indexed by number"),
         (lambda: ([], []), "an integer label for each of its 0 images"),
