@@ -72,7 +72,7 @@ class Fused:
             if given is not None:
                 break
         if given is None:
-            return "it was called with other arguments or sizes than those of the example"
+            return "it was called with arguments or sizes that differ from the example"
         u = given[0]
         if u.shape[0] == 1 and not self.single:
             return "it was called with one sample, for which it gives another shape"

@@ -44,7 +44,7 @@ def accelerate(
     The model runs once on the example. Modules whose inputs, outputs and weights have the shapes of routing are
     compared with capsfast. :func:`capsfast.identify` finds the options from outputs, gradients and a trace of a float64
     copy. Then layer and capsfast run in all dtypes in which the layer may be used, and must agree. Names of classes do
-    not count. Of nested layers that are reproduced, the outermost is fused. Everything else is left unchanged, and the
+    not count. If nested layers are reproduced, the outermost is fused. Everything else is left unchanged, and the
     report gives the reason.
 
     A fused layer is the same object with the same parameters, buffers, attributes, hooks and names: optimizers,
@@ -236,7 +236,7 @@ def _check_layer(candidate: Candidate) -> None:
     if type(layer).__call__ is not nn.Module.__call__:
         raise LeftAloneError("its class has a __call__ of its own, which would not run")
     if "forward" in vars(layer):
-        raise LeftAloneError("its forward was replaced by somebody else's; take that off first")
+        raise LeftAloneError("its forward was replaced by other code; restore it first")
     if candidate.why_not:
         raise LeftAloneError(candidate.why_not)
     try:

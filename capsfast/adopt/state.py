@@ -32,8 +32,8 @@ NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 # The attributes where a fused layer keeps its :class:`Fused` and its :class:`Calls`.
 RECORD, COUNT = "_capsfast_fused", "_capsfast_calls"
-# Attributes that are not options of a layer: those of every module, and those that torch and Lightning (the last one,
-# by its own torch.compile) add to modules that they compile or replicate.
+# Attributes that are not options of a layer: every module has them, or torch and Lightning (the last one, by its own
+# torch.compile) add them to modules that they compile or replicate.
 OF_TOOLS = {"_compiled_call_impl", "_is_torch_compile", "_is_replica", "_former_parameters", "_compile_kwargs"}
 OWN = frozenset({*vars(nn.Module()), RECORD, COUNT} | OF_TOOLS)
 

@@ -155,7 +155,7 @@ class Learner(_OfItsModel):
             self.monitor = ("test_reconstruction", "min")
         if loss is not None and not self.has_classes:
             got = checks.shown(loss)
-            raise ValueError(f"{op}: loss is that of classes, of which {model} has none; leave it out, got {got}")
+            raise ValueError(f"{op}: loss compares classes, and {model} has none; leave it out, got {got}")
         if self.has_classes:
             self.accuracy = MeanMetric()
 
