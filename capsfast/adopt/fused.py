@@ -75,7 +75,7 @@ class Fused:
             return "it was called with arguments or sizes that differ from the example"
         u = given[0]
         if u.shape[0] == 1 and not self.single:
-            return "it was called with one sample, for which it gives another shape"
+            return "it was called with one sample, where its output has another shape"
         changed = self.state.changed(layer)
         if changed is not None:
             return f"its `{changed}` is not what it was"

@@ -78,7 +78,7 @@ class Proof(Trial):
         self._check_special(found)
         if not gradient[-1] < self.same_on_real:
             self.nearest = gradient[-1], found
-            raise self._refused("with its own parameters and on u its gradient is another one than on random numbers")
+            raise self._refused("with its parameters and on u it has a different gradient than on random numbers")
         return replace(
             found,
             part=self.probe.part,
@@ -116,7 +116,7 @@ class Proof(Trial):
         difference = relative(self._evaluate(found, real).detach(), output.detach())
         if not difference < self.same_on_real:
             self.nearest = difference, found
-            raise self._refused("with its own parameters and on u it computes something else than on random numbers")
+            raise self._refused("with its parameters and on u it computes a different result than on random numbers")
         return difference
 
     def _of_one_sample(self, found: Identification, real: Inputs) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Checkpoint = Annotated[Path, typer.Argument(help="A file that train wrote, such as last.ckpt.", show_default=False)]
 Out = Annotated[Path, typer.Option(help="Folder for the pictures.")]
-Data = Annotated[str | None, typer.Option(help="Data set; default: the one of the training.", show_default=False)]
+Data = Annotated[str | None, typer.Option(help="Data set; default: the data set of the training.", show_default=False)]
 DataDir = Annotated[str | None, typer.Option(help="Folder with the files of the data set.", show_default=False)]
 Accelerator = Annotated[str, typer.Option(help="Lightning's accelerator: auto, cpu, gpu, ...")]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")]

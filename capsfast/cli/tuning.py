@@ -17,9 +17,7 @@ from .endings import one_line
 
 def tune(
     context: typer.Context,
-    out: Annotated[
-        Path, typer.Argument(help="File of the table, created or extended. Set CAPSFAST_TRITON_TABLE to it.")
-    ],
+    out: Annotated[Path, typer.Argument(help="Table, created or extended; set CAPSFAST_TRITON_TABLE to it.")],
     batch: Annotated[int, typer.Option("--B", help="Batch size.", min=1)] = 128,
     in_caps: Annotated[int, typer.Option("--I", help="Number of input capsules.", min=1)] = 1152,
     out_caps: Annotated[int, typer.Option("--J", help="Number of output capsules.", min=1)] = 10,
@@ -30,7 +28,7 @@ def tune(
     shared: Annotated[bool, typer.Option(help="All input capsules share one weight.")] = False,
     em: Annotated[bool, typer.Option("--em", help="Measure an iteration of EM routing, not dynamic routing.")] = False,
 ) -> None:
-    """Measure the best tile sizes of the Triton kernels for one layer on this GPU."""
+    """Find the fastest tile sizes of the Triton kernels for one layer on this GPU."""
     if em and on_command_line(context, "iterations"):
         raise typer.BadParameter("--em measures one iteration; leave out --r")
     if toolchain.why_no_triton() or not torch.cuda.is_available():

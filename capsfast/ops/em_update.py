@@ -51,8 +51,8 @@ def call(
 def _chosen(moments: tuple[Tensor, ...], out_mask: Tensor | None, backend: str | None) -> str:
     """The kernels for a call: "cpp", "triton", or "reference" if neither can run. Compiled programs never hold the op.
 
-    A demanded backend is no error here, because it concerns the passes. moments: mass, first, second and center; a
-    user's own votes decide their dtypes and shapes.
+    A forced backend that cannot run here raises no error, because it concerns the passes. moments: mass, first, second
+    and center; a user's own votes decide their dtypes and shapes.
     """
     mass, first, *_ = moments
     if not checks.is_eager(first) or forward_mode():

@@ -48,7 +48,7 @@ class EMRouting(IterativeRouting):
             whatever the size of the layer (Gritzman 2019); ``"mean"``: 1 / mean of mass_j, whatever the activations
             are; or a number.
         nonlinearity: ``"sigmoid"``, or ``"softmax"`` over the output capsules.
-        isotropic: one variance for all components, the mean of theirs.
+        isotropic: one variance for all components, the mean of the components' variances.
         leaky: the softmax over the output capsules has one more entry of logit 0 (the authors' code).
         all others: as for :class:`Routing`.
 
